@@ -1,0 +1,132 @@
+"""Every error of this package.
+
+    TorchFTError
+    ├── UsageError                  the caller's mistake: repeat it and it fails again
+    │   ├── ConfigError             a value or a pair of values that cannot work   (ValueError)
+    │   ├── AddressError            an address that cannot be parsed or bound      (ValueError)
+    │   └── RequestRefused          a request that breaks the protocol: wrong step, wrong rank, ...
+    └── PeerError                   a peer's or the network's: trying again may help
+        ├── Unreachable             nobody answers at that address                 (ConnectionError)
+        ├── DeadlineExceeded        an answer did not come in time                 (TimeoutError)
+        ├── QuorumFailed            this round has no quorum; the reason is told
+        ├── CommitFailed            this vote has no answer; the reason is told
+        └── CheckpointError         a checkpoint that is missing, truncated or corrupt
+
+A fault of our own is an ``AssertionError``. Errors hold their fields, survive pickle and write their
+sentence in ``__str__``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+class TorchFTError(Exception):
+    """Base of every error raised by this package."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), dict(self.__dict__))
+
+
+def _rebuild(cls: type[TorchFTError], fields: dict[str, Any]) -> TorchFTError:
+    error = cls.__new__(cls)
+    error.__dict__.update(fields)
+    return error
+
+
+class UsageError(TorchFTError):
+    """The caller's mistake; the sentence says what to change."""
+
+
+class PeerError(TorchFTError):
+    """A peer or the network failed; a later attempt may succeed."""
+
+
+@dataclass(eq=False)
+class ConfigError(UsageError, ValueError):
+    """``field`` holds ``value``, which cannot work because of ``reason``."""
+
+    field: str
+    value: object
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.value!r} cannot work: {self.reason}"
+
+
+@dataclass(eq=False)
+class AddressError(UsageError, ValueError):
+    """``address`` cannot be parsed or bound because of ``reason``."""
+
+    address: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"address {self.address!r}: {self.reason}"
+
+
+@dataclass(eq=False)
+class RequestRefused(UsageError):
+    """A request that the protocol does not allow, with the ``reason``."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(eq=False)
+class Unreachable(PeerError, ConnectionError):
+    """Nobody answers as ``peer`` (its role, such as ``lighthouse``) at ``address``."""
+
+    peer: str
+    address: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.peer} at {self.address} cannot be reached: {self.reason}"
+
+
+@dataclass(eq=False)
+class DeadlineExceeded(PeerError, TimeoutError):
+    """``action`` took longer than ``timeout_s`` seconds."""
+
+    action: str
+    timeout_s: float
+    reason: str = ""
+
+    def __str__(self) -> str:
+        tail = f": {self.reason}" if self.reason else ""
+        return f"{self.action} timed out after {self.timeout_s:.3g} s{tail}"
+
+
+@dataclass(eq=False)
+class QuorumFailed(PeerError):
+    """There is no quorum in this round, because of ``reason``."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"no quorum: {self.reason}"
+
+
+@dataclass(eq=False)
+class CommitFailed(PeerError):
+    """The commit vote has no result, because of ``reason``."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"no commit decision: {self.reason}"
+
+
+@dataclass(eq=False)
+class CheckpointError(PeerError):
+    """A checkpoint from ``source`` is missing, truncated or corrupt."""
+
+    source: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"checkpoint from {self.source}: {self.reason}"
