@@ -1,0 +1,1 @@
+"""The decisions: pure and synchronous; time is an argument, answers are frozen values."""

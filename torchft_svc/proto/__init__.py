@@ -1,0 +1,1 @@
+"""Messages generated from proto/torchft.proto by ``make proto``; never edited."""

@@ -1,0 +1,42 @@
+# `make demo` and `make test` need nothing but Python 3.10+, pip and this folder.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DEMO_FLAGS ?=
+
+.PHONY: demo test check proto proto-check bench soak clean
+
+demo: $(READY)
+	$(BIN)/python -m demo $(DEMO_FLAGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY) proto-check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+soak: $(READY)
+	$(BIN)/python -m pytest -m soak -o addopts= tests/processes
+
+proto: $(READY)
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=torchft_svc/proto --pyi_out=torchft_svc/proto proto/torchft.proto
+
+proto-check: $(READY)
+	$(BIN)/python -m pytest -q tests/test_proto.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-report*
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,dev]'
+	touch $(READY)

@@ -1,0 +1,82 @@
+"""From a quorum to what one worker has to do: its rank, its store, whom to heal from.
+
+Every member computes this by itself, from the same quorum, and comes to the same plan (I2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchft_svc.core.types import Member, Quorum
+from torchft_svc.errors import QuorumFailed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """One worker's part in a quorum.
+
+    ``max_replica_rank`` and ``max_world_size`` are the group's index (None: it is behind) and the
+    number of groups at ``max_step``. ``heal_source`` is the replica rank to fetch the state from
+    (None: nothing to heal), ``heal_targets`` are those that fetch it from here.
+    """
+
+    quorum_id: int
+    replica_rank: int
+    replica_world_size: int
+    max_step: int
+    max_replica_rank: int | None
+    max_world_size: int
+    store_address: str
+    heal_source: int | None
+    heal_source_address: str
+    heal_targets: tuple[int, ...]
+    commit_failures: int
+    replica_ids: tuple[str, ...]
+
+
+def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool = True) -> Assignment:
+    """The part of worker ``group_rank`` of group ``replica_id`` in ``quorum``.
+
+    Raises:
+        QuorumFailed: the group is not a member of this quorum.
+    """
+    members = sorted(quorum.participants, key=lambda member: member.replica_id)
+    ranks = {member.replica_id: rank for rank, member in enumerate(members)}
+    if replica_id not in ranks:
+        raise QuorumFailed(f"quorum {quorum.quorum_id} was formed without {replica_id!r}")
+    replica_rank = ranks[replica_id]
+    max_step = quorum.max_step
+    current = [rank for rank, member in enumerate(members) if member.step == max_step]
+    sources = heal_plan(members, group_rank, init_sync)
+    source = sources.get(replica_rank)
+    store = members[current[group_rank % len(current)]].store_address
+    return Assignment(
+        quorum_id=quorum.quorum_id,
+        replica_rank=replica_rank,
+        replica_world_size=len(members),
+        max_step=max_step,
+        max_replica_rank=current.index(replica_rank) if replica_rank in current else None,
+        max_world_size=len(current),
+        store_address=store,
+        heal_source=source,
+        heal_source_address="" if source is None else members[source].address,
+        heal_targets=tuple(sorted(key for key, value in sources.items() if value == replica_rank)),
+        commit_failures=max(member.commit_failures for member in members),
+        replica_ids=tuple(member.replica_id for member in members),
+    )
+
+
+def heal_plan(members: list[Member], group_rank: int, init_sync: bool) -> dict[int, int]:
+    """Which replica rank heals from which, for the workers with this group rank.
+
+    Groups that are behind are dealt out round robin to the groups at ``max_step``, beginning with
+    number ``group_rank``, so that the ranks of one group load different sources. At step 0 nobody
+    is behind, but nobody is equal either: with ``init_sync`` all take the state of one and the same
+    primary, on every group rank, since a model's shards only fit together if they come from one.
+    """
+    max_step = max(member.step for member in members)
+    current = [rank for rank, member in enumerate(members) if member.step == max_step]
+    if max_step == 0:
+        return dict.fromkeys(range(1, len(members)), 0) if init_sync else {}
+    behind = [rank for rank in range(len(members)) if rank not in set(current)]
+    return {rank: current[(index + group_rank) % len(current)] for index, rank in enumerate(behind)}

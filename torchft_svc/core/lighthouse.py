@@ -1,0 +1,257 @@
+"""The lighthouse's decisions: many jobs, their requests, and which answer each caller gets.
+
+Inputs are method calls with ``now`` (monotonic seconds); each returns the orders that the shell has
+to carry out. A caller is a number of the shell's choice, unique among the requests that wait.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from torchft_svc.core.membership import Membership
+from torchft_svc.core.quorum import Formed, Waiting
+from torchft_svc.core.types import Member, Quorum, QuorumConfig, check_name
+from torchft_svc.errors import QuorumFailed, RequestRefused, TorchFTError
+
+# Heartbeats that one lighthouse wants to hear per second, over all groups of a job; above that,
+# groups are told to beat less often, though never less than four times per heartbeat timeout.
+MAX_BEATS_PER_SECOND = 1000.0
+MIN_BEATS_PER_TIMEOUT = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerQuorum:
+    """Send ``quorum`` to ``callers``, one for each member, in member order."""
+
+    job: str
+    callers: tuple[int, ...]
+    quorum: Quorum
+    lost_from: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseRequest:
+    """Tell ``caller`` that its request failed."""
+
+    caller: int
+    error: TorchFTError
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLoss:
+    """``replica_id`` is no longer alive, because of ``reason``."""
+
+    job: str
+    replica_id: str
+    reason: str
+
+
+Order = AnswerQuorum | RefuseRequest | ReportLoss
+
+
+@dataclass(slots=True)
+class _Job:
+    members: Membership
+    last_id: int
+    # Requests of groups whose name is still held by an earlier incarnation.
+    held: dict[str, tuple[Member, int]] = field(default_factory=dict)
+
+    def next_deadline(self) -> float | None:
+        times = [at for at in (self.members.next_death(), self.members.look_at()) if at is not None]
+        return min(times, default=None)
+
+
+class Lighthouse:
+    """All jobs of one lighthouse; ``first_id`` must be above any id of an earlier lighthouse."""
+
+    def __init__(self, config: QuorumConfig, first_id: int = 0) -> None:
+        self._config = config
+        self._first_id = first_id
+        self._jobs: dict[str, _Job] = {}
+        # The committed step of jobs that have ended, so that a restart can be told from a start.
+        self._ended: OrderedDict[str, int] = OrderedDict()
+        self._wake_at: float | None = None
+
+    # -- inputs ----------------------------------------------------------------------------------
+
+    def request(self, job: str, member: Member, caller: int, now: float) -> tuple[Order, ...]:
+        """``caller`` waits for a quorum that contains ``member``."""
+        member.check()
+        state = self._job(job, member.replica_id)
+        orders = self._sign_of_life(state, member.replica_id, now)
+        if state.members.earlier_incarnations(member.replica_id):
+            state.members.seen(member.replica_id, now)
+            held_before = state.held.pop(member.replica_id, None)
+            if held_before is not None:
+                orders.append(_superseded(held_before[1], member.replica_id))
+            state.held[member.replica_id] = (member, caller)
+        else:
+            replaced = state.members.asked(member, caller, now)
+            if replaced is not None:
+                orders.append(_superseded(replaced, member.replica_id))
+        return self._settle(job, state, orders, now)
+
+    def withdraw(self, job: str, caller: int, now: float) -> tuple[Order, ...]:
+        """``caller`` waits no longer (cancelled, or its deadline is over)."""
+        state = self._jobs.get(job)
+        if state is None:
+            return ()
+        state.members.withdrew(caller)
+        state.held = {key: held for key, held in state.held.items() if held[1] != caller}
+        return self._settle(job, state, [], now)
+
+    def heartbeat(self, job: str, replica_id: str, now: float) -> tuple[Order, ...]:
+        """A sign of life without a request."""
+        check_name("replica_id", replica_id)
+        state = self._job(job, replica_id)
+        is_new = not state.members.knows(replica_id)
+        orders = self._sign_of_life(state, replica_id, now)
+        state.members.seen(replica_id, now)
+        if is_new or orders:
+            return self._settle(job, state, orders, now)
+        return ()
+
+    def leave(self, job: str, replica_id: str, reason: str, now: float) -> tuple[Order, ...]:
+        """The group is gone, and says so: nobody waits for its heartbeats to run out."""
+        state = self._jobs.get(job)
+        if state is None or not state.members.knows(replica_id):
+            return ()
+        orders = self._remove(job, state, replica_id, reason)
+        return self._settle(job, state, orders, now)
+
+    def tick(self, now: float) -> tuple[Order, ...]:
+        """Time has passed; call it at `next_deadline`, or more often."""
+        self._wake_at = None
+        orders: list[Order] = []
+        for name, state in list(self._jobs.items()):
+            silent = f"no sign of life for {self._config.heartbeat_timeout_s:g} s"
+            for replica_id in state.members.dead(now):
+                orders += self._remove(name, state, replica_id, silent)
+            orders += self._settle(name, state, [], now)
+        return tuple(orders)
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do; may be too early, never too late."""
+        return self._wake_at
+
+    def why(self, job: str, now: float) -> str:
+        """Why the groups of ``job`` that ask have no quorum yet."""
+        state = self._jobs.get(job)
+        if state is None:
+            return "no group asks for a quorum"
+        if state.held:
+            return "; ".join(_name_held(state, replica_id) for replica_id in sorted(state.held)[:4])
+        decision = state.members.decide(now)
+        return decision.why if isinstance(decision, Waiting) else "a quorum is being published"
+
+    def beat_interval_s(self, job: str) -> float:
+        """How often a group of ``job`` should beat at the most."""
+        state = self._jobs.get(job)
+        groups = len(state.members) if state else 1
+        rarest = self._config.heartbeat_timeout_s / MIN_BEATS_PER_TIMEOUT
+        return min(groups / MAX_BEATS_PER_SECOND, rarest)
+
+    # -- the rules -------------------------------------------------------------------------------
+
+    def _job(self, name: str, replica_id: str) -> _Job:
+        state = self._jobs.get(name)
+        if state is not None:
+            if not state.members.knows(replica_id):
+                self._check_room(name, state)
+            return state
+        check_name("job", name)
+        if len(self._jobs) >= self._config.max_jobs:
+            raise RequestRefused(
+                f"this lighthouse already serves {len(self._jobs)} jobs, its limit: "
+                f"job {name!r} has to go to another one"
+            )
+        committed_step = self._ended.pop(name, 0)
+        state = _Job(Membership(self._config, committed_step), self._first_id)
+        self._jobs[name] = state
+        return state
+
+    def _check_room(self, name: str, state: _Job) -> None:
+        if len(state.members) >= self._config.max_members_per_job:
+            raise RequestRefused(
+                f"job {name!r} already has {len(state.members)} groups, the limit of this lighthouse"
+            )
+
+    def _sign_of_life(self, state: _Job, replica_id: str, now: float) -> list[Order]:
+        """An incarnation that lives keeps its name: later ones that wait for it are refused."""
+        orders: list[Order] = []
+        for rival in list(state.held):
+            if replica_id not in state.members.earlier_incarnations(rival):
+                continue
+            _, caller = state.held.pop(rival)
+            state.members.gone(rival)
+            reason = (
+                f"the name of {rival!r} is taken: {replica_id!r} is alive; "
+                "give every replica group a name of its own"
+            )
+            orders.append(RefuseRequest(caller, RequestRefused(reason)))
+        return orders
+
+    def _remove(self, job: str, state: _Job, replica_id: str, reason: str) -> list[Order]:
+        orders: list[Order] = [ReportLoss(job, replica_id, reason)]
+        held = state.held.pop(replica_id, None)
+        caller = state.members.gone(replica_id)
+        for lost in (caller, held[1] if held else None):
+            if lost is not None:
+                orders.append(RefuseRequest(lost, QuorumFailed(f"{replica_id!r} is out: {reason}")))
+        return orders
+
+    def _settle(self, job: str, state: _Job, orders: list[Order], now: float) -> tuple[Order, ...]:
+        """Draw all conclusions for one job."""
+        for replica_id, (member, caller) in list(state.held.items()):
+            if not state.members.earlier_incarnations(replica_id):
+                del state.held[replica_id]
+                state.members.asked(member, caller, now)
+        if not state.members.is_settled(now):
+            decision = state.members.decide(now)
+            if isinstance(decision, Formed):
+                orders.append(self._publish(job, state, decision))
+        if not len(state.members):
+            self._end(job, state)
+        else:
+            self._wake(state.next_deadline())
+        return tuple(orders)
+
+    def _publish(self, job: str, state: _Job, formed: Formed) -> AnswerQuorum:
+        previous = state.members.previous
+        seen = max(member.seen_quorum_id for member in formed.members)
+        may_keep_id = (
+            previous is not None
+            and seen <= state.last_id
+            and [member.place for member in formed.members]
+            == [member.place for member in previous.participants]
+            and not any(member.commit_failures for member in formed.members)
+        )
+        if not may_keep_id:
+            state.last_id = max(state.last_id, seen) + 1
+        quorum = Quorum(quorum_id=state.last_id, participants=formed.members)
+        callers = state.members.publish(formed, quorum)
+        return AnswerQuorum(job, callers, quorum, formed.lost_from)
+
+    def _end(self, job: str, state: _Job) -> None:
+        del self._jobs[job]
+        self._first_id = max(self._first_id, state.last_id)
+        self._ended[job] = state.members.committed_step
+        while len(self._ended) > self._config.max_jobs:
+            self._ended.popitem(last=False)
+
+    def _wake(self, at: float | None) -> None:
+        if at is not None and (self._wake_at is None or at < self._wake_at):
+            self._wake_at = at
+
+
+def _superseded(caller: int, replica_id: str) -> RefuseRequest:
+    reason = f"a newer request of {replica_id!r} has taken the place of this one"
+    return RefuseRequest(caller, QuorumFailed(reason))
+
+
+def _name_held(state: _Job, replica_id: str) -> str:
+    others = ", ".join(state.members.earlier_incarnations(replica_id))
+    return f"{replica_id} waits until {others}, which had its name before, is dead or has left"

@@ -1,0 +1,170 @@
+"""Who of one job is alive, who asks for a quorum, and which quorum was the last.
+
+`Membership` keeps what `torchft_svc.core.quorum.decide` looks at, and keeps it cheap: while a
+member of the previous quorum is missing, an arrival costs the same for ten groups and ten thousand.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torchft_svc.core.quorum import (
+    Formed,
+    JobView,
+    Waiter,
+    Waiting,
+    absent_deadlines,
+    decide,
+)
+from torchft_svc.core.types import Member, Quorum, QuorumConfig
+
+
+class Membership:
+    """The groups of one job. ``now`` is monotonic seconds and never goes back."""
+
+    def __init__(self, config: QuorumConfig, committed_step: int = 0) -> None:
+        self._config = config
+        self._seen_at: OrderedDict[str, float] = OrderedDict()  # the longest silent first
+        self._waiting: dict[str, Waiter] = {}
+        self._callers: dict[str, int] = {}
+        self._replica_of: dict[int, str] = {}
+        self._incarnations: dict[str, dict[str, None]] = {}  # by stable name, the oldest first
+        self._veterans: set[str] = set()
+        self._straggling: set[str] = set()
+        self._awaited: set[str] = set()  # living, in the previous quorum, has not asked again
+        self._look_at: float | None = None  # when the last decision said that time changes it
+        self.previous: Quorum | None = None
+        self._previous_ids: frozenset[str] = frozenset()
+        self.committed_step = committed_step
+
+    # -- what happened ---------------------------------------------------------------------------
+
+    def seen(self, replica_id: str, now: float) -> None:
+        """A sign of life."""
+        if replica_id not in self._seen_at:
+            self._incarnations.setdefault(stable_name(replica_id), {})[replica_id] = None
+        self._seen_at[replica_id] = now
+        self._seen_at.move_to_end(replica_id)
+
+    def asked(self, member: Member, caller: int, now: float) -> int | None:
+        """``caller`` asks on behalf of ``member``; returns the caller that it replaces, if any."""
+        self.seen(member.replica_id, now)
+        replaced = self._callers.get(member.replica_id)
+        if replaced is not None:
+            del self._replica_of[replaced]
+        self._waiting[member.replica_id] = Waiter(member, now)
+        self._callers[member.replica_id] = caller
+        self._replica_of[caller] = member.replica_id
+        self._straggling.discard(member.replica_id)
+        self._awaited.discard(member.replica_id)
+        return replaced
+
+    def withdrew(self, caller: int) -> None:
+        """``caller`` waits no longer; the group itself is still alive."""
+        replica_id = self._replica_of.pop(caller, None)
+        if replica_id is None:
+            return
+        del self._waiting[replica_id], self._callers[replica_id]
+        if replica_id in self._previous_ids:
+            self._awaited.add(replica_id)
+
+    def gone(self, replica_id: str) -> int | None:
+        """The group is dead or has left; returns the caller that waited for it, if any."""
+        if self._seen_at.pop(replica_id, None) is None:
+            return None
+        name = stable_name(replica_id)
+        del self._incarnations[name][replica_id]
+        if not self._incarnations[name]:
+            del self._incarnations[name]
+        for ids in (self._veterans, self._straggling, self._awaited):
+            ids.discard(replica_id)
+        self._waiting.pop(replica_id, None)
+        caller = self._callers.pop(replica_id, None)
+        if caller is not None:
+            del self._replica_of[caller]
+        return caller
+
+    def publish(self, formed: Formed, quorum: Quorum) -> tuple[int, ...]:
+        """``quorum`` is the answer to its members; returns their callers, in member order."""
+        callers = []
+        for member in quorum.participants:
+            del self._waiting[member.replica_id]
+            caller = self._callers.pop(member.replica_id)
+            del self._replica_of[caller]
+            callers.append(caller)
+        self.previous = quorum
+        self._previous_ids = frozenset(member.replica_id for member in quorum.participants)
+        self._awaited = set(self._previous_ids)
+        self._look_at = None
+        self._veterans |= self._previous_ids
+        lost = formed.lost_from is not None
+        self.committed_step = quorum.max_step if lost else max(self.committed_step, quorum.max_step)
+        return tuple(callers)
+
+    # -- what follows ----------------------------------------------------------------------------
+
+    def decide(self, now: float) -> Formed | Waiting:
+        """Is there a quorum now? Groups whose time is up count as stragglers from here on."""
+        view = self.view()
+        if self._waiting:
+            late = {key for key, at in absent_deadlines(view, self._config).items() if at <= now}
+            self._straggling |= late
+            self._awaited -= late
+        decision = decide(view, self._config, now)
+        self._look_at = decision.until if isinstance(decision, Waiting) else None
+        return decision
+
+    def is_settled(self, now: float) -> bool:
+        """True if the last decision still holds whoever else has asked meanwhile (cheap)."""
+        if len(self._waiting) < self._config.min_replicas:
+            return True
+        return bool(self._awaited) and self._look_at is not None and now < self._look_at
+
+    def look_at(self) -> float | None:
+        """When to decide again although nothing happened."""
+        return self._look_at
+
+    def dead(self, now: float) -> list[str]:
+        """The groups that were silent for the heartbeat timeout."""
+        dead = []
+        for replica_id, seen_at in self._seen_at.items():
+            if now - seen_at < self._config.heartbeat_timeout_s:
+                break
+            dead.append(replica_id)
+        return dead
+
+    def next_death(self) -> float | None:
+        """When the longest silent group dies, if it stays silent."""
+        for seen_at in self._seen_at.values():
+            return seen_at + self._config.heartbeat_timeout_s
+        return None
+
+    def earlier_incarnations(self, replica_id: str) -> list[str]:
+        """Living groups that had the same stable name before this one."""
+        earlier = []
+        for other in self._incarnations.get(stable_name(replica_id), ()):
+            if other == replica_id:
+                break
+            earlier.append(other)
+        return earlier
+
+    def knows(self, replica_id: str) -> bool:
+        return replica_id in self._seen_at
+
+    def __len__(self) -> int:
+        return len(self._seen_at)
+
+    def view(self) -> JobView:
+        return JobView(
+            waiting=self._waiting,
+            living=self._seen_at.keys(),
+            veterans=self._veterans,
+            straggling=self._straggling,
+            previous=self.previous,
+            committed_step=self.committed_step,
+        )
+
+
+def stable_name(replica_id: str) -> str:
+    """The part of a replica id that survives a restart of its group."""
+    return replica_id.rpartition(":")[0] or replica_id

@@ -1,0 +1,138 @@
+"""Decides whether the groups that ask now are a quorum, and if not, why not and when to look again.
+
+The rules are those of architecture.md, section 4; the numbers in the comments are theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+from torchft_svc.core.types import Member, Quorum, QuorumConfig
+
+# A reason is read by people: it names a few groups and counts the others.
+MAX_NAMES_IN_A_REASON = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """A group whose request waits for an answer, since ``asked_at`` (monotonic seconds)."""
+
+    member: Member
+    asked_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """All that a decision depends on. Every id in ``waiting`` and ``veterans`` is in ``living``.
+
+    ``veterans`` took part in a quorum of this job, ``straggling`` were waited for in vain.
+    """
+
+    waiting: Mapping[str, Waiter]
+    living: Set[str]
+    veterans: Set[str]
+    straggling: Set[str]
+    previous: Quorum | None
+    committed_step: int
+
+    def previous_ids(self) -> frozenset[str]:
+        if self.previous is None:
+            return frozenset()
+        return frozenset(member.replica_id for member in self.previous.participants)
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """These members are the quorum, sorted by replica id. ``lost_from`` is the committed step of
+    the job if it goes back with this quorum (7), else None."""
+
+    members: tuple[Member, ...]
+    lost_from: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """No quorum yet, because of ``why``; time alone changes that at ``until`` (None: never)."""
+
+    why: str
+    until: float | None = None
+
+
+def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
+    """Apply the rules to what is known at ``now`` (monotonic seconds)."""
+    if not view.waiting:
+        return Waiting("no group asks for a quorum")
+    previous = view.previous_ids()
+    candidates = _candidates(view, previous)
+    everyone_is_back = bool(previous) and previous <= view.waiting.keys()
+    if not everyone_is_back:  # (2) is the fast path
+        deadlines = absent_deadlines(view, config)
+        absent = {replica_id: at for replica_id, at in deadlines.items() if at > now}
+        if absent:
+            until = min(absent.values())
+            why = f"waiting for {name_some(absent)}: alive, but has not asked"
+            return Waiting(why, None if until == math.inf else until)
+    if len(candidates) < config.min_replicas:
+        kept_out = len(view.waiting) - len(candidates)
+        note = f", {kept_out} more kept out by shrink_only" if kept_out else ""
+        return Waiting(f"{len(candidates)} of at least {config.min_replicas} groups ask{note}")
+    return _check_progress(view, config, candidates)
+
+
+def absent_deadlines(view: JobView, config: QuorumConfig) -> dict[str, float]:
+    """The living groups that have not asked, each with the time until which it is waited for (3).
+
+    ``inf``: as long as it lives. That holds for members of the previous quorum while none of them
+    has asked: they may be in the middle of a long step, and newcomers must not start a second
+    history.
+    """
+    previous = view.previous_ids()
+    absent = view.living - view.waiting.keys() - view.straggling  # (4)
+    rivals = absent & previous
+    asked = [waiter.asked_at for key, waiter in view.waiting.items() if key in previous]
+    if asked:
+        # Newcomers that have not asked yet do not make a running job wait.
+        return dict.fromkeys(rivals, min(asked) + config.join_timeout_s)
+    if rivals:
+        return dict.fromkeys(rivals, math.inf)
+    first = min(waiter.asked_at for waiter in view.waiting.values())
+    return {
+        key: first + (config.join_timeout_s if key in view.veterans else config.newcomer_timeout_s)
+        for key in absent
+    }
+
+
+def _candidates(view: JobView, previous: Set[str]) -> list[Member]:
+    """Who could be in the quorum: all who ask, or with shrink_only, no newcomers (5)."""
+    back = [waiter.member for key, waiter in view.waiting.items() if key in previous]
+    if any(member.shrink_only for member in back):
+        return back
+    return [waiter.member for waiter in view.waiting.values()]
+
+
+def _check_progress(
+    view: JobView, config: QuorumConfig, candidates: list[Member]
+) -> Formed | Waiting:
+    """Hold back a quorum that would silently lose committed steps (7)."""
+    members = tuple(sorted(candidates, key=lambda member: member.replica_id))
+    max_step = max(member.step for member in members)
+    if max_step >= view.committed_step:
+        return Formed(members)
+    policy = config.on_step_regression
+    if policy == "hold" or (policy == "auto" and view.veterans):
+        return Waiting(
+            f"the job has committed step {view.committed_step}, the groups that ask have at most "
+            f"step {max_step}: waiting for a group with the newer state "
+            "(or start the lighthouse with --on-step-regression warn to accept the loss)"
+        )
+    return Formed(members, lost_from=view.committed_step)
+
+
+def name_some(replica_ids: Mapping[str, object]) -> str:
+    """The first few ids in order, and how many more there are."""
+    names = sorted(replica_ids)
+    more = len(names) - MAX_NAMES_IN_A_REASON
+    shown = ", ".join(names[:MAX_NAMES_IN_A_REASON])
+    return f"{shown} and {more} more" if more > 0 else shown

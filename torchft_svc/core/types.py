@@ -1,0 +1,135 @@
+"""What the decisions are about: members, quorums, and the limits that they keep to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torchft_svc.errors import ConfigError, RequestRefused
+
+# A replica id or a job's name is shown in logs and tables and kept in maps: it has to stay short.
+MAX_NAME_LENGTH = 256
+# Two addresses and a small JSON document; anything larger is not a member but a mistake.
+MAX_ADDRESS_LENGTH = 512
+MAX_DATA_LENGTH = 16 * 1024
+# Steps and ids travel as int64.
+MAX_INT64 = 2**63 - 1
+# More workers than the largest cluster has.
+MAX_WORLD_SIZE = 1_000_000
+
+DEFAULT_JOB = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One replica group, as it asks for a quorum.
+
+    ``step`` counts committed optimizer updates, ``commit_failures`` the steps discarded since,
+    ``seen_quorum_id`` is the highest quorum id that the group has been told (0: none).
+    """
+
+    replica_id: str
+    address: str = ""
+    store_address: str = ""
+    step: int = 0
+    world_size: int = 1
+    shrink_only: bool = False
+    data: str = ""
+    commit_failures: int = 0
+    seen_quorum_id: int = 0
+
+    def check(self) -> None:
+        """Raise `RequestRefused` if a field from the network is out of bounds."""
+        check_name("replica_id", self.replica_id)
+        for field in ("address", "store_address"):
+            check_text(field, getattr(self, field), MAX_ADDRESS_LENGTH)
+        if len(self.data) > MAX_DATA_LENGTH:
+            raise RequestRefused(
+                f"data has {len(self.data)} characters, {MAX_DATA_LENGTH} are allowed"
+            )
+        for field in ("step", "commit_failures", "seen_quorum_id"):
+            if not 0 <= getattr(self, field) <= MAX_INT64:
+                raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 or more")
+        # The clock-derived base of a lighthouse is far below this; more would exhaust the ids.
+        if self.seen_quorum_id > MAX_INT64 // 2:
+            raise RequestRefused(f"seen_quorum_id {self.seen_quorum_id} was never given out")
+        if not 0 <= self.world_size <= MAX_WORLD_SIZE:
+            raise RequestRefused(f"world_size is {self.world_size}, must be 0 to {MAX_WORLD_SIZE}")
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What must be the same for two quorums to share an id."""
+        return self.replica_id, self.address, self.store_address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quorum:
+    """The groups that train together; ``participants`` are sorted by replica id."""
+
+    quorum_id: int
+    participants: tuple[Member, ...]
+
+    @property
+    def max_step(self) -> int:
+        return max(member.step for member in self.participants)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuorumConfig:
+    """When a job's quorum is formed (architecture, section 4); durations in seconds.
+
+    ``on_step_regression`` decides what happens to a quorum that would lose committed steps:
+    ``hold`` keeps it back, ``warn`` lets it pass with a warning; ``auto`` holds it back while a
+    group that took part in the job is alive, and warns when none is left.
+    """
+
+    min_replicas: int = 1
+    join_timeout_s: float = 60.0
+    startup_timeout_s: float | None = None
+    heartbeat_timeout_s: float = 5.0
+    on_step_regression: Literal["auto", "hold", "warn"] = "auto"
+    # One lighthouse serves many jobs, but a client that invents names must not fill its memory.
+    max_jobs: int = 1000
+    max_members_per_job: int = 20_000
+
+    def __post_init__(self) -> None:
+        if self.min_replicas < 1:
+            raise ConfigError(
+                "min_replicas", self.min_replicas, "a quorum needs at least one group"
+            )
+        for field in ("join_timeout_s", "startup_timeout_s", "heartbeat_timeout_s"):
+            value = getattr(self, field)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ConfigError(
+                    field, value, "a timeout is a finite number of seconds, 0 or more"
+                )
+        if self.heartbeat_timeout_s == 0:
+            raise ConfigError("heartbeat_timeout_s", 0, "every group would be dead at once")
+        if self.on_step_regression not in ("auto", "hold", "warn"):
+            raise ConfigError(
+                "on_step_regression", self.on_step_regression, "use auto, hold or warn"
+            )
+        for field in ("max_jobs", "max_members_per_job"):
+            if getattr(self, field) < 1:
+                raise ConfigError(field, getattr(self, field), "a limit is at least 1")
+
+    @property
+    def newcomer_timeout_s(self) -> float:
+        """How long a cold start waits for groups that live but have not asked."""
+        return self.join_timeout_s if self.startup_timeout_s is None else self.startup_timeout_s
+
+
+def check_name(field: str, value: str) -> None:
+    """Refuse a name that is empty, too long, or would break a log line."""
+    if not value:
+        raise RequestRefused(f"{field} is empty")
+    check_text(field, value, MAX_NAME_LENGTH)
+
+
+def check_text(field: str, value: str, limit: int) -> None:
+    """Refuse a text that is longer than ``limit`` characters or not printable."""
+    if len(value) > limit:
+        raise RequestRefused(f"{field} has {len(value)} characters, {limit} are allowed")
+    if not value.isprintable():
+        raise RequestRefused(f"{field} {value[:40]!r} holds characters that cannot be printed")
