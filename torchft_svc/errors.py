@@ -12,8 +12,8 @@
         ├── CommitFailed            this vote has no answer; the reason is told
         └── CheckpointError         a checkpoint that is missing, truncated or corrupt
 
-A fault of our own is an ``AssertionError``. Errors hold their fields, survive pickle and write their
-sentence in ``__str__``.
+A fault of our own is an ``AssertionError``. Errors hold their fields, survive pickle and write
+their sentence in ``__str__``.
 """
 
 from __future__ import annotations

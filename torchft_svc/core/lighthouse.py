@@ -176,7 +176,7 @@ class Lighthouse:
     def _check_room(self, name: str, state: _Job) -> None:
         if len(state.members) >= self._config.max_members_per_job:
             raise RequestRefused(
-                f"job {name!r} already has {len(state.members)} groups, the limit of this lighthouse"
+                f"job {name!r} has {len(state.members)} groups, the limit of this lighthouse"
             )
 
     def _sign_of_life(self, state: _Job, replica_id: str, now: float) -> list[Order]:

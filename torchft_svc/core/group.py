@@ -1,0 +1,319 @@
+"""One replica group's barriers: its workers arrive, and all get one answer or one error.
+
+Two barriers follow each other in every round: the *quorum* barrier (all workers ask, the group asks
+the lighthouse once, all are answered) and the *commit* barrier (all workers vote, all get the same
+decision). A round has a number, told with the quorum and repeated in the vote, so that a late or
+repeated vote can not count in another round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchft_svc.core.types import MAX_ADDRESS_LENGTH, MAX_INT64, Quorum, check_text
+from torchft_svc.errors import CommitFailed, ConfigError, QuorumFailed, RequestRefused, TorchFTError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRequest:
+    """A worker asks for a quorum; ``worker_id`` is new at every start of its process."""
+
+    group_rank: int
+    step: int
+    checkpoint_address: str = ""
+    shrink_only: bool = False
+    commit_failures: int = 0
+    init_sync: bool = True
+    worker_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """A worker's vote; ``round`` is 0 if the worker does not know rounds."""
+
+    group_rank: int
+    step: int
+    should_commit: bool
+    round: int = 0
+    worker_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskLighthouse:
+    """Ask for a quorum on behalf of the whole group, and tell the outcome of ``round``.
+
+    ``new_incarnation``: a worker was restarted, so to the others this is another group now.
+    """
+
+    round: int
+    step: int
+    shrink_only: bool
+    commit_failures: int
+    new_incarnation: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsking:
+    """Nobody waits for the outcome of ``round`` any more."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerWorker:
+    """Send ``quorum`` to the worker, as seen by its group rank."""
+
+    caller: int
+    request: WorkerRequest
+    quorum: Quorum
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerVote:
+    """Send the group's decision."""
+
+    caller: int
+    should_commit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseWorker:
+    """Tell ``caller`` that its request or vote failed."""
+
+    caller: int
+    error: TorchFTError
+
+
+Order = AskLighthouse | StopAsking | AnswerWorker | AnswerVote | RefuseWorker
+
+
+class Group:
+    """The barriers of a group of ``world_size`` workers.
+
+    A caller is a number of the shell's choice, unique among the requests that wait.
+    ``first_round`` must be above the rounds of an earlier manager of the same workers.
+    """
+
+    def __init__(self, world_size: int, first_round: int = 1) -> None:
+        if world_size < 1:
+            raise ConfigError("group_world_size", world_size, "a group has at least one worker")
+        self.world_size = world_size
+        self._round = first_round - 1
+        self._asking = False
+        self._requests: dict[int, tuple[WorkerRequest, int]] = {}  # by group rank
+        self._votes: dict[int, tuple[Vote, int]] = {}
+        self._steps: frozenset[int] = frozenset()  # that a vote in this round may name
+        self._decision: bool | None = None
+        self._workers: dict[int, str] = {}
+        self._restarted = False
+        self._checkpoint_addresses: dict[int, str] = {}
+
+    # -- the quorum barrier ----------------------------------------------------------------------
+
+    def quorum_requested(self, request: WorkerRequest, caller: int) -> tuple[Order, ...]:
+        """A worker asks; when all have, the group asks the lighthouse.
+
+        Raises:
+            RequestRefused: the rank does not exist, or is taken by another worker.
+        """
+        self._check_request(request)
+        waiting = self._requests.get(request.group_rank)
+        if waiting and waiting[0].worker_id != request.worker_id:
+            raise self._taken(request.group_rank)
+        orders = self._drop_votes(
+            f"group rank {request.group_rank} asked for a new quorum instead of voting"
+        )
+        if waiting:
+            # The same worker asks again: its first call was lost on the way back.
+            orders.append(RefuseWorker(waiting[1], _superseded(request.group_rank)))
+            self._requests[request.group_rank] = (request, caller)
+            return tuple(orders)
+        self._meet(request)
+        self._requests[request.group_rank] = (request, caller)
+        steps = {asked.step for asked, _ in self._requests.values()}
+        if len(steps) > 1:
+            return (*orders, *self._refuse_requests(self._different_steps()))
+        if len(self._requests) == self.world_size:
+            orders.append(self._ask())
+        return tuple(orders)
+
+    def quorum_formed(self, round_: int, quorum: Quorum) -> tuple[Order, ...]:
+        """The lighthouse has answered the question of ``round_``."""
+        if not self._asking or round_ != self._round:
+            return ()
+        answers = [
+            AnswerWorker(caller, request, quorum, round_)
+            for request, caller in self._requests.values()
+        ]
+        asked_step = next(iter(self._requests.values()))[0].step
+        self._steps = frozenset((asked_step, quorum.max_step))
+        self._asking = False
+        self._requests = {}
+        self._votes = {}
+        self._decision = None
+        return tuple(answers)
+
+    def quorum_failed(self, round_: int, error: TorchFTError) -> tuple[Order, ...]:
+        """There is no quorum in ``round_``: every worker is told, with the reason."""
+        if not self._asking or round_ != self._round:
+            return ()
+        self._asking = False
+        return tuple(self._refuse_requests(error))
+
+    def withdrawn(self, caller: int) -> tuple[Order, ...]:
+        """A worker gave up waiting; the others must not wait for it."""
+        for rank, (_, waiting) in list(self._requests.items()):
+            if waiting == caller:
+                del self._requests[rank]
+                orders: list[Order] = [StopAsking(self._round)] if self._asking else []
+                self._asking = False
+                reason = QuorumFailed(f"group rank {rank} gave up waiting")
+                return (*orders, *self._refuse_requests(reason))
+        for rank, (_, waiting) in list(self._votes.items()):
+            if waiting == caller and self._decision is None:
+                del self._votes[rank]
+                return tuple(self._drop_votes(f"group rank {rank} gave up waiting"))
+        return ()
+
+    # -- the commit barrier ----------------------------------------------------------------------
+
+    def voted(self, vote: Vote, caller: int) -> tuple[Order, ...]:
+        """A worker votes. One no decides at once, a yes needs all.
+
+        Raises:
+            RequestRefused: the rank does not exist or is taken by another worker, or the vote
+                belongs to another round.
+        """
+        self._check_rank(vote.group_rank)
+        self._check_round(vote)
+        earlier = self._votes.get(vote.group_rank)
+        if earlier and (earlier[0].worker_id, earlier[0].should_commit) != (
+            vote.worker_id,
+            vote.should_commit,
+        ):
+            raise RequestRefused(
+                f"group rank {vote.group_rank} has already voted in round {self._round}"
+            )
+        if self._decision is not None:
+            self._votes[vote.group_rank] = (vote, caller)
+            return (AnswerVote(caller, self._decision),)
+        orders: list[Order] = []
+        if earlier:
+            orders.append(RefuseWorker(earlier[1], _superseded(vote.group_rank)))
+        self._votes[vote.group_rank] = (vote, caller)
+        if not vote.should_commit:
+            self._decision = False
+        elif len(self._votes) == self.world_size:
+            self._decision = True
+        if self._decision is not None:
+            orders += [AnswerVote(who, self._decision) for _, who in self._votes.values()]
+        return tuple(orders)
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def checkpoint_address(self, group_rank: int) -> str:
+        """Where worker ``group_rank`` serves its state.
+
+        Raises:
+            RequestRefused: the rank does not exist, or has not asked for a quorum yet.
+        """
+        self._check_rank(group_rank)
+        if group_rank not in self._checkpoint_addresses:
+            raise RequestRefused(f"group rank {group_rank} has not told where it serves its state")
+        return self._checkpoint_addresses[group_rank]
+
+    def why(self) -> str:
+        """What this group waits for."""
+        if self._asking:
+            return "the lighthouse has not answered yet"
+        waiting, barrier = (
+            (self._votes, "voted") if self._votes else (self._requests, "asked for a quorum")
+        )
+        missing = [rank for rank in range(self.world_size) if rank not in waiting]
+        shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        return f"group rank {shown} of {self.world_size} workers has not {barrier}"
+
+    # -- the rules -------------------------------------------------------------------------------
+
+    def _check_rank(self, group_rank: int) -> None:
+        if not 0 <= group_rank < self.world_size:
+            raise RequestRefused(
+                f"group rank {group_rank} is outside this group of {self.world_size} workers"
+            )
+
+    def _check_request(self, request: WorkerRequest) -> None:
+        self._check_rank(request.group_rank)
+        for field in ("step", "commit_failures"):
+            if not 0 <= getattr(request, field) <= MAX_INT64:
+                raise RequestRefused(f"{field} is {getattr(request, field)}, must be 0 or more")
+        check_text("checkpoint address", request.checkpoint_address, MAX_ADDRESS_LENGTH)
+        check_text("worker id", request.worker_id, MAX_ADDRESS_LENGTH)
+
+    def _check_round(self, vote: Vote) -> None:
+        if not self._steps:
+            raise RequestRefused("there is nothing to vote on: no quorum yet, or a new one is due")
+        if vote.round not in (0, self._round):
+            raise RequestRefused(
+                f"the vote belongs to round {vote.round}, this is round {self._round}"
+            )
+        if vote.step not in self._steps:
+            expected = " or ".join(map(str, sorted(self._steps)))
+            raise RequestRefused(
+                f"the vote is for step {vote.step}, the group is at step {expected}"
+            )
+
+    def _meet(self, request: WorkerRequest) -> None:
+        """Note who the worker is; another one at a known rank makes this another incarnation."""
+        known = self._workers.get(request.group_rank)
+        if known is not None and known != request.worker_id:
+            self._restarted = True
+        self._workers[request.group_rank] = request.worker_id
+        self._checkpoint_addresses[request.group_rank] = request.checkpoint_address
+
+    def _ask(self) -> AskLighthouse:
+        requests = [request for request, _ in self._requests.values()]
+        self._round += 1
+        self._asking = True
+        ask = AskLighthouse(
+            round=self._round,
+            step=requests[0].step,
+            shrink_only=any(request.shrink_only for request in requests),
+            commit_failures=max(request.commit_failures for request in requests),
+            new_incarnation=self._restarted,
+        )
+        self._restarted = False
+        return ask
+
+    def _refuse_requests(self, error: TorchFTError) -> list[Order]:
+        refused: list[Order] = [RefuseWorker(who, error) for _, who in self._requests.values()]
+        self._requests = {}
+        return refused
+
+    def _drop_votes(self, reason: str) -> list[Order]:
+        """End the commit barrier; those that still wait for a decision get the reason."""
+        undecided = self._decision is None
+        dropped: list[Order] = [
+            RefuseWorker(who, CommitFailed(reason)) for _, who in self._votes.values() if undecided
+        ]
+        self._votes = {}
+        self._steps = frozenset()
+        self._decision = None
+        return dropped
+
+    def _different_steps(self) -> RequestRefused:
+        steps = ", ".join(
+            f"rank {rank} at step {request.step}"
+            for rank, (request, _) in sorted(self._requests.items())
+        )
+        return RequestRefused(f"the workers of this group are at different steps: {steps}")
+
+    def _taken(self, group_rank: int) -> RequestRefused:
+        return RequestRefused(
+            f"group rank {group_rank} is taken: another worker with this rank already waits; "
+            "give every worker of the group a rank of its own"
+        )
+
+
+def _superseded(group_rank: int) -> QuorumFailed:
+    return QuorumFailed(f"a newer call of group rank {group_rank} has taken the place of this one")
