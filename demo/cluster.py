@@ -1,0 +1,257 @@
+"""Starts, kills, restarts and stops the demo's real processes, and finds those left over.
+
+Each trainer leads a session of its own, which its manager sidecar belongs to, so that the two can
+be killed alone or together, and a Ctrl-C in the terminal reaches the demo only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from demo.events import Event, EventTail, Exited, Killed, Started
+
+_LIGHTHOUSE_START_S = 20.0
+_LEFTOVER_GRACE_S = 2.0
+_POLL_S = 0.02
+# Inherited by every descendant, it shows which processes on the machine are ours.
+_MARK = "TORCHFT_DEMO_RUN"
+_PR_SET_PDEATHSIG = 1
+
+# Arguments of the trainer for (group, incarnation, event file).
+TrainerCommand = Callable[[int, int, Path], Sequence[str]]
+
+
+class ClusterError(Exception):
+    """A process of the demo could not be started."""
+
+
+@dataclass(slots=True)
+class _Life:
+    """One incarnation of a group: its process and its event file."""
+
+    group: int
+    incarnation: int
+    process: subprocess.Popen[bytes]
+    tail: EventTail
+    told_to_go: bool = False
+
+
+@dataclass(slots=True)
+class Cluster:
+    """The lighthouse and the trainers, each in a process of its own; a context manager."""
+
+    workdir: Path
+    trainer_command: TrainerCommand
+    lighthouse_arguments: Sequence[str] = ()
+    _mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _lighthouse: subprocess.Popen[bytes] | None = None
+    _lighthouse_address: str = ""
+    _lives: dict[int, _Life] = field(default_factory=dict)
+    _num_lives: dict[int, int] = field(default_factory=dict)
+    _unread: list[Event] = field(default_factory=list)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop(grace_s=0.0)
+
+    def start_lighthouse(self) -> str:
+        """Start it on a free port and return its ``host:port``.
+
+        Raises:
+            ClusterError: it did not say where it listens.
+        """
+        command = [sys.executable, "-m", "torchft_svc.lighthouse_server"]
+        command += ["--bind", "127.0.0.1:0", *self.lighthouse_arguments]
+        with (self.workdir / "lighthouse.log").open("ab") as log:
+            self._lighthouse = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=self._environment(),
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        self._lighthouse_address = self._read_address(self._lighthouse)
+        return self._lighthouse_address
+
+    def _read_address(self, process: subprocess.Popen[bytes]) -> str:
+        pipe = _output_of(process)
+        text = b""
+        deadline = time.monotonic() + _LIGHTHOUSE_START_S
+        while b"\n" not in text:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+            chunk = os.read(pipe.fileno(), 4096) if ready else b""
+            if not chunk:
+                log = self.workdir / "lighthouse.log"
+                raise ClusterError(f"the lighthouse did not start; its last words are in {log}")
+            text += chunk
+        return text.splitlines()[0].decode().rsplit(" ", 1)[-1]
+
+    def start_group(self, group: int) -> None:
+        """Start the next incarnation of ``group``; its events come from ``read_events``."""
+        incarnation = self._num_lives.get(group, 0)
+        name = f"group-{group}.{incarnation}"
+        events = self.workdir / f"{name}.jsonl"
+        command = [sys.executable, *self.trainer_command(group, incarnation, events)]
+        started_at = time.monotonic()
+        with (self.workdir / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        self._num_lives[group] = incarnation + 1
+        self._lives[group] = _Life(group, incarnation, process, EventTail(events))
+        self._unread.append(
+            Started(group=group, incarnation=incarnation, at=started_at, pid=process.pid)
+        )
+
+    def _environment(self) -> dict[str, str]:
+        # One thread each: three trainers share the cores, and sums keep one order.
+        return os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "TORCHFT_LIGHTHOUSE": self._lighthouse_address,
+            _MARK: self._mark,
+        }
+
+    def kill(self, group: int, phase: str, *, whole_group: bool) -> None:
+        """SIGKILL the trainer, or with ``whole_group`` all processes of its session at once."""
+        life = self._lives[group]
+        life.told_to_go = True
+        at = time.monotonic()
+        if whole_group:
+            os.killpg(life.process.pid, signal.SIGKILL)
+        else:
+            life.process.kill()
+        self._unread.append(
+            Killed(
+                group=group,
+                incarnation=life.incarnation,
+                at=at,
+                phase=phase,
+                whole_group=whole_group,
+            )
+        )
+
+    def read_events(self) -> list[Event]:
+        """What happened since the last call, in order of time."""
+        events, self._unread = self._unread, []
+        for group, life in list(self._lives.items()):
+            status = life.process.poll()  # before the file is read: what was written is then there
+            events += life.tail.read_new()
+            if status is not None:
+                del self._lives[group]
+                events.append(
+                    Exited(
+                        group=group,
+                        incarnation=life.incarnation,
+                        at=time.monotonic(),
+                        status=status,
+                        expected=life.told_to_go or status == 0,
+                    )
+                )
+        return sorted(events, key=lambda event: event.at)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._lives)
+
+    def ask_to_leave(self) -> None:
+        """SIGTERM every trainer: it finishes its step and goes."""
+        for life in self._lives.values():
+            life.told_to_go = True
+            life.process.terminate()
+
+    def stop(self, grace_s: float) -> list[str]:
+        """End every process; return those that had to be killed after ``grace_s``, by name."""
+        self.ask_to_leave()
+        forced = []
+        deadline = time.monotonic() + grace_s
+        for life in self._lives.values():
+            if not _ended(life.process, deadline):
+                forced.append(f"group {life.group}")
+                _kill_session(life.process)
+        if self._lighthouse is not None:
+            self._lighthouse.terminate()
+            if not _ended(self._lighthouse, max(deadline, time.monotonic() + 1.0)):
+                forced.append("lighthouse")
+                _kill_session(self._lighthouse)
+            _output_of(self._lighthouse).close()
+            self._lighthouse = None
+        return forced
+
+    def end_leftovers(self) -> list[str]:
+        """Wait a moment for our processes to go; kill those that stay, and return them."""
+        deadline = time.monotonic() + _LEFTOVER_GRACE_S
+        while (left := _processes_with(self._mark)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        return [f"{pid}: {command}" for pid, command in left.items()]
+
+
+def _output_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
+    if process.stdout is None:
+        raise AssertionError("the lighthouse is started with a pipe")
+    return process.stdout
+
+
+def _ended(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _die_with_parent() -> None:
+    """In the child: be killed when the demo dies without a chance to stop its children (Linux).
+
+    The demo has no threads, so it is safe to run Python between fork and exec.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _processes_with(mark: str) -> dict[int, str]:
+    """Living processes started by this run, by pid; the machine's others are not looked at."""
+    found: dict[int, str] = {}
+    wanted = f"{_MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            # A zombie's environment is empty: what is dead already is not left over.
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(folder.name)] = command.decode(errors="replace").strip()
+        except OSError:
+            continue  # it ended meanwhile, or belongs to another user
+    return found

@@ -1,0 +1,62 @@
+"""Decides when the next kill order is carried out: in the phase it names, while all are well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from demo.board import Board
+from demo.chaos import KillOrder
+
+# A phase that does not come (too short to be seen, say) must not hold the run up.
+_PATIENCE_S = 5.0
+
+
+class Killer:
+    """Turns the row of ``orders`` into kills, at most ``num_kills``; time is an argument."""
+
+    def __init__(self, orders: Iterator[KillOrder], num_kills: int) -> None:
+        self._orders = orders
+        self._order = next(orders)
+        self._left = num_kills
+        self._due_at: float | None = None
+        self._armed_at: float | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._left == 0
+
+    @property
+    def armed(self) -> bool:
+        """Whether the victim's next phases matter, so that the caller should look often."""
+        return self._armed_at is not None
+
+    def order_due(self, now: float, board: Board) -> KillOrder | None:
+        """The order to carry out at this instant, or ``None``.
+
+        Orders are due at their distance from the last kill (the first one: from the moment when all
+        groups trained), and wait until all groups train again.
+        """
+        if self.done or not board.all_training:
+            self._armed_at = None
+            return None
+        if self._due_at is None:
+            self._due_at = now + self._order.after_s
+        if now < self._due_at:
+            return None
+        if self._armed_at is None:
+            self._armed_at = now
+        if not self._moment_has_come(now, self._armed_at, board):
+            return None
+        order, self._order = self._order, next(self._orders)
+        self._left -= 1
+        self._due_at, self._armed_at = now + self._order.after_s, None
+        return order
+
+    def _moment_has_come(self, now: float, armed_at: float, board: Board) -> bool:
+        status = board.groups[self._order.group]
+        if now > armed_at + _PATIENCE_S:
+            return True
+        phase = status.phase
+        if phase is None or phase.phase != self._order.phase or phase.at < armed_at:
+            return False
+        return now >= phase.at + self._order.fraction * status.phase_time_s(phase.phase)
