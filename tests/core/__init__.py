@@ -1,0 +1,1 @@
+"""Tests of the decisions: tables, stories, properties and state machines; no clock, no I/O."""

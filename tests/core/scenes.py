@@ -1,0 +1,152 @@
+"""Sets a scene for the lighthouse: short ways to name members and to compare orders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torchft_svc.core.lighthouse import (
+    AnswerQuorum,
+    Lighthouse,
+    Order,
+    RefuseRequest,
+    ReportLoss,
+)
+from torchft_svc.core.types import Member, Quorum, QuorumConfig
+
+JOB = "job"
+# Every duration is a power of two or a small whole number, so sums are exact.
+SECONDS = QuorumConfig(
+    min_replicas=1, join_timeout_s=10, startup_timeout_s=20, heartbeat_timeout_s=100
+)
+
+
+def config(**changes: Any) -> QuorumConfig:
+    """The config of most scenes, with ``changes``."""
+    fields = {
+        "min_replicas": 1,
+        "join_timeout_s": 10.0,
+        "startup_timeout_s": 20.0,
+        "heartbeat_timeout_s": 100.0,
+    }
+    return QuorumConfig(**{**fields, **changes})
+
+
+def member(replica_id: str, step: int = 0, **fields: Any) -> Member:
+    """Group ``replica_id`` with addresses made from its name."""
+    name = replica_id.split(":")[0]
+    fields = {"address": f"{name}:1", "store_address": f"{name}:2", **fields}
+    return Member(replica_id=replica_id, step=step, **fields)
+
+
+def quorum(quorum_id: int, *members: Member) -> Quorum:
+    return Quorum(quorum_id=quorum_id, participants=members)
+
+
+def answer(
+    quorum_id: int, *members: Member, callers: tuple[int, ...], lost_from: int | None = None
+) -> AnswerQuorum:
+    return AnswerQuorum(JOB, callers, quorum(quorum_id, *members), lost_from)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """`RefuseRequest`, comparable: errors are compared by identity, this by what they say."""
+
+    caller: int
+    error: str
+    reason: str
+
+
+def plain(orders: Iterable[Any]) -> list[Any]:
+    """The orders with every error written out."""
+    return [
+        Refused(order.caller, type(order.error).__name__, str(order.error))
+        if isinstance(order, RefuseRequest)
+        else order
+        for order in orders
+    ]
+
+
+class Scene:
+    """One lighthouse and a clock that the test moves; every input appends its orders to ``orders``.
+
+    The clock stops at each deadline on the way, as the shell does.
+    """
+
+    def __init__(self, config: QuorumConfig = SECONDS, first_id: int = 0) -> None:
+        self.house = Lighthouse(config, first_id)
+        self.now = 0.0
+        self.orders: list[Any] = []
+        self._caller = 0
+
+    def ask(self, replica_id: str, step: int = 0, *, job: str = JOB, **fields: Any) -> int:
+        """Ask for a quorum; returns the number of the caller, counted from 1."""
+        self._caller += 1
+        asker = member(replica_id, step, **fields)
+        self._note(self.house.request(job, asker, self._caller, self.now))
+        return self._caller
+
+    def ask_all(self, *replica_ids: str, step: int = 0) -> None:
+        for replica_id in replica_ids:
+            self.ask(replica_id, step)
+
+    def beat(self, *replica_ids: str, job: str = JOB) -> None:
+        for replica_id in replica_ids:
+            self._note(self.house.heartbeat(job, replica_id, self.now))
+
+    def withdraw(self, caller: int, job: str = JOB) -> None:
+        self._note(self.house.withdraw(job, caller, self.now))
+
+    def leave(self, replica_id: str, reason: str = "bye", job: str = JOB) -> None:
+        self._note(self.house.leave(job, replica_id, reason, self.now))
+
+    def until(self, now: float) -> None:
+        """Move the clock, waking the lighthouse whenever it asked for that."""
+        for _ in range(10_000):
+            at = self.house.next_deadline()
+            if at is None or at > now:
+                self.now = now
+                return
+            self.now = max(self.now, at)
+            self._note(self.house.tick(self.now))
+        raise AssertionError(f"the lighthouse keeps asking to be woken at {self.now}")
+
+    def before(self, now: float) -> None:
+        """Move the clock to the last instant before ``now``, and look again although not asked."""
+        self.until(now - 1e-6)
+        self._note(self.house.tick(self.now))
+
+    def why(self, job: str = JOB) -> str:
+        return self.house.why(job, self.now)
+
+    def take(self) -> list[Any]:
+        """The orders since the last take."""
+        taken, self.orders = self.orders, []
+        return taken
+
+    def take_quorums(self) -> list[tuple[int, list[str]]]:
+        """Only the quorums since the last take: id and members."""
+        return [
+            (order.quorum.quorum_id, [each.replica_id for each in order.quorum.participants])
+            for order in self.take()
+            if isinstance(order, AnswerQuorum)
+        ]
+
+    def _note(self, orders: Iterable[Order]) -> None:
+        self.orders += plain(orders)
+
+
+def formed(*replica_ids: str, step: int = 0, settings: QuorumConfig = SECONDS) -> Scene:
+    """A scene at time 100 whose groups have just become quorum 1."""
+    scene = Scene(settings)
+    scene.now = 100.0
+    scene.beat(*replica_ids)
+    scene.ask_all(*replica_ids, step=step)
+    assert scene.take_quorums() == [(1, sorted(replica_ids))]
+    return scene
+
+
+def loss(replica_id: str, reason: str = "bye") -> ReportLoss:
+    return ReportLoss(JOB, replica_id, reason)

@@ -1,0 +1,118 @@
+"""Limits of what a member and a config may hold, each at its edge."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from torchft_svc.core.types import (
+    MAX_ADDRESS_LENGTH,
+    MAX_DATA_LENGTH,
+    MAX_INT64,
+    MAX_NAME_LENGTH,
+    MAX_WORLD_SIZE,
+    QuorumConfig,
+    check_name,
+)
+from torchft_svc.errors import ConfigError, RequestRefused
+
+from .scenes import member, quorum
+
+AT_THE_LIMIT: list[dict[str, Any]] = [
+    {"replica_id": "x" * MAX_NAME_LENGTH},
+    {"address": "x" * MAX_ADDRESS_LENGTH},
+    {"store_address": "x" * MAX_ADDRESS_LENGTH},
+    {"address": "", "store_address": ""},
+    {"data": "x" * MAX_DATA_LENGTH},
+    {"data": '{"line":\n1}'},
+    {"step": MAX_INT64},
+    {"commit_failures": MAX_INT64},
+    {"seen_quorum_id": MAX_INT64 // 2},
+    {"world_size": MAX_WORLD_SIZE},
+    {"world_size": 0},
+]
+ABOVE_IT: list[tuple[dict[str, Any], str]] = [
+    ({"replica_id": ""}, "replica_id is empty"),
+    ({"replica_id": "x" * 257}, "replica_id has 257 characters, 256 are allowed"),
+    ({"replica_id": "a\nb"}, "replica_id 'a\\nb' holds characters that cannot be printed"),
+    ({"address": "x" * 513}, "address has 513 characters, 512 are allowed"),
+    ({"address": "\x1b[2J"}, "address '\\x1b[2J' holds characters that cannot be printed"),
+    ({"store_address": "x" * 513}, "store_address has 513 characters, 512 are allowed"),
+    ({"data": "x" * 16385}, "data has 16385 characters, 16384 are allowed"),
+    ({"step": -1}, "step is -1, must be 0 or more"),
+    ({"commit_failures": -1}, "commit_failures is -1, must be 0 or more"),
+    ({"seen_quorum_id": -1}, "seen_quorum_id is -1, must be 0 or more"),
+    ({"seen_quorum_id": MAX_INT64 // 2 + 1}, f"seen_quorum_id {2**62} was never given out"),
+    ({"world_size": MAX_WORLD_SIZE + 1}, "world_size is 1000001, must be 0 to 1000000"),
+    ({"world_size": -1}, "world_size is -1, must be 0 to 1000000"),
+]
+
+
+@pytest.mark.parametrize("fields", AT_THE_LIMIT, ids=str)
+def test_a_member_at_its_limits_is_let_in(fields: dict[str, Any]) -> None:
+    member(**{"replica_id": "a", **fields}).check()
+
+
+@pytest.mark.parametrize(("fields", "sentence"), ABOVE_IT, ids=[text for _, text in ABOVE_IT])
+def test_a_member_above_its_limits_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        member(**{"replica_id": "a", **fields}).check()
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize("field", ["step", "commit_failures"])
+def test_more_than_an_int64_is_refused(field: str) -> None:
+    with pytest.raises(RequestRefused, match=field):
+        member("a", **{field: MAX_INT64 + 1}).check()
+
+
+def test_a_refusal_of_a_long_name_stays_short() -> None:
+    with pytest.raises(RequestRefused) as refused:
+        check_name("job", "\n" * MAX_NAME_LENGTH)
+    assert len(str(refused.value)) < 200
+
+
+def test_max_step_is_the_highest_of_the_members() -> None:
+    assert quorum(1, member("a", 3), member("b", 7), member("c", 0)).max_step == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"min_replicas": 0}, "min_replicas=0 cannot work: a quorum needs at least one group"),
+        (
+            {"join_timeout_s": -1.0},
+            "join_timeout_s=-1.0 cannot work: a timeout is a finite number of seconds, 0 or more",
+        ),
+        (
+            {"startup_timeout_s": math.inf},
+            "startup_timeout_s=inf cannot work: a timeout is a finite number of seconds, 0 or more",
+        ),
+        (
+            {"heartbeat_timeout_s": math.nan},
+            "heartbeat_timeout_s=nan cannot work: "
+            "a timeout is a finite number of seconds, 0 or more",
+        ),
+        (
+            {"heartbeat_timeout_s": 0.0},
+            "heartbeat_timeout_s=0 cannot work: every group would be dead at once",
+        ),
+        (
+            {"on_step_regression": "ignore"},
+            "on_step_regression='ignore' cannot work: use auto, hold or warn",
+        ),
+        ({"max_jobs": 0}, "max_jobs=0 cannot work: a limit is at least 1"),
+        ({"max_members_per_job": 0}, "max_members_per_job=0 cannot work: a limit is at least 1"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        QuorumConfig(**fields)
+    assert str(refused.value) == sentence
+
+
+def test_the_startup_timeout_is_the_join_timeout_by_default() -> None:
+    assert QuorumConfig(join_timeout_s=7.0).newcomer_timeout_s == 7.0
+    assert QuorumConfig(join_timeout_s=7.0, startup_timeout_s=0.0).newcomer_timeout_s == 0.0
