@@ -1,0 +1,1 @@
+"""The lighthouse: one asyncio service that decides which replica groups train together."""

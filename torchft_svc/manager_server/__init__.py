@@ -1,0 +1,1 @@
+"""The manager: the asyncio service that speaks for one replica group."""

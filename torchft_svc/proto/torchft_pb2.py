@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rtorchft.proto\x12\x07torchft\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc0\x01\n\x0cQuorumMember\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x15\n\rstore_address\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x12\n\nworld_size\x18\x05 \x01(\x04\x12\x13\n\x0bshrink_only\x18\x06 \x01(\x08\x12\x0c\n\x04\x64\x61ta\x18\x07 \x01(\t\x12\x17\n\x0f\x63ommit_failures\x18\x08 \x01(\x03\x12\x16\n\x0eseen_quorum_id\x18\x10 \x01(\x03\"u\n\x06Quorum\x12\x11\n\tquorum_id\x18\x01 \x01(\x03\x12+\n\x0cparticipants\x18\x02 \x03(\x0b\x32\x15.torchft.QuorumMember\x12+\n\x07\x63reated\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"C\n\x17LighthouseQuorumRequest\x12(\n\trequester\x18\x01 \x01(\x0b\x32\x15.torchft.QuorumMember\";\n\x18LighthouseQuorumResponse\x12\x1f\n\x06quorum\x18\x01 \x01(\x0b\x32\x0f.torchft.Quorum\"0\n\x1aLighthouseHeartbeatRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"\x1d\n\x1bLighthouseHeartbeatResponse\"<\n\x16LighthouseLeaveRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x19\n\x17LighthouseLeaveResponse\"\xb9\x01\n\x14ManagerQuorumRequest\x12\x0c\n\x04rank\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x1e\n\x16\x63heckpoint_server_addr\x18\x03 \x01(\t\x12\x13\n\x0bshrink_only\x18\x10 \x01(\x08\x12\x17\n\x0f\x63ommit_failures\x18\x11 \x01(\x03\x12\x16\n\tinit_sync\x18\x12 \x01(\x08H\x00\x88\x01\x01\x12\x11\n\tworker_id\x18\x13 \x01(\tB\x0c\n\n_init_sync\"\x84\x03\n\x15ManagerQuorumResponse\x12\x11\n\tquorum_id\x18\x01 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x15\n\rstore_address\x18\x03 \x01(\t\x12\x10\n\x08max_step\x18\x04 \x01(\x03\x12\x15\n\x08max_rank\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\x0emax_world_size\x18\x06 \x01(\x03\x12\x14\n\x0creplica_rank\x18\x07 \x01(\x03\x12\x1a\n\x12replica_world_size\x18\x08 \x01(\x03\x12\x0c\n\x04heal\x18\t \x01(\x08\x12%\n\x18recover_src_replica_rank\x18\x10 \x01(\x03H\x01\x88\x01\x01\x12!\n\x19recover_dst_replica_ranks\x18\x11 \x03(\x03\x12\x17\n\x0f\x63ommit_failures\x18\x12 \x01(\x03\x12\x13\n\x0breplica_ids\x18\x13 \x03(\t\x12\r\n\x05round\x18\x14 \x01(\x03\x42\x0b\n\t_max_rankB\x1b\n\x19_recover_src_replica_rank\"(\n\x18\x43heckpointAddressRequest\x12\x0c\n\x04rank\x18\x01 \x01(\x03\">\n\x19\x43heckpointAddressResponse\x12!\n\x19\x63heckpoint_server_address\x18\x01 \x01(\t\"j\n\x13ShouldCommitRequest\x12\x15\n\rshould_commit\x18\x01 \x01(\x08\x12\x0c\n\x04rank\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\r\n\x05round\x18\x10 \x01(\x03\x12\x11\n\tworker_id\x18\x11 \x01(\t\"-\n\x14ShouldCommitResponse\x12\x15\n\rshould_commit\x18\x01 \x01(\x08\"\x1a\n\x0bKillRequest\x12\x0b\n\x03msg\x18\x01 \x01(\t\"\x0e\n\x0cKillResponse2\x86\x02\n\x11LighthouseService\x12M\n\x06Quorum\x12 .torchft.LighthouseQuorumRequest\x1a!.torchft.LighthouseQuorumResponse\x12V\n\tHeartbeat\x12#.torchft.LighthouseHeartbeatRequest\x1a$.torchft.LighthouseHeartbeatResponse\x12J\n\x05Leave\x12\x1f.torchft.LighthouseLeaveRequest\x1a .torchft.LighthouseLeaveResponse2\xb7\x02\n\x0eManagerService\x12G\n\x06Quorum\x12\x1d.torchft.ManagerQuorumRequest\x1a\x1e.torchft.ManagerQuorumResponse\x12Z\n\x11\x43heckpointAddress\x12!.torchft.CheckpointAddressRequest\x1a\".torchft.CheckpointAddressResponse\x12K\n\x0cShouldCommit\x12\x1c.torchft.ShouldCommitRequest\x1a\x1d.torchft.ShouldCommitResponse\x12\x33\n\x04Kill\x12\x14.torchft.KillRequest\x1a\x15.torchft.KillResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rtorchft.proto\x12\x07torchft\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc0\x01\n\x0cQuorumMember\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x15\n\rstore_address\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x12\n\nworld_size\x18\x05 \x01(\x04\x12\x13\n\x0bshrink_only\x18\x06 \x01(\x08\x12\x0c\n\x04\x64\x61ta\x18\x07 \x01(\t\x12\x17\n\x0f\x63ommit_failures\x18\x08 \x01(\x03\x12\x16\n\x0eseen_quorum_id\x18\x10 \x01(\x03\"u\n\x06Quorum\x12\x11\n\tquorum_id\x18\x01 \x01(\x03\x12+\n\x0cparticipants\x18\x02 \x03(\x0b\x32\x15.torchft.QuorumMember\x12+\n\x07\x63reated\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"C\n\x17LighthouseQuorumRequest\x12(\n\trequester\x18\x01 \x01(\x0b\x32\x15.torchft.QuorumMember\";\n\x18LighthouseQuorumResponse\x12\x1f\n\x06quorum\x18\x01 \x01(\x0b\x32\x0f.torchft.Quorum\"0\n\x1aLighthouseHeartbeatRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"6\n\x1bLighthouseHeartbeatResponse\x12\x17\n\x0fmin_interval_ms\x18\x10 \x01(\x03\"<\n\x16LighthouseLeaveRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x19\n\x17LighthouseLeaveResponse\"\xb9\x01\n\x14ManagerQuorumRequest\x12\x0c\n\x04rank\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x1e\n\x16\x63heckpoint_server_addr\x18\x03 \x01(\t\x12\x13\n\x0bshrink_only\x18\x10 \x01(\x08\x12\x17\n\x0f\x63ommit_failures\x18\x11 \x01(\x03\x12\x16\n\tinit_sync\x18\x12 \x01(\x08H\x00\x88\x01\x01\x12\x11\n\tworker_id\x18\x13 \x01(\tB\x0c\n\n_init_sync\"\x84\x03\n\x15ManagerQuorumResponse\x12\x11\n\tquorum_id\x18\x01 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x15\n\rstore_address\x18\x03 \x01(\t\x12\x10\n\x08max_step\x18\x04 \x01(\x03\x12\x15\n\x08max_rank\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\x0emax_world_size\x18\x06 \x01(\x03\x12\x14\n\x0creplica_rank\x18\x07 \x01(\x03\x12\x1a\n\x12replica_world_size\x18\x08 \x01(\x03\x12\x0c\n\x04heal\x18\t \x01(\x08\x12%\n\x18recover_src_replica_rank\x18\x10 \x01(\x03H\x01\x88\x01\x01\x12!\n\x19recover_dst_replica_ranks\x18\x11 \x03(\x03\x12\x17\n\x0f\x63ommit_failures\x18\x12 \x01(\x03\x12\x13\n\x0breplica_ids\x18\x13 \x03(\t\x12\r\n\x05round\x18\x14 \x01(\x03\x42\x0b\n\t_max_rankB\x1b\n\x19_recover_src_replica_rank\"(\n\x18\x43heckpointAddressRequest\x12\x0c\n\x04rank\x18\x01 \x01(\x03\">\n\x19\x43heckpointAddressResponse\x12!\n\x19\x63heckpoint_server_address\x18\x01 \x01(\t\"j\n\x13ShouldCommitRequest\x12\x15\n\rshould_commit\x18\x01 \x01(\x08\x12\x0c\n\x04rank\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\r\n\x05round\x18\x10 \x01(\x03\x12\x11\n\tworker_id\x18\x11 \x01(\t\"-\n\x14ShouldCommitResponse\x12\x15\n\rshould_commit\x18\x01 \x01(\x08\"\x1a\n\x0bKillRequest\x12\x0b\n\x03msg\x18\x01 \x01(\t\"\x0e\n\x0cKillResponse2\x86\x02\n\x11LighthouseService\x12M\n\x06Quorum\x12 .torchft.LighthouseQuorumRequest\x1a!.torchft.LighthouseQuorumResponse\x12V\n\tHeartbeat\x12#.torchft.LighthouseHeartbeatRequest\x1a$.torchft.LighthouseHeartbeatResponse\x12J\n\x05Leave\x12\x1f.torchft.LighthouseLeaveRequest\x1a .torchft.LighthouseLeaveResponse2\xb7\x02\n\x0eManagerService\x12G\n\x06Quorum\x12\x1d.torchft.ManagerQuorumRequest\x1a\x1e.torchft.ManagerQuorumResponse\x12Z\n\x11\x43heckpointAddress\x12!.torchft.CheckpointAddressRequest\x1a\".torchft.CheckpointAddressResponse\x12K\n\x0cShouldCommit\x12\x1c.torchft.ShouldCommitRequest\x1a\x1d.torchft.ShouldCommitResponse\x12\x33\n\x04Kill\x12\x14.torchft.KillRequest\x1a\x15.torchft.KillResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,29 +43,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LIGHTHOUSEHEARTBEATREQUEST']._serialized_start=503
   _globals['_LIGHTHOUSEHEARTBEATREQUEST']._serialized_end=551
   _globals['_LIGHTHOUSEHEARTBEATRESPONSE']._serialized_start=553
-  _globals['_LIGHTHOUSEHEARTBEATRESPONSE']._serialized_end=582
-  _globals['_LIGHTHOUSELEAVEREQUEST']._serialized_start=584
-  _globals['_LIGHTHOUSELEAVEREQUEST']._serialized_end=644
-  _globals['_LIGHTHOUSELEAVERESPONSE']._serialized_start=646
-  _globals['_LIGHTHOUSELEAVERESPONSE']._serialized_end=671
-  _globals['_MANAGERQUORUMREQUEST']._serialized_start=674
-  _globals['_MANAGERQUORUMREQUEST']._serialized_end=859
-  _globals['_MANAGERQUORUMRESPONSE']._serialized_start=862
-  _globals['_MANAGERQUORUMRESPONSE']._serialized_end=1250
-  _globals['_CHECKPOINTADDRESSREQUEST']._serialized_start=1252
-  _globals['_CHECKPOINTADDRESSREQUEST']._serialized_end=1292
-  _globals['_CHECKPOINTADDRESSRESPONSE']._serialized_start=1294
-  _globals['_CHECKPOINTADDRESSRESPONSE']._serialized_end=1356
-  _globals['_SHOULDCOMMITREQUEST']._serialized_start=1358
-  _globals['_SHOULDCOMMITREQUEST']._serialized_end=1464
-  _globals['_SHOULDCOMMITRESPONSE']._serialized_start=1466
-  _globals['_SHOULDCOMMITRESPONSE']._serialized_end=1511
-  _globals['_KILLREQUEST']._serialized_start=1513
-  _globals['_KILLREQUEST']._serialized_end=1539
-  _globals['_KILLRESPONSE']._serialized_start=1541
-  _globals['_KILLRESPONSE']._serialized_end=1555
-  _globals['_LIGHTHOUSESERVICE']._serialized_start=1558
-  _globals['_LIGHTHOUSESERVICE']._serialized_end=1820
-  _globals['_MANAGERSERVICE']._serialized_start=1823
-  _globals['_MANAGERSERVICE']._serialized_end=2134
+  _globals['_LIGHTHOUSEHEARTBEATRESPONSE']._serialized_end=607
+  _globals['_LIGHTHOUSELEAVEREQUEST']._serialized_start=609
+  _globals['_LIGHTHOUSELEAVEREQUEST']._serialized_end=669
+  _globals['_LIGHTHOUSELEAVERESPONSE']._serialized_start=671
+  _globals['_LIGHTHOUSELEAVERESPONSE']._serialized_end=696
+  _globals['_MANAGERQUORUMREQUEST']._serialized_start=699
+  _globals['_MANAGERQUORUMREQUEST']._serialized_end=884
+  _globals['_MANAGERQUORUMRESPONSE']._serialized_start=887
+  _globals['_MANAGERQUORUMRESPONSE']._serialized_end=1275
+  _globals['_CHECKPOINTADDRESSREQUEST']._serialized_start=1277
+  _globals['_CHECKPOINTADDRESSREQUEST']._serialized_end=1317
+  _globals['_CHECKPOINTADDRESSRESPONSE']._serialized_start=1319
+  _globals['_CHECKPOINTADDRESSRESPONSE']._serialized_end=1381
+  _globals['_SHOULDCOMMITREQUEST']._serialized_start=1383
+  _globals['_SHOULDCOMMITREQUEST']._serialized_end=1489
+  _globals['_SHOULDCOMMITRESPONSE']._serialized_start=1491
+  _globals['_SHOULDCOMMITRESPONSE']._serialized_end=1536
+  _globals['_KILLREQUEST']._serialized_start=1538
+  _globals['_KILLREQUEST']._serialized_end=1564
+  _globals['_KILLRESPONSE']._serialized_start=1566
+  _globals['_KILLRESPONSE']._serialized_end=1580
+  _globals['_LIGHTHOUSESERVICE']._serialized_start=1583
+  _globals['_LIGHTHOUSESERVICE']._serialized_end=1845
+  _globals['_MANAGERSERVICE']._serialized_start=1848
+  _globals['_MANAGERSERVICE']._serialized_end=2159
 # @@protoc_insertion_point(module_scope)

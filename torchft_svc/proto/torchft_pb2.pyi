@@ -58,8 +58,10 @@ class LighthouseHeartbeatRequest(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
 
 class LighthouseHeartbeatResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("min_interval_ms",)
+    MIN_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    min_interval_ms: int
+    def __init__(self, min_interval_ms: _Optional[int] = ...) -> None: ...
 
 class LighthouseLeaveRequest(_message.Message):
     __slots__ = ("replica_id", "reason")

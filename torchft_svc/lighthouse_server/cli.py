@@ -1,0 +1,81 @@
+"""The command `lighthouse`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import click
+
+from torchft_svc.core.types import QuorumConfig
+from torchft_svc.errors import ConfigError
+from torchft_svc.lighthouse_server.app import run_lighthouse
+from torchft_svc.rpc.address import HostPort
+from torchft_svc.rpc.cli import Address, option, run
+
+
+@click.command(context_settings={"show_default": True})
+@option("--bind", type=Address(may_bind=True), default=":29510", help="Address to listen on.")
+@option("--min-replicas", type=int, default=1, help="Fewest groups that make a quorum.")
+@option(
+    "--join-timeout-ms",
+    type=int,
+    default=60_000,
+    help="How long the groups that ask wait for living ones that have not asked yet.",
+)
+@option(
+    "--startup-timeout-ms",
+    type=int,
+    default=None,
+    help="The same, for groups new to the job in a cold start.  [default: join timeout]",
+)
+@option(
+    "--heartbeat-timeout-ms",
+    type=int,
+    default=5_000,
+    help="A group that is silent for so long is dead.",
+)
+@option(
+    "--on-step-regression",
+    type=click.Choice(["auto", "hold", "warn"]),
+    default="auto",
+    help="A quorum that would lose committed steps: hold it back, or warn and go on; "
+    "auto holds it back while any group of the job is left.",
+)
+@option("--quorum-tick-ms", type=int, default=None, help="Accepted and ignored: nothing polls.")
+@option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    help="What to log, to stderr.",
+)
+def main(
+    bind: HostPort,
+    min_replicas: int,
+    join_timeout_ms: int,
+    startup_timeout_ms: int | None,
+    heartbeat_timeout_ms: int,
+    on_step_regression: str,
+    quorum_tick_ms: int | None,
+    log_level: str,
+) -> None:
+    """Decide for every step which replica groups train together."""
+    if quorum_tick_ms is not None:
+        click.echo("note: --quorum-tick-ms is ignored: quorums form without polling", err=True)
+    try:
+        config = QuorumConfig(
+            min_replicas=min_replicas,
+            join_timeout_s=join_timeout_ms / 1000,
+            startup_timeout_s=None if startup_timeout_ms is None else startup_timeout_ms / 1000,
+            heartbeat_timeout_s=heartbeat_timeout_ms / 1000,
+            on_step_regression=on_step_regression,  # type: ignore[arg-type]  # click checked it
+        )
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+
+    async def serve(stop: asyncio.Event) -> int:
+        async with run_lighthouse(config, bind) as bound:
+            click.echo(f"lighthouse listening on {bound}")
+            await stop.wait()
+        return 0
+
+    run(serve, log_level)

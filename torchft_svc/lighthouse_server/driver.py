@@ -1,0 +1,129 @@
+"""Drives the lighthouse's core: feeds it what happened, carries out its orders, keeps its timer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+
+from torchft_svc.core.lighthouse import AnswerQuorum, Lighthouse, Order, RefuseRequest, ReportLoss
+from torchft_svc.core.types import Member, QuorumConfig
+from torchft_svc.errors import DeadlineExceeded
+from torchft_svc.rpc.codec import quorum_answer
+
+log = logging.getLogger(__name__)
+
+# Ids count from the milliseconds since 2025: a restarted lighthouse is above the one before.
+ID_EPOCH_S = 1_735_689_600
+
+
+def first_quorum_id(wall_s: float) -> int:
+    """An id that no earlier lighthouse has given out, if the clock has not gone back since."""
+    return max(0, int((wall_s - ID_EPOCH_S) * 1000))
+
+
+class LighthouseDriver:
+    """Owns the core; to be used on one event loop."""
+
+    def __init__(self, config: QuorumConfig) -> None:
+        self._core = Lighthouse(config, first_quorum_id(time.time()))
+        self._callers = itertools.count()
+        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = float("inf")
+        self._quorum_ids: dict[str, int] = {}
+
+    async def quorum(self, job: str, member: Member, timeout_s: float) -> bytes:
+        """Wait for a quorum with ``member``; the encoded answer.
+
+        Raises:
+            DeadlineExceeded: none within ``timeout_s``; says what was waited for.
+        """
+        caller = next(self._callers)
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[bytes] = loop.create_future()
+        self._answers[caller] = answer
+        expiry = loop.call_later(timeout_s, self._expire, job, answer, timeout_s)
+        try:
+            self._carry_out(self._core.request(job, member, caller, time.monotonic()))
+            return await answer
+        finally:
+            expiry.cancel()
+            if self._answers.pop(caller, None) is not None:
+                self._carry_out(self._core.withdraw(job, caller, time.monotonic()))
+
+    def _expire(self, job: str, answer: asyncio.Future[bytes], timeout_s: float) -> None:
+        if not answer.done():
+            why = self._core.why(job, time.monotonic())
+            answer.set_exception(DeadlineExceeded("quorum", timeout_s, why))
+
+    def heartbeat(self, job: str, replica_id: str) -> float:
+        """A sign of life; returns how long the group may stay silent, in seconds."""
+        self._carry_out(self._core.heartbeat(job, replica_id, time.monotonic()))
+        return self._core.beat_interval_s(job)
+
+    def leave(self, job: str, replica_id: str, reason: str) -> None:
+        """The group is gone for good."""
+        self._carry_out(self._core.leave(job, replica_id, reason, time.monotonic()))
+
+    def close(self) -> None:
+        """Stop the timer; callers that still wait are cancelled by the server's stop."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _carry_out(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            if isinstance(order, AnswerQuorum):
+                self._publish(order)
+            elif isinstance(order, RefuseRequest):
+                answer = self._answers.pop(order.caller, None)
+                if answer is not None and not answer.done():
+                    answer.set_exception(order.error)
+            elif isinstance(order, ReportLoss):
+                log.warning("group lost job=%s replica=%s: %s", *_fields(order))
+        self._arm()
+
+    def _publish(self, order: AnswerQuorum) -> None:
+        encoded = quorum_answer(order.quorum, time.time())
+        for caller in order.callers:
+            answer = self._answers.pop(caller, None)
+            if answer is not None and not answer.done():
+                answer.set_result(encoded)
+        quorum = order.quorum
+        if order.lost_from is not None:
+            log.warning(
+                "job went back job=%s from step %d to step %d: no group has the newer state",
+                order.job,
+                order.lost_from,
+                quorum.max_step,
+            )
+        if self._quorum_ids.get(order.job) != quorum.quorum_id:
+            self._quorum_ids[order.job] = quorum.quorum_id
+            log.info(
+                "quorum changed job=%s id=%d step=%d groups=%d",
+                order.job,
+                quorum.quorum_id,
+                quorum.max_step,
+                len(quorum.participants),
+            )
+
+    def _arm(self) -> None:
+        """Keep one timer for the core's next deadline; too early is harmless, too late is not."""
+        at = self._core.next_deadline()
+        if at is None or at >= self._timer_at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        delay = max(0.0, at - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        self._timer, self._timer_at = None, float("inf")
+        self._carry_out(self._core.tick(time.monotonic()))
+
+
+def _fields(loss: ReportLoss) -> tuple[str, str, str]:
+    return loss.job, loss.replica_id, loss.reason

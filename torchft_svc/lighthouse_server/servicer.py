@@ -1,0 +1,46 @@
+"""The RPCs of `LighthouseService`: parse, call the driver, answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from torchft_svc.core.types import DEFAULT_JOB, check_name, check_text
+from torchft_svc.lighthouse_server.driver import LighthouseDriver
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.codec import JOB_KEY, member_from_wire
+from torchft_svc.rpc.deadline import remaining_s
+from torchft_svc.rpc.serving import Service
+
+Context = grpc.aio.ServicerContext[Any, Any]
+# A reason for leaving is shown in one log line.
+MAX_REASON_LENGTH = 1000
+
+
+def lighthouse_service(driver: LighthouseDriver) -> Service:
+    """The service, to be handed to `torchft_svc.rpc.serving.serve`."""
+
+    async def quorum(request: pb.LighthouseQuorumRequest, context: Context) -> bytes:
+        member = member_from_wire(request.requester)
+        return await driver.quorum(_job(context), member, remaining_s(context))
+
+    async def heartbeat(request: pb.LighthouseHeartbeatRequest, context: Context) -> bytes:
+        interval_s = driver.heartbeat(_job(context), request.replica_id)
+        answer = pb.LighthouseHeartbeatResponse(min_interval_ms=int(interval_s * 1000))
+        return answer.SerializeToString()
+
+    async def leave(request: pb.LighthouseLeaveRequest, context: Context) -> bytes:
+        check_name("replica_id", request.replica_id)
+        check_text("reason", request.reason, MAX_REASON_LENGTH)
+        driver.leave(_job(context), request.replica_id, request.reason or "it has left")
+        return b""
+
+    return Service("LighthouseService", {"Quorum": quorum, "Heartbeat": heartbeat, "Leave": leave})
+
+
+def _job(context: Context) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == JOB_KEY:
+            return value if isinstance(value, str) else value.decode("utf-8", "replace")
+    return DEFAULT_JOB

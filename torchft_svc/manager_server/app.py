@@ -1,0 +1,54 @@
+"""One replica group's manager as one thing that starts and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from torchft_svc.core.group import Group
+from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.driver import ManagerDriver
+from torchft_svc.manager_server.link import LighthouseLink
+from torchft_svc.manager_server.servicer import manager_service
+from torchft_svc.rpc.address import HostPort, advertised_host, parse_address
+from torchft_svc.rpc.serving import Service, serve
+from torchft_svc.rpc.tasks import Tasks
+
+
+@dataclass(frozen=True, slots=True)
+class RunningManager:
+    """``address`` is what other groups reach, ``killed`` is set by the RPC ``Kill``."""
+
+    address: str
+    killed: asyncio.Event
+
+
+@contextlib.asynccontextmanager
+async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
+    """Serve until the block is left, then leave the lighthouse.
+
+    Raises:
+        AddressError: nothing can be bound at ``config.bind``.
+    """
+    killed = asyncio.Event()
+    tasks = Tasks()
+    link = LighthouseLink(config)
+    # An earlier manager of the same workers numbered its rounds from an earlier moment.
+    group = Group(config.group_world_size, first_round=int(time.time() * 1000))
+    host = config.advertise_host or advertised_host(parse_address(config.lighthouse_address))
+
+    def build(bound: HostPort) -> Service:
+        link.address = str(HostPort(host, bound.port))
+        return manager_service(ManagerDriver(group, link, tasks), killed)
+
+    bind = parse_address(config.bind, may_bind=True)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(link.close)
+        await stack.enter_async_context(serve(build, bind))
+        stack.push_async_callback(link.leave, "its manager stops")
+        await stack.enter_async_context(tasks)
+        tasks.start(link.beat_forever(), "heartbeats")
+        yield RunningManager(link.address, killed)

@@ -1,0 +1,110 @@
+"""Starts a manager as a child process: the sidecar of a trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import subprocess
+import sys
+import time
+from types import TracebackType
+
+from torchft_svc.errors import DeadlineExceeded, Unreachable
+from torchft_svc.manager_server.config import ManagerConfig
+
+# SIGTERM makes the manager leave the lighthouse; it has this long before it is killed.
+STOP_TIMEOUT_S = 1.5
+_READY = "manager listening on "
+
+
+class ManagerProcess:
+    """A running child, which ends by itself when this process dies; leaving the block stops it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
+        self._process = process
+        self.address = address
+
+    @classmethod
+    def start(cls, config: ManagerConfig, timeout_s: float = 30.0) -> ManagerProcess:
+        """Start a manager for this process.
+
+        Raises:
+            Unreachable: the child ended; its own words are on stderr.
+            DeadlineExceeded: it does not serve within ``timeout_s`` seconds.
+        """
+        process = subprocess.Popen(
+            _command(config), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        )
+        try:
+            return cls(process, _read_address(process, timeout_s))
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs."""
+        return self._process.poll()
+
+    def close(self) -> None:
+        """Let it leave the lighthouse, and wait for its end; may be called twice."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> ManagerProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _command(config: ManagerConfig) -> list[str]:
+    flags = {
+        "lighthouse": config.lighthouse_address,
+        "replica-name": config.replica_name,
+        "group-world-size": config.group_world_size,
+        "store-address": config.store_address,
+        "bind": config.bind,
+        "advertise-host": config.advertise_host,
+        "heartbeat-interval-ms": max(1, round(config.heartbeat_interval_s * 1000)),
+        "connect-timeout-ms": max(1, round(config.connect_timeout_s * 1000)),
+        "quorum-retries": config.quorum_retries,
+        "job-id": config.job_id,
+        "owner-pid": os.getpid(),
+        "log-level": "warning",
+    }
+    told = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    return [sys.executable, "-m", "torchft_svc.manager_server", *told]
+
+
+def _read_address(process: subprocess.Popen[bytes], timeout_s: float) -> str:
+    """The address on the child's first line, which it prints once it serves."""
+    assert process.stdout is not None
+    deadline = time.monotonic() + timeout_s
+    line = b""
+    with process.stdout as out, selectors.DefaultSelector() as selector:
+        selector.register(out, selectors.EVENT_READ)
+        while not line.endswith(b"\n"):
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise DeadlineExceeded("starting the manager", timeout_s)
+            more = os.read(out.fileno(), 4096)
+            if not more:
+                status = process.wait()
+                raise Unreachable("manager", "its start", f"it ended with status {status}")
+            line += more
+    return line.decode().strip().removeprefix(_READY)

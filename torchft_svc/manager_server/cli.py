@@ -1,0 +1,126 @@
+"""The command `torchft-manager`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+
+import click
+
+from torchft_svc.core.types import DEFAULT_JOB
+from torchft_svc.errors import UsageError
+from torchft_svc.manager_server.app import run_manager
+from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.owner import watch_owner
+from torchft_svc.rpc.address import HostPort
+from torchft_svc.rpc.cli import Address, option, run
+
+log = logging.getLogger(__name__)
+
+
+@click.command(context_settings={"show_default": True})
+@option(
+    "--lighthouse",
+    type=Address(),
+    envvar="TORCHFT_LIGHTHOUSE",
+    required=True,
+    help="Address of the lighthouse.",
+)
+@option(
+    "--replica-name",
+    envvar="REPLICA_GROUP_ID",
+    required=True,
+    help="The group's name; it survives restarts and no other group may have it.",
+)
+@option("--group-world-size", type=int, default=1, help="Workers in the group.")
+@option(
+    "--store-address",
+    type=Address(),
+    required=True,
+    help="Address of the group's TCPStore, as other groups reach it.",
+)
+@option("--bind", type=Address(may_bind=True), default=":29512", help="Address to listen on.")
+@option(
+    "--advertise-host",
+    default=None,
+    help="Host under which other groups reach this manager.  [default: the one that the route "
+    "to the lighthouse leaves from]",
+)
+@option("--heartbeat-interval-ms", type=int, default=100, help="Time between signs of life.")
+@option(
+    "--connect-timeout-ms",
+    type=int,
+    default=10_000,
+    help="How long the lighthouse may be unreachable before waiting workers are told.",
+)
+@option(
+    "--quorum-retries",
+    type=int,
+    default=0,
+    help="How often a failed quorum is asked for again before workers are told.",
+)
+@option("--job-id", envvar="TORCHFT_JOB_ID", default=DEFAULT_JOB, help="The training run.")
+@option(
+    "--owner-pid", type=int, default=None, help="Process to die with; a Kill request ends it too."
+)
+@option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    help="What to log, to stderr.",
+)
+def main(
+    lighthouse: HostPort,
+    replica_name: str,
+    group_world_size: int,
+    store_address: HostPort,
+    bind: HostPort,
+    advertise_host: str | None,
+    heartbeat_interval_ms: int,
+    connect_timeout_ms: int,
+    quorum_retries: int,
+    job_id: str,
+    owner_pid: int | None,
+    log_level: str,
+) -> None:
+    """Speak for one replica group: forward its quorum requests, collect its votes."""
+    try:
+        config = ManagerConfig(
+            lighthouse_address=str(lighthouse),
+            replica_name=replica_name,
+            group_world_size=group_world_size,
+            store_address=str(store_address),
+            bind=str(bind),
+            advertise_host=advertise_host,
+            heartbeat_interval_s=heartbeat_interval_ms / 1000,
+            connect_timeout_s=connect_timeout_ms / 1000,
+            quorum_retries=quorum_retries,
+            job_id=job_id,
+            owner_pid=owner_pid,
+        )
+    except UsageError as error:
+        raise click.UsageError(str(error)) from None
+    run(lambda stop: _serve(config, stop), log_level, heeds_ctrl_c=owner_pid is None)
+
+
+async def _serve(config: ManagerConfig, stop: asyncio.Event) -> int:
+    with contextlib.ExitStack() as stack:
+        if config.owner_pid is not None:
+            stack.enter_context(watch_owner(config.owner_pid, stop.set))
+        async with run_manager(config) as manager:
+            click.echo(f"manager listening on {manager.address}")
+            ends = [asyncio.create_task(event.wait()) for event in (stop, manager.killed)]
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for end in ends:
+                    end.cancel()
+        if not manager.killed.is_set():
+            return 0
+        if config.owner_pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(config.owner_pid, signal.SIGTERM)
+        return 1

@@ -1,0 +1,62 @@
+"""What a manager has to know, and the relations that its timeouts must keep."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torchft_svc.core.types import DEFAULT_JOB, MAX_NAME_LENGTH, MAX_WORLD_SIZE
+from torchft_svc.errors import ConfigError
+from torchft_svc.rpc.address import parse_address
+
+# An incarnation is a uuid behind the name and a colon.
+_INCARNATION_LENGTH = 37
+# Above this many attempts a quorum is not flaky, it is broken.
+MAX_QUORUM_RETRIES = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerConfig:
+    """Addresses are ``host:port``, durations seconds.
+
+    ``advertise_host`` is the host under which other groups reach this manager (None: the one that
+    the route to the lighthouse leaves from). ``connect_timeout_s`` is how long a lighthouse may be
+    unreachable before those who wait are told, ``quorum_retries`` how often a failed quorum is
+    asked for again before they are. ``owner_pid`` is the process to die with.
+    """
+
+    lighthouse_address: str
+    replica_name: str
+    group_world_size: int
+    store_address: str
+    bind: str = ":0"
+    advertise_host: str | None = None
+    heartbeat_interval_s: float = 0.1
+    connect_timeout_s: float = 10.0
+    quorum_retries: int = 0
+    job_id: str = DEFAULT_JOB
+    owner_pid: int | None = None
+
+    def __post_init__(self) -> None:
+        parse_address(self.lighthouse_address)
+        parse_address(self.store_address)
+        parse_address(self.bind, may_bind=True)
+        for field, limit in (
+            ("replica_name", MAX_NAME_LENGTH - _INCARNATION_LENGTH),
+            ("job_id", MAX_NAME_LENGTH),
+        ):
+            value = getattr(self, field)
+            if not (0 < len(value) <= limit and value.isprintable() and value.isascii()):
+                raise ConfigError(field, value, f"use 1 to {limit} printable ASCII characters")
+        if not 1 <= self.group_world_size <= MAX_WORLD_SIZE:
+            raise ConfigError(
+                "group_world_size", self.group_world_size, f"use 1 to {MAX_WORLD_SIZE} workers"
+            )
+        if not 0 <= self.quorum_retries <= MAX_QUORUM_RETRIES:
+            raise ConfigError(
+                "quorum_retries", self.quorum_retries, f"use 0 to {MAX_QUORUM_RETRIES}"
+            )
+        for field in ("heartbeat_interval_s", "connect_timeout_s"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(field, value, "use a finite number of seconds above 0")

@@ -1,0 +1,119 @@
+"""Drives a group's core: feeds it what its workers ask, carries out its orders."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from torchft_svc.core.group import (
+    AnswerVote,
+    AnswerWorker,
+    AskLighthouse,
+    Group,
+    Order,
+    RefuseWorker,
+    StopAsking,
+    Vote,
+    WorkerRequest,
+)
+from torchft_svc.errors import DeadlineExceeded, QuorumFailed, TorchFTError
+from torchft_svc.manager_server.link import LighthouseLink
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.codec import worker_answer
+from torchft_svc.rpc.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+# The lighthouse's answer, or its reason, must still reach the workers within their own deadlines.
+ANSWER_MARGIN_S = 0.05
+
+
+class ManagerDriver:
+    """Owns the core; to be used on one event loop, inside the block of ``tasks``."""
+
+    def __init__(self, group: Group, link: LighthouseLink, tasks: Tasks) -> None:
+        self._core = group
+        self._link = link
+        self._tasks = tasks
+        self._callers = itertools.count()
+        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._deadlines: dict[int, float] = {}
+        self._asking: asyncio.Task[None] | None = None
+
+    async def quorum(self, request: WorkerRequest, timeout_s: float) -> bytes:
+        """Wait until all workers have asked and the lighthouse has answered; the encoded answer."""
+        return await self._wait(
+            "quorum", timeout_s, lambda caller: self._core.quorum_requested(request, caller)
+        )
+
+    async def should_commit(self, vote: Vote, timeout_s: float) -> bytes:
+        """Wait for the group's decision; the encoded answer."""
+        return await self._wait(
+            "commit vote", timeout_s, lambda caller: self._core.voted(vote, caller)
+        )
+
+    def checkpoint_address(self, group_rank: int) -> str:
+        """Where worker ``group_rank`` serves its state."""
+        return self._core.checkpoint_address(group_rank)
+
+    async def _wait(
+        self, action: str, timeout_s: float, enter: Callable[[int], Sequence[Order]]
+    ) -> bytes:
+        caller = next(self._callers)
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[bytes] = loop.create_future()
+        self._answers[caller] = answer
+        self._deadlines[caller] = time.monotonic() + timeout_s
+        expiry = loop.call_later(timeout_s, self._expire, action, answer, timeout_s)
+        try:
+            self._carry_out(enter(caller))
+            return await answer
+        finally:
+            expiry.cancel()
+            del self._deadlines[caller]
+            if self._answers.pop(caller, None) is not None:
+                self._carry_out(self._core.withdrawn(caller))
+
+    def _expire(self, action: str, answer: asyncio.Future[bytes], timeout_s: float) -> None:
+        if not answer.done():
+            answer.set_exception(DeadlineExceeded(action, timeout_s, self._core.why()))
+
+    def _carry_out(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            if isinstance(order, AskLighthouse):
+                timeout_s = min(self._deadlines.values()) - time.monotonic() - ANSWER_MARGIN_S
+                self._asking = self._tasks.start(self._ask(order, timeout_s), "ask lighthouse")
+            elif isinstance(order, StopAsking):
+                if self._asking is not None:
+                    self._asking.cancel()
+            elif isinstance(order, AnswerWorker):
+                self._answer(order.caller, worker_answer(order, self._link.replica_id))
+            elif isinstance(order, AnswerVote):
+                answer = pb.ShouldCommitResponse(should_commit=order.should_commit)
+                self._answer(order.caller, answer.SerializeToString())
+            elif isinstance(order, RefuseWorker):
+                waiting = self._answers.pop(order.caller, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_exception(order.error)
+
+    def _answer(self, caller: int, encoded: bytes) -> None:
+        waiting = self._answers.pop(caller, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(encoded)
+
+    async def _ask(self, question: AskLighthouse, timeout_s: float) -> None:
+        """Ask, and bring the outcome back as an input, whatever it is."""
+        try:
+            quorum = await self._link.ask(question, timeout_s)
+        except TorchFTError as error:
+            log.warning("no quorum: %s", error)
+            self._carry_out(self._core.quorum_failed(question.round, error))
+        except Exception as error:
+            fault = QuorumFailed(f"the manager failed: {error!r}")
+            self._carry_out(self._core.quorum_failed(question.round, fault))
+            raise
+        else:
+            self._carry_out(self._core.quorum_formed(question.round, quorum))

@@ -1,0 +1,57 @@
+"""Notices at once that the process which started this one has died."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+# Where the system has no process descriptors (Linux before 5.3, macOS), ask this often.
+POLL_S = 0.2
+
+
+@contextlib.contextmanager
+def watch_owner(pid: int, on_death: Callable[[], None]) -> Iterator[None]:
+    """Call ``on_death`` on the running event loop when process ``pid`` has ended.
+
+    A pipe would not do: forked children of the owner, such as DataLoader workers, hold its other
+    end open. A parent-death signal would not do either: it is bound to the thread that forked.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        on_death()
+        yield
+        return
+    except (AttributeError, OSError):
+        poll = loop.create_task(_poll(pid, on_death))
+        try:
+            yield
+        finally:
+            poll.cancel()
+        return
+
+    def died() -> None:
+        loop.remove_reader(descriptor)
+        on_death()
+
+    loop.add_reader(descriptor, died)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+async def _poll(pid: int, on_death: Callable[[], None]) -> None:
+    while True:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            on_death()
+            return
+        except PermissionError:
+            pass  # it lives, as somebody else
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,49 @@
+"""The RPCs of `ManagerService`: parse, call the driver, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+
+from torchft_svc.manager_server.driver import ManagerDriver
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.codec import vote_from_wire, worker_request_from_wire
+from torchft_svc.rpc.deadline import remaining_s
+from torchft_svc.rpc.serving import Service
+
+log = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
+# A reason is shown in one log line.
+MAX_KILL_MESSAGE = 1000
+
+
+def manager_service(driver: ManagerDriver, killed: asyncio.Event) -> Service:
+    """The service, to be handed to `torchft_svc.rpc.serving.serve`; ``Kill`` sets ``killed``."""
+
+    async def quorum(request: pb.ManagerQuorumRequest, context: Context) -> bytes:
+        return await driver.quorum(worker_request_from_wire(request), remaining_s(context))
+
+    async def should_commit(request: pb.ShouldCommitRequest, context: Context) -> bytes:
+        return await driver.should_commit(vote_from_wire(request), remaining_s(context))
+
+    async def checkpoint_address(request: pb.CheckpointAddressRequest, context: Context) -> bytes:
+        address = driver.checkpoint_address(request.rank)
+        return pb.CheckpointAddressResponse(checkpoint_server_address=address).SerializeToString()
+
+    async def kill(request: pb.KillRequest, context: Context) -> bytes:
+        log.warning("killed by request: %r", request.msg[:MAX_KILL_MESSAGE])
+        killed.set()
+        return b""
+
+    return Service(
+        "ManagerService",
+        {
+            "Quorum": quorum,
+            "CheckpointAddress": checkpoint_address,
+            "ShouldCommit": should_commit,
+            "Kill": kill,
+        },
+    )

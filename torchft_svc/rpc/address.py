@@ -1,0 +1,93 @@
+"""Parses and chooses addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from torchft_svc.errors import AddressError
+
+LOOPBACK = "127.0.0.1"
+_EXPECTED = "expected host:port, :port or [ipv6]:port, such as lighthouse.example:29510"
+
+
+@dataclass(frozen=True, slots=True)
+class HostPort:
+    """A host name or IP address (``""``: every interface) and a TCP port (0: any free one)."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def target(self) -> str:
+        """In gRPC's spelling; every interface is ``[::]``, which takes IPv4 too."""
+        return f"[::]:{self.port}" if not self.host else str(self)
+
+
+def parse_address(text: str, *, may_bind: bool = False) -> HostPort:
+    """Parse ``host:port`` (a scheme such as ``http://`` and a trailing slash are taken off).
+
+    ``may_bind``: the address is to listen on, so the host may be empty and the port 0.
+
+    Raises:
+        AddressError: the sentence says what is wrong with it.
+    """
+    bare = text.strip()
+    if "://" in bare:
+        bare = bare.split("://", 1)[1].rstrip("/")
+    host, colon, port_text = bare.rpartition(":")
+    if not colon:
+        raise AddressError(text, f"has no port; {_EXPECTED}")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        if not _is_ipv6(host):
+            raise AddressError(text, f"{host!r} is not an IPv6 address; {_EXPECTED}")
+    elif ":" in host:
+        raise AddressError(text, f"an IPv6 address needs brackets; {_EXPECTED}")
+    if not (port_text.isascii() and port_text.isdigit()):
+        raise AddressError(text, f"port {port_text!r} is not a number; {_EXPECTED}")
+    port = int(port_text)
+    if port > 65535 or (port == 0 and not may_bind):
+        raise AddressError(text, f"port {port} is outside {0 if may_bind else 1} to 65535")
+    if not host and not may_bind:
+        raise AddressError(text, f"has no host; {_EXPECTED}")
+    if len(host) > 255 or any(c.isspace() or not c.isprintable() or c in "/@?#" for c in host):
+        raise AddressError(text, f"{host[:64]!r} is not a host name; {_EXPECTED}")
+    return HostPort(host, port)
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def advertised_host(peer: HostPort) -> str:
+    """The address of this machine that ``peer`` reaches: the one that the route to it leaves from.
+
+    Nothing is sent. Falls back to the host's name where there is no route yet.
+    """
+    if peer.host == "localhost":
+        return LOOPBACK
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(
+            peer.host, peer.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(where)
+            host: str = probe.getsockname()[0]
+            return host
+    except OSError:
+        return socket.gethostname()
+
+
+def reachable_host(bound: HostPort) -> str:
+    """A host to name to others for something that listens at ``bound``."""
+    return bound.host if bound.host not in ("", "::", "0.0.0.0") else socket.gethostname()

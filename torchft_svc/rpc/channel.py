@@ -1,0 +1,34 @@
+"""Channels to a service: own connections, fast reconnects, bounded messages."""
+
+from __future__ import annotations
+
+import grpc
+
+from torchft_svc.rpc.address import parse_address
+
+# A quorum of 10,000 groups takes about 2 MB; what is larger is not an answer of ours.
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+# A blip must be over long before the heartbeat timeout (5 s by default) takes a group for dead.
+MIN_RECONNECT_MS = 20
+MAX_RECONNECT_MS = 500
+
+_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", MIN_RECONNECT_MS),
+    ("grpc.min_reconnect_backoff_ms", MIN_RECONNECT_MS),
+    ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_MS),
+    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
+    # Two channels in one process must not share a connection, or one's failure is the other's.
+    ("grpc.use_local_subchannel_pool", 1),
+    # Training clusters are often behind proxies that only know the way out.
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def open_channel(address: str) -> grpc.Channel:
+    """A blocking channel, for the trainer's side; connects when it is first used."""
+    return grpc.insecure_channel(parse_address(address).target, options=_OPTIONS)
+
+
+def open_aio_channel(address: str) -> grpc.aio.Channel:
+    """A channel for the services' event loop; connects when it is first used."""
+    return grpc.aio.insecure_channel(parse_address(address).target, options=_OPTIONS)

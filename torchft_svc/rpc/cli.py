@@ -1,0 +1,77 @@
+"""What both services' command lines share: spelling of flags, logging, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import click
+
+from torchft_svc.errors import UsageError
+from torchft_svc.rpc.address import HostPort, parse_address
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def option(name: str, **attrs: Any) -> Callable[[F], F]:
+    """A click option that is also known with underscores, as in the public release's scripts."""
+    spellings = [name, "--" + name[2:].replace("-", "_")]
+    return click.option(*sorted(set(spellings)), **attrs)
+
+
+class Address(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since 8.4
+    """``host:port``; with ``may_bind``, also ``:port`` and port 0."""
+
+    name = "host:port"
+
+    def __init__(self, *, may_bind: bool = False) -> None:
+        self._may_bind = may_bind
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> HostPort:
+        if isinstance(value, HostPort):
+            return value
+        try:
+            return parse_address(value, may_bind=self._may_bind)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
+def run(
+    service: Callable[[asyncio.Event], Coroutine[Any, Any, int]],
+    log_level: str,
+    *,
+    heeds_ctrl_c: bool = True,
+) -> None:
+    """Run ``service`` until it returns its exit status; SIGTERM and SIGINT set its event.
+
+    Without ``heeds_ctrl_c`` SIGINT is ignored: a terminal sends it to a trainer's children too, and
+    it is the trainer that decides when they stop.
+    """
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    try:
+        status = asyncio.run(_until_stopped(service, heeds_ctrl_c))
+    except UsageError as error:
+        click.echo(f"Error: {error}", err=True)
+        status = 2
+    sys.exit(status)
+
+
+async def _until_stopped(
+    service: Callable[[asyncio.Event], Coroutine[Any, Any, int]], heeds_ctrl_c: bool
+) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    if heeds_ctrl_c:
+        loop.add_signal_handler(signal.SIGINT, stop.set)
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return await service(stop)

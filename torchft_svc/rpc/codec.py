@@ -1,0 +1,104 @@
+"""Between messages on the wire and values of the core. Nothing else touches a message."""
+
+from __future__ import annotations
+
+from torchft_svc.core.assignment import assign
+from torchft_svc.core.group import AnswerWorker, Vote, WorkerRequest
+from torchft_svc.core.types import Member, Quorum
+from torchft_svc.errors import QuorumFailed
+from torchft_svc.proto import torchft_pb2 as pb
+
+JOB_KEY = "torchft-job"
+
+
+def member_from_wire(message: pb.QuorumMember) -> Member:
+    return Member(
+        replica_id=message.replica_id,
+        address=message.address,
+        store_address=message.store_address,
+        step=message.step,
+        world_size=message.world_size,
+        shrink_only=message.shrink_only,
+        data=message.data,
+        commit_failures=message.commit_failures,
+        seen_quorum_id=message.seen_quorum_id,
+    )
+
+
+def member_to_wire(member: Member) -> pb.QuorumMember:
+    return pb.QuorumMember(
+        replica_id=member.replica_id,
+        address=member.address,
+        store_address=member.store_address,
+        step=member.step,
+        world_size=member.world_size,
+        shrink_only=member.shrink_only,
+        data=member.data,
+        commit_failures=member.commit_failures,
+        seen_quorum_id=member.seen_quorum_id,
+    )
+
+
+def quorum_answer(quorum: Quorum, created_s: float) -> bytes:
+    """The lighthouse's answer; made once for all members. ``created_s``: seconds since 1970."""
+    message = pb.LighthouseQuorumResponse()
+    message.quorum.quorum_id = quorum.quorum_id
+    message.quorum.participants.extend(map(member_to_wire, quorum.participants))
+    message.quorum.created.FromNanoseconds(int(created_s * 1e9))
+    return message.SerializeToString()
+
+
+def quorum_from_wire(message: pb.Quorum) -> Quorum:
+    """Raises `QuorumFailed` if the quorum has no members."""
+    if not message.participants:
+        raise QuorumFailed("the lighthouse answered with a quorum without members")
+    participants = tuple(map(member_from_wire, message.participants))
+    return Quorum(quorum_id=message.quorum_id, participants=participants)
+
+
+def worker_request_from_wire(message: pb.ManagerQuorumRequest) -> WorkerRequest:
+    return WorkerRequest(
+        group_rank=message.rank,
+        step=message.step,
+        checkpoint_address=message.checkpoint_server_addr,
+        shrink_only=message.shrink_only,
+        commit_failures=message.commit_failures,
+        init_sync=message.init_sync if message.HasField("init_sync") else True,
+        worker_id=message.worker_id,
+    )
+
+
+def vote_from_wire(message: pb.ShouldCommitRequest) -> Vote:
+    return Vote(
+        group_rank=message.rank,
+        step=message.step,
+        should_commit=message.should_commit,
+        round=message.round,
+        worker_id=message.worker_id,
+    )
+
+
+def worker_answer(answer: AnswerWorker, replica_id: str) -> bytes:
+    """What worker ``answer.request.group_rank`` of group ``replica_id`` has to do.
+
+    Raises:
+        QuorumFailed: the quorum was formed without this group.
+    """
+    request = answer.request
+    part = assign(answer.quorum, replica_id, request.group_rank, request.init_sync)
+    return pb.ManagerQuorumResponse(
+        quorum_id=part.quorum_id,
+        address=part.heal_source_address,
+        store_address=part.store_address,
+        max_step=part.max_step,
+        max_rank=part.max_replica_rank,
+        max_world_size=part.max_world_size,
+        replica_rank=part.replica_rank,
+        replica_world_size=part.replica_world_size,
+        heal=part.heal_source is not None,
+        recover_src_replica_rank=part.heal_source,
+        recover_dst_replica_ranks=part.heal_targets,
+        commit_failures=part.commit_failures,
+        replica_ids=part.replica_ids,
+        round=answer.round,
+    ).SerializeToString()

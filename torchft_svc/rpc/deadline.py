@@ -1,0 +1,21 @@
+"""A caller's deadline, as the server sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+# A call without a deadline does not wait forever.
+MAX_WAIT_S = 24 * 3600.0
+# An answer that names the reason has to arrive before the caller's own clock ends the call.
+MARGIN = 0.05
+MAX_MARGIN_S = 0.1
+
+
+def remaining_s(context: grpc.aio.ServicerContext[Any, Any]) -> float:
+    """How long a handler may wait so that its last word still reaches the caller, in seconds."""
+    left = context.time_remaining()
+    if left is None:
+        return MAX_WAIT_S
+    return max(0.0, min(left - min(left * MARGIN, MAX_MARGIN_S), MAX_WAIT_S))

@@ -1,0 +1,120 @@
+"""Runs one gRPC service with health checking and reflection on an address."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from torchft_svc.errors import AddressError
+from torchft_svc.proto import torchft_pb2
+from torchft_svc.rpc.address import HostPort
+from torchft_svc.rpc.status import Handler, answering_errors
+
+# The largest request is a quorum request: a few addresses, and at most 16 KB of `data`.
+MAX_REQUEST_BYTES = 256 * 1024
+# A stop lets calls that are about to be answered go out, and no more than that.
+GRACE_S = 0.5
+
+_OPTIONS = (
+    # Without this a second server on the port would silently get half of the connections.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_concurrent_streams", 10_000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A service of torchft.proto: its short name, and a handler for each method.
+
+    A handler takes the parsed request and returns the serialized answer.
+    """
+
+    name: str
+    handlers: Mapping[str, Handler]
+
+    @property
+    def full_name(self) -> str:
+        return f"torchft.{self.name}"
+
+    def generic_handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        methods = torchft_pb2.DESCRIPTOR.services_by_name[self.name].methods_by_name
+        missing = methods.keys() - self.handlers.keys()
+        assert not missing, f"no handler for {missing}"
+        return grpc.method_handlers_generic_handler(
+            self.full_name,
+            {
+                method: grpc.unary_unary_rpc_method_handler(
+                    answering_errors(handler),
+                    request_deserializer=getattr(
+                        torchft_pb2, methods[method].input_type.name
+                    ).FromString,
+                    response_serializer=_as_is,
+                )
+                for method, handler in self.handlers.items()
+            },
+        )
+
+
+def _as_is(answer: bytes) -> bytes:
+    return answer
+
+
+@contextlib.asynccontextmanager
+async def serve(build: Callable[[HostPort], Service], bind: HostPort) -> AsyncIterator[HostPort]:
+    """Serve until the block is left; gives the address with the port that was really bound.
+
+    ``build`` makes the service once that address is known.
+
+    Raises:
+        AddressError: nothing can be bound there (port in use, not an address of this machine, ...).
+    """
+    _check_bindable(bind)
+    server = grpc.aio.server(options=_OPTIONS)
+    try:
+        port = server.add_insecure_port(bind.target)
+    except RuntimeError as error:
+        raise AddressError(str(bind), f"cannot be bound: {error}") from None
+    bound = HostPort(bind.host, port)
+    service = build(bound)
+    server.add_generic_rpc_handlers((service.generic_handler(),))
+    health_service = health.aio.HealthServicer()  # type: ignore[attr-defined]
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+    names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    await server.start()
+    for name in ("", service.full_name):
+        await health_service.set(name, health_pb2.HealthCheckResponse.SERVING)
+    try:
+        yield bound
+    finally:
+        await health_service.enter_graceful_shutdown()
+        await server.stop(GRACE_S)
+
+
+def _check_bindable(bind: HostPort) -> None:
+    """Try the address with a plain socket first: its error says what is wrong, gRPC's does not."""
+    host = bind.host or None
+    try:
+        found = socket.getaddrinfo(
+            host, bind.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise AddressError(str(bind), f"cannot be resolved: {error.strerror}") from None
+    family, kind, proto, _, where = found[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(where)
+            # Binding next to a listener succeeds with SO_REUSEADDR on some systems; this does not.
+            probe.listen(1)
+        except OSError as error:
+            raise AddressError(str(bind), f"cannot be bound: {error.strerror}") from None
