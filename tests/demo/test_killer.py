@@ -1,0 +1,92 @@
+"""Tests demo.chaos and demo.killer: whom, how and when."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice, repeat
+
+from stories import commit
+
+from demo.board import Board
+from demo.chaos import KillOrder, draw_kills
+from demo.events import PHASES, PhaseBegan
+from demo.killer import Killer
+
+ORDER = KillOrder(group=1, phase="backward", fraction=0.5, whole_group=False, after_s=10.0)
+
+
+class TestDrawing:
+    def test_a_seed_gives_one_row(self) -> None:
+        first, second = (list(islice(draw_kills(7, 3, 10.0), 20)) for _ in range(2))
+        assert first == second
+        assert first != list(islice(draw_kills(8, 3, 10.0), 20))
+
+    def test_every_phase_group_and_way_comes_up(self) -> None:
+        orders = list(islice(draw_kills(0, 3, 10.0), 12))
+        assert Counter(order.phase for order in orders) == dict.fromkeys(PHASES, 3)
+        assert Counter(order.group for order in orders) == {0: 4, 1: 4, 2: 4}
+        assert Counter(order.whole_group for order in orders) == {False: 8, True: 4}
+
+    def test_distances_vary_around_the_interval(self) -> None:
+        distances = [order.after_s for order in islice(draw_kills(0, 3, 10.0), 100)]
+        assert min(distances) >= 8.0
+        assert max(distances) <= 12.0
+        assert max(distances) - min(distances) > 2.0
+
+
+def phase(name: str, at: float, group: int = 1) -> PhaseBegan:
+    return PhaseBegan(group=group, incarnation=0, at=at, step=1, phase=name)
+
+
+def healthy_board() -> Board:
+    """Two groups that train; group 1 spends 0.2 s in the backward pass."""
+    board = Board(2)
+    board.apply(commit(0, 1))
+    board.apply(commit(1, 1))
+    board.apply(phase("backward", 1.0))
+    board.apply(phase("commit", 1.2))
+    return board
+
+
+def killer_due_at(now: float) -> tuple[Killer, Board]:
+    killer, board = Killer(repeat(ORDER), num_kills=1), healthy_board()
+    assert killer.order_due(now - ORDER.after_s, board) is None  # the time runs from here
+    return killer, board
+
+
+class TestWhen:
+    def test_in_the_middle_of_the_phase_that_the_order_names(self) -> None:
+        killer, board = killer_due_at(20.0)
+        assert killer.order_due(20.0, board) is None
+        assert killer.armed
+        board.apply(phase("forward", 20.1))
+        assert killer.order_due(20.3, board) is None
+        board.apply(phase("backward", 20.4))
+        assert killer.order_due(20.49, board) is None
+        assert killer.order_due(20.51, board) == ORDER
+        assert killer.done
+        assert not killer.armed
+
+    def test_not_in_a_phase_that_began_before_the_order_was_due(self) -> None:
+        killer, board = killer_due_at(20.0)
+        board.apply(phase("backward", 19.9))
+        assert killer.order_due(20.0, board) is None
+        assert killer.order_due(20.05, board) is None
+
+    def test_not_while_a_group_is_not_well(self) -> None:
+        killer, board = Killer(repeat(ORDER), num_kills=1), Board(2)
+        board.apply(commit(1, 1))
+        board.apply(phase("backward", 50.0))
+        assert killer.order_due(1.0, board) is None
+        assert killer.order_due(60.0, board) is None
+
+    def test_anyway_when_the_phase_does_not_come(self) -> None:
+        killer, board = killer_due_at(20.0)
+        assert killer.order_due(20.0, board) is None
+        assert killer.order_due(24.9, board) is None
+        assert killer.order_due(25.1, board) == ORDER
+
+    def test_no_more_often_than_asked_for(self) -> None:
+        killer, board = Killer(repeat(ORDER), num_kills=2), healthy_board()
+        given = [killer.order_due(float(now), board) for now in range(100)]
+        assert sum(order is not None for order in given) == 2
