@@ -1,0 +1,280 @@
+"""`decide` as a table: a view of one job in, a quorum or a reason out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from torchft_svc.core.quorum import (
+    Formed,
+    JobView,
+    Waiter,
+    Waiting,
+    absent_deadlines,
+    decide,
+    name_some,
+)
+from torchft_svc.core.types import Member
+
+from .scenes import config, member, quorum
+
+
+def view(
+    *asking: tuple[Member, float],
+    silent: Iterable[str] = (),
+    veterans: Iterable[str] = (),
+    straggling: Iterable[str] = (),
+    previous: Iterable[str] = (),
+    committed_step: int = 0,
+) -> JobView:
+    """A job where ``asking`` wait, and ``silent`` live but have not asked."""
+    waiting = {each.replica_id: Waiter(each, at) for each, at in asking}
+    before = tuple(member(name) for name in previous)
+    return JobView(
+        waiting=waiting,
+        living={*waiting, *silent},
+        veterans=set(veterans),
+        straggling=set(straggling),
+        previous=quorum(5, *before) if before else None,
+        committed_step=committed_step,
+    )
+
+
+A, B, C = member("a"), member("b"), member("c")
+SHRINKING = member("a", shrink_only=True)
+AHEAD = member("b", step=7)
+NOT_ASKED = "alive, but has not asked"
+
+TABLE: dict[str, tuple[JobView, dict[str, Any], float, Formed | Waiting]] = {
+    "nobody asks": (view(silent="ab"), {}, 0, Waiting("no group asks for a quorum")),
+    "1: all who live ask": (view((B, 0), (A, 0)), {}, 0, Formed((A, B))),
+    "2: fast path, with a newcomer who asks too": (
+        view((A, 0), (B, 0), (C, 0), veterans="ab", previous="ab"),
+        {},
+        0,
+        Formed((A, B, C)),
+    ),
+    "2: fast path, a silent newcomer is not waited for": (
+        view((A, 0), (B, 0), silent="c", veterans="ab", previous="ab"),
+        {},
+        0,
+        Formed((A, B)),
+    ),
+    "2: fast path does not lower min_replicas": (
+        view((A, 0), veterans="a", previous="a"),
+        {"min_replicas": 2},
+        0,
+        Waiting("1 of at least 2 groups ask"),
+    ),
+    "3: a living member of the previous quorum is waited for": (
+        view((A, 3), silent="b", veterans="ab", previous="ab"),
+        {},
+        12,
+        Waiting(f"waiting for b: {NOT_ASKED}", 13),
+    ),
+    "3: until join_timeout after the first request": (
+        view((A, 3), silent="b", veterans="ab", previous="ab"),
+        {},
+        13,
+        Formed((A,)),
+    ),
+    "3: the first request of a member counts, not a later one": (
+        view((A, 3), (B, 6), silent="c", veterans="abc", previous="abc"),
+        {},
+        12,
+        Waiting(f"waiting for c: {NOT_ASKED}", 13),
+    ),
+    "3: a newcomer's request does not count while a member lives": (
+        view((C, 0), (A, 9), silent="b", veterans="ab", previous="ab"),
+        {},
+        12,
+        Waiting(f"waiting for b: {NOT_ASKED}", 19),
+    ),
+    "3: a dead member of the previous quorum is not waited for": (
+        view((A, 0), veterans="a", previous="ab"),
+        {},
+        0,
+        Formed((A,)),
+    ),
+    "3: a newcomer may join when a dead member is replaced": (
+        view((A, 0), (C, 0), veterans="a", previous="ab"),
+        {},
+        0,
+        Formed((A, C)),
+    ),
+    "3: a cold start waits for startup_timeout": (
+        view((A, 3), silent="b"),
+        {},
+        22,
+        Waiting(f"waiting for b: {NOT_ASKED}", 23),
+    ),
+    "3: and not longer": (view((A, 3), silent="b"), {}, 23, Formed((A,))),
+    "3: counted from the first request of anyone": (
+        view((B, 5), (A, 3), silent="c"),
+        {},
+        22,
+        Waiting(f"waiting for c: {NOT_ASKED}", 23),
+    ),
+    "3: known groups get join_timeout in a cold start": (
+        view((A, 3), silent="b", veterans="b"),
+        {},
+        12,
+        Waiting(f"waiting for b: {NOT_ASKED}", 13),
+    ),
+    "3: the earliest deadline comes first": (
+        view((A, 3), silent="bc", veterans="b"),
+        {},
+        4,
+        Waiting(f"waiting for b, c: {NOT_ASKED}", 13),
+    ),
+    "3: the later deadline is still ahead": (
+        view((A, 3), silent="bc", veterans="b"),
+        {},
+        13,
+        Waiting(f"waiting for c: {NOT_ASKED}", 23),
+    ),
+    "3: no previous member lives, its newcomers are waited for": (
+        view((A, 3), silent="b", previous="c"),
+        {},
+        13,
+        Waiting(f"waiting for b: {NOT_ASKED}", 23),
+    ),
+    "3: not enough after the deadline": (
+        view((A, 3), silent="b"),
+        {"min_replicas": 2},
+        23,
+        Waiting("1 of at least 2 groups ask"),
+    ),
+    "3: min_replicas are enough": (view((A, 0), (B, 0)), {"min_replicas": 2}, 0, Formed((A, B))),
+    "4: a straggler is not waited for": (
+        view((A, 3), silent="b", veterans="ab", straggling="b", previous="ab"),
+        {},
+        3,
+        Formed((A,)),
+    ),
+    "4: a straggler that asks is in": (
+        view((A, 3), (B, 3), veterans="ab", previous="a"),
+        {},
+        3,
+        Formed((A, B)),
+    ),
+    "5: shrink_only keeps newcomers out": (
+        view((SHRINKING, 0), (B, 0), (C, 0), veterans="ab", previous="ab"),
+        {},
+        0,
+        Formed((SHRINKING, B)),
+    ),
+    "5: min_replicas holds": (
+        view((SHRINKING, 0), (B, 0), veterans="a", previous="a"),
+        {"min_replicas": 2},
+        0,
+        Waiting("1 of at least 2 groups ask, 1 more kept out by shrink_only"),
+    ),
+    "5: a newcomer can not keep others out": (
+        view((SHRINKING, 0), (B, 0), (C, 0), veterans="b", previous="b"),
+        {},
+        0,
+        Formed((SHRINKING, B, C)),
+    ),
+    "5: nobody to shrink to at a cold start": (
+        view((SHRINKING, 0), (B, 0)),
+        {},
+        0,
+        Formed((SHRINKING, B)),
+    ),
+    "7: the committed step is kept": (
+        view((A, 0), (AHEAD, 0), committed_step=7),
+        {},
+        0,
+        Formed((A, AHEAD)),
+    ),
+    "7: hold": (
+        view((AHEAD, 0), committed_step=8),
+        {"on_step_regression": "hold"},
+        0,
+        Waiting(
+            "the job has committed step 8, the groups that ask have at most step 7: waiting for a "
+            "group with the newer state (or start the lighthouse with --on-step-regression warn to "
+            "accept the loss)"
+        ),
+    ),
+    "7: warn": (
+        view((AHEAD, 0), veterans="b", committed_step=8),
+        {"on_step_regression": "warn"},
+        0,
+        Formed((AHEAD,), lost_from=8),
+    ),
+    "7: auto warns when none is left": (
+        view((AHEAD, 0), committed_step=8),
+        {},
+        0,
+        Formed((AHEAD,), lost_from=8),
+    ),
+    "deviation a: newcomers do not hold up a running job": (
+        view((A, 0), silent="bcde", veterans="a", previous="ax"),
+        {},
+        0,
+        Formed((A,)),
+    ),
+    "deviation b: newcomers do not start a second history": (
+        view((C, 0), silent="ab", veterans="ab", previous="ab"),
+        {},
+        1e9,
+        Waiting(f"waiting for a, b: {NOT_ASKED}"),
+    ),
+    "deviation b: not even beside straggling members": (
+        view((C, 0), silent="ab", veterans="ab", straggling="a", previous="ab"),
+        {},
+        1e9,
+        Waiting(f"waiting for b: {NOT_ASKED}"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_decisions(case: str) -> None:
+    seen, settings, now, decision = TABLE[case]
+    assert decide(seen, config(**settings), now) == decision
+
+
+def test_auto_holds_while_a_group_of_the_job_lives() -> None:
+    """Rule 7."""
+    seen = view((AHEAD, 0), veterans="b", committed_step=8)
+    held = decide(seen, config(), 0)
+    assert isinstance(held, Waiting)
+    assert held.why.startswith("the job has committed step 8, the groups that ask have at most")
+    assert held.until is None
+
+
+def test_without_startup_timeout_newcomers_get_the_join_timeout() -> None:
+    """Rule 3."""
+    seen = view((A, 3), silent="b")
+    settings = config(startup_timeout_s=None)
+    assert decide(seen, settings, 12) == Waiting(f"waiting for b: {NOT_ASKED}", 13)
+    assert decide(seen, settings, 13) == Formed((A,))
+
+
+def test_everyone_who_is_waited_for_has_a_deadline() -> None:
+    """Rules 3 and 4, as a whole map."""
+    cold = view((A, 1), (B, 2), silent="cde", veterans="d", straggling="e")
+    assert absent_deadlines(cold, config()) == {"c": 21.0, "d": 11.0}
+    running = view((A, 1), silent="bcde", veterans="abd", straggling="d", previous="abd")
+    assert absent_deadlines(running, config()) == {"b": 11.0}
+    not_asked = view((C, 1), silent="ab", veterans="ab", previous="ab")
+    assert absent_deadlines(not_asked, config()) == {"a": math.inf, "b": math.inf}
+
+
+def test_members_are_sorted_by_replica_id_as_text() -> None:
+    names = ["b:1", "a:2", "a10", "a:10", "B", "a9"]
+    decision = decide(view(*[(member(name), 0) for name in names]), config(), 0)
+    assert isinstance(decision, Formed)
+    ids = [each.replica_id for each in decision.members]
+    assert ids == ["B", "a10", "a9", "a:10", "a:2", "b:1"]
+
+
+def test_a_reason_names_four_groups_and_counts_the_others() -> None:
+    assert name_some(dict.fromkeys("dcba")) == "a, b, c, d"
+    assert name_some(dict.fromkeys("fedcba")) == "a, b, c, d and 2 more"
