@@ -1,0 +1,82 @@
+"""What both clients are: blocking calls with deadlines, and errors in our words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeVar
+
+import grpc
+
+from torchft_svc.errors import Unreachable
+from torchft_svc.rpc.channel import open_channel
+from torchft_svc.rpc.codec import JOB_KEY
+from torchft_svc.rpc.status import to_error
+
+Answer = TypeVar("Answer")
+Self = TypeVar("Self", bound="Client")
+
+_SERVICES = {"lighthouse": "LighthouseService", "manager": "ManagerService"}
+
+
+class Client:
+    """A blocking client of one service: calls with deadlines, errors in our words."""
+
+    def __init__(self, peer: str, addr: str, connect_timeout: timedelta, job_id: str) -> None:
+        self._peer = peer
+        self._addr = addr
+        self._connect_timeout_s = connect_timeout.total_seconds()
+        self._metadata = ((JOB_KEY, job_id),)
+        self._channel = open_channel(addr)
+
+    def close(self) -> None:
+        """Cancel what is under way and close the connection; may be called twice."""
+        self._channel.close()
+
+    def _connect(self) -> None:
+        timeout_s = self._connect_timeout_s
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout_s)
+        except grpc.FutureTimeoutError:
+            reason = f"no connection within {timeout_s:g} s"
+            raise Unreachable(self._peer, self._addr, reason) from None
+
+    def _method(self, name: str, answer: Callable[[bytes], Answer]) -> Callable[..., Answer]:
+        call = self._channel.unary_unary(
+            f"/torchft.{_SERVICES[self._peer]}/{name}",
+            request_serializer=_serialize,
+            response_deserializer=answer,
+        )
+
+        def invoke(request: Any, timeout: timedelta) -> Answer:
+            timeout_s = timeout.total_seconds()
+            try:
+                result: Answer = call(request, timeout=timeout_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                raise to_error(
+                    error,
+                    peer=self._peer,
+                    address=self._addr,
+                    action=f"{self._peer}'s {name}",
+                    timeout_s=timeout_s,
+                ) from None
+            return result
+
+        return invoke
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _serialize(message: Any) -> bytes:
+    encoded: bytes = message.SerializeToString()
+    return encoded

@@ -1,0 +1,83 @@
+"""Asks a lighthouse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable
+from datetime import timedelta
+
+from torchft_svc.coordination.client import Client
+from torchft_svc.coordination.types import Quorum, QuorumMember, Timestamp
+from torchft_svc.core.types import DEFAULT_JOB, Member
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.codec import member_to_wire
+
+
+class LighthouseClient(Client):
+    """Asks a lighthouse directly, as a manager does.
+
+    Raises:
+        Unreachable: nobody answers at ``addr`` within ``connect_timeout``.
+    """
+
+    def __init__(self, addr: str, connect_timeout: timedelta, *, job_id: str = DEFAULT_JOB) -> None:
+        super().__init__("lighthouse", addr, connect_timeout, job_id)
+        self._quorum = self._method("Quorum", pb.LighthouseQuorumResponse.FromString)
+        self._heartbeat = self._method("Heartbeat", pb.LighthouseHeartbeatResponse.FromString)
+        self._leave = self._method("Leave", pb.LighthouseLeaveResponse.FromString)
+        self._connect()
+
+    def quorum(
+        self,
+        replica_id: str,
+        timeout: timedelta,
+        address: str | None = None,
+        store_address: str | None = None,
+        step: int | None = None,
+        world_size: int | None = None,
+        shrink_only: bool | None = None,
+        data: dict[Hashable, object] | None = None,
+    ) -> Quorum:
+        """Wait for a quorum that contains this group; beat meanwhile if that may take long.
+
+        Raises:
+            DeadlineExceeded: none within ``timeout``; the error says what was waited for.
+        """
+        member = Member(
+            replica_id=replica_id,
+            address=address or "",
+            store_address=store_address or "",
+            step=step or 0,
+            world_size=1 if world_size is None else world_size,
+            shrink_only=bool(shrink_only),
+            data="" if data is None else json.dumps(data),
+        )
+        request = pb.LighthouseQuorumRequest(requester=member_to_wire(member))
+        quorum = self._quorum(request, timeout).quorum
+        return Quorum(
+            quorum_id=quorum.quorum_id,
+            participants=[_member(message) for message in quorum.participants],
+            created=Timestamp(quorum.created.seconds, quorum.created.nanos),
+        )
+
+    def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
+        """Tell that the group is alive."""
+        self._heartbeat(pb.LighthouseHeartbeatRequest(replica_id=replica_id), timeout)
+
+    def leave(
+        self, replica_id: str, reason: str = "", timeout: timedelta = timedelta(seconds=5)
+    ) -> None:
+        """Tell that the group is gone for good, so that nobody waits for it."""
+        self._leave(pb.LighthouseLeaveRequest(replica_id=replica_id, reason=reason), timeout)
+
+
+def _member(message: pb.QuorumMember) -> QuorumMember:
+    return QuorumMember(
+        replica_id=message.replica_id,
+        address=message.address,
+        store_address=message.store_address,
+        step=message.step,
+        world_size=message.world_size,
+        shrink_only=message.shrink_only,
+        data=json.loads(message.data) if message.data else None,
+    )

@@ -1,0 +1,116 @@
+"""Asks a manager."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from datetime import timedelta
+
+from torchft_svc.coordination.client import Client
+from torchft_svc.coordination.types import QuorumResult
+from torchft_svc.core.types import DEFAULT_JOB
+from torchft_svc.errors import QuorumFailed
+from torchft_svc.proto import torchft_pb2 as pb
+
+
+class ManagerClient(Client):
+    """A worker's line to the manager of its group, or of another group.
+
+    Raises:
+        Unreachable: nobody answers at ``addr`` within ``connect_timeout``.
+    """
+
+    def __init__(self, addr: str, connect_timeout: timedelta) -> None:
+        super().__init__("manager", addr, connect_timeout, DEFAULT_JOB)
+        self._worker_id = str(uuid.uuid4())
+        self._round = 0
+        self._lock = threading.Lock()
+        self._ask_quorum = self._method("Quorum", pb.ManagerQuorumResponse.FromString)
+        self._address = self._method("CheckpointAddress", pb.CheckpointAddressResponse.FromString)
+        self._vote = self._method("ShouldCommit", pb.ShouldCommitResponse.FromString)
+        self._kill = self._method("Kill", pb.KillResponse.FromString)
+        self._connect()
+
+    def _quorum(
+        self,
+        group_rank: int,
+        step: int,
+        checkpoint_metadata: str,
+        shrink_only: bool,
+        timeout: timedelta,
+        commit_failures: int = 0,
+        reconfigure_handle: str = "",
+        init_sync: bool = True,
+    ) -> QuorumResult:
+        """Wait until every worker of the group has asked and there is a quorum.
+
+        ``reconfigure_handle`` is accepted for the public release's sake and has no effect.
+
+        Raises:
+            QuorumFailed: there is no quorum in this round, with the reason.
+            DeadlineExceeded: none within ``timeout``; the error says what was waited for.
+            RequestRefused: wrong rank, or the workers of the group are at different steps.
+        """
+        request = pb.ManagerQuorumRequest(
+            rank=group_rank,
+            step=step,
+            checkpoint_server_addr=checkpoint_metadata,
+            shrink_only=shrink_only,
+            commit_failures=commit_failures,
+            init_sync=init_sync,
+            worker_id=self._worker_id,
+        )
+        answer = self._ask_quorum(request, timeout)
+        if not answer.store_address:
+            raise QuorumFailed("the manager's answer names no store")
+        with self._lock:
+            self._round = answer.round
+        source = answer.recover_src_replica_rank
+        return QuorumResult(
+            quorum_id=answer.quorum_id,
+            replica_rank=answer.replica_rank,
+            replica_world_size=answer.replica_world_size,
+            recover_src_manager_address=answer.address,
+            recover_src_replica_rank=(
+                source if answer.HasField("recover_src_replica_rank") else None
+            ),
+            recover_dst_replica_ranks=list(answer.recover_dst_replica_ranks),
+            store_address=answer.store_address,
+            max_step=answer.max_step,
+            max_replica_rank=answer.max_rank if answer.HasField("max_rank") else None,
+            max_world_size=answer.max_world_size,
+            heal=answer.heal,
+            commit_failures=answer.commit_failures,
+            replica_ids=list(answer.replica_ids),
+            store_prefix=f"torchft/{answer.quorum_id}/{group_rank}",
+        )
+
+    def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
+        """Where worker ``rank`` of this manager's group serves its state."""
+        answer = self._address(pb.CheckpointAddressRequest(rank=rank), timeout)
+        return answer.checkpoint_server_address
+
+    def should_commit(
+        self, group_rank: int, step: int, should_commit: bool, timeout: timedelta
+    ) -> bool:
+        """Vote on the round of the last quorum, and wait for the group's decision.
+
+        Raises:
+            CommitFailed: another worker gave up, with the reason.
+            DeadlineExceeded: not all have voted within ``timeout``.
+            RequestRefused: wrong rank or step, or the round is over.
+        """
+        with self._lock:
+            round_ = self._round
+        request = pb.ShouldCommitRequest(
+            should_commit=should_commit,
+            rank=group_rank,
+            step=step,
+            round=round_,
+            worker_id=self._worker_id,
+        )
+        return self._vote(request, timeout).should_commit
+
+    def kill(self, msg: str, timeout: timedelta = timedelta(seconds=5)) -> None:
+        """End the group's manager, and the trainer that started it."""
+        self._kill(pb.KillRequest(msg=msg), timeout)

@@ -1,0 +1,61 @@
+"""What the clients return."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class QuorumMember:
+    """One replica group of a quorum; ``data`` is whatever it told about itself."""
+
+    replica_id: str
+    address: str
+    store_address: str
+    step: int
+    world_size: int
+    shrink_only: bool
+    data: dict[Hashable, object] | None = None
+
+
+@dataclass(frozen=True)
+class Timestamp:
+    """Time since 1970."""
+
+    seconds: int
+    nanos: int
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """The groups that train together, sorted by replica id."""
+
+    quorum_id: int
+    participants: list[QuorumMember]
+    created: Timestamp
+
+
+@dataclass(frozen=True)
+class QuorumResult:
+    """What one worker has to do in a quorum.
+
+    ``max_replica_rank`` (None: the group is behind) and ``max_world_size`` count the groups at
+    ``max_step``; ``recover_src_*`` say whom to heal from (None and ``""``: nothing to heal), and
+    ``recover_dst_replica_ranks`` who heals from here. ``store_prefix`` is new for every quorum id.
+    """
+
+    quorum_id: int
+    replica_rank: int
+    replica_world_size: int
+    recover_src_manager_address: str
+    recover_src_replica_rank: int | None
+    recover_dst_replica_ranks: list[int]
+    store_address: str
+    max_step: int
+    max_replica_rank: int | None
+    max_world_size: int
+    heal: bool
+    commit_failures: int
+    replica_ids: list[str]
+    store_prefix: str
