@@ -78,5 +78,5 @@ def heal_plan(members: list[Member], group_rank: int, init_sync: bool) -> dict[i
     current = [rank for rank, member in enumerate(members) if member.step == max_step]
     if max_step == 0:
         return dict.fromkeys(range(1, len(members)), 0) if init_sync else {}
-    behind = [rank for rank in range(len(members)) if rank not in set(current)]
+    behind = [rank for rank, member in enumerate(members) if member.step != max_step]
     return {rank: current[(index + group_rank) % len(current)] for index, rank in enumerate(behind)}

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from torchft_svc.core.membership import Membership
-from torchft_svc.core.quorum import Formed, Waiting
+from torchft_svc.core.quorum import Formed
 from torchft_svc.core.types import Member, Quorum, QuorumConfig, check_name
 from torchft_svc.errors import QuorumFailed, RequestRefused, TorchFTError
 
@@ -54,6 +54,7 @@ Order = AnswerQuorum | RefuseRequest | ReportLoss
 class _Job:
     members: Membership
     last_id: int
+    heard_id: int = 0  # the highest id that a group was told, maybe by another lighthouse
     # Requests of groups whose name is still held by an earlier incarnation.
     held: dict[str, tuple[Member, int]] = field(default_factory=dict)
 
@@ -79,9 +80,10 @@ class Lighthouse:
         """``caller`` waits for a quorum that contains ``member``."""
         member.check()
         state = self._job(job, member.replica_id)
+        state.heard_id = max(state.heard_id, member.seen_quorum_id)
         orders = self._sign_of_life(state, member.replica_id, now)
+        state.members.seen(member.replica_id, now)
         if state.members.earlier_incarnations(member.replica_id):
-            state.members.seen(member.replica_id, now)
             held_before = state.held.pop(member.replica_id, None)
             if held_before is not None:
                 orders.append(_superseded(held_before[1], member.replica_id))
@@ -144,8 +146,7 @@ class Lighthouse:
             return "no group asks for a quorum"
         if state.held:
             return "; ".join(_name_held(state, replica_id) for replica_id in sorted(state.held)[:4])
-        decision = state.members.decide(now)
-        return decision.why if isinstance(decision, Waiting) else "a quorum is being published"
+        return state.members.why(now)
 
     def beat_interval_s(self, job: str) -> float:
         """How often a group of ``job`` should beat at the most."""
@@ -221,24 +222,24 @@ class Lighthouse:
 
     def _publish(self, job: str, state: _Job, formed: Formed) -> AnswerQuorum:
         previous = state.members.previous
-        seen = max(member.seen_quorum_id for member in formed.members)
         may_keep_id = (
             previous is not None
-            and seen <= state.last_id
+            and state.heard_id <= state.last_id
             and [member.place for member in formed.members]
             == [member.place for member in previous.participants]
             and not any(member.commit_failures for member in formed.members)
         )
         if not may_keep_id:
-            state.last_id = max(state.last_id, seen) + 1
+            state.last_id = max(state.last_id, state.heard_id) + 1
         quorum = Quorum(quorum_id=state.last_id, participants=formed.members)
         callers = state.members.publish(formed, quorum)
         return AnswerQuorum(job, callers, quorum, formed.lost_from)
 
     def _end(self, job: str, state: _Job) -> None:
         del self._jobs[job]
-        self._first_id = max(self._first_id, state.last_id)
-        self._ended[job] = state.members.committed_step
+        self._first_id = max(self._first_id, state.last_id, state.heard_id)
+        if state.members.committed_step:
+            self._ended[job] = state.members.committed_step
         while len(self._ended) > self._config.max_jobs:
             self._ended.popitem(last=False)
 

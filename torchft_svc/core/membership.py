@@ -43,16 +43,22 @@ class Membership:
         """A sign of life."""
         if replica_id not in self._seen_at:
             self._incarnations.setdefault(stable_name(replica_id), {})[replica_id] = None
+            if replica_id in self._previous_ids:  # it was silent for too long, but is back
+                self._veterans.add(replica_id)
+                self._awaited.add(replica_id)
+                self._look_at = None
         self._seen_at[replica_id] = now
         self._seen_at.move_to_end(replica_id)
 
     def asked(self, member: Member, caller: int, now: float) -> int | None:
-        """``caller`` asks on behalf of ``member``; returns the caller that it replaces, if any."""
-        self.seen(member.replica_id, now)
+        """``caller`` asks on behalf of ``member``, which has been seen; returns the caller that it
+        replaces, if any. Whoever repeats a request has asked since the first of them."""
         replaced = self._callers.get(member.replica_id)
+        asked_at = now
         if replaced is not None:
             del self._replica_of[replaced]
-        self._waiting[member.replica_id] = Waiter(member, now)
+            asked_at = self._waiting[member.replica_id].asked_at
+        self._waiting[member.replica_id] = Waiter(member, asked_at)
         self._callers[member.replica_id] = caller
         self._replica_of[caller] = member.replica_id
         self._straggling.discard(member.replica_id)
@@ -114,10 +120,17 @@ class Membership:
         self._look_at = decision.until if isinstance(decision, Waiting) else None
         return decision
 
+    def why(self, now: float) -> str:
+        """Why there is no quorum; unlike `decide`, a question changes nothing."""
+        decision = decide(self.view(), self._config, now)
+        return decision.why if isinstance(decision, Waiting) else "a quorum is being published"
+
     def is_settled(self, now: float) -> bool:
-        """True if the last decision still holds whoever else has asked meanwhile (cheap)."""
-        if len(self._waiting) < self._config.min_replicas:
-            return True
+        """True if the last decision still holds whoever else has asked meanwhile (cheap).
+
+        A member of the previous quorum is waited for until `look_at`. Whatever happened since
+        then (a request repeated, withdrawn, or lost) can only have moved that deadline back.
+        """
         return bool(self._awaited) and self._look_at is not None and now < self._look_at
 
     def look_at(self) -> float | None:
@@ -128,7 +141,7 @@ class Membership:
         """The groups that were silent for the heartbeat timeout."""
         dead = []
         for replica_id, seen_at in self._seen_at.items():
-            if now - seen_at < self._config.heartbeat_timeout_s:
+            if now < seen_at + self._config.heartbeat_timeout_s:  # as in next_death, to the bit
                 break
             dead.append(replica_id)
         return dead

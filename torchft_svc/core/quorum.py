@@ -25,9 +25,10 @@ class Waiter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """All that a decision depends on. Every id in ``waiting`` and ``veterans`` is in ``living``.
+    """All that a decision depends on; save for ``previous``, all ids are of groups in ``living``.
 
-    ``veterans`` took part in a quorum of this job, ``straggling`` were waited for in vain.
+    ``veterans`` took part in a quorum of this job, ``straggling`` were waited for in vain (and are
+    not in ``waiting``).
     """
 
     waiting: Mapping[str, Waiter]
@@ -65,7 +66,6 @@ def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
     if not view.waiting:
         return Waiting("no group asks for a quorum")
     previous = view.previous_ids()
-    candidates = _candidates(view, previous)
     everyone_is_back = bool(previous) and previous <= view.waiting.keys()
     if not everyone_is_back:  # (2) is the fast path
         deadlines = absent_deadlines(view, config)
@@ -74,6 +74,7 @@ def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
             until = min(absent.values())
             why = f"waiting for {name_some(absent)}: alive, but has not asked"
             return Waiting(why, None if until == math.inf else until)
+    candidates = _candidates(view, previous)
     if len(candidates) < config.min_replicas:
         kept_out = len(view.waiting) - len(candidates)
         note = f", {kept_out} more kept out by shrink_only" if kept_out else ""
@@ -88,6 +89,8 @@ def absent_deadlines(view: JobView, config: QuorumConfig) -> dict[str, float]:
     has asked: they may be in the middle of a long step, and newcomers must not start a second
     history.
     """
+    if len(view.waiting) + len(view.straggling) == len(view.living):
+        return {}  # the usual case, without looking at each of ten thousand groups
     previous = view.previous_ids()
     absent = view.living - view.waiting.keys() - view.straggling  # (4)
     rivals = absent & previous

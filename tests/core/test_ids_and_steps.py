@@ -1,0 +1,155 @@
+"""Rules 6 and 7: when the quorum id grows, and what happens to committed steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchft_svc.core.types import MAX_INT64, Member
+
+from .scenes import Refused, Scene, answer, config, formed, loss, member
+
+SILENT = "no sign of life for 100 s"
+
+
+def ids_after(*groups: Member, first_id: int = 0) -> list[int]:
+    """The ids of a quorum of a:1 and b:1 and of the one of ``groups`` that follows it."""
+    scene = Scene(first_id=first_id)
+    scene.beat("a", "b")
+    scene.ask_all("a", "b")
+    for number, each in enumerate(groups, start=3):
+        scene._note(scene.house.request("job", each, number, scene.now))
+    return [quorum_id for quorum_id, _ in scene.take_quorums()]
+
+
+@pytest.mark.parametrize(
+    ("groups", "ids"),
+    [
+        ((member("a", 1), member("b", 1)), [1, 1]),
+        ((member("a", world_size=2), member("b", data="{}")), [1, 1]),
+        ((member("a", commit_failures=1), member("b")), [1, 2]),
+        ((member("a"), member("b", address="elsewhere:1")), [1, 2]),
+        ((member("a"), member("b", store_address="elsewhere:2")), [1, 2]),
+        ((member("c"), member("a"), member("b")), [1, 2]),
+        ((member("a", seen_quorum_id=1), member("b")), [1, 1]),
+        ((member("a", seen_quorum_id=2), member("b")), [1, 3]),
+        ((member("a", seen_quorum_id=9), member("b", seen_quorum_id=5)), [1, 10]),
+    ],
+    ids=["same", "other fields", "failures", "address", "store", "joiner", "own", "seen", "most"],
+)
+def test_rule_6_when_the_id_grows(groups: tuple[Member, ...], ids: list[int]) -> None:
+    assert ids_after(*groups) == ids
+
+
+def test_rule_6_ids_begin_above_the_base() -> None:
+    assert ids_after(member("a"), member("b"), first_id=1_700_000_000) == [1_700_000_001] * 2
+
+
+def test_rule_6_a_member_less() -> None:
+    scene = formed("a", "b")
+    scene.leave("b")
+    scene.ask("a")
+    scene.ask_all("b", "a")
+    assert scene.take_quorums() == [(2, ["a"]), (3, ["a", "b"])]
+
+
+def test_rule_6_an_id_heard_from_anyone_is_not_given_out_again() -> None:
+    """Not even when it was heard from a group that gave up, or is kept out of the quorum."""
+    scene = formed("a")
+    scene.withdraw(scene.ask("c", seen_quorum_id=6))
+    scene.leave("c")
+    scene.ask("a")
+    assert scene.take_quorums() == [(7, ["a"])]
+    scene.ask("b", seen_quorum_id=9)
+    scene.ask("a", shrink_only=True)
+    scene.ask("a")
+    assert scene.take_quorums() == [(10, ["a"]), (11, ["a", "b"])]
+
+
+def test_rule_6_ids_go_on_after_the_job_has_ended_and_come_back() -> None:
+    scene = formed("a")
+    scene.leave("a")
+    scene.ask("a")
+    assert scene.take_quorums() == [(2, ["a"])]
+
+
+def test_rule_6_the_highest_id_that_can_be_told_leaves_room() -> None:
+    scene = Scene()
+    scene.ask("a", seen_quorum_id=MAX_INT64 // 2)
+    assert scene.take_quorums() == [(MAX_INT64 // 2 + 1, ["a"])]
+
+
+def test_rule_7_hold_until_the_newer_state_is_back() -> None:
+    scene = formed("a", "b", step=7)
+    scene.leave("a")
+    scene.take()
+    scene.ask("b", step=5)
+    assert scene.take() == []
+    assert scene.why().startswith("the job has committed step 7, the groups that ask have at most")
+    scene.ask("c", step=6)
+    assert scene.take() == []
+    scene.ask("a:2", step=7)
+    assert scene.take_quorums() == [(2, ["a:2", "b", "c"])]
+
+
+def test_rule_7_a_restart_of_the_whole_job_goes_on_with_a_warning() -> None:
+    scene = formed("a", "b", step=7)
+    scene.leave("a")
+    scene.leave("b")
+    scene.take()
+    scene.ask("c", step=4)
+    assert scene.take() == [answer(2, member("c", 4), callers=(3,), lost_from=7)]
+    scene.ask("c", step=5)  # from here on it is an ordinary job
+    assert scene.take() == [answer(2, member("c", 5), callers=(4,))]
+
+
+def test_rule_7_newcomers_that_saw_the_job_end_count_as_a_restart() -> None:
+    scene = formed("a", step=7)
+    scene.ask("b", step=4)
+    assert scene.take() == []
+    scene.leave("a")
+    assert scene.take() == [loss("a"), answer(2, member("b", 4), callers=(2,), lost_from=7)]
+
+
+@pytest.mark.parametrize("all_gone", [True, False])
+def test_rule_7_warn_goes_on_in_either_case(all_gone: bool) -> None:
+    scene = formed("a", "b", step=7, settings=config(on_step_regression="warn"))
+    scene.leave("a")
+    if all_gone:
+        scene.leave("b")
+    scene.take()
+    scene.ask("b", step=4)
+    assert scene.take() == [answer(2, member("b", 4), callers=(3,), lost_from=7)]
+
+
+@pytest.mark.parametrize("all_gone", [True, False])
+def test_rule_7_hold_waits_in_either_case(all_gone: bool) -> None:
+    scene = formed("a", "b", step=7, settings=config(on_step_regression="hold"))
+    scene.leave("a")
+    if all_gone:
+        scene.leave("b")
+    scene.take()
+    scene.ask("b", step=4)
+    assert scene.take() == []
+    scene.ask("c", step=7)
+    assert scene.take_quorums() == [(2, ["b", "c"])]
+
+
+def test_rule_7_a_held_quorum_is_let_go_when_the_last_veteran_dies() -> None:
+    """The scene's group c asks late, so that it outlives b."""
+    scene = formed("a", "b", step=7)
+    scene.leave("a")
+    scene.beat("b")
+    scene.until(150)
+    scene.ask("b", step=5)
+    scene.ask("c", step=4)
+    scene.until(240)
+    scene.beat("c")
+    scene.take()
+    scene.before(250)
+    assert scene.take() == []
+    scene.until(250)
+    assert scene.take() == [
+        loss("b", SILENT),
+        Refused(3, "QuorumFailed", f"no quorum: 'b' is out: {SILENT}"),
+        answer(2, member("c", 4), callers=(4,), lost_from=7),
+    ]

@@ -1,0 +1,146 @@
+"""Many jobs in one lighthouse, its limits, and inputs that it rejects."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchft_svc.errors import RequestRefused
+
+from .scenes import Scene, config, formed
+
+
+def test_jobs_never_see_each_other() -> None:
+    scene = Scene(config(min_replicas=2))
+    scene.ask("a", job="one")
+    scene.ask("b", job="two")
+    assert scene.take() == []
+    scene.leave("a", job="two")
+    scene.ask("c", job="one")
+    assert scene.take_quorums() == [(1, ["a", "c"])]
+    assert scene.why("two") == "1 of at least 2 groups ask"
+    assert scene.why("three") == "no group asks for a quorum"
+
+
+def test_one_clock_serves_all_jobs() -> None:
+    scene = Scene()
+    scene.beat("b", job="one")
+    scene.ask("a", job="one")
+    scene.until(3)
+    scene.beat("b", job="two")
+    scene.ask("a", job="two")
+    scene.until(20)
+    assert [(order.job, scene.now) for order in scene.take()] == [("one", 20)]
+    scene.until(23)
+    assert [(order.job, scene.now) for order in scene.take()] == [("two", 23)]
+
+
+def test_the_step_of_an_ended_job_is_remembered_for_as_many_jobs_as_are_served() -> None:
+    scene = Scene(config(max_jobs=2))
+    for job in ("one", "two", "three"):
+        scene.ask("a", step=7, job=job)
+        scene.leave("a", job=job)
+    for number in range(10):  # names without any progress push nothing out
+        scene.beat("a", job=f"noise {number}")
+        scene.leave("a", job=f"noise {number}")
+    scene.take()
+    for job in ("one", "two"):
+        scene.ask("a", step=1, job=job)
+    assert [order.lost_from for order in scene.take()] == [None, 7]
+
+
+def test_a_job_too_many_is_refused() -> None:
+    scene = Scene(config(max_jobs=1))
+    scene.beat("a", job="one")
+    with pytest.raises(RequestRefused, match="already serves 1 jobs, its limit: job 'two'"):
+        scene.ask("a", job="two")
+    with pytest.raises(RequestRefused, match="job 'two' has to go to another one"):
+        scene.beat("a", job="two")
+    scene.leave("a", job="one")
+    scene.ask("a", job="two")
+
+
+def test_a_group_too_many_is_refused() -> None:
+    scene = Scene(config(max_members_per_job=2))
+    scene.beat("a", "b")
+    with pytest.raises(RequestRefused, match="job 'job' has 2 groups, the limit"):
+        scene.beat("c")
+    with pytest.raises(RequestRefused, match="job 'job' has 2 groups, the limit"):
+        scene.ask("c")
+    scene.ask_all("a", "b")
+    assert scene.take_quorums() == [(1, ["a", "b"])]
+
+
+@pytest.mark.parametrize("job", ["", "x" * 257, "a\nb"])
+def test_a_job_with_a_bad_name_is_refused(job: str) -> None:
+    scene = Scene()
+    with pytest.raises(RequestRefused, match="job"):
+        scene.ask("a", job=job)
+    with pytest.raises(RequestRefused, match="job"):
+        scene.beat("a", job=job)
+
+
+def test_a_rejected_input_leaves_the_state_as_it_was() -> None:
+    scene = Scene(config(min_replicas=3, max_jobs=1, max_members_per_job=3))
+    scene.ask_all("a:1", "b:1")
+    scene.ask("a:2")  # held
+    before = snapshot(scene)
+    scene.now = 7.0
+    for bad in (
+        lambda: scene.ask("b:1", step=-1),
+        lambda: scene.ask("a:2", seen_quorum_id=2**62),
+        lambda: scene.ask("b:1", data="x" * 20_000),
+        lambda: scene.ask("new"),
+        lambda: scene.ask("a:1", job="other"),
+        lambda: scene.beat("new"),
+        lambda: scene.beat(""),
+        lambda: scene.beat("b\n1"),
+        lambda: scene.beat("b:1", job="other"),
+    ):
+        with pytest.raises(RequestRefused):
+            bad()
+        assert snapshot(scene) == before
+
+
+def test_a_question_leaves_the_state_as_it_was() -> None:
+    """Also when a deadline is over that no tick has told yet."""
+    scene = formed("a", "b", settings=config(min_replicas=2))
+    scene.ask_all("a", "c")
+    before = snapshot(scene)
+    scene.now = 1000.0
+    assert scene.why() == "a quorum is being published"
+    scene.house.beat_interval_s("job")
+    assert snapshot(scene) == before
+
+
+def snapshot(scene: Scene) -> object:
+    """All that the lighthouse knows, as text."""
+
+    def dump(value: object) -> object:
+        fields = getattr(value, "__dict__", None)
+        if fields is None and hasattr(value, "__slots__"):
+            fields = {name: getattr(value, name) for name in value.__slots__}
+        if isinstance(value, dict):
+            return [(key, dump(each)) for key, each in value.items()]
+        if isinstance(value, set | frozenset):
+            return sorted(value)
+        return {key: dump(each) for key, each in fields.items()} if fields else repr(value)
+
+    return dump(scene.house)
+
+
+def test_groups_beat_less_often_the_more_they_are() -> None:
+    scene = Scene(config(heartbeat_timeout_s=5))
+    assert scene.house.beat_interval_s("job") == 0.001
+    for number in range(2000):
+        scene.beat(f"group-{number}")
+    assert scene.house.beat_interval_s("job") == 1.25  # a quarter of the timeout is the most
+    assert scene.house.beat_interval_s("other") == 0.001
+
+
+def test_a_lighthouse_without_groups_sleeps() -> None:
+    scene = formed("a")
+    assert scene.house.next_deadline() == 200
+    scene.leave("a")
+    scene.until(1000)
+    assert scene.house.next_deadline() is None
+    assert scene.house.tick(1000) == ()

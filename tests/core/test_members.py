@@ -1,0 +1,272 @@
+"""Who is in the quorum, and when: rules 1 to 5 and 8 as whole orders of the lighthouse."""
+
+from __future__ import annotations
+
+import pytest
+
+from .scenes import Refused, Scene, answer, config, formed, loss, member
+
+SILENT = "no sign of life for 100 s"
+
+
+def test_rule_1_a_request_counts_as_a_sign_of_life() -> None:
+    scene = Scene(config(min_replicas=2))
+    caller = scene.ask("a")
+    scene.before(100)
+    assert scene.take() == []
+    scene.until(100)
+    assert scene.take() == [
+        loss("a", SILENT),
+        Refused(caller, "QuorumFailed", f"no quorum: 'a' is out: {SILENT}"),
+    ]
+
+
+def test_rule_1_who_gave_up_is_not_in_the_quorum() -> None:
+    scene = Scene(config(min_replicas=2))
+    scene.withdraw(scene.ask("a"))
+    scene.ask("b")
+    assert scene.take() == []
+    assert scene.why() == "waiting for a: alive, but has not asked"
+
+
+def test_rule_1_withdrawing_twice_or_an_unknown_caller_changes_nothing() -> None:
+    scene = Scene(config(min_replicas=2))
+    first = scene.ask("a")
+    scene.withdraw(99)
+    scene.withdraw(first)
+    scene.withdraw(first)
+    scene.withdraw(first, job="unknown")
+    again = scene.ask("a")
+    scene.ask("b")
+    assert scene.take() == [answer(1, member("a"), member("b"), callers=(again, 3))]
+
+
+def test_rule_1_a_newer_request_of_a_group_takes_the_place_of_the_older() -> None:
+    scene = Scene(config(min_replicas=2))
+    scene.ask("a")
+    assert scene.take() == []
+    scene.ask("a", step=3)
+    sentence = "no quorum: a newer request of 'a' has taken the place of this one"
+    assert scene.take() == [Refused(1, "QuorumFailed", sentence)]
+    scene.withdraw(1)  # the shell tells that the refused caller is gone
+    scene.ask("b")
+    assert scene.take() == [answer(1, member("a", 3), member("b"), callers=(2, 3))]
+
+
+def test_rule_2_all_members_are_back() -> None:
+    scene = formed("a", "b")
+    scene.ask("a", step=1)
+    scene.beat("c")
+    assert scene.take() == []
+    scene.ask("b", step=1)
+    assert scene.take() == [answer(1, member("a", 1), member("b", 1), callers=(3, 4))]
+
+
+def test_rule_2_a_newcomer_that_asks_is_in() -> None:
+    scene = formed("a", "b")
+    scene.ask_all("c", "a", "b")
+    assert scene.take_quorums() == [(2, ["a", "b", "c"])]
+
+
+def test_rule_3_a_missing_member_is_waited_for_until_the_deadline() -> None:
+    scene = formed("a", "b")
+    scene.until(150)
+    scene.ask("a", step=1)
+    scene.before(160)
+    assert scene.take() == []
+    assert scene.why() == "waiting for b: alive, but has not asked"
+    scene.until(160)
+    assert scene.take() == [answer(2, member("a", 1), callers=(3,))]
+
+
+def test_rule_3_not_enough_at_the_deadline_then_enough() -> None:
+    scene = Scene(config(min_replicas=2))
+    scene.beat("b")
+    scene.ask("a")
+    scene.until(50)
+    assert scene.take() == []
+    assert scene.why() == "1 of at least 2 groups ask"
+    scene.ask("c")
+    assert scene.take_quorums() == [(1, ["a", "c"])]
+
+
+def test_rule_3_a_cold_start_waits_for_all_who_live() -> None:
+    scene = Scene()
+    scene.beat("a", "b", "c")
+    scene.ask_all("b", "a")
+    scene.before(20)
+    assert scene.take() == []
+    scene.until(20)
+    assert scene.take_quorums() == [(1, ["a", "b"])]
+
+
+def test_rule_3_a_cold_start_is_over_when_all_have_asked() -> None:
+    scene = Scene()
+    scene.beat("a", "b", "c")
+    scene.ask_all("b", "a", "c")
+    assert scene.take_quorums() == [(1, ["a", "b", "c"])]
+
+
+def test_rule_3_a_group_that_dies_is_waited_for_no_longer() -> None:
+    scene = formed("a", "b", "c")
+    scene.ask_all("a", "c", step=1)
+    scene.leave("b")
+    assert scene.take() == [
+        loss("b"),
+        answer(2, member("a", 1), member("c", 1), callers=(4, 5)),
+    ]
+
+
+def test_rule_4_a_straggler_delays_the_others_once() -> None:
+    scene = formed("a", "b", "c")
+    scene.ask_all("a", "b", step=1)
+    scene.until(110)
+    assert scene.take_quorums() == [(2, ["a", "b"])]
+    scene.beat("c")
+    scene.ask_all("a", "b", step=2)
+    assert scene.take_quorums() == [(2, ["a", "b"])]
+
+
+def test_rule_4_a_straggler_comes_back() -> None:
+    scene = formed("a", "b", "c")
+    scene.ask_all("a", "b", step=1)
+    scene.until(110)
+    scene.take()
+    scene.ask("c")
+    assert scene.take() == []
+    scene.ask_all("a", "b", step=2)
+    assert scene.take_quorums() == [(3, ["a", "b", "c"])]
+    scene.ask_all("a", "b", step=3)
+    assert scene.take() == []
+    assert scene.why() == "waiting for c: alive, but has not asked"
+
+
+def test_rule_4_a_straggler_that_asked_and_gave_up_is_waited_for_again() -> None:
+    scene = formed("a", "b", "c", settings=config(min_replicas=3))
+    scene.ask("a", step=1)
+    scene.until(110)
+    first = scene.ask("b", step=1)
+    scene.withdraw(first)  # its turn began with a's, so its time is over again
+    scene.ask_all("d", "e", step=1)
+    assert scene.take_quorums() == [(2, ["a", "d", "e"])]
+
+
+def test_rule_4_the_deadline_makes_stragglers_even_if_there_are_not_enough() -> None:
+    scene = formed("a", "b", settings=config(min_replicas=2))
+    first = scene.ask("a", step=1)
+    scene.until(110)
+    scene.withdraw(first)
+    scene.ask("a", step=1)  # b hangs: it is not given join_timeout a second time
+    scene.ask("c", step=1)
+    assert scene.take_quorums() == [(2, ["a", "c"])]
+
+
+def test_rule_4_a_repeated_request_does_not_put_the_deadline_off() -> None:
+    scene = formed("a", "b")
+    scene.ask("a", step=1)
+    scene.until(109)
+    scene.ask("a", step=1)
+    scene.until(110)
+    assert scene.take_quorums() == [(2, ["a"])]
+
+
+def test_a_member_that_was_silent_for_too_long_is_a_member_again() -> None:
+    """Its successors do not start a second history: deviation b, and rule 7."""
+    scene = formed("a", "b", step=7, settings=config(heartbeat_timeout_s=8))
+    scene.beat("n")
+    scene.until(107)
+    scene.beat("n")
+    scene.until(108)
+    scene.ask("n", step=3)
+    assert scene.take_quorums() == [(2, ["n"])]  # nobody was left
+    scene = formed("a", "b", step=7, settings=config(heartbeat_timeout_s=8))
+    scene.until(107)
+    scene.beat("n")
+    scene.until(109)
+    scene.beat("a")
+    scene.ask("n", step=3)
+    scene.take()
+    assert scene.why() == "waiting for a: alive, but has not asked"
+    scene.withdraw(scene.ask("a", step=6))
+    assert scene.take() == []
+
+
+def test_a_deadline_that_needs_no_decision_does_not_keep_the_lighthouse_awake() -> None:
+    """`Scene.until` fails if the lighthouse asks to be woken again and again."""
+    scene = formed("a", "b", "c", settings=config(min_replicas=2))
+    scene.ask("a")
+    scene.withdraw(scene.ask("b"))
+    scene.until(150)
+    scene.beat("b", "c")
+    scene.until(190)
+    assert scene.take() == []
+
+
+def test_rule_5_shrink_only_keeps_newcomers_waiting() -> None:
+    scene = formed("a", "b")
+    scene.ask("c")
+    scene.ask("a", shrink_only=True)
+    scene.ask("b")
+    shrunk = member("a", shrink_only=True)
+    assert scene.take() == [answer(1, shrunk, member("b"), callers=(4, 5))]
+    scene.ask_all("a", "b")
+    assert scene.take() == [answer(2, member("a"), member("b"), member("c"), callers=(6, 7, 3))]
+
+
+def test_rule_8_a_group_lives_exactly_for_the_heartbeat_timeout() -> None:
+    scene = Scene()
+    scene.beat("a")
+    scene.until(50)
+    scene.beat("a")
+    scene.before(150)
+    assert scene.take() == []
+    scene.until(150)
+    assert scene.take() == [loss("a", SILENT)]
+
+
+def test_rule_8_a_leave_takes_the_group_and_its_request_out_at_once() -> None:
+    scene = Scene(config(min_replicas=2))
+    caller = scene.ask("a")
+    scene.leave("a", "preempted")
+    assert scene.take() == [
+        loss("a", "preempted"),
+        Refused(caller, "QuorumFailed", "no quorum: 'a' is out: preempted"),
+    ]
+    scene.ask("b")
+    assert scene.take() == []
+
+
+def test_rule_8_leaving_twice_or_unknown_changes_nothing() -> None:
+    scene = Scene()
+    scene.leave("a")
+    scene.beat("b")
+    scene.leave("a")
+    scene.leave("b")
+    scene.leave("b")
+    assert scene.take() == [loss("b")]
+
+
+def test_rule_8_a_waiter_lives_by_its_beats() -> None:
+    scene = Scene(config(min_replicas=2))
+    scene.ask("a")
+    for now in (90, 180, 270):
+        scene.until(now)
+        scene.beat("a")
+    scene.ask("b")
+    assert scene.take() == [answer(1, member("a"), member("b"), callers=(1, 2))]
+
+
+@pytest.mark.parametrize("timeout_s", [0.1, 0.2, 0.3, 0.7, 5.0])
+def test_rule_8_the_deadline_of_a_death_is_not_lost_in_rounding(timeout_s: float) -> None:
+    """Waking at the deadline must find the group dead, else the shell wakes again and again."""
+    for tenths in range(1, 200):
+        scene = Scene(config(heartbeat_timeout_s=timeout_s))
+        scene.now = tenths / 10
+        scene.beat("a")
+        at = scene.house.next_deadline()
+        assert at is not None
+        assert plain_losses(scene, at) == 1, (tenths, timeout_s)
+
+
+def plain_losses(scene: Scene, at: float) -> int:
+    return len(scene.house.tick(at))
