@@ -118,7 +118,8 @@ def _change(status: GroupStatus, event: Event) -> str | None:
             status.state = "killed"
             status.num_kills += 1
             what = "trainer and sidecar" if event.whole_group else "trainer"
-            return f"SIGKILL for its {what} during {event.phase}"
+            phase = status.phase.phase if status.phase else "its start"
+            return f"SIGKILL for its {what}, in phase {phase}"
         case Finished():
             status.state = "gone"
             return f"leaves after step {event.step}"

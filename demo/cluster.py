@@ -138,7 +138,7 @@ class Cluster:
             _MARK: self._mark,
         }
 
-    def kill(self, group: int, phase: str, *, whole_group: bool) -> None:
+    def kill(self, group: int, *, whole_group: bool) -> None:
         """SIGKILL the trainer, or with ``whole_group`` all processes of its session at once."""
         life = self._lives[group]
         life.told_to_go = True
@@ -148,13 +148,7 @@ class Cluster:
         else:
             life.process.kill()
         self._unread.append(
-            Killed(
-                group=group,
-                incarnation=life.incarnation,
-                at=at,
-                phase=phase,
-                whole_group=whole_group,
-            )
+            Killed(group=group, incarnation=life.incarnation, at=at, whole_group=whole_group)
         )
 
     def read_events(self) -> list[Event]:

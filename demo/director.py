@@ -98,10 +98,8 @@ class Director:
         self._take_events()
         order = self._killer.order_due(time.monotonic(), self._board)
         if order is not None:
-            phase = self._board.groups[order.group].phase
-            self.cluster.kill(
-                order.group, phase.phase if phase else "start", whole_group=order.whole_group
-            )
+            self.cluster.kill(order.group, whole_group=order.whole_group)
+            self._take_events()  # the board must know before anyone asks whether all are well
         self.screen.show(self._elapsed_s(), self._board)
         time.sleep(_LOOK_CLOSELY_EVERY_S if self._killer.armed else _LOOK_EVERY_S)
 

@@ -74,9 +74,8 @@ class Finished(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Killed(Event):
-    """SIGKILL was sent while the trainer was in ``phase``; ``whole_group``: to its sidecar too."""
+    """SIGKILL was sent to the trainer; ``whole_group``: to its sidecar too, in the same instant."""
 
-    phase: str
     whole_group: bool
 
 
@@ -92,7 +91,8 @@ _KINDS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (Started, Joined, PhaseBegan, Committed, Discarded, Finished, Killed, Exited)
 }
-PHASES = ("forward", "backward", "commit", "between")
+# What a trainer works on, in this order: ``record`` is all that follows the update until the next.
+PHASES = ("forward", "backward", "commit", "record")
 
 
 def encode(event: Event) -> str:

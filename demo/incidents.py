@@ -10,7 +10,7 @@ from demo.events import Committed, Event, Joined, Killed, PhaseBegan, Started
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
-    """One kill. Times are seconds, or ``None`` for what never happened.
+    """One kill, in a ``phase`` of the victim's work. Times are seconds, ``None`` for never.
 
     ``stall_s`` runs from the kill until the last of the ``survivors`` has committed again. That may
     be the update that was under way, finished with the help of the dead. ``without_s`` runs until
@@ -21,6 +21,7 @@ class Incident:
 
     number: int
     kill: Killed
+    phase: str
     survivors: tuple[int, ...]
     stall_s: float | None
     without_s: float | None
@@ -51,6 +52,7 @@ def _incident(
     return Incident(
         number=number,
         kill=kill,
+        phase=_phase_of(kill, before),
         survivors=tuple(sorted(survivors)),
         stall_s=_stall_s(kill, survivors, after, begun_after=False),
         without_s=_stall_s(kill, survivors, after, begun_after=True),
@@ -58,6 +60,12 @@ def _incident(
         join_s=_between(restart, joined),
         heal_s=_between(restart, healed),
     )
+
+
+def _phase_of(kill: Killed, before: Sequence[Event]) -> str:
+    """What the victim wrote last; its own clock decides, not when the file was read."""
+    phases = [e.phase for e in before if isinstance(e, PhaseBegan) and e.life == kill.life]
+    return phases[-1] if phases else "start"
 
 
 def _training_groups(before: Sequence[Event]) -> set[int]:

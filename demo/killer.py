@@ -8,7 +8,7 @@ from demo.board import Board
 from demo.chaos import KillOrder
 
 # A phase that does not come (too short to be seen, say) must not hold the run up.
-_PATIENCE_S = 5.0
+_PATIENCE_S = 2.0
 
 
 class Killer:

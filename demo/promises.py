@@ -205,7 +205,7 @@ def judge_healing(run: Run) -> Verdict:
 
 
 def _name(incident: Incident) -> str:
-    return f"kill {incident.number} (group {incident.kill.group} in {incident.kill.phase})"
+    return f"kill {incident.number} (group {incident.kill.group} in {incident.phase})"
 
 
 def judge_loss(run: Run) -> Verdict:

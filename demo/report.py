@@ -89,7 +89,7 @@ def incident_table(incidents: Sequence[Incident]) -> Table:
         table.add_row(
             str(incident.number),
             str(incident.kill.group),
-            incident.kill.phase,
+            incident.phase,
             "trainer + sidecar" if incident.kill.whole_group else "trainer",
             *map(
                 _seconds,

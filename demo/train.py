@@ -85,6 +85,7 @@ def train(options: TrainOptions, log: EventLog, stop: threading.Event) -> None:
         participating, num_participants = manager.is_participating(), manager.num_participants()
         committed = optimizer.step()
 
+        log.write(PhaseBegan, step=step, phase="record")
         digest = fingerprint(model.state_dict(), adamw.state_dict())
         if committed:
             log.write(
@@ -97,7 +98,6 @@ def train(options: TrainOptions, log: EventLog, stop: threading.Event) -> None:
             )
         else:
             log.write(Discarded, step=manager.current_step(), digest=digest)
-        log.write(PhaseBegan, step=manager.current_step(), phase="between")
 
     log.write(Finished, step=manager.current_step())
     manager.shutdown()

@@ -55,8 +55,14 @@ def good_events(num_groups: int = 3, num_steps: int = 120) -> list[Event]:
                     group=group, incarnation=life, at=begun_at, step=step - 1, phase="forward"
                 )
             )
+            backward_at = done.at - 0.5 * STEP_S
+            events.append(
+                PhaseBegan(
+                    group=group, incarnation=life, at=backward_at, step=step - 1, phase="backward"
+                )
+            )
             events.append(replace(done, incarnation=life))
-    killed = Killed(group=victim, incarnation=0, at=KILL_AT, phase="backward", whole_group=False)
+    killed = Killed(group=victim, incarnation=0, at=KILL_AT, whole_group=False)
     events.append(killed)
     events.append(Exited(group=victim, incarnation=0, at=KILL_AT + 0.02, status=-9, expected=True))
     events.append(Started(group=victim, incarnation=1, at=KILL_AT + 0.03, pid=200))

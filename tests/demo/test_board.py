@@ -16,7 +16,7 @@ def test_the_states_of_a_life() -> None:
         (commit(0, 7, participating=False), "healing"),
         (commit(0, 8), "training"),
         (Discarded(group=0, incarnation=0, at=3.0, step=8, digest=""), "training"),
-        (Killed(group=0, incarnation=0, at=3.0, phase="commit", whole_group=True), "killed"),
+        (Killed(group=0, incarnation=0, at=3.0, whole_group=True), "killed"),
         (Exited(group=0, incarnation=0, at=3.1, status=-9, expected=True), "killed"),
         (Started(group=0, incarnation=1, at=4.0, pid=10), "starting"),
         (Finished(group=0, incarnation=1, at=5.0, step=9), "gone"),

@@ -32,7 +32,7 @@ EVERY_KIND: list[Event] = [
     ),
     Discarded(group=1, incarnation=2, at=3.5, step=8, digest="ab"),
     Finished(group=1, incarnation=2, at=3.5, step=8),
-    Killed(group=1, incarnation=2, at=3.5, phase="forward", whole_group=True),
+    Killed(group=1, incarnation=2, at=3.5, whole_group=True),
     Exited(group=1, incarnation=2, at=3.5, status=-9, expected=True),
 ]  # fmt: skip
 

@@ -14,7 +14,7 @@ def forward(group: int, at: float) -> PhaseBegan:
 
 
 def kill(group: int, at: float) -> Killed:
-    return Killed(group=group, incarnation=0, at=at, phase="commit", whole_group=True)
+    return Killed(group=group, incarnation=0, at=at, whole_group=True)
 
 
 def only_incident(events: list[Event]) -> Incident:

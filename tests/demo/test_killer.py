@@ -83,8 +83,8 @@ class TestWhen:
     def test_anyway_when_the_phase_does_not_come(self) -> None:
         killer, board = killer_due_at(20.0)
         assert killer.order_due(20.0, board) is None
-        assert killer.order_due(24.9, board) is None
-        assert killer.order_due(25.1, board) == ORDER
+        assert killer.order_due(21.9, board) is None
+        assert killer.order_due(22.1, board) == ORDER
 
     def test_no_more_often_than_asked_for(self) -> None:
         killer, board = Killer(repeat(ORDER), num_kills=2), healthy_board()
