@@ -1,0 +1,163 @@
+"""A lighthouse for one job that remembers little and decides again after every event.
+
+It is woken at every instant, keeps lists, and uses the twin of the rules: slow, obviously right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchft_svc.core.quorum import JobView, Waiter
+from torchft_svc.core.types import Member, Quorum, QuorumConfig
+
+from . import twin
+
+
+@dataclass
+class Request:
+    member: Member
+    caller: int
+    asked_at: float
+    held: bool  # an earlier incarnation has the name
+
+
+@dataclass
+class Naive:
+    """What happened is told by ``log``: quorums, losses, and refused callers with a word why."""
+
+    config: QuorumConfig
+    log: list[tuple[Any, ...]] = field(default_factory=list)
+    groups: dict[str, float] = field(default_factory=dict)  # last sign of life, the eldest first
+    requests: list[Request] = field(default_factory=list)
+    stragglers: set[str] = field(default_factory=set)
+    veterans: set[str] = field(default_factory=set)
+    previous: Quorum | None = None
+    committed_step: int = 0
+    last_id: int = 0
+    heard_id: int = 0
+
+    def request(self, member: Member, caller: int, now: float) -> None:
+        self._sign_of_life(member.replica_id, now)
+        self.heard_id = max(self.heard_id, member.seen_quorum_id)
+        asked_at = now
+        for request in list(self.requests):
+            if request.member.replica_id == member.replica_id:
+                self._refuse(request, "superseded")
+                asked_at = request.asked_at
+        held = self._is_held(member.replica_id)
+        self.stragglers.discard(member.replica_id)
+        self.requests.append(Request(member, caller, asked_at, held))
+        self._settle(now)
+
+    def withdraw(self, caller: int, now: float) -> None:
+        self.requests = [request for request in self.requests if request.caller != caller]
+        self._settle(now)
+
+    def heartbeat(self, replica_id: str, now: float) -> None:
+        self._sign_of_life(replica_id, now)
+        self._settle(now)
+
+    def leave(self, replica_id: str, now: float) -> None:
+        if replica_id in self.groups:
+            self._lose(replica_id)
+        self._settle(now)
+
+    def time_passed(self, now: float) -> None:
+        for replica_id, seen_at in list(self.groups.items()):
+            if now - seen_at >= self.config.heartbeat_timeout_s:
+                self._lose(replica_id)
+        self._settle(now)
+
+    def view(self) -> JobView:
+        asking = [request for request in self.requests if not request.held]
+        return JobView(
+            waiting={each.member.replica_id: Waiter(each.member, each.asked_at) for each in asking},
+            living=set(self.groups),
+            veterans=set(self.veterans),
+            straggling=set(self.stragglers),
+            previous=self.previous,
+            committed_step=self.committed_step,
+        )
+
+    def _settle(self, now: float) -> None:
+        for request in self.requests:
+            if request.held and not self._is_held(request.member.replica_id):
+                request.held = False
+                request.asked_at = now
+        if not self.groups:  # the job is over; its ids and its step are remembered
+            self.previous = None
+            self.last_id = max(self.last_id, self.heard_id)
+        while True:
+            if self.view().waiting:
+                deadlines = twin.waited_for(self.view(), self.config)
+                self.stragglers |= {key for key, at in deadlines.items() if at <= now}
+            decision = twin.decide(self.view(), self.config, now)
+            if isinstance(decision, float):
+                return
+            self._publish(*decision, now)
+
+    def _publish(self, members: list[Member], lost_from: int | None, now: float) -> None:
+        ids = [member.replica_id for member in members]
+        grows = self.previous is None or self.heard_id > self.last_id
+        grows = grows or any(member.commit_failures for member in members)
+        for mine, theirs in zip(members, self.previous.participants if self.previous else ()):
+            grows = grows or mine.replica_id != theirs.replica_id
+            grows = grows or mine.address != theirs.address
+            grows = grows or mine.store_address != theirs.store_address
+        grows = grows or (self.previous is not None and len(self.previous.participants) != len(ids))
+        if grows:
+            self.last_id = max(self.last_id, self.heard_id) + 1
+        callers = [
+            request.caller
+            for replica_id in ids
+            for request in self.requests
+            if request.member.replica_id == replica_id
+        ]
+        self.requests = [each for each in self.requests if each.member.replica_id not in ids]
+        self.previous = Quorum(quorum_id=self.last_id, participants=tuple(members))
+        self.veterans |= set(ids)
+        top = max(member.step for member in members)
+        self.committed_step = top if lost_from is not None else max(top, self.committed_step)
+        self.log.append(("quorum", now, self.previous, tuple(callers), lost_from))
+
+    def _is_held(self, replica_id: str) -> bool:
+        for other in self.groups:
+            if other == replica_id:
+                return False
+            if other.split(":")[0] == replica_id.split(":")[0]:
+                return True
+        raise AssertionError(f"{replica_id} does not live")
+
+    def _sign_of_life(self, replica_id: str, now: float) -> None:
+        was_known = replica_id in self.groups
+        self.groups[replica_id] = now
+        took_part = self.previous and any(
+            member.replica_id == replica_id for member in self.previous.participants
+        )
+        if not was_known and took_part:
+            self.veterans.add(replica_id)
+        if was_known:
+            order = list(self.groups)
+            for request in list(self.requests):
+                other = request.member.replica_id
+                same_name = other.split(":")[0] == replica_id.split(":")[0]
+                if same_name and order.index(other) > order.index(replica_id):
+                    self._refuse(request, "taken")
+                    self._forget(other)
+
+    def _lose(self, replica_id: str) -> None:
+        self.log.append(("loss", replica_id))
+        for request in list(self.requests):
+            if request.member.replica_id == replica_id:
+                self._refuse(request, "out")
+        self._forget(replica_id)
+
+    def _forget(self, replica_id: str) -> None:
+        del self.groups[replica_id]
+        self.stragglers.discard(replica_id)
+        self.veterans.discard(replica_id)
+
+    def _refuse(self, request: Request, word: str) -> None:
+        self.requests.remove(request)
+        self.log.append(("refused", request.caller, word))

@@ -1,0 +1,170 @@
+"""The fast decisions agree with their slow twins, on whatever hypothesis thinks of."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchft_svc.core.lighthouse import AnswerQuorum, Lighthouse, Order, RefuseRequest
+from torchft_svc.core.quorum import Formed, JobView, Waiter, decide
+from torchft_svc.core.types import QuorumConfig
+
+from . import twin
+from .naive import Naive
+from .scenes import JOB, member, quorum
+
+configs = st.builds(
+    QuorumConfig,
+    min_replicas=st.integers(1, 3),
+    join_timeout_s=st.sampled_from([0.0, 2.0, 5.0]),
+    startup_timeout_s=st.sampled_from([None, 0.0, 3.0, 8.0]),
+    heartbeat_timeout_s=st.sampled_from([3.0, 6.0, 50.0]),
+    on_step_regression=st.sampled_from(["auto", "hold", "warn"]),
+)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> JobView:
+    """Up to five groups in any state that the rules tell apart."""
+    names = draw(st.sets(st.sampled_from("abcde"), min_size=1))
+    states = {name: draw(st.sampled_from(["dead", "living", "asking", "late"])) for name in names}
+    living = {name for name in names if states[name] != "dead"}
+    waiting = {
+        name: Waiter(
+            member(
+                name,
+                draw(st.integers(0, 3)),
+                shrink_only=draw(st.sampled_from([False] * 3 + [True])),
+            ),
+            draw(st.integers(0, 9)),
+        )
+        for name in sorted(names)
+        if states[name] == "asking"
+    }
+    before = draw(st.sets(st.sampled_from(sorted(names))))
+    known = draw(st.sets(st.sampled_from(sorted(names))))
+    return JobView(
+        waiting=waiting,
+        living=living,
+        veterans=(before | known) & living,
+        straggling={name for name in names if states[name] == "late"},
+        previous=quorum(1, *[member(name) for name in sorted(before)]) if before else None,
+        committed_step=draw(st.integers(0, 4)),
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(view=views(), config=configs, now=st.integers(9, 20))
+def test_decide_agrees_with_its_twin(view: JobView, config: QuorumConfig, now: int) -> None:
+    decision = decide(view, config, now)
+    expected = twin.decide(view, config, now)
+    if isinstance(decision, Formed):
+        assert (list(decision.members), decision.lost_from) == expected
+    else:
+        assert (math.inf if decision.until is None else decision.until) == expected
+
+
+REPLICA_IDS = ["a:1", "a:2", "a:3", "b:1", "c:1", "d:1"]
+replica_ids = st.sampled_from(REPLICA_IDS)
+members = st.builds(
+    member,
+    replica_ids,
+    st.integers(0, 3),
+    shrink_only=st.sampled_from([False, False, False, True]),
+    commit_failures=st.sampled_from([0, 0, 0, 1]),
+    seen_quorum_id=st.sampled_from([0, 0, 0, 3, 9]),
+    address=st.sampled_from(["x:1", "x:1", "x:1", "y:1"]),
+)
+events = st.one_of(
+    st.tuples(st.just("request"), members),
+    st.tuples(st.just("request"), members),
+    st.tuples(st.just("request"), members),
+    st.tuples(st.just("beat"), replica_ids),
+    st.tuples(st.just("leave"), replica_ids),
+    st.tuples(st.just("withdraw"), st.integers(1, 5)),
+    st.tuples(st.just("pass"), st.integers(1, 4)),
+    st.tuples(st.just("question"), st.none()),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(config=configs, play=st.lists(events, max_size=40))
+def test_the_lighthouse_publishes_exactly_when_a_naive_one_does(
+    config: QuorumConfig, play: list[tuple[str, Any]]
+) -> None:
+    run = Side(config)
+    for number, (kind, what) in enumerate(play, start=1):
+        if kind == "request":
+            run.fast += run.orders(run.house.request(JOB, what, number, run.now))
+            run.naive.request(what, number, run.now)
+        elif kind == "beat":
+            run.fast += run.orders(run.house.heartbeat(JOB, what, run.now))
+            run.naive.heartbeat(what, run.now)
+        elif kind == "leave":
+            run.fast += run.orders(run.house.leave(JOB, what, "bye", run.now))
+            run.naive.leave(what, run.now)
+        elif kind == "withdraw":
+            run.fast += run.orders(run.house.withdraw(JOB, number - what, run.now))
+            run.naive.withdraw(number - what, run.now)
+        elif kind == "pass":
+            for _ in range(what):
+                run.wait()
+        else:
+            run.house.why(JOB, run.now)
+        run.compare()
+    for _ in range(15):
+        run.wait()
+        run.compare()
+
+
+class Side:
+    """Both lighthouses side by side; the fast one is woken only when it asks for that."""
+
+    def __init__(self, config: QuorumConfig) -> None:
+        self.house = Lighthouse(config)
+        self.naive = Naive(config)
+        self.fast: list[tuple[Any, ...]] = []
+        self.now = 0
+
+    def wait(self) -> None:
+        """One second passes; all times in these plays are whole seconds."""
+        self.now += 1
+        at = self.house.next_deadline()
+        if at is not None and at <= self.now:
+            self.fast += self.orders(self.house.tick(self.now))
+        self.naive.time_passed(self.now)
+
+    def compare(self) -> None:
+        assert sorted(self.fast, key=repr) == sorted(self.naive.log, key=repr)
+        self.fast.clear()
+        self.naive.log.clear()
+        at = self.house.next_deadline()
+        assert at is None or at > self.now, "the lighthouse does not sleep"
+        state = self.house._jobs.get(JOB)
+        assert (state is not None) == bool(self.naive.groups)
+        if state is None:
+            return
+        view, expected = state.members.view(), self.naive.view()
+        assert dict(view.waiting) == dict(expected.waiting)
+        assert (set(view.living), set(view.veterans)) == (expected.living, expected.veterans)
+        assert set(view.straggling) == expected.straggling
+        assert (view.previous, view.committed_step) == (expected.previous, expected.committed_step)
+        awaited = expected.previous_ids() & expected.living - expected.waiting.keys()
+        assert state.members._awaited == awaited - expected.straggling
+
+    def orders(self, orders: tuple[Order, ...]) -> list[tuple[Any, ...]]:
+        """In the words of the naive one's log."""
+        words = {"newer request": "superseded", "is taken": "taken", "is out": "out"}
+        log: list[tuple[Any, ...]] = []
+        for order in orders:
+            if isinstance(order, AnswerQuorum):
+                log.append(("quorum", self.now, order.quorum, order.callers, order.lost_from))
+            elif isinstance(order, RefuseRequest):
+                (word,) = [word for part, word in words.items() if part in str(order.error)]
+                log.append(("refused", order.caller, word))
+            else:
+                log.append(("loss", order.replica_id))
+        return log

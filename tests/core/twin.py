@@ -1,0 +1,101 @@
+"""The decisions once more, slow and obvious, written from architecture.md and not from the code.
+
+Nothing here remembers or prepares anything: every question is answered by looking at everyone.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torchft_svc.core.assignment import Assignment
+from torchft_svc.core.quorum import JobView
+from torchft_svc.core.types import Member, Quorum, QuorumConfig
+
+
+def waited_for(view: JobView, config: QuorumConfig) -> dict[str, float]:
+    """Rules 3 and 4: who is waited for, and until when."""
+    members_that_ask = []
+    members_that_are_expected = []
+    for member in view.previous.participants if view.previous else ():
+        replica_id = member.replica_id
+        if replica_id in view.waiting:
+            members_that_ask.append(view.waiting[replica_id].asked_at)
+        elif replica_id in view.living and replica_id not in view.straggling:
+            members_that_are_expected.append(replica_id)
+    result = {}
+    for replica_id in view.living:
+        if replica_id in view.waiting or replica_id in view.straggling:
+            continue
+        if members_that_ask:  # a running job: newcomers can not hold it up
+            if replica_id in members_that_are_expected:
+                result[replica_id] = min(members_that_ask) + config.join_timeout_s
+        elif members_that_are_expected:  # newcomers can not start without them
+            if replica_id in members_that_are_expected:
+                result[replica_id] = math.inf
+        else:
+            timeout_s = config.join_timeout_s
+            if replica_id not in view.veterans and config.startup_timeout_s is not None:
+                timeout_s = config.startup_timeout_s
+            result[replica_id] = min(w.asked_at for w in view.waiting.values()) + timeout_s
+    return result
+
+
+def decide(
+    view: JobView, config: QuorumConfig, now: float
+) -> tuple[list[Member], int | None] | float:
+    """The members and the step that is lost with them, or when to look again (inf: never)."""
+    if not view.waiting:
+        return math.inf
+    previous = [member.replica_id for member in view.previous.participants] if view.previous else []
+    all_are_back = previous != [] and all(replica_id in view.waiting for replica_id in previous)
+    if not all_are_back:
+        still = [until for until in waited_for(view, config).values() if until > now]
+        if still:
+            return min(still)
+    asking = [view.waiting[replica_id].member for replica_id in sorted(view.waiting)]
+    if any(member.shrink_only and member.replica_id in previous for member in asking):
+        asking = [member for member in asking if member.replica_id in previous]
+    if len(asking) < config.min_replicas:
+        return math.inf
+    if all(member.step < view.committed_step for member in asking):
+        if config.on_step_regression == "hold":
+            return math.inf
+        if config.on_step_regression == "auto" and len(view.veterans) > 0:
+            return math.inf
+        return asking, view.committed_step
+    return asking, None
+
+
+def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) -> Assignment:
+    """The assignment rules, section 4, for one worker."""
+    ordered = sorted(quorum.participants, key=lambda member: member.replica_id)
+    ids = [member.replica_id for member in ordered]
+    me = ids.index(replica_id)
+    top = max(member.step for member in ordered)
+    up_to_date = [i for i in range(len(ordered)) if ordered[i].step == top]
+    behind = [i for i in range(len(ordered)) if ordered[i].step < top]
+    source_of: dict[int, int] = {}
+    if top == 0:
+        for i in range(1, len(ordered)):
+            if init_sync:
+                source_of[i] = 0
+    else:
+        turn = group_rank
+        for i in behind:
+            source_of[i] = up_to_date[turn % len(up_to_date)]
+            turn += 1
+    targets = [i for i in range(len(ordered)) if source_of.get(i) == me]
+    return Assignment(
+        quorum_id=quorum.quorum_id,
+        replica_rank=me,
+        replica_world_size=len(ordered),
+        max_step=top,
+        max_replica_rank=up_to_date.index(me) if me in up_to_date else None,
+        max_world_size=len(up_to_date),
+        store_address=ordered[up_to_date[group_rank % len(up_to_date)]].store_address,
+        heal_source=source_of.get(me),
+        heal_source_address=ordered[source_of[me]].address if me in source_of else "",
+        heal_targets=tuple(targets),
+        commit_failures=max(member.commit_failures for member in ordered),
+        replica_ids=tuple(ids),
+    )
