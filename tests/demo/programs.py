@@ -1,0 +1,97 @@
+"""Runs programs for the tests: their lines can be waited for, and they end with the test."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60.0
+
+
+class Program:
+    """A process that leads its own session, its output read line by line; a context manager."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.lines: list[str] = []
+        self._new: queue.Queue[str | None] = queue.Queue()
+        self._process = subprocess.Popen(
+            list(command),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+            | dict(environment or {}),
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, name="program-output")
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._new.put(line.rstrip("\n"))
+        self._new.put(None)
+
+    def wait_for(self, text: str, deadline_s: float = DEADLINE_S) -> str:
+        """The first line with ``text`` in it, among those already there and those to come."""
+        for line in self.lines:
+            if text in line:
+                return line
+        deadline = time.monotonic() + deadline_s
+        while True:
+            line = self._next_line(deadline, text)
+            if text in line:
+                return line
+
+    def _next_line(self, deadline: float, text: str) -> str:
+        seen = "\n".join(self.lines)
+        try:
+            line = self._new.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise AssertionError(f"{text!r} did not come in time after:\n{seen}") from None
+        if line is None:
+            self._new.put(None)
+            raise AssertionError(f"the program ended without {text!r}:\n{seen}")
+        self.lines.append(line)
+        return line
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+        """The exit status; all its output is in ``lines`` then."""
+        status = self._process.wait(deadline_s)
+        self._reader.join(deadline_s)
+        while (line := self._new.get_nowait()) is not None:
+            self.lines.append(line)
+        self._new.put(None)
+        return status
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()

@@ -1,0 +1,90 @@
+"""Tests docker-compose.yml without containers: its very commands run here, on loopback."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from programs import ROOT, Program
+
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+
+
+def local_text(text: str, ports: dict[str, str], folder: Path) -> str:
+    """A command or value with hosts, ports and folders of this machine."""
+    for name in SERVICES:
+        text = re.sub(rf"(?<![\w-]){name}(?=:\d|$|\s)", "127.0.0.1", text)
+    text = re.sub(r"\b0\.0\.0\.0\b", "127.0.0.1", text)
+    text = re.sub(r"\b29\d{3}\b", lambda match: ports[match[0]], text)
+    return text.replace("/checkpoints", str(folder))
+
+
+def free_ports() -> dict[str, str]:
+    """A free port for each that the file names; all are held until all are chosen."""
+    names = sorted(set(re.findall(r"\b29\d{3}\b", (ROOT / "docker-compose.yml").read_text())))
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
+        return {name: str(one.getsockname()[1]) for name, one in zip(names, sockets, strict=True)}
+
+
+def in_order_of_need() -> list[str]:
+    order: list[str] = []
+    while len(order) < len(SERVICES):
+        ready = [
+            name
+            for name, service in SERVICES.items()
+            if name not in order and set(service.get("depends_on", ())) <= set(order)
+        ]
+        assert ready, "services depend on one another in a circle"
+        order += ready
+    return order
+
+
+def test_there_is_a_lighthouse_three_trainers_and_one_manager_of_its_own() -> None:
+    programs = {name: shlex.split(service["command"])[0] for name, service in SERVICES.items()}
+    assert programs == {
+        "lighthouse": "lighthouse",
+        "trainer-0": "python",
+        "trainer-1": "python",
+        "manager-2": "torchft-manager",
+        "trainer-2": "python",
+    }
+
+
+def test_every_file_that_the_image_copies_is_there() -> None:
+    copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    names = [name for line in copied for name in line.split()]
+    assert names
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    for name in names:
+        assert (ROOT / name).exists()
+        assert f"!{name}" in ignored, f"{name} does not reach the builder"
+
+
+@pytest.mark.processes
+def test_its_commands_train_together(tmp_path: Path) -> None:
+    ports = free_ports()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    programs: dict[str, Program] = {}
+    with ExitStack() as stack:
+        for name in in_order_of_need():
+            service = SERVICES[name]
+            environment = {
+                key: local_text(value, ports, tmp_path)
+                for key, value in service.get("environment", {}).items()
+            }
+            command = shlex.split(local_text(service["command"], ports, tmp_path))
+            programs[name] = stack.enter_context(Program(command, environment | {"PATH": path}))
+            if name in ("lighthouse", "manager-2"):
+                programs[name].wait_for("listening on")
+        for name in ("trainer-0", "trainer-1", "trainer-2"):
+            programs[name].wait_for("groups 3")

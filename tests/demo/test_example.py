@@ -1,0 +1,67 @@
+"""Tests examples/train_ddp.py as a user starts it: alone, beside others, resumed, by a launcher."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from programs import Program
+
+pytestmark = pytest.mark.processes
+
+EXAMPLE = "examples/train_ddp.py"
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    """What a trainer has to know: the address of a running lighthouse."""
+    with Program(
+        [sys.executable, "-m", "torchft_svc.lighthouse_server", "--bind", "127.0.0.1:0"]
+    ) as lighthouse:
+        address = lighthouse.wait_for("lighthouse listening on").rsplit(" ", 1)[1]
+        yield {"TORCHFT_LIGHTHOUSE": address}
+
+
+def losses(lines: list[str]) -> list[float]:
+    return [float(line.split()[3]) for line in lines if line.startswith("step")]
+
+
+def test_groups_train_together(environment: dict[str, str]) -> None:
+    with ExitStack() as stack:
+        groups = [
+            stack.enter_context(
+                Program(
+                    [sys.executable, EXAMPLE, "--steps", "100000"],
+                    environment | {"REPLICA_GROUP_ID": str(number)},
+                )
+            )
+            for number in range(2)
+        ]
+        for group in groups:
+            group.wait_for("groups 2")
+
+
+def test_the_loss_falls_and_a_checkpoint_is_resumed(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "latest.pt"
+    flags = ["--checkpoint", str(file), "--save-every", "20"]
+    with Program([sys.executable, EXAMPLE, "--steps", "120", *flags], environment) as first:
+        assert first.wait() == 0, first.lines
+    assert losses(first.lines)[-1] < losses(first.lines)[0] - 0.3
+    assert list(tmp_path.iterdir()) == [file]
+    with Program([sys.executable, EXAMPLE, "--steps", "160", *flags], environment) as second:
+        assert second.wait() == 0, second.lines
+    steps = [line.split()[1] for line in second.lines if line.startswith("step")]
+    assert steps == ["140", "160"]
+    assert losses(second.lines)[0] < losses(first.lines)[0] - 0.3
+
+
+def test_a_launcher_may_start_it(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    with Program([*command, EXAMPLE, "--steps", "20"], environment) as launcher:
+        assert launcher.wait() == 0, launcher.lines
+    assert any(line.startswith("step 20 ") for line in launcher.lines)
