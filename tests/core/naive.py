@@ -46,7 +46,8 @@ class Naive:
                 self._refuse(request, "superseded")
                 asked_at = request.asked_at
         held = self._is_held(member.replica_id)
-        self.stragglers.discard(member.replica_id)
+        if not held:
+            self.stragglers.discard(member.replica_id)
         self.requests.append(Request(member, caller, asked_at, held))
         self._settle(now)
 
@@ -84,6 +85,7 @@ class Naive:
         for request in self.requests:
             if request.held and not self._is_held(request.member.replica_id):
                 request.held = False
+                self.stragglers.discard(request.member.replica_id)
                 request.asked_at = now
         if not self.groups:  # the job is over; its ids and its step are remembered
             self.previous = None
@@ -99,13 +101,13 @@ class Naive:
 
     def _publish(self, members: list[Member], lost_from: int | None, now: float) -> None:
         ids = [member.replica_id for member in members]
-        grows = self.previous is None or self.heard_id > self.last_id
+        before = self.previous.participants if self.previous else ()
+        grows = len(before) != len(members) or self.heard_id > self.last_id
         grows = grows or any(member.commit_failures for member in members)
-        for mine, theirs in zip(members, self.previous.participants if self.previous else ()):
+        for mine, theirs in zip(members, before, strict=False):
             grows = grows or mine.replica_id != theirs.replica_id
             grows = grows or mine.address != theirs.address
             grows = grows or mine.store_address != theirs.store_address
-        grows = grows or (self.previous is not None and len(self.previous.participants) != len(ids))
         if grows:
             self.last_id = max(self.last_id, self.heard_id) + 1
         callers = [

@@ -14,18 +14,12 @@ from torchft_svc.core.types import Member, Quorum, QuorumConfig
 
 def waited_for(view: JobView, config: QuorumConfig) -> dict[str, float]:
     """Rules 3 and 4: who is waited for, and until when."""
-    members_that_ask = []
-    members_that_are_expected = []
-    for member in view.previous.participants if view.previous else ():
-        replica_id = member.replica_id
-        if replica_id in view.waiting:
-            members_that_ask.append(view.waiting[replica_id].asked_at)
-        elif replica_id in view.living and replica_id not in view.straggling:
-            members_that_are_expected.append(replica_id)
+    absent = [x for x in view.living if x not in view.waiting and x not in view.straggling]
+    previous = [member.replica_id for member in view.previous.participants] if view.previous else []
+    members_that_ask = [view.waiting[x].asked_at for x in previous if x in view.waiting]
+    members_that_are_expected = [x for x in previous if x in absent]
     result = {}
-    for replica_id in view.living:
-        if replica_id in view.waiting or replica_id in view.straggling:
-            continue
+    for replica_id in absent:
         if members_that_ask:  # a running job: newcomers can not hold it up
             if replica_id in members_that_are_expected:
                 result[replica_id] = min(members_that_ask) + config.join_timeout_s

@@ -144,9 +144,15 @@ class Lighthouse:
         state = self._jobs.get(job)
         if state is None:
             return "no group asks for a quorum"
-        if state.held:
-            return "; ".join(_name_held(state, replica_id) for replica_id in sorted(state.held)[:4])
-        return state.members.why(now)
+        held = [_name_held(state, replica_id) for replica_id in sorted(state.held)[:4]]
+        if held and not state.members.view().waiting:
+            return "; ".join(held)
+        return "; ".join([*held, state.members.why(now)])
+
+    def fellows(self, job: str, replica_id: str) -> list[str]:
+        """The living groups of the last quorum, if ``replica_id`` was in it too."""
+        state = self._jobs.get(job)
+        return state.members.fellows(replica_id) if state else []
 
     def beat_interval_s(self, job: str) -> float:
         """How often a group of ``job`` should beat at the most."""
