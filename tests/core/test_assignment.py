@@ -1,0 +1,170 @@
+"""From a quorum to each worker's part: tables, and what holds for every quorum (I2)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchft_svc.core.assignment import Assignment, assign, heal_plan
+from torchft_svc.core.types import Member, Quorum
+from torchft_svc.errors import QuorumFailed
+
+from . import twin
+from .scenes import member, quorum
+
+# a and c are at step 5, b, d and e are behind.
+MIXED = quorum(
+    7,
+    member("a", 5),
+    member("b", 2, commit_failures=3),
+    member("c", 5, commit_failures=1),
+    member("d", 0),
+    member("e", 4),
+)
+AT_START = quorum(1, member("a"), member("b"), member("c"))
+
+
+def test_the_part_of_a_member_that_is_up_to_date() -> None:
+    assert assign(MIXED, "c", group_rank=0) == Assignment(
+        quorum_id=7,
+        replica_rank=2,
+        replica_world_size=5,
+        max_step=5,
+        max_replica_rank=1,
+        max_world_size=2,
+        store_address="a:2",
+        heal_source=None,
+        heal_source_address="",
+        heal_targets=(3,),
+        commit_failures=3,
+        replica_ids=("a", "b", "c", "d", "e"),
+    )
+
+
+def test_the_part_of_a_member_that_is_behind() -> None:
+    assert assign(MIXED, "d", group_rank=1) == Assignment(
+        quorum_id=7,
+        replica_rank=3,
+        replica_world_size=5,
+        max_step=5,
+        max_replica_rank=None,
+        max_world_size=2,
+        store_address="c:2",
+        heal_source=0,
+        heal_source_address="a:1",
+        heal_targets=(),
+        commit_failures=3,
+        replica_ids=("a", "b", "c", "d", "e"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("group_rank", "plan"),
+    [(0, {1: 0, 3: 2, 4: 0}), (1, {1: 2, 3: 0, 4: 2}), (2, {1: 0, 3: 2, 4: 0})],
+)
+def test_who_heals_from_whom(group_rank: int, plan: dict[int, int]) -> None:
+    assert heal_plan(list(MIXED.participants), group_rank, init_sync=True) == plan
+    assert heal_plan(list(MIXED.participants), group_rank, init_sync=False) == plan
+
+
+@pytest.mark.parametrize("group_rank", [0, 1, 2, 5])
+def test_at_step_0_all_take_one_and_the_same_state(group_rank: int) -> None:
+    parts = [assign(AT_START, name, group_rank) for name in "abc"]
+    assert [part.heal_source for part in parts] == [None, 0, 0]
+    assert [part.heal_source_address for part in parts] == ["", "a:1", "a:1"]
+    assert [part.heal_targets for part in parts] == [(1, 2), (), ()]
+    assert [part.max_replica_rank for part in parts] == [0, 1, 2]
+    assert {part.store_address for part in parts} == {f"{'abc'[group_rank % 3]}:2"}
+
+
+def test_at_step_0_without_init_sync_nobody_heals() -> None:
+    for name in "abc":
+        part = assign(AT_START, name, 0, init_sync=False)
+        assert (part.heal_source, part.heal_targets) == (None, ())
+
+
+def test_alone_nobody_heals() -> None:
+    part = assign(quorum(1, member("a")), "a", 3)
+    assert (part.replica_rank, part.max_replica_rank, part.max_world_size) == (0, 0, 1)
+    assert (part.heal_source, part.heal_targets, part.store_address) == (None, (), "a:2")
+
+
+def test_stores_are_spread_over_those_that_are_up_to_date() -> None:
+    stores = [assign(MIXED, "b", group_rank).store_address for group_rank in range(4)]
+    assert stores == ["a:2", "c:2", "a:2", "c:2"]
+
+
+def test_who_is_not_a_member_gets_no_part() -> None:
+    with pytest.raises(QuorumFailed) as refused:
+        assign(MIXED, "f", 0)
+    assert str(refused.value) == "no quorum: quorum 7 was formed without 'f'"
+
+
+def test_a_plan_for_ten_thousand_groups_is_quick() -> None:
+    members = [member(f"group-{number:05}", number % 2) for number in range(10_000)]
+    started = time.process_time()
+    plan = heal_plan(members, 0, init_sync=True)
+    assert time.process_time() - started < 0.5  # it takes 3 ms; with a square in it, many seconds
+    assert len(plan) == 5000
+
+
+groups = st.builds(
+    lambda name, step, failures: member(name, step, commit_failures=failures),
+    st.text("abc:12", min_size=1, max_size=3),
+    st.integers(0, 2),
+    st.integers(0, 2),
+)
+quorums = st.lists(groups, min_size=1, max_size=8, unique_by=lambda each: each.replica_id).map(
+    lambda members: quorum(3, *members)
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seen=quorums, group_rank=st.integers(0, 9), init_sync=st.booleans(), data=st.data())
+def test_i2_agreement(seen: Quorum, group_rank: int, init_sync: bool, data: st.DataObject) -> None:
+    """All members compute one plan, in whatever order the members reach them."""
+    ids = sorted(each.replica_id for each in seen.participants)
+    parts = []
+    for replica_id in ids:
+        shuffled = quorum(3, *data.draw(st.permutations(seen.participants)))
+        part = assign(shuffled, replica_id, group_rank, init_sync)
+        assert part == twin.assign(seen, replica_id, group_rank, init_sync)
+        parts.append(part)
+    assert [part.replica_rank for part in parts] == list(range(len(ids)))
+    assert all(part.replica_ids == tuple(ids) for part in parts)
+    shared = {(part.max_step, part.max_world_size, part.store_address) for part in parts}
+    assert len(shared) == 1
+    check_healing(sorted(seen.participants, key=lambda each: each.replica_id), parts, init_sync)
+
+
+def check_healing(members: list[Member], parts: list[Assignment], init_sync: bool) -> None:
+    """Sources and targets are inverse; every member that is behind has one source; fair loads."""
+    top = max(each.step for each in members)
+    pairs = {
+        (part.heal_source, part.replica_rank) for part in parts if part.heal_source is not None
+    }
+    assert pairs == {(part.replica_rank, target) for part in parts for target in part.heal_targets}
+    healing = {target for _, target in pairs}
+    if top == 0:
+        assert healing == (set(range(1, len(members))) if init_sync else set())
+        return
+    assert healing == {rank for rank, each in enumerate(members) if each.step < top}
+    assert all(members[source or 0].step == top for source, _ in pairs)
+    loads = Counter({rank: 0 for rank, each in enumerate(members) if each.step == top})
+    loads.update(source for source, _ in pairs if source is not None)
+    assert max(loads.values()) - min(loads.values()) <= 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(seen=quorums, group_ranks=st.integers(1, 6))
+def test_the_ranks_of_one_group_load_different_sources(seen: Quorum, group_ranks: int) -> None:
+    parts = [assign(seen, seen.participants[0].replica_id, rank) for rank in range(group_ranks)]
+    if parts[0].heal_source is not None and seen.max_step > 0:
+        sources = {part.heal_source for part in parts}
+        assert len(sources) == min(group_ranks, parts[0].max_world_size)
+    else:
+        assert len({part.heal_source for part in parts}) == 1

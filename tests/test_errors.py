@@ -1,0 +1,96 @@
+"""The error tree: families, sentences, and that errors survive a process boundary."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from torchft_svc import errors
+
+EVERY_ERROR = [
+    (
+        errors.ConfigError("min_replicas", 0, "a quorum needs at least one group"),
+        "min_replicas=0 cannot work: a quorum needs at least one group",
+        (errors.UsageError, ValueError),
+    ),
+    (
+        errors.AddressError("nowhere", "it has no port"),
+        "address 'nowhere': it has no port",
+        (errors.UsageError, ValueError),
+    ),
+    (
+        errors.RequestRefused("group rank 3 is outside this group of 2 workers"),
+        "group rank 3 is outside this group of 2 workers",
+        (errors.UsageError,),
+    ),
+    (
+        errors.Unreachable("lighthouse", "host:29510", "connection refused"),
+        "lighthouse at host:29510 cannot be reached: connection refused",
+        (errors.PeerError, ConnectionError),
+    ),
+    (
+        errors.DeadlineExceeded("quorum", 60.0),
+        "quorum timed out after 60 s",
+        (errors.PeerError, TimeoutError),
+    ),
+    (
+        errors.DeadlineExceeded("quorum", 0.25, "waiting for b"),
+        "quorum timed out after 0.25 s: waiting for b",
+        (errors.PeerError, TimeoutError),
+    ),
+    (errors.QuorumFailed("b is out"), "no quorum: b is out", (errors.PeerError,)),
+    (errors.CommitFailed("b gave up"), "no commit decision: b gave up", (errors.PeerError,)),
+    (
+        errors.CheckpointError("host:1", "checksum differs"),
+        "checkpoint from host:1: checksum differs",
+        (errors.PeerError,),
+    ),
+]
+IDS = [type(error).__name__ for error, _, _ in EVERY_ERROR]
+
+
+@pytest.mark.parametrize(("error", "sentence", "families"), EVERY_ERROR, ids=IDS)
+def test_an_error_says_its_sentence_and_knows_its_family(
+    error: errors.TorchFTError, sentence: str, families: tuple[type[Exception], ...]
+) -> None:
+    assert str(error) == sentence
+    for family in (*families, errors.TorchFTError):
+        assert isinstance(error, family)
+
+
+@pytest.mark.parametrize("error", [error for error, _, _ in EVERY_ERROR], ids=IDS)
+def test_an_error_survives_pickle_and_copy(error: errors.TorchFTError) -> None:
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):  # noqa: S301
+        assert type(again) is type(error)
+        assert str(again) == str(error)
+        assert vars(again) == vars(error)
+
+
+def test_the_families_are_apart() -> None:
+    for error, _, _ in EVERY_ERROR:
+        assert isinstance(error, errors.UsageError) != isinstance(error, errors.PeerError)
+
+
+def test_every_error_of_the_tree_is_tested_and_drawn() -> None:
+    leaves = {
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, errors.TorchFTError)
+    }
+    assert {type(error) for error, _, _ in EVERY_ERROR} == leaves - {
+        errors.TorchFTError,
+        errors.UsageError,
+        errors.PeerError,
+    }
+    assert errors.__doc__ is not None
+    for leaf in leaves:
+        assert leaf.__name__ in errors.__doc__
+
+
+def test_equal_fields_do_not_make_errors_equal() -> None:
+    """An error is one event: it is hashable, and compared by identity."""
+    one, two = errors.QuorumFailed("x"), errors.QuorumFailed("x")
+    assert one != two
+    assert len({one, two}) == 2
