@@ -27,6 +27,7 @@ except ModuleNotFoundError as error:
 _CALM_SECONDS = 15.0
 _DEFAULT_SECONDS = 60.0
 _DEFAULT_KILLS_BY_STEPS = 3
+_WIDTH_WITHOUT_TERMINAL = 140
 _STATUS_MISSED, _STATUS_INTERRUPTED = 1, 130
 
 
@@ -117,7 +118,7 @@ def main(
     )
     flags = TrainerFlags(seed=seed, model_size=model_size, batch_size=batch_size)
     folder = _prepare_folder(workdir, report)
-    console = Console()
+    console = make_console()
     with Cluster(folder, flags.command) as cluster:
         run = Director(script, cluster, make_screen(console)).run()
     status = _report(console, run, report)
@@ -126,6 +127,12 @@ def main(
     else:
         console.print(f"logs and events: {folder}", soft_wrap=True)
     sys.exit(status)
+
+
+def make_console() -> Console:
+    """Standard output; as wide as the tables need where no terminal says how wide it is."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH_WITHOUT_TERMINAL)
 
 
 def _prepare_folder(workdir: Path | None, report: Path) -> Path:

@@ -101,8 +101,8 @@ class Cluster:
             ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
             chunk = os.read(pipe.fileno(), 4096) if ready else b""
             if not chunk:
-                log = self.workdir / "lighthouse.log"
-                raise ClusterError(f"the lighthouse did not start; its last words are in {log}")
+                words = self._last_words("lighthouse")
+                raise ClusterError(f"the lighthouse did not start: {words}")
             text += chunk
         return text.splitlines()[0].decode().rsplit(" ", 1)[-1]
 
@@ -137,6 +137,15 @@ class Cluster:
             "TORCHFT_LIGHTHOUSE": self._lighthouse_address,
             _MARK: self._mark,
         }
+
+    def last_words_of(self, event: Event) -> str:
+        """The last line that the process of this event wrote."""
+        return self._last_words(f"group-{event.group}.{event.incarnation}")
+
+    def _last_words(self, name: str) -> str:
+        path = self.workdir / f"{name}.log"
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"{path} is empty"
 
     def kill(self, group: int, *, whole_group: bool) -> None:
         """SIGKILL the trainer, or with ``whole_group`` all processes of its session at once."""

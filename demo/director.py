@@ -114,7 +114,10 @@ class Director:
 
     def _restart(self, event: Exited) -> None:
         if self._board.groups[event.group].state != "killed":
-            raise RunFailed(f"group {event.group} ended by itself with status {event.status}")
+            words = self.cluster.last_words_of(event)
+            raise RunFailed(
+                f"group {event.group} ended by itself with status {event.status}: {words}"
+            )
         self.cluster.start_group(event.group)
         self._last_restart_at = time.monotonic()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,12 +49,18 @@ def _color(group: int) -> str:
 
 def _draw_loss(axes: Axes, events: Sequence[Event], group: int, zero: float) -> None:
     commits = [e for e in events if isinstance(e, Committed) and e.participating]
-    times = [commit.at - zero for commit in commits]
+    times: list[float] = []
+    losses: list[float] = []
     smooth: list[float] = []
-    for commit in commits:
-        last = smooth[-1] if smooth else commit.loss
+    for before, commit in zip([None, *commits], commits, strict=False):
+        if before is not None and before.life != commit.life:  # a gap, where the group was away
+            for curve in (times, losses, smooth):
+                curve.append(math.nan)
+        last = smooth[-1] if before is not None and before.life == commit.life else commit.loss
+        times.append(commit.at - zero)
+        losses.append(commit.loss)
         smooth.append(last + _SMOOTHING * (commit.loss - last))
-    axes.plot(times, [c.loss for c in commits], color=_color(group), alpha=0.18, linewidth=0.8)
+    axes.plot(times, losses, color=_color(group), alpha=0.18, linewidth=0.8)
     axes.plot(times, smooth, color=_color(group), linewidth=1.6, label=f"group {group}")
 
 

@@ -134,6 +134,8 @@ def judge_single_commit(run: Run) -> Verdict:
     seen: dict[tuple[int, int], str] = {}
     faults = []
     commits = [commit for commit in run.commits() if commit not in lost]
+    if not commits:
+        return _not_judged(promise, "nothing was committed")
     for commit in commits:
         if seen.setdefault((commit.group, commit.step), commit.digest) != commit.digest:
             faults.append(f"group {commit.group} committed step {commit.step} twice, differently")
@@ -152,6 +154,8 @@ def judge_discards(run: Run) -> Verdict:
             num_checked += 1
             if digest_at[event.group, event.step] != event.digest:
                 faults.append(f"group {event.group} changed while it discarded at {event.step}")
+    if not num_checked:
+        return _not_judged(promise, "no update was discarded")
     return _verdict(promise, faults, f"{num_checked} discards compared")
 
 
@@ -171,6 +175,8 @@ def judge_progress(run: Run) -> Verdict:
                 faults.append(f"group {event.group} went from step {before} to {event.step}")
             step_of[event.life] = event.step
             top = max(top, event.step)
+    if not top:
+        return _not_judged(promise, "nothing was committed")
     return _verdict(promise, faults, f"{top} steps")
 
 

@@ -30,7 +30,8 @@ def is_commit(event: Event, group: int, step: int) -> bool:
 
 
 def test_a_good_run_keeps_every_promise() -> None:
-    verdicts = judge(run_of(good_events()))
+    discarded = Discarded(group=0, incarnation=0, at=5.05, step=50, digest="bits-50")
+    verdicts = judge(run_of([*good_events(), discarded]))
     assert {verdict.outcome for verdict in verdicts} == {Outcome.PASS}
     assert len(verdicts) == 10
 
@@ -187,7 +188,10 @@ def test_a_run_in_which_nothing_happens_fails() -> None:
         Started(group=0, incarnation=0, at=0.0, pid=1),
         Joined(group=0, incarnation=0, at=1.0),
     ]
-    assert "judge_completion" in broken_promises(run_of(events, num_kills_planned=0))
+    run = run_of(events, num_kills_planned=0)
+    assert "judge_completion" in broken_promises(run)
+    passed = [verdict.promise for verdict in judge(run) if verdict.outcome is Outcome.PASS]
+    assert passed == ["no trainer died by itself", "no process was left over"]
 
 
 class TestInterrupted:
