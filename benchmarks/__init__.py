@@ -1,0 +1,1 @@
+"""Benchmarks: what this package costs and saves, beside plain PyTorch and the public release."""

@@ -1,0 +1,207 @@
+"""The processes of a benchmark: started with a pipe, read line by line with deadlines, always ended.
+
+A child is told to die with this process (Linux), and only children started here are ever killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+PEER_VARIABLE = "TORCHFT_PEER_PYTHON"
+# Importing torch takes seconds, and several children do it at once.
+START_TIMEOUT_S = 90.0
+_STOP_TIMEOUT_S = 3.0
+_PR_SET_PDEATHSIG = 1
+
+
+class ChildError(RuntimeError):
+    """A child ended or stayed silent; the text has its last words."""
+
+
+class Child:
+    """A running process with its standard output as a stream of lines."""
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str] | None = None, *, quiet: bool = True
+    ) -> None:
+        self.command = list(command)
+        self._lines: list[str] = []
+        self._partial = b""
+        # Several children write at the same time; what they say is shown only if one fails.
+        self._errors = _anonymous_file() if quiet else None
+        self._process = subprocess.Popen(
+            self.command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )
+        self._stats = psutil.Process(self._process.pid)
+        # A sidecar outlives its trainer for a moment; it is remembered to be ended with it.
+        self._relatives: dict[int, psutil.Process] = {}
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, line: str) -> None:
+        """Write ``line`` to the child's standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")
+        self._process.stdin.flush()
+
+    def read_line(self, timeout_s: float) -> str:
+        """The next line of output, without its end.
+
+        Raises:
+            ChildError: none within ``timeout_s``, or the child has ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._lines:
+            if not self.wait_for_output(deadline - time.monotonic()):
+                raise self._error(f"said nothing for {timeout_s:g} s")
+            if not self.read_available():
+                raise self._error("ended")
+        return self._lines.pop(0)
+
+    def wait_for_output(self, timeout_s: float) -> bool:
+        """Whether there is something to read (or the child's end) within ``timeout_s``."""
+        return bool(select.select([self.fileno()], [], [], max(0.0, timeout_s))[0])
+
+    def read_available(self) -> bool:
+        """Take in what can be read now; False if the output has ended."""
+        chunk = os.read(self.fileno(), 1 << 16)
+        *complete, self._partial = (self._partial + chunk).split(b"\n")
+        self._lines += [line.decode() for line in complete]
+        return bool(chunk)
+
+    def take_lines(self) -> list[str]:
+        """The complete lines that were read and not yet taken."""
+        lines, self._lines = self._lines, []
+        return lines
+
+    def fileno(self) -> int:
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def cpu_s(self) -> float:
+        """CPU time used so far, user and system, in seconds; its own children are not counted."""
+        times = self._stats.cpu_times()
+        return times.user + times.system
+
+    def children(self) -> list[psutil.Process]:
+        """The processes that this one has started (a trainer's manager)."""
+        found = self._stats.children(recursive=True)
+        self._relatives |= {process.pid: process for process in found}
+        return found
+
+    def kill(self) -> None:
+        """SIGKILL, at once."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """End the child and what it has started; may be called twice."""
+        if self._process.poll() is None:
+            with contextlib.suppress(psutil.Error):
+                self.children()
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+        for process in self._relatives.values():  # psutil looks at the start time, not only the id
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    def _error(self, what: str) -> ChildError:
+        name = " ".join(self.command[1:4])
+        words = ""
+        if self._errors is not None:
+            size = os.lseek(self._errors, 0, os.SEEK_END)
+            words = os.pread(self._errors, 4000, max(0, size - 4000)).decode(errors="replace")
+        return ChildError(f"{name} (status {self._process.poll()}) {what}\n{words}".rstrip())
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+        if self._errors is not None:
+            os.close(self._errors)
+            self._errors = None
+
+
+def module(name: str, *arguments: object) -> list[str]:
+    """The command that runs module ``name`` with this interpreter."""
+    return [sys.executable, "-m", name, *map(str, arguments)]
+
+
+def peer_script(python: str, name: str, *arguments: object) -> list[str]:
+    """The command that runs our script ``name`` with the public release's interpreter."""
+    script = ROOT / "benchmarks" / "public_release" / f"{name}.py"
+    return [python, "-W", "ignore", str(script), *map(str, arguments)]
+
+
+def peer_python() -> str | None:
+    """A Python that has the public release, from the environment; None: there is none."""
+    python = os.environ.get(PEER_VARIABLE)
+    if not python:
+        return None
+    command = [python, "-c", "import importlib.util as u; print(u.find_spec('torchft') is not None)"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except OSError:
+        return None
+    return python if answer.stdout.strip() == "True" else None
+
+
+def start_lighthouse(*, min_replicas: int, peer: str | None = None, **flags: int) -> Child:
+    """Ours, or with ``peer`` (a Python) the public release's; `lighthouse_address` waits for it.
+
+    ``flags`` are durations in milliseconds; what is not named has the default of each.
+    """
+    options = [f"--min-replicas={min_replicas}"]
+    options += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    if peer is not None:
+        return Child(peer_script(peer, "lighthouse", *options))
+    bind = ["--bind=127.0.0.1:0", "--log-level=error"]
+    return Child(module("torchft_svc.lighthouse_server", *bind, *options))
+
+
+def lighthouse_address(lighthouse: Child) -> str:
+    """``host:port``, as soon as the lighthouse listens."""
+    return lighthouse.read_line(START_TIMEOUT_S).rsplit(" ", 1)[-1]
+
+
+def _anonymous_file() -> int:
+    return os.memfd_create("stderr")
+
+
+def _die_with_parent() -> None:
+    """In the child, before its program: a benchmark that is killed leaves nothing behind."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

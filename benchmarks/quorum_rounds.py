@@ -1,0 +1,178 @@
+"""Measures rounds of unary quorum calls: wall time and the lighthouse's CPU time per round."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+
+from benchmarks.processes import (
+    START_TIMEOUT_S,
+    Child,
+    lighthouse_address,
+    module,
+    peer_python,
+    start_lighthouse,
+)
+from benchmarks.table import Column, Result, hand_over
+
+_ROUND_TIMEOUT_S = 90.0
+# A thousand callers connect and answer within seconds; nobody may be taken for dead meanwhile.
+_NEVER_MS = 600_000
+_COLUMNS = (
+    Column("callers", "callers", 0),
+    Column("lighthouse", "lighthouse"),
+    Column("wall_ms", "wall ms", 2),
+    Column("wall_worst_ms", "worst ms", 2),
+    Column("server_cpu_ms", "server CPU ms", 2),
+    Column("load_cpu_ms", "load CPU ms", 2),
+    Column("wall_ratio", "wall, public = 1", 2),
+    Column("cpu_ratio", "CPU, public = 1", 2),
+)
+
+
+@dataclass(slots=True)
+class Course:
+    """One lighthouse with its callers; filled by alternating with the other one."""
+
+    name: str
+    lighthouse: Child
+    load: list[Child]
+    step: int = 0
+    walls_ms: list[float] = field(default_factory=list)
+    server_cpu_s: float = 0.0
+    load_cpu_s: float = 0.0
+
+    def run(self, rounds: int) -> None:
+        """Measure ``rounds`` more."""
+        server_cpu_s, load_cpu_s = self.lighthouse.cpu_s(), self._load_cpu_s()
+        self.walls_ms += [self.round() for _ in range(rounds)]
+        self.server_cpu_s += self.lighthouse.cpu_s() - server_cpu_s
+        self.load_cpu_s += self._load_cpu_s() - load_cpu_s
+
+    def round(self) -> float:
+        """Everybody asks, everybody has the answer; milliseconds from the first to the last."""
+        self.step += 1
+        for child in self.load:
+            child.send(f"step {self.step}")
+        for child in self.load:
+            child.read_line(_ROUND_TIMEOUT_S)
+        for child in self.load:
+            child.send("go")
+        spans = [child.read_line(_ROUND_TIMEOUT_S).split() for child in self.load]
+        began_ns = min(int(began) for began, _, _ in spans)
+        ended_ns = max(int(ended) for _, ended, _ in spans)
+        return (ended_ns - began_ns) / 1e6
+
+    def _load_cpu_s(self) -> float:
+        return sum(child.cpu_s() for child in self.load)
+
+    def row(self, callers: int) -> dict[str, object]:
+        rounds = len(self.walls_ms)
+        return {
+            "callers": callers,
+            "lighthouse": self.name,
+            "rounds": rounds,
+            "wall_ms": statistics.median(self.walls_ms),
+            "wall_worst_ms": max(self.walls_ms),
+            "server_cpu_ms": 1000 * self.server_cpu_s / rounds,
+            "load_cpu_ms": 1000 * self.load_cpu_s / rounds,
+        }
+
+
+@contextmanager
+def course(name: str, callers: int, processes: int, peer: str | None) -> Iterator[Course]:
+    """Start a lighthouse and its callers, and let them meet once."""
+    with ExitStack() as stack:
+        flags = {"join_timeout_ms": _NEVER_MS, "heartbeat_timeout_ms": _NEVER_MS}
+        lighthouse = start_lighthouse(min_replicas=callers, peer=peer, **flags)
+        stack.enter_context(lighthouse)
+        address = lighthouse_address(lighthouse)
+        load = []
+        for first, count in shares(callers, processes):
+            flags_of_load = (f"--address={address}", f"--first={first}", f"--count={count}")
+            child = Child(module("benchmarks.callers", *flags_of_load))
+            load.append(stack.enter_context(child))
+        for child in load:
+            child.read_line(START_TIMEOUT_S)
+        yield Course(name, lighthouse, load)
+
+
+def shares(callers: int, processes: int) -> list[tuple[int, int]]:
+    """First number and count of each process' callers; no process without a caller."""
+    processes = min(callers, processes)
+    bounds = [callers * index // processes for index in range(processes + 1)]
+    return [(low, high - low) for low, high in zip(bounds, bounds[1:], strict=False)]
+
+
+def measure(callers: int, rounds: int, blocks: int, processes: int) -> list[dict[str, object]]:
+    """Rows of ours and, where installed, of the public release, measured in turns."""
+    peer = peer_python()
+    with ExitStack() as stack:
+        courses = [stack.enter_context(course("ours", callers, processes, None))]
+        if peer is not None:
+            courses.append(stack.enter_context(course("public", callers, processes, peer)))
+        for each in courses:
+            each.round()
+            each.round()
+        for block in range(blocks):
+            for each in courses if block % 2 == 0 else courses[::-1]:
+                each.run(rounds)
+        rows = [each.row(callers) for each in courses]
+    if peer is not None:
+        add_ratios(rows)
+    return rows
+
+
+def add_ratios(rows: list[dict[str, object]]) -> None:
+    """Relate each row to the public release's, which is the last one."""
+    public = rows[-1]
+    for row in rows:
+        for ratio, key in (("wall_ratio", "wall_ms"), ("cpu_ratio", "server_cpu_ms")):
+            value, base = row[key], public[key]
+            assert isinstance(value, float)
+            assert isinstance(base, float)
+            row[ratio] = value / base if base else None
+
+
+def rounds_for(callers: int, seconds: float) -> int:
+    """Rounds of a block that take about ``seconds``, at about 0.4 ms for each caller."""
+    return max(1, min(500, int(seconds / (0.0004 * callers + 0.002))))
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--callers", "sizes", type=click.IntRange(1, 5000), multiple=True,
+              default=(10, 100, 1000), help="Callers of a round; may be repeated.")  # fmt: skip
+@click.option("--seconds", type=click.FloatRange(0.01), default=1.0,
+              help="Length of a block of rounds, roughly.")  # fmt: skip
+@click.option("--blocks", type=click.IntRange(1), default=4,
+              help="Blocks of rounds for each lighthouse, in turns.")  # fmt: skip
+@click.option("--load-processes", type=click.IntRange(1, 16), default=2,
+              help="Processes that the callers are spread over.")  # fmt: skip
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path),
+              help="Write the result here, too.")  # fmt: skip
+def main(
+    sizes: tuple[int, ...], seconds: float, blocks: int, load_processes: int, json_file: Path | None
+) -> None:
+    """Quorum rounds over unary calls: every caller on its own connection, all asking at once."""
+    result = Result(
+        name="quorum_rounds",
+        title="Quorum rounds over unary calls",
+        columns=_COLUMNS,
+        settings={"seconds": seconds, "blocks": blocks, "load_processes": load_processes},
+        notes=[
+            "wall: from the first question to the last answer, median of all rounds",
+            "the callers run on the same cores as the lighthouse and cost what 'load CPU' says",
+        ],
+    )
+    for callers in sizes:
+        result.rows += measure(callers, rounds_for(callers, seconds), blocks, load_processes)
+    hand_over(result, json_file)
+
+
+if __name__ == "__main__":
+    main()
