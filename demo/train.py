@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import click
@@ -57,8 +56,6 @@ def train(options: TrainOptions, log: EventLog, stop: threading.Event) -> None:
         state_dict=state_dict,
         load_state_dict=load_state_dict,
         replica_id=f"group-{options.group}",
-        timeout=timedelta(seconds=10),
-        quorum_timeout=timedelta(seconds=30),
     )
     optimizer = OptimizerWrapper(manager, adamw)  # (3)
     parallel_model = DistributedDataParallel(manager, model)  # (4)
