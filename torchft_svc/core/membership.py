@@ -161,6 +161,12 @@ class Membership:
             earlier.append(other)
         return earlier
 
+    def fellows(self, replica_id: str) -> list[str]:
+        """The other living groups of the last quorum, if this one was in it."""
+        if replica_id not in self._previous_ids:
+            return []
+        return [key for key in self._previous_ids if key in self._seen_at and key != replica_id]
+
     def knows(self, replica_id: str) -> bool:
         return replica_id in self._seen_at
 

@@ -7,11 +7,12 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 from torchft_svc.core.lighthouse import AnswerQuorum, Lighthouse, Order, RefuseRequest, ReportLoss
 from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded
-from torchft_svc.rpc.codec import quorum_answer
+from torchft_svc.rpc.codec import member_lost, quorum_answer
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,13 @@ def first_quorum_id(wall_s: float) -> int:
     return max(0, int((wall_s - ID_EPOCH_S) * 1000))
 
 
+class Listener(Protocol):
+    """A session, as the driver sees it."""
+
+    def tell(self, news: bytes) -> None:
+        """Pass encoded news on, without waiting."""
+
+
 class LighthouseDriver:
     """Owns the core; to be used on one event loop."""
 
@@ -34,6 +42,7 @@ class LighthouseDriver:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._quorum_ids: dict[str, int] = {}
+        self._sessions: dict[tuple[str, str], Listener] = {}
 
     async def quorum(self, job: str, member: Member, timeout_s: float) -> bytes:
         """Wait for a quorum with ``member``; the encoded answer.
@@ -68,6 +77,21 @@ class LighthouseDriver:
         """The group is gone for good."""
         self._carry_out(self._core.leave(job, replica_id, reason, time.monotonic()))
 
+    def open_session(self, job: str, replica_id: str, session: Listener) -> float:
+        """``session`` is the group's line from now on; returns the shortest useful beat interval.
+
+        An earlier one of the same group, cut off but not noticed yet, is replaced.
+        """
+        interval_s = self.heartbeat(job, replica_id)
+        self._sessions[job, replica_id] = session
+        return interval_s
+
+    def close_session(self, job: str, replica_id: str, session: Listener, reason: str) -> None:
+        """The stream has ended: the group is out, unless it has another session already."""
+        if self._sessions.get((job, replica_id)) is session:
+            del self._sessions[job, replica_id]
+            self.leave(job, replica_id, reason)
+
     def close(self) -> None:
         """Stop the timer; callers that still wait are cancelled by the server's stop."""
         if self._timer is not None:
@@ -82,8 +106,16 @@ class LighthouseDriver:
                 if answer is not None and not answer.done():
                     answer.set_exception(order.error)
             elif isinstance(order, ReportLoss):
-                log.warning("group lost job=%s replica=%s: %s", *_fields(order))
+                self._tell_loss(order)
         self._arm()
+
+    def _tell_loss(self, loss: ReportLoss) -> None:
+        log.warning("group lost job=%s replica=%s: %s", loss.job, loss.replica_id, loss.reason)
+        news = member_lost(loss.replica_id, loss.reason)
+        for fellow in self._core.fellows(loss.job, loss.replica_id):
+            session = self._sessions.get((loss.job, fellow))
+            if session is not None:
+                session.tell(news)
 
     def _publish(self, order: AnswerQuorum) -> None:
         encoded = quorum_answer(order.quorum, time.time())
@@ -123,7 +155,3 @@ class LighthouseDriver:
     def _tick(self) -> None:
         self._timer, self._timer_at = None, float("inf")
         self._carry_out(self._core.tick(time.monotonic()))
-
-
-def _fields(loss: ReportLoss) -> tuple[str, str, str]:
-    return loss.job, loss.replica_id, loss.reason

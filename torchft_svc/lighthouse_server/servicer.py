@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
 from torchft_svc.core.types import DEFAULT_JOB, check_name, check_text
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
+from torchft_svc.lighthouse_server.session import MAX_REASON_LENGTH, Session
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY, member_from_wire
 from torchft_svc.rpc.deadline import remaining_s
 from torchft_svc.rpc.serving import Service
+from torchft_svc.rpc.tasks import Tasks
 
 Context = grpc.aio.ServicerContext[Any, Any]
-# A reason for leaving is shown in one log line.
-MAX_REASON_LENGTH = 1000
 
 
 def lighthouse_service(driver: LighthouseDriver) -> Service:
@@ -36,7 +37,15 @@ def lighthouse_service(driver: LighthouseDriver) -> Service:
         driver.leave(_job(context), request.replica_id, request.reason or "it has left")
         return b""
 
-    return Service("LighthouseService", {"Quorum": quorum, "Heartbeat": heartbeat, "Leave": leave})
+    async def session(requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
+        async with Tasks() as tasks:
+            await Session(driver, _job(context), tasks).run(requests, context)
+
+    return Service(
+        "LighthouseService",
+        {"Quorum": quorum, "Heartbeat": heartbeat, "Leave": leave},
+        streams={"Session": session},
+    )
 
 
 def _job(context: Context) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from torchft_svc.manager_server.servicer import manager_service
 from torchft_svc.rpc.address import HostPort, advertised_host, parse_address
 from torchft_svc.rpc.serving import Service, serve
 from torchft_svc.rpc.tasks import Tasks
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
     """
     killed = asyncio.Event()
     tasks = Tasks()
-    link = LighthouseLink(config)
+    link = LighthouseLink(config, tasks, _log_loss)
     # An earlier manager of the same workers numbered its rounds from an earlier moment.
     group = Group(config.group_world_size, first_round=int(time.time() * 1000))
     host = config.advertise_host or advertised_host(parse_address(config.lighthouse_address))
@@ -48,7 +51,11 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(link.close)
         await stack.enter_async_context(serve(build, bind))
-        stack.push_async_callback(link.leave, "its manager stops")
         await stack.enter_async_context(tasks)
-        tasks.start(link.beat_forever(), "heartbeats")
+        stack.push_async_callback(link.leave, "its manager stops")
+        link.start()
         yield RunningManager(link.address, killed)
+
+
+def _log_loss(replica_id: str, reason: str) -> None:
+    log.info("group lost replica=%s: %s", replica_id, reason)

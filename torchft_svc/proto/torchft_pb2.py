@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rtorchft.proto\x12\x07torchft\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc0\x01\n\x0cQuorumMember\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x15\n\rstore_address\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x12\n\nworld_size\x18\x05 \x01(\x04\x12\x13\n\x0bshrink_only\x18\x06 \x01(\x08\x12\x0c\n\x04\x64\x61ta\x18\x07 \x01(\t\x12\x17\n\x0f\x63ommit_failures\x18\x08 \x01(\x03\x12\x16\n\x0eseen_quorum_id\x18\x10 \x01(\x03\"u\n\x06Quorum\x12\x11\n\tquorum_id\x18\x01 \x01(\x03\x12+\n\x0cparticipants\x18\x02 \x03(\x0b\x32\x15.torchft.QuorumMember\x12+\n\x07\x63reated\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"C\n\x17LighthouseQuorumRequest\x12(\n\trequester\x18\x01 \x01(\x0b\x32\x15.torchft.QuorumMember\";\n\x18LighthouseQuorumResponse\x12\x1f\n\x06quorum\x18\x01 \x01(\x0b\x32\x0f.torchft.Quorum\"0\n\x1aLighthouseHeartbeatRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"6\n\x1bLighthouseHeartbeatResponse\x12\x17\n\x0fmin_interval_ms\x18\x10 \x01(\x03\"<\n\x16LighthouseLeaveRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x19\n\x17LighthouseLeaveResponse\"\xb9\x01\n\x14ManagerQuorumRequest\x12\x0c\n\x04rank\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x1e\n\x16\x63heckpoint_server_addr\x18\x03 \x01(\t\x12\x13\n\x0bshrink_only\x18\x10 \x01(\x08\x12\x17\n\x0f\x63ommit_failures\x18\x11 \x01(\x03\x12\x16\n\tinit_sync\x18\x12 \x01(\x08H\x00\x88\x01\x01\x12\x11\n\tworker_id\x18\x13 \x01(\tB\x0c\n\n_init_sync\"\x84\x03\n\x15ManagerQuorumResponse\x12\x11\n\tquorum_id\x18\x01 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x15\n\rstore_address\x18\x03 \x01(\t\x12\x10\n\x08max_step\x18\x04 \x01(\x03\x12\x15\n\x08max_rank\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\x0emax_world_size\x18\x06 \x01(\x03\x12\x14\n\x0creplica_rank\x18\x07 \x01(\x03\x12\x1a\n\x12replica_world_size\x18\x08 \x01(\x03\x12\x0c\n\x04heal\x18\t \x01(\x08\x12%\n\x18recover_src_replica_rank\x18\x10 \x01(\x03H\x01\x88\x01\x01\x12!\n\x19recover_dst_replica_ranks\x18\x11 \x03(\x03\x12\x17\n\x0f\x63ommit_failures\x18\x12 \x01(\x03\x12\x13\n\x0breplica_ids\x18\x13 \x03(\t\x12\r\n\x05round\x18\x14 \x01(\x03\x42\x0b\n\t_max_rankB\x1b\n\x19_recover_src_replica_rank\"(\n\x18\x43heckpointAddressRequest\x12\x0c\n\x04rank\x18\x01 \x01(\x03\">\n\x19\x43heckpointAddressResponse\x12!\n\x19\x63heckpoint_server_address\x18\x01 \x01(\t\"j\n\x13ShouldCommitRequest\x12\x15\n\rshould_commit\x18\x01 \x01(\x08\x12\x0c\n\x04rank\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\r\n\x05round\x18\x10 \x01(\x03\x12\x11\n\tworker_id\x18\x11 \x01(\t\"-\n\x14ShouldCommitResponse\x12\x15\n\rshould_commit\x18\x01 \x01(\x08\"\x1a\n\x0bKillRequest\x12\x0b\n\x03msg\x18\x01 \x01(\t\"\x0e\n\x0cKillResponse2\x86\x02\n\x11LighthouseService\x12M\n\x06Quorum\x12 .torchft.LighthouseQuorumRequest\x1a!.torchft.LighthouseQuorumResponse\x12V\n\tHeartbeat\x12#.torchft.LighthouseHeartbeatRequest\x1a$.torchft.LighthouseHeartbeatResponse\x12J\n\x05Leave\x12\x1f.torchft.LighthouseLeaveRequest\x1a .torchft.LighthouseLeaveResponse2\xb7\x02\n\x0eManagerService\x12G\n\x06Quorum\x12\x1d.torchft.ManagerQuorumRequest\x1a\x1e.torchft.ManagerQuorumResponse\x12Z\n\x11\x43heckpointAddress\x12!.torchft.CheckpointAddressRequest\x1a\".torchft.CheckpointAddressResponse\x12K\n\x0cShouldCommit\x12\x1c.torchft.ShouldCommitRequest\x1a\x1d.torchft.ShouldCommitResponse\x12\x33\n\x04Kill\x12\x14.torchft.KillRequest\x1a\x15.torchft.KillResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rtorchft.proto\x12\x07torchft\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc0\x01\n\x0cQuorumMember\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x15\n\rstore_address\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x12\n\nworld_size\x18\x05 \x01(\x04\x12\x13\n\x0bshrink_only\x18\x06 \x01(\x08\x12\x0c\n\x04\x64\x61ta\x18\x07 \x01(\t\x12\x17\n\x0f\x63ommit_failures\x18\x08 \x01(\x03\x12\x16\n\x0eseen_quorum_id\x18\x10 \x01(\x03\"u\n\x06Quorum\x12\x11\n\tquorum_id\x18\x01 \x01(\x03\x12+\n\x0cparticipants\x18\x02 \x03(\x0b\x32\x15.torchft.QuorumMember\x12+\n\x07\x63reated\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"C\n\x17LighthouseQuorumRequest\x12(\n\trequester\x18\x01 \x01(\x0b\x32\x15.torchft.QuorumMember\";\n\x18LighthouseQuorumResponse\x12\x1f\n\x06quorum\x18\x01 \x01(\x0b\x32\x0f.torchft.Quorum\"0\n\x1aLighthouseHeartbeatRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"6\n\x1bLighthouseHeartbeatResponse\x12\x17\n\x0fmin_interval_ms\x18\x10 \x01(\x03\"<\n\x16LighthouseLeaveRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x19\n\x17LighthouseLeaveResponse\"\xee\x01\n\x0eSessionRequest\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.torchft.SessionHelloH\x00\x12$\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x14.torchft.SessionBeatH\x00\x12,\n\x08question\x18\x03 \x01(\x0b\x32\x18.torchft.SessionQuestionH\x00\x12&\n\x05leave\x18\x04 \x01(\x0b\x32\x15.torchft.SessionLeaveH\x00\x12\x30\n\nwithdrawal\x18\x05 \x01(\x0b\x32\x1a.torchft.SessionWithdrawalH\x00\x42\x06\n\x04kind\"\"\n\x0cSessionHello\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"\r\n\x0bSessionBeat\"\x13\n\x11SessionWithdrawal\"\x1e\n\x0cSessionLeave\x12\x0e\n\x06reason\x18\x01 \x01(\t\"_\n\x0fSessionQuestion\x12(\n\trequester\x18\x01 \x01(\x0b\x32\x15.torchft.QuorumMember\x12\x0e\n\x06number\x18\x02 \x01(\x03\x12\x12\n\ntimeout_ms\x18\x03 \x01(\x03\"\xb5\x01\n\x0bSessionNews\x12!\n\x06quorum\x18\x01 \x01(\x0b\x32\x0f.torchft.QuorumH\x00\x12*\n\x07welcome\x18\x02 \x01(\x0b\x32\x17.torchft.SessionWelcomeH\x00\x12*\n\x07refusal\x18\x03 \x01(\x0b\x32\x17.torchft.SessionRefusalH\x00\x12#\n\x04lost\x18\x04 \x01(\x0b\x32\x13.torchft.MemberLostH\x00\x42\x06\n\x04kind\")\n\x0eSessionWelcome\x12\x17\n\x0fmin_interval_ms\x18\x01 \x01(\x03\"?\n\x0eSessionRefusal\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"0\n\nMemberLost\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xb9\x01\n\x14ManagerQuorumRequest\x12\x0c\n\x04rank\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x1e\n\x16\x63heckpoint_server_addr\x18\x03 \x01(\t\x12\x13\n\x0bshrink_only\x18\x10 \x01(\x08\x12\x17\n\x0f\x63ommit_failures\x18\x11 \x01(\x03\x12\x16\n\tinit_sync\x18\x12 \x01(\x08H\x00\x88\x01\x01\x12\x11\n\tworker_id\x18\x13 \x01(\tB\x0c\n\n_init_sync\"\x84\x03\n\x15ManagerQuorumResponse\x12\x11\n\tquorum_id\x18\x01 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x15\n\rstore_address\x18\x03 \x01(\t\x12\x10\n\x08max_step\x18\x04 \x01(\x03\x12\x15\n\x08max_rank\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\x0emax_world_size\x18\x06 \x01(\x03\x12\x14\n\x0creplica_rank\x18\x07 \x01(\x03\x12\x1a\n\x12replica_world_size\x18\x08 \x01(\x03\x12\x0c\n\x04heal\x18\t \x01(\x08\x12%\n\x18recover_src_replica_rank\x18\x10 \x01(\x03H\x01\x88\x01\x01\x12!\n\x19recover_dst_replica_ranks\x18\x11 \x03(\x03\x12\x17\n\x0f\x63ommit_failures\x18\x12 \x01(\x03\x12\x13\n\x0breplica_ids\x18\x13 \x03(\t\x12\r\n\x05round\x18\x14 \x01(\x03\x42\x0b\n\t_max_rankB\x1b\n\x19_recover_src_replica_rank\"(\n\x18\x43heckpointAddressRequest\x12\x0c\n\x04rank\x18\x01 \x01(\x03\">\n\x19\x43heckpointAddressResponse\x12!\n\x19\x63heckpoint_server_address\x18\x01 \x01(\t\"j\n\x13ShouldCommitRequest\x12\x15\n\rshould_commit\x18\x01 \x01(\x08\x12\x0c\n\x04rank\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\r\n\x05round\x18\x10 \x01(\x03\x12\x11\n\tworker_id\x18\x11 \x01(\t\"-\n\x14ShouldCommitResponse\x12\x15\n\rshould_commit\x18\x01 \x01(\x08\"\x1a\n\x0bKillRequest\x12\x0b\n\x03msg\x18\x01 \x01(\t\"\x0e\n\x0cKillResponse2\xc4\x02\n\x11LighthouseService\x12M\n\x06Quorum\x12 .torchft.LighthouseQuorumRequest\x1a!.torchft.LighthouseQuorumResponse\x12V\n\tHeartbeat\x12#.torchft.LighthouseHeartbeatRequest\x1a$.torchft.LighthouseHeartbeatResponse\x12J\n\x05Leave\x12\x1f.torchft.LighthouseLeaveRequest\x1a .torchft.LighthouseLeaveResponse\x12<\n\x07Session\x12\x17.torchft.SessionRequest\x1a\x14.torchft.SessionNews(\x01\x30\x01\x32\xb7\x02\n\x0eManagerService\x12G\n\x06Quorum\x12\x1d.torchft.ManagerQuorumRequest\x1a\x1e.torchft.ManagerQuorumResponse\x12Z\n\x11\x43heckpointAddress\x12!.torchft.CheckpointAddressRequest\x1a\".torchft.CheckpointAddressResponse\x12K\n\x0cShouldCommit\x12\x1c.torchft.ShouldCommitRequest\x1a\x1d.torchft.ShouldCommitResponse\x12\x33\n\x04Kill\x12\x14.torchft.KillRequest\x1a\x15.torchft.KillResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,24 +48,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LIGHTHOUSELEAVEREQUEST']._serialized_end=669
   _globals['_LIGHTHOUSELEAVERESPONSE']._serialized_start=671
   _globals['_LIGHTHOUSELEAVERESPONSE']._serialized_end=696
-  _globals['_MANAGERQUORUMREQUEST']._serialized_start=699
-  _globals['_MANAGERQUORUMREQUEST']._serialized_end=884
-  _globals['_MANAGERQUORUMRESPONSE']._serialized_start=887
-  _globals['_MANAGERQUORUMRESPONSE']._serialized_end=1275
-  _globals['_CHECKPOINTADDRESSREQUEST']._serialized_start=1277
-  _globals['_CHECKPOINTADDRESSREQUEST']._serialized_end=1317
-  _globals['_CHECKPOINTADDRESSRESPONSE']._serialized_start=1319
-  _globals['_CHECKPOINTADDRESSRESPONSE']._serialized_end=1381
-  _globals['_SHOULDCOMMITREQUEST']._serialized_start=1383
-  _globals['_SHOULDCOMMITREQUEST']._serialized_end=1489
-  _globals['_SHOULDCOMMITRESPONSE']._serialized_start=1491
-  _globals['_SHOULDCOMMITRESPONSE']._serialized_end=1536
-  _globals['_KILLREQUEST']._serialized_start=1538
-  _globals['_KILLREQUEST']._serialized_end=1564
-  _globals['_KILLRESPONSE']._serialized_start=1566
-  _globals['_KILLRESPONSE']._serialized_end=1580
-  _globals['_LIGHTHOUSESERVICE']._serialized_start=1583
-  _globals['_LIGHTHOUSESERVICE']._serialized_end=1845
-  _globals['_MANAGERSERVICE']._serialized_start=1848
-  _globals['_MANAGERSERVICE']._serialized_end=2159
+  _globals['_SESSIONREQUEST']._serialized_start=699
+  _globals['_SESSIONREQUEST']._serialized_end=937
+  _globals['_SESSIONHELLO']._serialized_start=939
+  _globals['_SESSIONHELLO']._serialized_end=973
+  _globals['_SESSIONBEAT']._serialized_start=975
+  _globals['_SESSIONBEAT']._serialized_end=988
+  _globals['_SESSIONWITHDRAWAL']._serialized_start=990
+  _globals['_SESSIONWITHDRAWAL']._serialized_end=1009
+  _globals['_SESSIONLEAVE']._serialized_start=1011
+  _globals['_SESSIONLEAVE']._serialized_end=1041
+  _globals['_SESSIONQUESTION']._serialized_start=1043
+  _globals['_SESSIONQUESTION']._serialized_end=1138
+  _globals['_SESSIONNEWS']._serialized_start=1141
+  _globals['_SESSIONNEWS']._serialized_end=1322
+  _globals['_SESSIONWELCOME']._serialized_start=1324
+  _globals['_SESSIONWELCOME']._serialized_end=1365
+  _globals['_SESSIONREFUSAL']._serialized_start=1367
+  _globals['_SESSIONREFUSAL']._serialized_end=1430
+  _globals['_MEMBERLOST']._serialized_start=1432
+  _globals['_MEMBERLOST']._serialized_end=1480
+  _globals['_MANAGERQUORUMREQUEST']._serialized_start=1483
+  _globals['_MANAGERQUORUMREQUEST']._serialized_end=1668
+  _globals['_MANAGERQUORUMRESPONSE']._serialized_start=1671
+  _globals['_MANAGERQUORUMRESPONSE']._serialized_end=2059
+  _globals['_CHECKPOINTADDRESSREQUEST']._serialized_start=2061
+  _globals['_CHECKPOINTADDRESSREQUEST']._serialized_end=2101
+  _globals['_CHECKPOINTADDRESSRESPONSE']._serialized_start=2103
+  _globals['_CHECKPOINTADDRESSRESPONSE']._serialized_end=2165
+  _globals['_SHOULDCOMMITREQUEST']._serialized_start=2167
+  _globals['_SHOULDCOMMITREQUEST']._serialized_end=2273
+  _globals['_SHOULDCOMMITRESPONSE']._serialized_start=2275
+  _globals['_SHOULDCOMMITRESPONSE']._serialized_end=2320
+  _globals['_KILLREQUEST']._serialized_start=2322
+  _globals['_KILLREQUEST']._serialized_end=2348
+  _globals['_KILLRESPONSE']._serialized_start=2350
+  _globals['_KILLRESPONSE']._serialized_end=2364
+  _globals['_LIGHTHOUSESERVICE']._serialized_start=2367
+  _globals['_LIGHTHOUSESERVICE']._serialized_end=2691
+  _globals['_MANAGERSERVICE']._serialized_start=2694
+  _globals['_MANAGERSERVICE']._serialized_end=3005
 # @@protoc_insertion_point(module_scope)

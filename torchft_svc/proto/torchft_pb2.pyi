@@ -75,6 +75,86 @@ class LighthouseLeaveResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SessionRequest(_message.Message):
+    __slots__ = ("hello", "beat", "question", "leave", "withdrawal")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    QUESTION_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWAL_FIELD_NUMBER: _ClassVar[int]
+    hello: SessionHello
+    beat: SessionBeat
+    question: SessionQuestion
+    leave: SessionLeave
+    withdrawal: SessionWithdrawal
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., beat: _Optional[_Union[SessionBeat, _Mapping]] = ..., question: _Optional[_Union[SessionQuestion, _Mapping]] = ..., leave: _Optional[_Union[SessionLeave, _Mapping]] = ..., withdrawal: _Optional[_Union[SessionWithdrawal, _Mapping]] = ...) -> None: ...
+
+class SessionHello(_message.Message):
+    __slots__ = ("replica_id",)
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
+
+class SessionBeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SessionWithdrawal(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SessionLeave(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class SessionQuestion(_message.Message):
+    __slots__ = ("requester", "number", "timeout_ms")
+    REQUESTER_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    requester: QuorumMember
+    number: int
+    timeout_ms: int
+    def __init__(self, requester: _Optional[_Union[QuorumMember, _Mapping]] = ..., number: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class SessionNews(_message.Message):
+    __slots__ = ("quorum", "welcome", "refusal", "lost")
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    quorum: Quorum
+    welcome: SessionWelcome
+    refusal: SessionRefusal
+    lost: MemberLost
+    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., welcome: _Optional[_Union[SessionWelcome, _Mapping]] = ..., refusal: _Optional[_Union[SessionRefusal, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ...) -> None: ...
+
+class SessionWelcome(_message.Message):
+    __slots__ = ("min_interval_ms",)
+    MIN_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    min_interval_ms: int
+    def __init__(self, min_interval_ms: _Optional[int] = ...) -> None: ...
+
+class SessionRefusal(_message.Message):
+    __slots__ = ("number", "error", "reason")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    error: str
+    reason: str
+    def __init__(self, number: _Optional[int] = ..., error: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class MemberLost(_message.Message):
+    __slots__ = ("replica_id", "reason")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    reason: str
+    def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class ManagerQuorumRequest(_message.Message):
     __slots__ = ("rank", "step", "checkpoint_server_addr", "shrink_only", "commit_failures", "init_sync", "worker_id")
     RANK_FIELD_NUMBER: _ClassVar[int]

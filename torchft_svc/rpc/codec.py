@@ -5,8 +5,9 @@ from __future__ import annotations
 from torchft_svc.core.assignment import assign
 from torchft_svc.core.group import AnswerWorker, Vote, WorkerRequest
 from torchft_svc.core.types import Member, Quorum
-from torchft_svc.errors import QuorumFailed
+from torchft_svc.errors import QuorumFailed, TorchFTError
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.status import error_to_wire
 
 JOB_KEY = "torchft-job"
 
@@ -40,12 +41,27 @@ def member_to_wire(member: Member) -> pb.QuorumMember:
 
 
 def quorum_answer(quorum: Quorum, created_s: float) -> bytes:
-    """The lighthouse's answer; made once for all members. ``created_s``: seconds since 1970."""
+    """The lighthouse's answer, made once for all members. ``created_s``: seconds since 1970.
+
+    The bytes are a `LighthouseQuorumResponse`, and just so the `SessionNews` of a session.
+    """
     message = pb.LighthouseQuorumResponse()
     message.quorum.quorum_id = quorum.quorum_id
     message.quorum.participants.extend(map(member_to_wire, quorum.participants))
     message.quorum.created.FromNanoseconds(int(created_s * 1e9))
     return message.SerializeToString()
+
+
+def member_lost(replica_id: str, reason: str) -> bytes:
+    """The news that a member of the last quorum is gone."""
+    lost = pb.MemberLost(replica_id=replica_id, reason=reason)
+    return pb.SessionNews(lost=lost).SerializeToString()
+
+
+def refusal(error: TorchFTError, number: int) -> pb.SessionRefusal:
+    """``error`` as the answer to question ``number``."""
+    name, text = error_to_wire(error)
+    return pb.SessionRefusal(number=number, error=name, reason=text)
 
 
 def quorum_from_wire(message: pb.Quorum) -> Quorum:

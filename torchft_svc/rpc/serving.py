@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -35,11 +35,13 @@ _OPTIONS = (
 class Service:
     """A service of torchft.proto: its short name, and a handler for each method.
 
-    A handler takes the parsed request and returns the serialized answer.
+    A handler takes the parsed request and returns the serialized answer; a stream's handler takes
+    the iterator of requests, and writes serialized answers to the context.
     """
 
     name: str
     handlers: Mapping[str, Handler]
+    streams: Mapping[str, Handler] = field(default_factory=dict)
 
     @property
     def full_name(self) -> str:
@@ -47,19 +49,24 @@ class Service:
 
     def generic_handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         methods = torchft_pb2.DESCRIPTOR.services_by_name[self.name].methods_by_name
-        missing = methods.keys() - self.handlers.keys()
+        missing = methods.keys() - self.handlers.keys() - self.streams.keys()
         assert not missing, f"no handler for {missing}"
+        kinds = (
+            (self.handlers, grpc.unary_unary_rpc_method_handler),
+            (self.streams, grpc.stream_stream_rpc_method_handler),
+        )
         return grpc.method_handlers_generic_handler(
             self.full_name,
             {
-                method: grpc.unary_unary_rpc_method_handler(
+                method: make_handler(
                     answering_errors(handler),
                     request_deserializer=getattr(
                         torchft_pb2, methods[method].input_type.name
                     ).FromString,
                     response_serializer=_as_is,
                 )
-                for method, handler in self.handlers.items()
+                for handlers, make_handler in kinds
+                for method, handler in handlers.items()
             },
         )
 

@@ -32,13 +32,13 @@ _CODES: dict[type[TorchFTError], grpc.StatusCode] = {
 }
 _BY_NAME = {kind.__name__: kind for kind in (RequestRefused, QuorumFailed, CommitFailed)}
 
-Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[bytes]]
+Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[bytes | None]]
 
 
 def answering_errors(handler: Handler) -> Handler:
     """Wrap an RPC's handler: errors become statuses, and only our own faults are logged."""
 
-    async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+    async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
         try:
             return await handler(request, context)
         except TorchFTError as error:
@@ -58,8 +58,14 @@ def answering_errors(handler: Handler) -> Handler:
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchFTError) -> NoReturn:
     """End the call with the status for ``error``."""
     code = _CODES.get(type(error), grpc.StatusCode.UNKNOWN)
-    text = error.reason if isinstance(error, QuorumFailed | CommitFailed) else str(error)
-    await context.abort(code, text, trailing_metadata=((ERROR_KEY, type(error).__name__),))
+    name, text = error_to_wire(error)
+    await context.abort(code, text, trailing_metadata=((ERROR_KEY, name),))
+
+
+def error_to_wire(error: TorchFTError) -> tuple[str, str]:
+    """The error's name, and its reason without the sentence that the receiver wraps around it."""
+    reason = error.reason if isinstance(error, QuorumFailed | CommitFailed) else str(error)
+    return type(error).__name__, reason
 
 
 def to_error(
@@ -72,13 +78,20 @@ def to_error(
     if name in _BY_NAME:
         return _BY_NAME[name](details)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        reason = "" if details == "Deadline Exceeded" else details
-        return DeadlineExceeded(action, timeout_s, _tail(reason))
+        return late(action, timeout_s, "" if details == "Deadline Exceeded" else details)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return RequestRefused(details)
     return Unreachable(peer, address, f"{code.name}: {details}")
 
 
-def _tail(reason: str) -> str:
-    """The reason that the server told, without the sentence that we wrap around it ourselves."""
-    return reason.rpartition(" s: ")[2] if " timed out after " in reason else reason
+def error_from_wire(name: str, reason: str, action: str, timeout_s: float) -> TorchFTError:
+    """The error that `error_to_wire` took apart; one that this version does not know: no quorum."""
+    if name == DeadlineExceeded.__name__:
+        return late(action, timeout_s, reason)
+    return _BY_NAME.get(name, QuorumFailed)(reason)
+
+
+def late(action: str, timeout_s: float, told: str) -> DeadlineExceeded:
+    """A deadline that the server saw coming: its reason without its sentence, in our sentence."""
+    reason = told.rpartition(" s: ")[2] if " timed out after " in told else told
+    return DeadlineExceeded(action, timeout_s, reason)

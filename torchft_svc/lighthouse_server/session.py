@@ -1,0 +1,137 @@
+"""One group's session: its stream of beats and questions in, of answers and news out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from torchft_svc.core.types import check_name, check_text
+from torchft_svc.errors import PeerError, RequestRefused, TorchFTError
+from torchft_svc.lighthouse_server.driver import LighthouseDriver
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.codec import member_from_wire, refusal
+from torchft_svc.rpc.deadline import MAX_WAIT_S
+from torchft_svc.rpc.tasks import Tasks
+
+# A connection that says nothing is not a session.
+HELLO_TIMEOUT_S = 5.0
+# News for a client that does not read; one that is so far behind is treated as gone.
+MAX_UNREAD_NEWS = 1000
+# A reason for leaving is shown in one log line.
+MAX_REASON_LENGTH = 1000
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Session:
+    """Lives as long as its stream. When it ends, the group is out at once."""
+
+    def __init__(self, driver: LighthouseDriver, job: str, tasks: Tasks) -> None:
+        self._driver = driver
+        self._job = job
+        self._tasks = tasks
+        self._replica_id = ""
+        self._reason = "its session ended"
+        self._question: asyncio.Task[None] | None = None
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue(MAX_UNREAD_NEWS)
+        self._overflow = asyncio.Event()
+
+    def tell(self, news: bytes) -> None:
+        """Queue encoded news; a client that does not read loses its session."""
+        try:
+            self._outbox.put_nowait(news)
+        except asyncio.QueueFull:
+            self._overflow.set()
+
+    async def run(self, requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
+        """Serve the stream to its end.
+
+        Raises:
+            RequestRefused: the client breaks the protocol.
+        """
+        self._replica_id = await self._hello(requests)
+        interval_s = self._driver.open_session(self._job, self._replica_id, self)
+        try:
+            welcome = pb.SessionWelcome(min_interval_ms=int(interval_s * 1000))
+            self.tell(pb.SessionNews(welcome=welcome).SerializeToString())
+            await self._exchange(requests, context)
+        except TorchFTError as error:
+            self._reason = f"its session was refused: {error}"
+            raise
+        finally:
+            self._driver.close_session(self._job, self._replica_id, self, self._reason)
+
+    async def _hello(self, requests: AsyncIterator[pb.SessionRequest]) -> str:
+        try:
+            first = await asyncio.wait_for(anext(requests), HELLO_TIMEOUT_S)
+        except (asyncio.TimeoutError, StopAsyncIteration):
+            raise RequestRefused("a session begins with a hello; none came") from None
+        if first.WhichOneof("kind") != "hello":
+            raise RequestRefused("a session begins with a hello")
+        check_name("replica_id", first.hello.replica_id)
+        return first.hello.replica_id
+
+    async def _exchange(self, requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
+        """Read and write until either side of the stream ends."""
+        ends = [
+            asyncio.create_task(work)
+            for work in (self._read(requests), self._write(context), self._overflowed())
+        ]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for end in done:
+                end.result()
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+            self._withdraw()
+
+    async def _read(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
+        async for message in requests:
+            kind = message.WhichOneof("kind")
+            if kind == "beat":
+                self._driver.heartbeat(self._job, self._replica_id)
+            elif kind == "question":
+                self._ask(message.question)
+            elif kind == "withdrawal":
+                self._withdraw()
+            elif kind == "leave":
+                check_text("reason", message.leave.reason, MAX_REASON_LENGTH)
+                self._reason = message.leave.reason or "it has left"
+                return
+            else:
+                raise RequestRefused(f"a session has no place for {kind or 'an empty message'}")
+
+    async def _write(self, context: Context) -> None:
+        while True:
+            await context.write(await self._outbox.get())
+
+    async def _overflowed(self) -> None:
+        await self._overflow.wait()
+        raise RequestRefused(f"{MAX_UNREAD_NEWS} pieces of news were not read")
+
+    def _ask(self, question: pb.SessionQuestion) -> None:
+        if question.requester.replica_id != self._replica_id:
+            raise RequestRefused(
+                f"the session of {self._replica_id!r} can not ask for "
+                f"{question.requester.replica_id[:64]!r}"
+            )
+        self._withdraw()
+        self._question = self._tasks.start(self._answer(question), "session question")
+
+    def _withdraw(self) -> None:
+        if self._question is not None:
+            self._question.cancel()
+
+    async def _answer(self, question: pb.SessionQuestion) -> None:
+        member = member_from_wire(question.requester)
+        timeout_s = min(max(question.timeout_ms, 0) / 1000, MAX_WAIT_S)
+        try:
+            self.tell(await self._driver.quorum(self._job, member, timeout_s))
+        except (RequestRefused, PeerError) as error:
+            answer = pb.SessionNews(refusal=refusal(error, question.number))
+            self.tell(answer.SerializeToString())

@@ -1,0 +1,212 @@
+"""A line that is one stream: while it is open the group is alive, and news come over it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from torchft_svc.core.types import Member, Quorum
+from torchft_svc.errors import DeadlineExceeded, QuorumFailed, Unreachable
+from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.line import LEAVE_TIMEOUT_S, NotSupported
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.channel import MAX_RECONNECT_MS, MIN_RECONNECT_MS
+from torchft_svc.rpc.codec import JOB_KEY, member_to_wire, quorum_from_wire
+from torchft_svc.rpc.status import error_from_wire
+from torchft_svc.rpc.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+# A lighthouse that takes the connection but does not answer is as good as none.
+WELCOME_TIMEOUT_S = 2.0
+# The lighthouse's own refusal, which knows the reason, should be here before we stop waiting.
+REFUSAL_GRACE_S = 0.25
+
+Stream = Any  # grpc.aio's stream call; its stubs lack reading and writing
+# What using a stream raises when it has ended, or does not move.
+_BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.TimeoutError)
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+
+
+class SessionLine:
+    """To be used on one event loop; ``on_loss`` hears of lost members (replica id, reason)."""
+
+    def __init__(
+        self,
+        config: ManagerConfig,
+        channel: grpc.aio.Channel,
+        replica_id: str,
+        tasks: Tasks,
+        on_loss: Callable[[str, str], None],
+    ) -> None:
+        self._config = config
+        self._replica_id = replica_id
+        self._tasks = tasks
+        self._on_loss = on_loss
+        self._metadata = ((JOB_KEY, config.job_id),)
+        self._open_stream: Any = channel.stream_stream(
+            "/torchft.LighthouseService/Session",
+            request_serializer=pb.SessionRequest.SerializeToString,
+            response_deserializer=pb.SessionNews.FromString,
+        )
+        self._stream: Stream | None = None
+        self._why_not = "there is no session yet"
+        self._writing = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._number = 0
+        self._answer: asyncio.Future[Quorum] | None = None
+        self._timeout_s = 0.0
+        self._welcomed = False
+        self._left = False
+
+    async def hold(self) -> None:
+        """Keep a session open, until cancelled.
+
+        Raises:
+            NotSupported: the lighthouse does not know sessions.
+        """
+        pause_s = MIN_RECONNECT_MS / 1000
+        failing = False
+        while not self._left:
+            try:
+                await self._session()
+                reason = "the lighthouse ended the session"
+            except _BROKEN as error:
+                reason = _why(error)
+            finally:
+                self._stream = None
+            if self._welcomed:
+                pause_s, failing = MIN_RECONNECT_MS / 1000, False
+            if not failing and not self._left:
+                log.warning("session with %s lost: %s", self._config.lighthouse_address, reason)
+            failing, self._why_not = True, reason
+            self._fail(Unreachable("lighthouse", self._config.lighthouse_address, reason))
+            # Jitter: a thousand managers must not come back in the same millisecond.
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
+            pause_s = min(2 * pause_s, MAX_RECONNECT_MS / 1000)
+
+    async def ask(self, member: Member, timeout_s: float) -> Quorum:
+        """See `Line.ask`."""
+        stream = self._stream
+        if stream is None:
+            address = self._config.lighthouse_address
+            raise Unreachable("lighthouse", address, self._why_not)
+        self._number = next(self._numbers)
+        self._timeout_s = timeout_s
+        answer: asyncio.Future[Quorum] = asyncio.get_running_loop().create_future()
+        self._answer = answer
+        question = pb.SessionQuestion(
+            requester=member_to_wire(member),
+            number=self._number,
+            timeout_ms=max(1, int(timeout_s * 1000)),
+        )
+        try:
+            await self._send(stream, pb.SessionRequest(question=question))
+            return await asyncio.wait_for(answer, timeout_s + REFUSAL_GRACE_S)
+        except DeadlineExceeded:
+            raise  # a TimeoutError too, but the lighthouse's own, with the reason
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded("quorum", timeout_s, "the lighthouse is silent") from None
+        except _BROKEN as error:
+            raise Unreachable("lighthouse", self._config.lighthouse_address, _why(error)) from None
+        finally:
+            if not answer.done() or answer.cancelled():
+                self._tasks.start(self._withdraw(stream), "withdraw a question")
+            if self._answer is answer:
+                self._answer = None
+
+    async def _withdraw(self, stream: Stream) -> None:
+        with contextlib.suppress(*_BROKEN):
+            withdrawal = pb.SessionRequest(withdrawal=pb.SessionWithdrawal())
+            await self._send(stream, withdrawal)
+
+    async def leave(self, reason: str) -> None:
+        """See `Line.leave`; without a session the group is out already."""
+        self._left = True
+        if self._stream is None:
+            return
+        request = pb.SessionRequest(leave=pb.SessionLeave(reason=reason))
+        stream = self._stream
+        with contextlib.suppress(*_BROKEN):
+            await asyncio.wait_for(self._send(stream, request), LEAVE_TIMEOUT_S)
+            await asyncio.wait_for(stream.code(), LEAVE_TIMEOUT_S)  # until the lighthouse ends it
+
+    async def _session(self) -> None:
+        """One stream, from hello to its end."""
+        self._welcomed = False
+        stream = self._open_stream(metadata=self._metadata)
+        try:
+            hello = pb.SessionHello(replica_id=self._replica_id)
+            await asyncio.wait_for(
+                self._send(stream, pb.SessionRequest(hello=hello)), WELCOME_TIMEOUT_S
+            )
+            first = await asyncio.wait_for(stream.read(), WELCOME_TIMEOUT_S)
+            if first is _EOF:
+                await _raise_status(stream)
+            self._welcomed = True
+            interval_s = first.welcome.min_interval_ms / 1000
+            self._stream = stream
+            beats = asyncio.create_task(self._beat(stream, interval_s))
+            try:
+                while (news := await stream.read()) is not _EOF:
+                    self._hear(news)
+                await _raise_status(stream)
+            finally:
+                beats.cancel()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise NotSupported from None
+            raise
+        finally:
+            stream.cancel()
+
+    async def _beat(self, stream: Stream, min_interval_s: float) -> None:
+        interval_s = max(self._config.heartbeat_interval_s, min_interval_s)
+        beat = pb.SessionRequest(beat=pb.SessionBeat())
+        with contextlib.suppress(*_BROKEN):
+            while True:
+                await asyncio.sleep(interval_s * random.uniform(0.9, 1.0))  # noqa: S311
+                await self._send(stream, beat)
+
+    async def _send(self, stream: Stream, request: pb.SessionRequest) -> None:
+        async with self._writing:  # a stream takes one message at a time
+            await stream.write(request)
+
+    def _hear(self, news: pb.SessionNews) -> None:
+        kind = news.WhichOneof("kind")
+        if kind == "lost":
+            self._on_loss(news.lost.replica_id, news.lost.reason)
+        elif kind == "refusal" and news.refusal.number == self._number:
+            refusal = news.refusal
+            self._fail(error_from_wire(refusal.error, refusal.reason, "quorum", self._timeout_s))
+        elif kind == "quorum" and self._answer is not None and not self._answer.done():
+            try:
+                self._answer.set_result(quorum_from_wire(news.quorum))
+            except QuorumFailed as error:
+                self._answer.set_exception(error)
+
+    def _fail(self, error: Exception) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+
+
+async def _raise_status(stream: Stream) -> None:
+    """The stream has ended: raise why, unless it ended in good order."""
+    code = await stream.code()
+    if code is not grpc.StatusCode.OK:
+        details = await stream.details()
+        metadata = await stream.initial_metadata(), await stream.trailing_metadata()
+        raise grpc.aio.AioRpcError(code, *metadata, details=details)  # type: ignore[call-arg]
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return "it does not answer" if isinstance(error, asyncio.TimeoutError) else str(error)

@@ -1,0 +1,99 @@
+"""A line to lighthouses without sessions, such as the public release's: heartbeats and calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+
+import grpc
+
+from torchft_svc.core.types import Member, Quorum
+from torchft_svc.errors import TorchFTError
+from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.line import LEAVE_TIMEOUT_S
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.codec import JOB_KEY, member_to_wire, quorum_from_wire
+from torchft_svc.rpc.status import to_error
+
+log = logging.getLogger(__name__)
+
+# A heartbeat is worthless when it is late; the next one is a new chance.
+BEAT_TIMEOUT_S = 1.0
+_SERVICE = "/torchft.LighthouseService/"
+
+
+class UnaryLine:
+    """To be used on one event loop."""
+
+    def __init__(self, config: ManagerConfig, channel: grpc.aio.Channel, replica_id: str) -> None:
+        self._config = config
+        self._replica_id = replica_id
+        self._metadata = ((JOB_KEY, config.job_id),)
+        self._quorum = channel.unary_unary(
+            _SERVICE + "Quorum",
+            request_serializer=pb.LighthouseQuorumRequest.SerializeToString,
+            response_deserializer=pb.LighthouseQuorumResponse.FromString,
+        )
+        self._left = False
+        self._leave = channel.unary_unary(
+            _SERVICE + "Leave",
+            request_serializer=pb.LighthouseLeaveRequest.SerializeToString,
+            response_deserializer=pb.LighthouseLeaveResponse.FromString,
+        )
+        self._heartbeat = channel.unary_unary(
+            _SERVICE + "Heartbeat",
+            request_serializer=pb.LighthouseHeartbeatRequest.SerializeToString,
+            response_deserializer=pb.LighthouseHeartbeatResponse.FromString,
+        )
+
+    async def ask(self, member: Member, timeout_s: float) -> Quorum:
+        """See `Line.ask`."""
+        request = pb.LighthouseQuorumRequest(requester=member_to_wire(member))
+        try:
+            answer = await self._quorum(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._to_error(error, "quorum", timeout_s) from None
+        return quorum_from_wire(answer.quorum)
+
+    async def hold(self) -> None:
+        """Send heartbeats, until cancelled."""
+        interval_s = self._config.heartbeat_interval_s
+        failing = False
+        while not self._left:
+            began_at = time.monotonic()
+            request = pb.LighthouseHeartbeatRequest(replica_id=self._replica_id)
+            wanted_s = interval_s
+            try:
+                answer = await self._heartbeat(
+                    request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata
+                )
+                wanted_s = max(interval_s, answer.min_interval_ms / 1000)
+                if failing:
+                    log.info("lighthouse %s answers again", self._config.lighthouse_address)
+                failing = False
+            except grpc.aio.AioRpcError as error:
+                if not failing:
+                    reason = self._to_error(error, "heartbeat", BEAT_TIMEOUT_S)
+                    log.warning("no heartbeat: %s", reason)
+                failing = True
+            spent_s = time.monotonic() - began_at
+            await asyncio.sleep(max(wanted_s * random.uniform(0.9, 1.0) - spent_s, 0))  # noqa: S311
+
+    async def leave(self, reason: str) -> None:
+        """See `Line.leave`."""
+        self._left = True
+        request = pb.LighthouseLeaveRequest(replica_id=self._replica_id, reason=reason)
+        with contextlib.suppress(grpc.aio.AioRpcError):  # also: a lighthouse without Leave
+            await self._leave(request, timeout=LEAVE_TIMEOUT_S, metadata=self._metadata)
+
+    def _to_error(self, error: grpc.aio.AioRpcError, action: str, timeout_s: float) -> TorchFTError:
+        return to_error(
+            error,
+            peer="lighthouse",
+            address=self._config.lighthouse_address,
+            action=action,
+            timeout_s=timeout_s,
+        )
