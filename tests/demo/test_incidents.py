@@ -66,6 +66,14 @@ def test_what_never_happened_has_no_time() -> None:
     assert (incident.restart_s, incident.join_s, incident.heal_s) == (None, None, None)
 
 
+def test_the_phase_is_what_the_victim_wrote_last_in_that_life() -> None:
+    assert only_incident(good_events()).phase == "backward"
+    events: list[Event] = [forward(1, 0.5), commit(0, 1, at=0.6), forward(0, 0.7)]
+    late = Killed(group=1, incarnation=1, at=1.0, whole_group=False)
+    assert only_incident([*events, kill(1, 1.0)]).phase == "forward"
+    assert only_incident([*events, late]).phase == "start"
+
+
 def test_healing_ends_with_the_first_update_with_own_gradients() -> None:
     events: list[Event] = [commit(0, 1, at=0.1), kill(1, 1.0)]
     events.append(Started(group=1, incarnation=1, at=2.0, pid=5))

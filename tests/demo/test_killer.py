@@ -9,7 +9,7 @@ from stories import commit
 
 from demo.board import Board
 from demo.chaos import KillOrder, draw_kills
-from demo.events import PHASES, PhaseBegan
+from demo.events import PHASES, Killed, PhaseBegan
 from demo.killer import Killer
 
 ORDER = KillOrder(group=1, phase="backward", fraction=0.5, whole_group=False, after_s=10.0)
@@ -74,11 +74,15 @@ class TestWhen:
         assert killer.order_due(20.05, board) is None
 
     def test_not_while_a_group_is_not_well(self) -> None:
-        killer, board = Killer(repeat(ORDER), num_kills=1), Board(2)
-        board.apply(commit(1, 1))
-        board.apply(phase("backward", 50.0))
-        assert killer.order_due(1.0, board) is None
-        assert killer.order_due(60.0, board) is None
+        killer, board = killer_due_at(20.0)
+        board.apply(Killed(group=0, incarnation=0, at=15.0, whole_group=False))
+        assert killer.order_due(20.0, board) is None
+        board.apply(phase("backward", 20.1))
+        assert killer.order_due(30.0, board) is None
+        board.apply(commit(0, 9, incarnation=1))
+        assert killer.order_due(30.1, board) is None  # it waits for the phase to begin anew
+        board.apply(phase("backward", 30.2))
+        assert killer.order_due(30.9, board) == ORDER
 
     def test_anyway_when_the_phase_does_not_come(self) -> None:
         killer, board = killer_due_at(20.0)
