@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torchft_svc.core.group import RefuseWorker
 from torchft_svc.core.lighthouse import (
     AnswerQuorum,
     Lighthouse,
@@ -52,7 +53,7 @@ def answer(
 
 @dataclass(frozen=True)
 class Refused:
-    """`RefuseRequest`, comparable: errors are compared by identity, this by what they say."""
+    """`RefuseRequest` or `RefuseWorker`, to be compared by what the error says."""
 
     caller: int
     error: str
@@ -63,7 +64,7 @@ def plain(orders: Iterable[Any]) -> list[Any]:
     """The orders with every error written out."""
     return [
         Refused(order.caller, type(order.error).__name__, str(order.error))
-        if isinstance(order, RefuseRequest)
+        if isinstance(order, RefuseRequest | RefuseWorker)
         else order
         for order in orders
     ]

@@ -126,11 +126,15 @@ class Group:
         )
         if waiting:
             # The same worker asks again: its first call was lost on the way back.
-            orders.append(RefuseWorker(waiting[1], _superseded(request.group_rank)))
-            self._requests[request.group_rank] = (request, caller)
-            return tuple(orders)
-        self._meet(request)
+            orders.append(RefuseWorker(waiting[1], QuorumFailed(_newer(request.group_rank))))
         self._requests[request.group_rank] = (request, caller)
+        if self._asking:
+            if waiting and request == waiting[0]:
+                return tuple(orders)
+            # It has something else to say by now, so what the lighthouse was told is out of date.
+            orders.append(StopAsking(self._round))
+            self._asking = False
+        self._meet(request)
         steps = {asked.step for asked, _ in self._requests.values()}
         if len(steps) > 1:
             return (*orders, *self._refuse_requests(self._different_steps()))
@@ -200,7 +204,7 @@ class Group:
             return (AnswerVote(caller, self._decision),)
         orders: list[Order] = []
         if earlier:
-            orders.append(RefuseWorker(earlier[1], _superseded(vote.group_rank)))
+            orders.append(RefuseWorker(earlier[1], CommitFailed(_newer(vote.group_rank))))
         self._votes[vote.group_rank] = (vote, caller)
         if not vote.should_commit:
             self._decision = False
@@ -315,5 +319,5 @@ class Group:
         )
 
 
-def _superseded(group_rank: int) -> QuorumFailed:
-    return QuorumFailed(f"a newer call of group rank {group_rank} has taken the place of this one")
+def _newer(group_rank: int) -> str:
+    return f"a newer call of group rank {group_rank} has taken the place of this one"

@@ -1,0 +1,364 @@
+"""A group's two barriers as tables: what each worker is told, and what the group asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchft_svc.core.group import (
+    AnswerVote,
+    AnswerWorker,
+    AskLighthouse,
+    Group,
+    StopAsking,
+    Vote,
+    WorkerRequest,
+)
+from torchft_svc.errors import ConfigError, QuorumFailed, RequestRefused, Unreachable
+
+from .scenes import Refused, member, plain, quorum
+
+QUORUM = quorum(3, member("a", 5), member("b", 7))
+
+
+def request(group_rank: int, step: int = 5, **fields: Any) -> WorkerRequest:
+    return WorkerRequest(group_rank=group_rank, step=step, **fields)
+
+
+def vote(group_rank: int, yes: bool = True, step: int = 5, **fields: Any) -> Vote:
+    return Vote(group_rank=group_rank, step=step, should_commit=yes, **fields)
+
+
+def asks(round_: int = 1, step: int = 5, **fields: Any) -> AskLighthouse:
+    fields = {"shrink_only": False, "commit_failures": 0, "new_incarnation": False, **fields}
+    return AskLighthouse(round=round_, step=step, **fields)
+
+
+def in_round(world_size: int, round_: int = 1) -> Group:
+    """A group whose workers (callers 10, 11, ...) have just been told QUORUM in ``round_``."""
+    group = Group(world_size, first_round=round_)
+    for rank in range(world_size):
+        group.quorum_requested(request(rank), 10 + rank)
+    group.quorum_formed(round_, QUORUM)
+    return group
+
+
+# -- the quorum barrier --------------------------------------------------------------------------
+
+
+def test_the_group_asks_once_all_workers_have() -> None:
+    group = Group(3)
+    assert group.quorum_requested(request(2), 10) == ()
+    assert group.quorum_requested(request(0), 11) == ()
+    assert group.why() == "group rank 1 of 3 workers has not asked for a quorum"
+    assert group.quorum_requested(request(1), 12) == (asks(),)
+    assert group.why() == "the lighthouse has not answered yet"
+    assert group.quorum_formed(1, QUORUM) == (
+        AnswerWorker(10, request(2), QUORUM, 1),
+        AnswerWorker(11, request(0), QUORUM, 1),
+        AnswerWorker(12, request(1), QUORUM, 1),
+    )
+    assert group.quorum_formed(1, QUORUM) == ()
+
+
+def test_the_group_speaks_for_all_its_workers() -> None:
+    """Trap: only the last-arriving rank's step and failures are forwarded."""
+    group = Group(3)
+    group.quorum_requested(request(0, shrink_only=True, commit_failures=1), 10)
+    group.quorum_requested(request(1, commit_failures=4), 11)
+    assert group.quorum_requested(request(2), 12) == (asks(shrink_only=True, commit_failures=4),)
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_workers_at_different_steps_all_get_the_error(last: int) -> None:
+    group = Group(3)
+    ranks = [rank for rank in range(3) if rank != last]
+    group.quorum_requested(request(ranks[0]), 10)
+    orders = group.quorum_requested(request(ranks[1], step=6), 11)
+    sentence = (
+        "the workers of this group are at different steps: "
+        f"rank {ranks[0]} at step 5, rank {ranks[1]} at step 6"
+    )
+    assert plain(orders) == [Refused(who, "RequestRefused", sentence) for who in (10, 11)]
+    assert group.quorum_requested(request(last, step=6), 12) == ()
+    for rank, caller in zip(ranks, (13, 14), strict=True):
+        orders = group.quorum_requested(request(rank, step=6), caller)
+    assert orders == (asks(step=6),)
+
+
+def test_a_failed_round_is_told_to_every_worker_at_once() -> None:
+    group = Group(2)
+    group.quorum_requested(request(0), 10)
+    group.quorum_requested(request(1), 11)
+    orders = group.quorum_failed(1, Unreachable("lighthouse", "host:1", "refused"))
+    sentence = "lighthouse at host:1 cannot be reached: refused"
+    assert plain(orders) == [Refused(who, "Unreachable", sentence) for who in (10, 11)]
+    assert group.quorum_failed(1, QuorumFailed("again")) == ()
+    group.quorum_requested(request(0), 12)
+    assert group.quorum_requested(request(1), 13) == (asks(2),)
+
+
+def test_an_outcome_of_an_earlier_round_changes_nothing() -> None:
+    group = Group(1)
+    group.quorum_requested(request(0), 10)
+    assert group.withdrawn(10) == (StopAsking(1),)
+    assert group.quorum_requested(request(0), 11) == (asks(2),)
+    assert group.quorum_formed(1, QUORUM) == ()
+    assert group.quorum_failed(1, QuorumFailed("late")) == ()
+    assert group.quorum_formed(2, QUORUM) == (AnswerWorker(11, request(0), QUORUM, 2),)
+
+
+def test_a_worker_that_gives_up_releases_the_others() -> None:
+    group = Group(3)
+    group.quorum_requested(request(0), 10)
+    group.quorum_requested(request(1), 11)
+    sentence = "no quorum: group rank 1 gave up waiting"
+    assert plain(group.withdrawn(11)) == [Refused(10, "QuorumFailed", sentence)]
+    assert group.withdrawn(11) == ()
+    assert group.withdrawn(10) == ()
+
+
+def test_a_worker_that_gives_up_while_the_lighthouse_is_asked() -> None:
+    group = Group(2)
+    group.quorum_requested(request(0), 10)
+    group.quorum_requested(request(1), 11)
+    sentence = "no quorum: group rank 0 gave up waiting"
+    assert plain(group.withdrawn(10)) == [StopAsking(1), Refused(11, "QuorumFailed", sentence)]
+    assert group.quorum_formed(1, QUORUM) == ()
+
+
+SUPERSEDED = "no quorum: a newer call of group rank 0 has taken the place of this one"
+
+
+def test_a_repeated_request_takes_the_place_of_the_first() -> None:
+    group = Group(2)
+    group.quorum_requested(request(0, worker_id="x"), 10)
+    again = group.quorum_requested(request(0, worker_id="x"), 11)
+    assert plain(again) == [Refused(10, "QuorumFailed", SUPERSEDED)]
+    group.quorum_requested(request(1), 12)
+    again = group.quorum_requested(request(0, worker_id="x"), 13)
+    assert plain(again) == [Refused(11, "QuorumFailed", SUPERSEDED)]
+    answers = group.quorum_formed(1, QUORUM)
+    assert {order.caller for order in answers if isinstance(order, AnswerWorker)} == {12, 13}
+
+
+def test_a_repeated_request_for_another_step_is_not_mixed_in() -> None:
+    group = Group(2)
+    group.quorum_requested(request(0), 10)
+    group.quorum_requested(request(1), 11)
+    sentence = (
+        "the workers of this group are at different steps: rank 0 at step 6, rank 1 at step 5"
+    )
+    assert plain(group.quorum_requested(request(0, step=6), 12)) == [
+        Refused(10, "QuorumFailed", SUPERSEDED),
+        StopAsking(1),
+        Refused(12, "RequestRefused", sentence),
+        Refused(11, "RequestRefused", sentence),
+    ]
+    assert group.quorum_formed(1, QUORUM) == ()
+
+
+def test_a_repeated_request_that_says_something_new_is_asked_anew() -> None:
+    group = Group(1)
+    group.quorum_requested(request(0), 10)
+    assert plain(group.quorum_requested(request(0, step=6, commit_failures=2), 11)) == [
+        Refused(10, "QuorumFailed", SUPERSEDED),
+        StopAsking(1),
+        asks(2, step=6, commit_failures=2),
+    ]
+    assert group.quorum_formed(1, QUORUM) == ()
+
+
+def test_two_workers_with_one_rank() -> None:
+    group = Group(2)
+    group.quorum_requested(request(0, worker_id="x"), 10)
+    with pytest.raises(RequestRefused) as refused:
+        group.quorum_requested(request(0, worker_id="y"), 11)
+    assert str(refused.value) == (
+        "group rank 0 is taken: another worker with this rank already waits; "
+        "give every worker of the group a rank of its own"
+    )
+    assert group.quorum_requested(request(1, worker_id="z"), 12) == (asks(),)
+
+
+def test_a_restarted_worker_makes_another_incarnation() -> None:
+    group = Group(2)
+    for round_, ids, restarted in [
+        (1, ("x", "y"), False),
+        (2, ("x", "y"), False),
+        (3, ("x", "new"), True),
+        (4, ("x", "new"), False),
+        (5, ("new", "newer"), True),
+    ]:
+        group.quorum_requested(request(0, worker_id=ids[0]), 2 * round_)
+        orders = group.quorum_requested(request(1, worker_id=ids[1]), 2 * round_ + 1)
+        assert orders == (asks(round_, new_incarnation=restarted),)
+        group.quorum_formed(round_, QUORUM)
+
+
+def test_a_restart_is_not_forgotten_when_the_barrier_fails() -> None:
+    group = Group(2)
+    group.quorum_requested(request(0, worker_id="x"), 10)
+    group.withdrawn(10)
+    group.quorum_requested(request(0, worker_id="new"), 11)
+    group.withdrawn(11)
+    group.quorum_requested(request(0, worker_id="new"), 12)
+    assert group.quorum_requested(request(1), 13) == (asks(new_incarnation=True),)
+
+
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [
+        (request(2), "group rank 2 is outside this group of 2 workers"),
+        (request(-1), "group rank -1 is outside this group of 2 workers"),
+        (request(0, step=-1), "step is -1, must be 0 or more"),
+        (request(0, step=2**63), f"step is {2**63}, must be 0 or more"),
+        (request(0, commit_failures=-1), "commit_failures is -1, must be 0 or more"),
+        (
+            request(0, checkpoint_address="x" * 513),
+            "checkpoint address has 513 characters, 512 are allowed",
+        ),
+        (request(0, worker_id="x" * 513), "worker id has 513 characters, 512 are allowed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_rejected_request_leaves_the_state_as_it_was(bad: WorkerRequest, sentence: str) -> None:
+    group = in_round(2)
+    assert group.voted(vote(0, round=1), 20) == ()
+    with pytest.raises(RequestRefused) as refused:
+        group.quorum_requested(bad, 21)
+    assert str(refused.value) == sentence
+    assert group.voted(vote(1, round=1), 22) == (AnswerVote(20, True), AnswerVote(22, True))
+
+
+def test_a_group_without_workers_can_not_be() -> None:
+    with pytest.raises(ConfigError, match="group_world_size=0 cannot work"):
+        Group(0)
+
+
+def test_where_a_worker_serves_its_state() -> None:
+    group = Group(2)
+    with pytest.raises(RequestRefused, match="group rank 0 has not told where it serves"):
+        group.checkpoint_address(0)
+    with pytest.raises(RequestRefused, match="group rank 2 is outside this group"):
+        group.checkpoint_address(2)
+    group.quorum_requested(request(0, checkpoint_address="host:1"), 10)
+    assert group.checkpoint_address(0) == "host:1"
+    group.quorum_requested(request(0, checkpoint_address="host:2"), 11)
+    assert group.checkpoint_address(0) == "host:2"
+
+
+# -- the commit barrier --------------------------------------------------------------------------
+
+
+def test_all_vote_yes() -> None:
+    group = in_round(3)
+    assert group.voted(vote(1), 20) == ()
+    assert group.voted(vote(0), 21) == ()
+    assert group.why() == "group rank 2 of 3 workers has not voted"
+    assert group.voted(vote(2), 22) == tuple(AnswerVote(who, True) for who in (20, 21, 22))
+
+
+def test_one_no_decides_at_once_and_for_all() -> None:
+    group = in_round(3)
+    assert group.voted(vote(1), 20) == ()
+    assert group.voted(vote(0, yes=False), 21) == (AnswerVote(20, False), AnswerVote(21, False))
+    assert group.voted(vote(2), 22) == (AnswerVote(22, False),)
+
+
+def test_a_vote_may_name_the_step_of_the_group_or_of_the_quorum() -> None:
+    """A group that healed meanwhile is at max_step when it votes."""
+    assert in_round(1).voted(vote(0, step=5), 20) == (AnswerVote(20, True),)
+    assert in_round(1).voted(vote(0, step=7), 20) == (AnswerVote(20, True),)
+
+
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [
+        (vote(0, step=6), "the vote is for step 6, the group is at step 5 or 7"),
+        (vote(0, step=4), "the vote is for step 4, the group is at step 5 or 7"),
+        (vote(0, round=2), "the vote belongs to round 2, this is round 3"),
+        (vote(0, round=4), "the vote belongs to round 4, this is round 3"),
+        (vote(2), "group rank 2 is outside this group of 2 workers"),
+        (vote(-1), "group rank -1 is outside this group of 2 workers"),
+        (vote(1, yes=False), "group rank 1 has already voted in round 3"),
+        (vote(1, worker_id="y"), "group rank 1 has already voted in round 3"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_refused_vote_leaves_the_state_as_it_was(bad: Vote, sentence: str) -> None:
+    group = in_round(2, round_=3)
+    group.voted(vote(1, round=3), 20)
+    with pytest.raises(RequestRefused) as refused:
+        group.voted(bad, 21)
+    assert str(refused.value) == sentence
+    assert group.voted(vote(0, round=3), 22) == (AnswerVote(20, True), AnswerVote(22, True))
+
+
+NOTHING = "there is nothing to vote on: no quorum yet, or a new one is due"
+
+
+def test_a_vote_without_a_quorum_is_refused() -> None:
+    with pytest.raises(RequestRefused) as refused:
+        Group(1).voted(vote(0), 20)
+    assert str(refused.value) == NOTHING
+
+
+def test_a_late_vote_does_not_count_in_the_next_round() -> None:
+    group = in_round(2)
+    group.quorum_requested(request(0), 30)
+    with pytest.raises(RequestRefused, match=NOTHING):
+        group.voted(vote(1, round=1), 31)
+    group.quorum_requested(request(1), 32)
+    group.quorum_formed(2, QUORUM)
+    with pytest.raises(RequestRefused, match="belongs to round 1, this is round 2"):
+        group.voted(vote(1, round=1), 33)
+    assert group.voted(vote(1, round=2), 34) == ()
+
+
+def test_a_repeated_vote_is_answered_once() -> None:
+    group = in_round(2)
+    group.voted(vote(0), 20)
+    sentence = "no commit decision: a newer call of group rank 0 has taken the place of this one"
+    assert plain(group.voted(vote(0), 21)) == [Refused(20, "CommitFailed", sentence)]
+    assert group.withdrawn(20) == ()
+    assert group.voted(vote(1), 22) == (AnswerVote(21, True), AnswerVote(22, True))
+    assert group.voted(vote(1), 23) == (AnswerVote(23, True),)  # its answer was lost
+
+
+def test_a_voter_that_gives_up_releases_the_others() -> None:
+    group = in_round(3)
+    group.voted(vote(0), 20)
+    group.voted(vote(1), 21)
+    sentence = "no commit decision: group rank 0 gave up waiting"
+    assert plain(group.withdrawn(20)) == [Refused(21, "CommitFailed", sentence)]
+    with pytest.raises(RequestRefused, match=NOTHING):
+        group.voted(vote(2), 22)
+
+
+def test_giving_up_after_the_decision_changes_nothing() -> None:
+    group = in_round(2)
+    group.voted(vote(0, yes=False), 20)
+    assert group.withdrawn(20) == ()
+    assert group.voted(vote(1), 21) == (AnswerVote(21, False),)
+
+
+def test_a_worker_that_asks_instead_of_voting_releases_the_voters() -> None:
+    group = in_round(2)
+    group.voted(vote(0), 20)
+    sentence = "no commit decision: group rank 1 asked for a new quorum instead of voting"
+    assert plain(group.quorum_requested(request(1), 21)) == [Refused(20, "CommitFailed", sentence)]
+
+
+def test_rounds_go_on_above_those_of_an_earlier_manager() -> None:
+    group = Group(1, first_round=40)
+    assert group.quorum_requested(request(0), 10) == (asks(40),)
+
+
+def test_many_missing_workers_are_not_all_named() -> None:
+    group = Group(20)
+    group.quorum_requested(request(0), 10)
+    assert group.why() == (
+        "group rank 1, 2, 3, 4, 5, 6, 7, 8 ... of 20 workers has not asked for a quorum"
+    )

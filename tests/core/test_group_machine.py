@@ -1,0 +1,178 @@
+"""A group's barriers under any sequence of inputs: all workers get one answer or one error (I5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from torchft_svc.core.group import (
+    AnswerVote,
+    AnswerWorker,
+    AskLighthouse,
+    Group,
+    Order,
+    RefuseWorker,
+    StopAsking,
+    Vote,
+    WorkerRequest,
+)
+from torchft_svc.errors import QuorumFailed, RequestRefused
+
+from .scenes import member, quorum
+
+ranks = st.integers(0, 3)  # one more than there can be
+steps = st.sampled_from([1, 1, 1, 1, 2])
+workers = st.sampled_from(["", "", "", "new"])
+
+
+class Barriers(RuleBasedStateMachine):
+    """Workers ask, vote, repeat themselves, give up; the lighthouse answers, fails, or is late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.caller = 0
+        self.asking: dict[int, WorkerRequest] = {}  # callers that wait, by number
+        self.voting: dict[int, Vote] = {}
+        self.told: set[int] = set()
+        self.question: AskLighthouse | None = None
+        self.last_round = 0
+        self.votes: dict[int, bool] = {}  # that were taken in this round, by group rank
+        self.decisions: set[bool] = set()
+
+    @initialize(world_size=st.integers(1, 3))
+    def begin(self, world_size: int) -> None:
+        self.group = Group(world_size)
+
+    @rule(
+        rank=ranks,
+        step=steps,
+        worker_id=workers,
+        shrink_only=st.booleans(),
+        commit_failures=st.integers(0, 2),
+    )
+    def worker_asks(self, rank: int, step: int, **fields: Any) -> None:
+        self.caller += 1
+        request = WorkerRequest(group_rank=rank, step=step, **fields)
+        waiting = dict(self.asking)
+        try:
+            orders = self.group.quorum_requested(request, self.caller)
+        except RequestRefused:
+            taken = [each for each in waiting.values() if each.group_rank == rank]
+            assert rank >= self.group.world_size or taken[0].worker_id != request.worker_id
+            return
+        self.asking[self.caller] = request
+        self.carry_out(orders)
+        if any(each.step != step for each in waiting.values() if each.group_rank != rank):
+            assert not self.asking, "different steps: every rank gets the error"
+
+    @rule(rank=ranks, step=steps, yes=st.booleans(), age=st.sampled_from([0, 0, 0, 1, None]))
+    def worker_votes(self, rank: int, step: int, yes: bool, age: int | None) -> None:
+        self.caller += 1
+        number = 0 if age is None else self.last_round - age
+        vote = Vote(group_rank=rank, step=step, should_commit=yes, round=number)
+        try:
+            orders = self.group.voted(vote, self.caller)
+        except RequestRefused:
+            return
+        assert number in (0, self.last_round)
+        assert self.question is None, "no vote counts while a new quorum is due"
+        assert self.votes.setdefault(rank, yes) == yes, "a vote can not be changed"
+        self.voting[self.caller] = vote
+        self.carry_out(orders)
+
+    @rule(data=st.data())
+    def worker_gives_up(self, data: st.DataObject) -> None:
+        waiting = sorted(self.asking | self.voting)
+        if not waiting:
+            return
+        caller = data.draw(st.sampled_from(waiting))
+        is_asking = caller in self.asking
+        del (self.asking if is_asking else self.voting)[caller]
+        self.carry_out(self.group.withdrawn(caller))
+        assert not (self.asking if is_asking else self.voting), "it releases the others"
+
+    @rule(late=st.booleans(), max_step=st.integers(1, 2))
+    def lighthouse_answers(self, late: bool, max_step: int) -> None:
+        number = self.last_round - late
+        seen = quorum(number, member("a", max_step))
+        waiting = dict(self.asking)
+        orders = self.group.quorum_formed(number, seen)
+        if self.question is None or late:
+            assert orders == ()
+            return
+        assert {(order.quorum.quorum_id, order.round) for order in orders} == {(number, number)}  # type: ignore[union-attr]
+        assert {order.caller: order.request for order in orders} == waiting  # type: ignore[union-attr]
+        self.question = None
+        self.votes, self.decisions = {}, set()
+        self.carry_out(orders)
+        assert not self.asking, "all ranks get one answer"
+
+    @rule(late=st.booleans())
+    def lighthouse_fails(self, late: bool) -> None:
+        error = QuorumFailed("no route")
+        orders = self.group.quorum_failed(self.last_round - late, error)
+        if self.question is None or late:
+            assert orders == ()
+            return
+        assert all(isinstance(order, RefuseWorker) and order.error is error for order in orders)
+        self.question = None
+        self.carry_out(orders)
+        assert not self.asking, "all ranks get one error"
+
+    def carry_out(self, orders: tuple[Order, ...]) -> None:
+        for order in orders:
+            if isinstance(order, AskLighthouse):
+                self.check_question(order)
+            elif isinstance(order, StopAsking):
+                assert self.question is not None
+                assert order.round == self.question.round
+                self.question = None
+            else:
+                assert order.caller not in self.told, "nobody is answered twice"
+                self.told.add(order.caller)
+                if isinstance(order, AnswerVote):
+                    del self.voting[order.caller]
+                    self.decisions.add(order.should_commit)
+                elif isinstance(order, AnswerWorker) or order.caller in self.asking:
+                    del self.asking[order.caller]
+                else:
+                    del self.voting[order.caller]
+
+    def check_question(self, question: AskLighthouse) -> None:
+        assert self.question is None, "one question at a time"
+        assert question.round == self.last_round + 1
+        self.question, self.last_round = question, question.round
+        asking = list(self.asking.values())
+        assert [each.group_rank for each in sorted(asking, key=lambda each: each.group_rank)] == (
+            list(range(self.group.world_size))
+        )
+        assert {each.step for each in asking} == {question.step}
+        assert question.shrink_only == any(each.shrink_only for each in asking)
+        assert question.commit_failures == max(each.commit_failures for each in asking)
+
+    @invariant()
+    def i5_nobody_waits_for_nothing(self) -> None:
+        world_size = self.group.world_size if hasattr(self, "group") else 0
+        if self.question is None:
+            assert len(self.asking) < max(world_size, 1), "all have asked, and nothing happens"
+        assert not (self.asking and self.voting), "one barrier at a time"
+        ranks = [each.group_rank for each in self.voting.values()]
+        assert len(ranks) == len(set(ranks)), "one call of each rank waits"
+        assert len(ranks) < max(world_size, 1)
+
+    @invariant()
+    def one_decision_in_a_round(self) -> None:
+        assert len(self.decisions) <= 1
+        if True in self.decisions:
+            assert set(self.votes.values()) == {True}
+            assert len(self.votes) == self.group.world_size
+        elif False in self.decisions:
+            assert False in self.votes.values()
+            assert not self.voting
+
+
+TestBarriers = Barriers.TestCase
+TestBarriers.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
