@@ -79,6 +79,7 @@ class TestWhen:
         assert killer.order_due(20.0, board) is None
         board.apply(phase("backward", 20.1))
         assert killer.order_due(30.0, board) is None
+        board.apply(phase("commit", 20.3))
         board.apply(commit(0, 9, incarnation=1))
         assert killer.order_due(30.1, board) is None  # it waits for the phase to begin anew
         board.apply(phase("backward", 30.2))
