@@ -1,0 +1,106 @@
+"""Fails a test that leaves a process or a thread behind, whoever wrote it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+# What a test has asked to end gets so long to be gone.
+ENDING_S = 3.0
+# Inherited by all that a test starts: it is found again even after its parent has died.
+_MARK = "TORCHFT_TEST_SESSION"
+# multiprocessing keeps these for the whole session on purpose.
+_SESSION_WIDE = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _mark_processes() -> Iterator[str]:
+    mark = uuid.uuid4().hex
+    os.environ[_MARK] = mark
+    yield mark
+    del os.environ[_MARK]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(_mark_processes: str) -> Iterator[None]:
+    """Looks at processes only where one was started: the usual test pays microseconds."""
+    threads, children, reaped = set(threading.enumerate()), _children(), _reaped()
+    known = _marked(_mark_processes) if children else set()
+    yield
+    if _children() - children or _reaped() != reaped:
+        _check_processes(_mark_processes, known)
+    _check_threads(threads)
+
+
+def _check_threads(before: set[threading.Thread]) -> None:
+    """Daemon threads are libraries' business, except ours, which have owners that join them."""
+    deadline = time.monotonic() + ENDING_S
+    left: list[threading.Thread] = []
+    for thread in set(threading.enumerate()) - before:
+        if thread.daemon and not thread.name.startswith("torchft"):
+            continue
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            left.append(thread)
+    if left:
+        pytest.fail(f"threads left behind: {[thread.name for thread in left]}")
+
+
+def _check_processes(mark: str, known: set[psutil.Process]) -> None:
+    left = _marked(mark) - known
+    _, left_list = psutil.wait_procs(left, timeout=ENDING_S) if left else ([], [])
+    told = []
+    for process in left_list:
+        with contextlib.suppress(psutil.Error):
+            told.append(f"{process.pid}: {' '.join(process.cmdline())[:300]}")
+            process.kill()
+    if told:
+        pytest.fail("processes left behind (now killed):\n" + "\n".join(told))
+
+
+def _marked(mark: str) -> set[psutil.Process]:
+    """The living processes, other than this one, that were started in this session."""
+    found = set(psutil.Process().children(recursive=True))  # also those with a fresh environment
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.environ().get(_MARK) == mark:
+                found.add(process)
+    return {process for process in found if _counts(process)}
+
+
+def _counts(process: psutil.Process) -> bool:
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        command = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return not any(name in command for name in _SESSION_WIDE)
+
+
+def _children() -> set[int]:
+    """The direct children of all threads of this process."""
+    found: set[int] = set()
+    try:
+        for task in os.listdir("/proc/self/task"):
+            with (
+                contextlib.suppress(FileNotFoundError),  # a thread that has just ended
+                open(f"/proc/self/task/{task}/children") as listing,
+            ):
+                found.update(map(int, listing.read().split()))
+    except OSError:  # not Linux
+        return {child.pid for child in psutil.Process().children()}
+    return found
+
+
+def _reaped() -> int:
+    """Grows whenever a child that has ended is waited for."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt

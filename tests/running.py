@@ -1,0 +1,226 @@
+"""Starts what the tests talk to: real services in real processes, and raw lines to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import grpc
+
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.channel import open_channel
+from torchft_svc.rpc.codec import JOB_KEY
+
+ROOT = Path(__file__).parents[1]
+START_S = 30.0
+END_S = 10.0
+_LINES = {
+    "lighthouse_server": "lighthouse listening on ",
+    "manager_server": "manager listening on ",
+}
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process' environment, in which the package under test is found first."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), **changes}
+
+
+def eventually(holds: Callable[[], Any], within_s: float = 10.0, what: str = "") -> Any:
+    """Ask until ``holds`` returns something true, and return that."""
+    deadline = time.monotonic() + within_s
+    while True:
+        found = holds()
+        if found:
+            return found
+        assert time.monotonic() < deadline, what or f"not within {within_s} s: {holds}"
+        time.sleep(0.005)
+
+
+class Process:
+    """A command of ours in a process of its own; leaving the block kills it."""
+
+    def __init__(self, module: str, *flags: str, **variables: str) -> None:
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the block
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", f"torchft_svc.{module}", *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            cwd=ROOT,
+            env=environment(**variables),
+        )
+        self.pid = self._popen.pid
+        line = self._first_line(time.monotonic() + START_S)
+        said = _LINES[module]
+        if not line.startswith(said):
+            self._popen.kill()
+            self._popen.wait()
+            raise AssertionError(f"{module} said {line!r} and {self.errors()!r}")
+        self.address = line.removeprefix(said).strip()
+        self.port = int(self.address.rpartition(":")[2])
+
+    def _first_line(self, deadline: float) -> str:
+        assert self._popen.stdout is not None
+        line = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._popen.stdout, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    break
+                more = os.read(self._popen.stdout.fileno(), 4096)
+                if not more:
+                    break
+                line += more
+        return line.decode()
+
+    def send(self, number: int) -> None:
+        self._popen.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        self._popen.kill()
+        self._popen.wait(END_S)
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, float]:
+        """Send a signal; the exit status, and after how many seconds it came."""
+        began_at = time.monotonic()
+        self.send(number)
+        status = self._popen.wait(END_S)
+        return status, time.monotonic() - began_at
+
+    def wait(self, timeout_s: float = END_S) -> int:
+        return self._popen.wait(timeout_s)
+
+    def is_running(self) -> bool:
+        return self._popen.poll() is None
+
+    def errors(self) -> str:
+        """All that it has written to stderr."""
+        self._errors.seek(0)
+        return self._errors.read().decode()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_running():
+            self.send(signal.SIGCONT)
+            self.kill()
+        assert self._popen.stdout is not None
+        self._popen.stdout.close()
+        self._errors.close()
+
+
+def lighthouse_process(*flags: str, bind: str = "127.0.0.1:0") -> Process:
+    return Process("lighthouse_server", f"--bind={bind}", *flags)
+
+
+def manager_process(lighthouse: str, *flags: str, name: str = "group") -> Process:
+    return Process(
+        "manager_server",
+        f"--lighthouse={lighthouse}",
+        f"--replica-name={name}",
+        "--store-address=127.0.0.1:1",
+        "--bind=127.0.0.1:0",
+        *flags,
+    )
+
+
+def command(module: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of ours that ends by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", f"torchft_svc.{module}", *flags],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        cwd=ROOT,
+        env=environment(**variables),
+        check=False,
+    )
+
+
+class Line:
+    """A raw line to a service: calls are futures, so a test can cancel one or have many at once."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = open_channel(address)
+
+    def call(self, method: str, request: Any, timeout_s: float | None, job: str | None) -> Any:
+        """The future of ``Service/Method``; its result is the parsed answer."""
+        service, _, name = method.partition("/")
+        described = pb.DESCRIPTOR.services_by_name[service].methods_by_name[name]
+        invoke = self.channel.unary_unary(
+            f"/torchft.{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=getattr(pb, described.output_type.name).FromString,
+        )
+        metadata = None if job is None else ((JOB_KEY, job),)
+        return invoke.future(request, timeout=timeout_s, metadata=metadata)
+
+    def quorum(
+        self, replica_id: str, timeout_s: float = 10.0, job: str | None = None, **fields: Any
+    ) -> Any:
+        """Ask a lighthouse on behalf of ``replica_id``."""
+        member = pb.QuorumMember(replica_id=replica_id, **fields)
+        request = pb.LighthouseQuorumRequest(requester=member)
+        return self.call("LighthouseService/Quorum", request, timeout_s, job)
+
+    def beat(self, replica_id: str, job: str | None = None) -> Any:
+        """A heartbeat, answered."""
+        request = pb.LighthouseHeartbeatRequest(replica_id=replica_id)
+        return self.call("LighthouseService/Heartbeat", request, 5.0, job).result()
+
+    def leave(self, replica_id: str, reason: str = "", job: str | None = None) -> None:
+        request = pb.LighthouseLeaveRequest(replica_id=replica_id, reason=reason)
+        self.call("LighthouseService/Leave", request, 5.0, job).result()
+
+    def ask_manager(self, timeout_s: float = 10.0, **fields: Any) -> Any:
+        """Ask a manager as one of its workers."""
+        request = pb.ManagerQuorumRequest(**fields)
+        return self.call("ManagerService/Quorum", request, timeout_s, None)
+
+    def vote(self, timeout_s: float = 10.0, **fields: Any) -> Any:
+        request = pb.ShouldCommitRequest(**fields)
+        return self.call("ManagerService/ShouldCommit", request, timeout_s, None)
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+@contextlib.contextmanager
+def line_to(address: str) -> Iterator[Line]:
+    line = Line(address)
+    try:
+        yield line
+    finally:
+        line.close()
+
+
+def members(answer: Any) -> list[str]:
+    """Who is in the quorum that a lighthouse has answered with."""
+    return [member.replica_id for member in answer.quorum.participants]
+
+
+def failure(future: Any) -> tuple[grpc.StatusCode, str]:
+    """The status and the sentence with which a call failed."""
+    error = future.exception(timeout=30)
+    assert error is not None, f"answered {future.result()}"
+    return error.code(), error.details()
+
+
+def is_alive(pid: int) -> bool:
+    """False for a process that has ended, also if nobody has waited for it yet."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
