@@ -1,0 +1,168 @@
+"""HTTPTransport end to end: what is offered arrives, at whatever moment it is asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from torchft_svc.client.checkpointing import HTTPTransport
+from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, Unreachable
+
+SOON = timedelta(seconds=0.3)
+LONG = timedelta(seconds=20)
+
+
+@pytest.fixture
+def source() -> Iterator[HTTPTransport[Any]]:
+    with HTTPTransport(LONG, hostname="127.0.0.1", chunk_bytes=64 << 10) as transport:
+        yield transport
+
+
+@pytest.fixture
+def receiver() -> Iterator[HTTPTransport[Any]]:
+    with HTTPTransport(LONG, hostname="127.0.0.1", chunk_bytes=64 << 10) as transport:
+        yield transport
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchft")]
+
+
+def adam_state(num_layers: int = 200) -> dict[str, Any]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(num_layers)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 7}
+
+
+def test_a_state_arrives_as_it_was_offered(
+    source: HTTPTransport[Any], receiver: HTTPTransport[Any]
+) -> None:
+    state = {"w": torch.randn(300, 1000), "n": [1, 2.5, None, "x"], "empty": torch.empty(0, 3)}
+    source.send_checkpoint([1], 5, state, LONG)
+    received = receiver.recv_checkpoint(0, source.metadata(), 5, LONG)
+    torch.testing.assert_close(received["w"], state["w"], rtol=0, atol=0)
+    assert received["n"] == state["n"]
+    assert received["empty"].shape == (0, 3)
+
+
+def test_an_adam_optimizer_of_many_tensors_loads_what_arrived(
+    source: HTTPTransport[Any], receiver: HTTPTransport[Any]
+) -> None:
+    state = adam_state()
+    source.send_checkpoint([1], 1, state, LONG)
+    received = receiver.recv_checkpoint(0, source.metadata(), 1, LONG)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(200)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1.0)
+    model.load_state_dict(received["model"])
+    optimizer.load_state_dict(received["optim"])
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    for mine, theirs in zip(
+        optimizer.state_dict()["state"].values(), state["optim"]["state"].values(), strict=True
+    ):
+        assert all(torch.equal(mine[key], theirs[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def test_a_state_without_tensors_arrives(
+    source: HTTPTransport[Any], receiver: HTTPTransport[Any]
+) -> None:
+    source.send_checkpoint([1], 0, {"step": 3}, LONG)
+    assert receiver.recv_checkpoint(0, source.metadata(), 0, LONG) == {"step": 3}
+
+
+def test_a_state_without_tensors_outlives_the_step(
+    source: HTTPTransport[Any], receiver: HTTPTransport[Any]
+) -> None:
+    source.send_checkpoint([1, 2], 0, {"step": 3}, LONG)
+    source.disallow_checkpoint()
+    for _ in range(2):
+        assert receiver.recv_checkpoint(0, source.metadata(), 0, LONG) == {"step": 3}
+    with pytest.raises(DeadlineExceeded):
+        receiver.recv_checkpoint(0, source.metadata(), 0, SOON)
+
+
+def test_who_asks_early_waits(source: HTTPTransport[Any], receiver: HTTPTransport[Any]) -> None:
+    source.send_checkpoint([1], 4, {"step": 4}, LONG)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(receiver.recv_checkpoint, 0, source.metadata(), 5, LONG)
+        assert receiver.recv_checkpoint(0, source.metadata(), 4, LONG) == {"step": 4}
+        assert not asked.done()
+        source.send_checkpoint([1], 5, {"step": 5}, LONG)
+        assert asked.result(20) == {"step": 5}
+
+
+def test_who_asks_too_early_is_told_so_at_the_deadline(
+    source: HTTPTransport[Any], receiver: HTTPTransport[Any]
+) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"step 5 .* timed out after 0\.3 s: .*not offered"):
+        receiver.recv_checkpoint(0, source.metadata(), 5, SOON)
+
+
+def test_a_step_that_is_gone_is_refused_at_once(
+    source: HTTPTransport[Any], receiver: HTTPTransport[Any]
+) -> None:
+    source.send_checkpoint([1], 6, {}, LONG)
+    with pytest.raises(CheckpointError, match="step 5 is gone, the newest is 6"):
+        receiver.recv_checkpoint(0, source.metadata(), 5, LONG)
+
+
+def test_a_step_that_was_discarded_can_be_offered_again(
+    source: HTTPTransport[Any], receiver: HTTPTransport[Any]
+) -> None:
+    source.send_checkpoint([1], 6, {"try": 1}, LONG)
+    receiver.recv_checkpoint(0, source.metadata(), 6, LONG)
+    source.disallow_checkpoint()
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(receiver.recv_checkpoint, 0, source.metadata(), 6, LONG)
+        source.send_checkpoint([1], 6, {"try": 2}, LONG)
+        assert asked.result(20) == {"try": 2}
+
+
+def test_nobody_listens(source: HTTPTransport[Any], receiver: HTTPTransport[Any]) -> None:
+    where = source.metadata()
+    source.shutdown()
+    with pytest.raises(Unreachable, match=r"checkpoint source at 127\.0\.0\.1"):
+        receiver.recv_checkpoint(0, where, 1, LONG)
+
+
+def test_an_unsendable_value_is_named_with_its_path(source: HTTPTransport[Any]) -> None:
+    with pytest.raises(ConfigError, match=r"state_dict\['optim'\]\['fn'\].*function objects"):
+        source.send_checkpoint([1], 1, {"optim": {"fn": lambda: 0}}, LONG)
+
+
+def test_the_advertised_host_can_be_set() -> None:
+    with HTTPTransport(LONG, hostname="fe80::1") as transport:
+        assert transport.metadata().startswith("http://[fe80::1]:")
+
+
+def test_shutdown_leaves_no_thread_and_may_be_called_twice() -> None:
+    before = our_threads()
+    transport: HTTPTransport[Any] = HTTPTransport(LONG, hostname="127.0.0.1")
+    transport.send_checkpoint([1], 1, {"w": torch.ones(1000)}, LONG)
+    transport.recv_checkpoint(0, transport.metadata(), 1, LONG)
+    assert len(our_threads()) > len(before)
+    transport.shutdown()
+    transport.shutdown()
+    assert our_threads() == before
+
+
+def test_shutdown_ends_a_receiver_that_waits(source: HTTPTransport[Any]) -> None:
+    receiver: HTTPTransport[Any] = HTTPTransport(LONG, hostname="127.0.0.1")
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(receiver.recv_checkpoint, 0, source.metadata(), 5, LONG)
+        source.send_checkpoint([1], 4, {}, LONG)
+        receiver.recv_checkpoint(0, source.metadata(), 4, LONG)  # so the other one runs as well
+        receiver.shutdown()
+        with pytest.raises(CheckpointError, match="shutting down"):
+            asked.result(20)
+
+
+def test_the_import_starts_no_thread() -> None:
+    assert our_threads() == []

@@ -1,0 +1,153 @@
+"""The checkpoint transport over HTTP: serves a worker's state, and fetches that of another."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+from torchft_svc.client.checkpointing.board import Board
+from torchft_svc.client.checkpointing.fetch import (
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    Fetch,
+    Order,
+)
+from torchft_svc.client.checkpointing.serialization import describe
+from torchft_svc.client.checkpointing.served import Offer, ServedState
+from torchft_svc.client.checkpointing.server import CheckpointServer
+from torchft_svc.client.checkpointing.transport import CheckpointTransport
+from torchft_svc.errors import ConfigError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT = timedelta(seconds=60)
+DEFAULT_CHUNK_BYTES = 8 << 20
+DEFAULT_NUM_CONNECTIONS = 4
+MAX_NUM_CONNECTIONS = 32
+
+
+class HTTPTransport(CheckpointTransport[T]):
+    """Heals over HTTP; the state is any nesting of containers, plain values and tensors.
+
+    ``send_checkpoint`` returns at once: receivers fetch in the background, first from the live
+    tensors, and after ``disallow_checkpoint`` from a copy of what they still lack. Timeouts are
+    times without progress, so a large state over a slow link heals.
+
+    Args:
+        timeout: for sending, where ``send_checkpoint`` is given none.
+        num_connections: how many connections a receiver uses.
+        hostname: the host to advertise; the name of this machine if not given.
+        bind_host: the address to listen at; all interfaces if not given.
+        port: the port to listen at; any free one if 0.
+        chunk_bytes: the unit of transfer, checking and repeating.
+
+    Raises:
+        ConfigError: a number that cannot work.
+        AddressError: the port cannot be bound.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        num_connections: int = DEFAULT_NUM_CONNECTIONS,
+        hostname: str | None = None,
+        *,
+        bind_host: str = "",
+        port: int = 0,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    ) -> None:
+        _check("num_connections", num_connections, 1, MAX_NUM_CONNECTIONS)
+        _check("chunk_bytes", chunk_bytes, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
+        self._timeout_s = _seconds(timeout)
+        self._num_connections = num_connections
+        self._chunk_bytes = chunk_bytes
+        self._board = Board()
+        self._server = CheckpointServer(self._board, bind_host, port)
+        self._host = hostname or bind_host or _own_host()
+        self._lock = threading.Lock()
+        self._fetches: set[Fetch] = set()
+        self._is_shut_down = False
+
+    def metadata(self) -> str:
+        """The URL under which this worker serves; whoever knows it can read the state."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._server.port}/{self._server.secret}"
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta | None = None
+    ) -> None:
+        """See `CheckpointTransport`; ``timeout``: how long to serve while nobody makes progress."""
+        described = describe(state_dict)
+        offer = Offer(
+            step=step,
+            num_receivers=len(dst_ranks),
+            chunk_bytes=self._chunk_bytes,
+            patience_s=self._timeout_s if timeout is None else _seconds(timeout),
+        )
+        log.info("offering step %d (%d bytes) to %s", step, described.memory.size, dst_ranks)
+        self._server.offer(ServedState(offer, described.description, described.memory))
+
+    def disallow_checkpoint(self) -> None:
+        state = self._board.state
+        if state is not None:
+            state.detach()
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        order = Order(metadata, step, _seconds(timeout), self._num_connections)
+        fetch = Fetch(order)
+        with self._lock:
+            if self._is_shut_down:
+                raise ConfigError("transport", "shut down", "a transport is used after shutdown()")
+            self._fetches.add(fetch)
+        log.info("fetching step %d from group %d", step, src_rank)
+        try:
+            return cast(T, fetch.run())
+        finally:
+            with self._lock:
+                self._fetches.discard(fetch)
+
+    def shutdown(self, wait: bool = True) -> None:
+        with self._lock:
+            self._is_shut_down = True
+            fetches = list(self._fetches)
+        for fetch in fetches:
+            fetch.cancel("this worker is shutting down")
+        self._server.close(wait)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Memory held at present for receivers that have not fetched everything."""
+        state = self._board.state
+        return 0 if state is None else state.copied_bytes
+
+    def __enter__(self) -> HTTPTransport[T]:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.shutdown()
+
+
+def _seconds(timeout: timedelta) -> float:
+    seconds = timeout.total_seconds()
+    if seconds <= 0:
+        raise ConfigError("timeout", str(timeout), "it must be positive")
+    return seconds
+
+
+def _check(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(name, value, f"it must be from {low} to {high}")
+
+
+def _own_host() -> str:
+    """This machine's name where it can be resolved, else its loopback address."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError):
+        return "127.0.0.1"
+    return name

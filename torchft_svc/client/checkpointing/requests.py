@@ -1,0 +1,202 @@
+"""Understands the requests of receivers, and carries them out on one connection.
+
+    GET /<secret>/state/<step>?wait_ms=n              the description of a state, sealed
+    GET /<secret>/chunk/<state id>/<chunk>?receiver=x&verified=n   a chunk, sealed
+    GET /<secret>/done/<state id>?receiver=x&verified=n            the end: nothing
+
+``verified`` names the chunk that arrived before on this connection. The secret is new in every
+process: who does not know a worker's metadata can not read its weights.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, urlsplit
+
+from torchft_svc.client.checkpointing.board import Board, NotYet
+from torchft_svc.client.checkpointing.served import Gone, ServedState
+from torchft_svc.client.checkpointing.wire import DIGEST_BYTES, BadHead, Head, Wire, seal
+
+log = logging.getLogger(__name__)
+
+# A request once begun is sent at once by any honest receiver.
+HEAD_TIMEOUT_S = 10.0
+# Between two requests a receiver only checks a sum.
+IDLE_TIMEOUT_S = 60.0
+# Receivers ask again after this, so that a connection never looks dead for longer.
+MAX_WAIT_MS = 20_000
+DESCRIPTION_SEED = 1 << 63  # no chunk has this number
+
+STATE_ID_HEADER = "torchft-state"
+CHUNK_BYTES_HEADER = "torchft-chunk-bytes"
+TOO_EARLY, GONE, BUSY = 425, 410, 503
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    GONE: "Gone",
+    416: "Range Not Satisfiable",
+    TOO_EARLY: "Too Early",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    BUSY: "Service Unavailable",
+    505: "HTTP Version Not Supported",
+}
+_LINE = re.compile(r"([A-Z]{1,16}) (/[!-~]*) HTTP/(\d\.\d)")
+_NUMBER = re.compile(r"\d{1,18}")
+_NAME = re.compile(r"[\w.:-]{1,80}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A well-formed request: the parts of its path behind the secret, and its query."""
+
+    secret: str
+    parts: tuple[str, ...]
+    query: dict[str, str]
+
+    def number(self, name: str) -> int | None:
+        return _number(self.query[name]) if name in self.query else None
+
+    @property
+    def receiver(self) -> str:
+        name = self.query.get("receiver", "")
+        if not _NAME.fullmatch(name):
+            raise BadHead("the receiver has no proper name")
+        return name
+
+
+def parse_request(head: Head) -> Request:
+    """Understand a request's head.
+
+    Raises:
+        BadHead: with the status to answer.
+    """
+    match = _LINE.fullmatch(head.line)
+    if not match:
+        raise BadHead("this is not an HTTP request")
+    method, target, version = match.groups()
+    if version != "1.1":
+        raise BadHead(f"HTTP/{version} is not spoken here, HTTP/1.1 is", 505)
+    if method != "GET":
+        raise BadHead(f"{method} is not answered here, GET is", 405)
+    if "transfer-encoding" in head.headers or head.headers.get("content-length", "0") != "0":
+        raise BadHead("a GET request has no body")
+    if "range" in head.headers:
+        raise BadHead("ranges are not served, chunks are", 416)
+    try:
+        url = urlsplit(target)
+        query = dict(parse_qsl(url.query, max_num_fields=8))
+    except ValueError as error:
+        raise BadHead("the path cannot be read") from error
+    secret, *parts = url.path.removeprefix("/").split("/")
+    return Request(secret, tuple(parts), query)
+
+
+class Conversation:
+    """Answers one connection's requests until it ends."""
+
+    def __init__(self, wire: Wire, board: Board, secret: str) -> None:
+        self._wire = wire
+        self._board = board
+        self._secret = secret
+
+    def run(self) -> None:
+        """Returns when the peer is done, or broke the rules and was told so.
+
+        Raises:
+            OSError: the connection broke, or nothing moved for too long.
+        """
+        try:
+            while True:
+                self._wire.timeout_s = HEAD_TIMEOUT_S
+                head = self._wire.read_head(begin_within_s=IDLE_TIMEOUT_S)
+                if head is None:
+                    return
+                self._answer(parse_request(head))
+                if head.headers.get("connection", "").lower() == "close":
+                    return
+        except BadHead as error:
+            self._refuse(error.status, str(error), close=True)
+
+    def _answer(self, request: Request) -> None:
+        if not hmac.compare_digest(request.secret.encode(), self._secret.encode()):
+            raise BadHead("nothing is here", 404)
+        try:
+            match request.parts:
+                case ("state", step):
+                    self._send_description(_number(step), request.number("wait_ms") or 0)
+                case ("chunk", state_id, chunk):
+                    self._send_chunk(self._served(state_id, request), _number(chunk))
+                case ("done", state_id):
+                    state = self._served(state_id, request)
+                    if not state.num_chunks:
+                        state.verified(request.receiver, None)
+                    self._send_head(200, {}, 0)
+                case _:
+                    raise BadHead("nothing is here", 404)
+        except Gone as error:
+            self._refuse(GONE, str(error))
+        except NotYet as error:
+            self._refuse(TOO_EARLY, str(error))
+
+    def _served(self, state_id: str, request: Request) -> ServedState:
+        state = self._board.by_id(state_id)
+        chunk = request.number("verified")
+        if chunk is not None:
+            state.verified(request.receiver, chunk)
+        return state
+
+    def _send_description(self, step: int, wait_ms: int) -> None:
+        state = self._board.wait_for(step, min(wait_ms, MAX_WAIT_MS) / 1000)
+        self._wire.timeout_s = state.offer.patience_s
+        body = seal(state.description, DESCRIPTION_SEED)
+        headers = {
+            STATE_ID_HEADER: state.state_id,
+            CHUNK_BYTES_HEADER: str(state.offer.chunk_bytes),
+        }
+        self._send_head(200, headers, len(body))
+        self._wire.send(body)
+
+    def _send_chunk(self, state: ServedState, chunk: int) -> None:
+        if chunk >= state.num_chunks:
+            raise BadHead(f"there are {state.num_chunks} chunks", 404)
+        reading = state.reader(chunk)
+        with reading(0, 0):
+            pass  # it is held: if not, the peer is told in a head, not by a broken body
+        start, stop = state.bounds(chunk)
+        self._wire.timeout_s = state.offer.patience_s
+        self._send_head(200, {}, stop - start + DIGEST_BYTES)
+        try:
+            self._wire.send_sealed(reading, stop - start, chunk)
+        except Gone as error:
+            raise ConnectionAbortedError(f"chunk {chunk} went away: {error}") from error
+
+    def _send_head(self, status: int, headers: dict[str, str], length: int) -> None:
+        lines = [f"HTTP/1.1 {status} {_REASONS[status]}", f"Content-Length: {length}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self._wire.send("\r\n".join([*lines, "", ""]).encode("ascii"))
+
+    def _refuse(self, status: int, reason: str, *, close: bool = False) -> None:
+        refuse(self._wire, status, reason, close=close)
+
+
+def refuse(wire: Wire, status: int, reason: str, *, close: bool = False) -> None:
+    """Answer with ``status`` and a sentence as the body."""
+    body = f"{reason}\n".encode("ascii", "replace")
+    closing = "Connection: close\r\n" if close else ""
+    head = (
+        f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: text/plain\r\n"
+        f"{closing}Content-Length: {len(body)}\r\n\r\n"
+    )
+    wire.send(head.encode("ascii") + body)
+
+
+def _number(text: str) -> int:
+    if not _NUMBER.fullmatch(text):
+        raise BadHead(f"{text[:20]!r} is not a number")
+    return int(text)

@@ -1,0 +1,175 @@
+"""Listens for receivers: one thread that accepts, one per connection, all joined by ``close``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+import weakref
+
+from torchft_svc.client.checkpointing.board import Board
+from torchft_svc.client.checkpointing.requests import BUSY, Conversation, refuse
+from torchft_svc.client.checkpointing.served import ServedState
+from torchft_svc.client.checkpointing.wire import Wire
+from torchft_svc.errors import AddressError
+
+log = logging.getLogger(__name__)
+
+# Sixteen groups that heal at once from one worker, with four connections each; more take turns.
+MAX_CONNECTIONS = 64
+# Connections that wait to be accepted.
+_BACKLOG = 128
+# A thread ends as soon as its connection is cut; more would be a fault of ours.
+_JOIN_TIMEOUT_S = 5.0
+
+
+class CheckpointServer:
+    """Serves what ``board`` shows, at a port and under a secret of its own.
+
+    ``bind_host``: the address to listen at, ``""`` for all interfaces (IPv6 too, where there is).
+
+    Raises:
+        AddressError: it cannot be bound.
+    """
+
+    def __init__(self, board: Board, bind_host: str = "", port: int = 0) -> None:
+        self.secret = secrets.token_urlsafe(16)
+        self._board = board
+        self._listener = _listen(bind_host, port)
+        self.port: int = self._listener.getsockname()[1]
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._lock = threading.Lock()
+        self._connections: dict[Wire, threading.Thread] = {}
+        self._closing = False
+        self._acceptor = threading.Thread(
+            target=self._accept_all, name="torchft-checkpoint-accept", daemon=True
+        )
+        _forget_after_fork(self)
+        self._acceptor.start()
+
+    def offer(self, state: ServedState) -> None:
+        """Serve ``state`` instead of the one before."""
+        self._board.offer(state)
+        self._wake()
+
+    def close(self, wait: bool = True) -> None:
+        """Cut all connections; with ``wait``, also join all threads. May be called twice."""
+        with self._lock:
+            self._closing = True
+            connections = dict(self._connections)
+        self._board.close()
+        self._wake()
+        for wire in connections:
+            wire.interrupt()
+        if wait:
+            for thread in [self._acceptor, *connections.values()]:
+                thread.join(_JOIN_TIMEOUT_S)
+
+    def _wake(self) -> None:
+        try:
+            self._wake_writer.send(b"w")
+        except OSError:
+            return  # it is closed already
+
+    def _accept_all(self) -> None:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        poll.register(self._wake_reader, select.POLLIN)
+        try:
+            while not self._closing:
+                look_again_at = self._board.expire(time.monotonic())
+                pause_s = None if look_again_at is None else look_again_at - time.monotonic()
+                ready = poll.poll(None if pause_s is None else max(pause_s, 0.0) * 1000 + 1)
+                for descriptor, _ in ready:
+                    if descriptor == self._listener.fileno():
+                        self._accept()
+                    else:
+                        self._wake_reader.recv(4096)
+        finally:
+            self._listener.close()
+            self._wake_reader.close()
+            self._wake_writer.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:  # the peer is gone again, or descriptors ran out
+            log.warning("a checkpoint connection could not be accepted: %s", error)
+            return
+        wire = Wire(sock, timeout_s=1.0)
+        with self._lock:
+            if self._closing:
+                wire.close()
+                return
+            is_full = len(self._connections) >= MAX_CONNECTIONS
+            if not is_full:
+                thread = threading.Thread(
+                    target=self._converse, args=(wire,), name="torchft-checkpoint-send", daemon=True
+                )
+                self._connections[wire] = thread
+        if is_full:
+            _turn_away(wire)
+        else:
+            thread.start()
+
+    def _converse(self, wire: Wire) -> None:
+        try:
+            Conversation(wire, self._board, self.secret).run()
+        except OSError as error:
+            log.info("a checkpoint connection broke: %s", error)
+        except Exception:
+            log.exception("a checkpoint connection failed")
+        finally:
+            with self._lock:
+                self._connections.pop(wire, None)
+            wire.close()
+
+    def _drop_descriptors(self) -> None:
+        """In a forked child: the parent's death must close its connections, whoever lives on."""
+        self._listener.close()
+        for wire in list(self._connections):
+            wire.close()
+
+
+def _turn_away(wire: Wire) -> None:
+    try:
+        refuse(wire, BUSY, f"{MAX_CONNECTIONS} connections are open", close=True)
+    except OSError as error:
+        log.debug("could not tell a peer that this worker is busy: %s", error)
+    finally:
+        wire.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        if host:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+            )
+        return socket.create_server(("", port), backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise AddressError(f"{host}:{port}", f"cannot be bound: {error}") from error
+
+
+_servers: weakref.WeakSet[CheckpointServer] = weakref.WeakSet()
+_fork_hook = threading.Event()
+
+
+def _forget_after_fork(server: CheckpointServer) -> None:
+    _servers.add(server)
+    if not _fork_hook.is_set():
+        _fork_hook.set()
+        os.register_at_fork(after_in_child=_drop_all)
+
+
+def _drop_all() -> None:
+    for server in list(_servers):
+        server._drop_descriptors()
+    _servers.clear()

@@ -1,0 +1,58 @@
+"""The seam between the Manager and whatever carries a healing group's state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class CheckpointTransport(ABC, Generic[T]):
+    """Carries a state from an up-to-date worker to workers that heal.
+
+    A worker serves at most one state at a time. The order of calls on the serving side, in each
+    step that somebody heals in: ``send_checkpoint``, then ``disallow_checkpoint`` before the
+    weights are changed.
+    """
+
+    @abstractmethod
+    def metadata(self) -> str:
+        """What a receiver needs in order to reach this worker; it stays the same for life."""
+
+    @abstractmethod
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta
+    ) -> None:
+        """Offer ``state_dict`` as the state of ``step`` to the replica ranks ``dst_ranks``.
+
+        May return before anything was sent. ``state_dict`` must not change until
+        ``disallow_checkpoint`` has returned.
+
+        Raises:
+            ConfigError: the state holds a value that cannot be sent; the sentence names its path.
+        """
+
+    @abstractmethod
+    def disallow_checkpoint(self) -> None:
+        """From the return of this call on, the state offered last may be changed.
+
+        It never waits for a receiver. May be called at any time, any number of times.
+        """
+
+    @abstractmethod
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        """Fetch the state of ``step`` from the worker that advertised ``metadata``.
+
+        ``src_rank`` is the replica rank of that worker's group, for messages.
+
+        Raises:
+            Unreachable: nobody answers there.
+            DeadlineExceeded: the source made no progress for ``timeout``.
+            CheckpointError: the state is gone, or keeps arriving damaged.
+        """
+
+    @abstractmethod
+    def shutdown(self, wait: bool = True) -> None:
+        """Stop serving and receiving; ``wait`` joins the threads. May be called twice."""

@@ -1,0 +1,218 @@
+"""One HTTP/1.1 connection: heads with limits, and bodies that end in their checksum.
+
+A *sealed* body is a payload followed by its digest (xxh3, 8 bytes, seeded with the number of the
+chunk, so that one chunk can not pass for another). The digest comes last, so payload and digest
+are read from memory in one pass, while the bytes are in the cache. Every wait ends when no byte
+moved for ``timeout_s`` seconds; how long a whole body takes is not limited.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import xxhash
+
+DIGEST_BYTES = 8
+# Ours are below 1 KiB; more is refused before it is held in memory.
+MAX_HEAD_BYTES = 8 << 10
+# Small enough to stay in a core's cache between hashing and copying.
+PIECE_BYTES = 512 << 10
+# Buffers in one call; systems allow 1024.
+MAX_VIEWS = 512
+_END_OF_HEAD = b"\r\n\r\n"
+
+# Gives the buffers that hold a payload from a place on, for as long as its context is open.
+Reading = Callable[[int, int], AbstractContextManager[list[memoryview]]]
+
+
+class BadHead(ValueError):
+    """The peer does not speak HTTP/1.1, or says too much; ``status`` is what to answer."""
+
+    def __init__(self, reason: str, status: int = 400) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Corrupt(Exception):
+    """A body arrived whole, and is not what was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first line of a request or response, and its headers with names in lower case."""
+
+    line: str
+    headers: dict[str, str]
+
+    @property
+    def length(self) -> int:
+        """The length of the body in bytes.
+
+        Raises:
+            BadHead: it is not told.
+        """
+        text = self.headers.get("content-length", "")
+        if not (text.isascii() and text.isdigit() and len(text) < 19):
+            raise BadHead("a response does not tell its length")
+        return int(text)
+
+
+class Wire:
+    """Owns a connected socket; errors are ``OSError``, a peer that is gone ``ConnectionError``."""
+
+    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+        self._pending = bytearray()
+        self.timeout_s = timeout_s
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def interrupt(self) -> None:
+        """Let whoever waits on this connection, in any thread, fail at once."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it is closed already
+
+    def read_head(self, begin_within_s: float | None = None) -> Head | None:
+        """The next head; None if the peer closed the connection instead.
+
+        ``begin_within_s``: how long to wait for its first byte, if not ``timeout_s``.
+
+        Raises:
+            BadHead: what came is not the head of an HTTP message.
+        """
+        wait_s = self.timeout_s if begin_within_s is None else begin_within_s
+        until: float | None = None  # a head that has begun must end in time, however it trickles
+        while (end := self._pending.find(_END_OF_HEAD)) < 0:
+            if len(self._pending) > MAX_HEAD_BYTES:
+                raise BadHead(f"a head longer than {MAX_HEAD_BYTES} bytes", 431)
+            if self._pending and not _may_begin_head(self._pending):
+                raise BadHead("this is not HTTP")
+            if self._pending:
+                until = until or time.monotonic() + self.timeout_s
+                wait_s = until - time.monotonic()
+            self._wait(select.POLLIN, wait_s)
+            received = self._receive(4096)
+            if not received:
+                if self._pending:
+                    raise ConnectionResetError("the peer left in the middle of a head")
+                return None
+            self._pending += received
+        head = bytes(self._pending[:end])
+        del self._pending[: end + len(_END_OF_HEAD)]
+        return _parse_head(head)
+
+    def read_sealed(self, target: memoryview, seed: int) -> None:
+        """Fill ``target`` with a payload, and check the digest that follows it.
+
+        Raises:
+            Corrupt: the digest differs.
+        """
+        digest = xxhash.xxh3_64(seed=seed)
+        place = 0
+        while place < len(target):
+            count = self._receive_into(target[place : place + PIECE_BYTES])
+            digest.update(target[place : place + count])
+            place += count
+        seal = bytearray(DIGEST_BYTES)
+        self.read_into(memoryview(seal))
+        if seal != digest.digest():
+            raise Corrupt(f"checksum {seal.hex()} does not fit the {len(target)} bytes before it")
+
+    def read_into(self, target: memoryview) -> None:
+        place = 0
+        while place < len(target):
+            place += self._receive_into(target[place:])
+
+    def send(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[self._socket.send(view) :]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, self.timeout_s)
+
+    def send_sealed(self, reading: Reading, size: int, seed: int) -> None:
+        """Send ``size`` bytes and their digest; no reading is open while it waits for the peer."""
+        digest = xxhash.xxh3_64(seed=seed)
+        place = 0
+        while place < size:
+            try:
+                with reading(place, min(place + PIECE_BYTES, size)) as views:
+                    count = self._socket.sendmsg(views)
+                    _update(digest, views, count)
+            except BlockingIOError:
+                self._wait(select.POLLOUT, self.timeout_s)
+            else:
+                place += count
+        self.send(digest.digest())
+
+    def _receive_into(self, target: memoryview) -> int:
+        if self._pending:
+            count = min(len(self._pending), len(target))
+            target[:count] = self._pending[:count]
+            del self._pending[:count]
+            return count
+        while True:
+            try:
+                count = self._socket.recv_into(target)
+            except BlockingIOError:
+                self._wait(select.POLLIN, self.timeout_s)
+                continue
+            if not count:
+                raise ConnectionResetError("the peer left in the middle of a body")
+            return count
+
+    def _receive(self, limit: int) -> bytes:
+        try:
+            return self._socket.recv(limit)
+        except BlockingIOError:  # a spurious wake-up
+            self._wait(select.POLLIN, self.timeout_s)
+            return self._socket.recv(limit)
+
+    def _wait(self, events: int, timeout_s: float) -> None:
+        poll = select.poll()
+        poll.register(self._socket, events)
+        if not poll.poll(max(timeout_s, 0.0) * 1000):
+            raise TimeoutError(f"no byte moved for {timeout_s:.3g} s")
+
+
+def seal(payload: bytes, seed: int) -> bytes:
+    """``payload`` with its digest behind it."""
+    return payload + xxhash.xxh3_64(payload, seed=seed).digest()
+
+
+def _update(digest: xxhash.xxh3_64, views: list[memoryview], count: int) -> None:
+    for view in views:
+        digest.update(view[:count])
+        count -= len(view)
+        if count <= 0:
+            return
+
+
+def _may_begin_head(data: bytearray) -> bool:
+    """Whether the first bytes look like text, so that garbage is refused before a line ends."""
+    return all(32 <= byte < 127 or byte in b"\r\n\t" for byte in data[:64])
+
+
+def _parse_head(head: bytes) -> Head:
+    try:
+        line, *header_lines = head.decode("ascii").split("\r\n")
+    except UnicodeDecodeError as error:
+        raise BadHead("a head is not ASCII text") from error
+    headers: dict[str, str] = {}
+    for text in header_lines:
+        name, colon, value = text.partition(":")
+        if not colon or not name or name != name.strip():
+            raise BadHead("a header line is malformed")
+        headers[name.lower()] = value.strip()
+    return Head(line, headers)
