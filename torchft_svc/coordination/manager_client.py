@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 
+from torchft_svc.coordination.attachment import Attachment
 from torchft_svc.coordination.client import Client
 from torchft_svc.coordination.types import QuorumResult
 from torchft_svc.core.types import DEFAULT_JOB
@@ -25,11 +27,28 @@ class ManagerClient(Client):
         self._worker_id = str(uuid.uuid4())
         self._round = 0
         self._lock = threading.Lock()
+        self._attachment: Attachment | None = None
         self._ask_quorum = self._method("Quorum", pb.ManagerQuorumResponse.FromString)
         self._address = self._method("CheckpointAddress", pb.CheckpointAddressResponse.FromString)
         self._vote = self._method("ShouldCommit", pb.ShouldCommitResponse.FromString)
         self._kill = self._method("Kill", pb.KillResponse.FromString)
         self._connect()
+
+    def attach(self, group_rank: int, on_loss: Callable[[str, str], None]) -> None:
+        """Keep a line to the manager open, until `close`.
+
+        While it is open the manager knows that this worker lives; when it breaks, the group's other
+        workers are told. ``on_loss`` is called on a thread of its own with the replica id of a
+        member of the last quorum that is dead or has left, and the reason.
+        """
+        assert self._attachment is None, "a client has one attachment"
+        self._attachment = Attachment(self._channel, group_rank, self._worker_id, on_loss)
+
+    def close(self) -> None:
+        """Detach, cancel what is under way, close the connection; may be called twice."""
+        if self._attachment is not None:
+            self._attachment.close()
+        super().close()
 
     def _quorum(
         self,

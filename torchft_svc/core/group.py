@@ -60,6 +60,13 @@ class StopAsking:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaveLighthouse:
+    """The group is not whole any more; the other groups must not wait for it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerWorker:
     """Send ``quorum`` to the worker, as seen by its group rank."""
 
@@ -85,7 +92,7 @@ class RefuseWorker:
     error: TorchFTError
 
 
-Order = AskLighthouse | StopAsking | AnswerWorker | AnswerVote | RefuseWorker
+Order = AskLighthouse | StopAsking | LeaveLighthouse | AnswerWorker | AnswerVote | RefuseWorker
 
 
 class Group:
@@ -106,8 +113,38 @@ class Group:
         self._steps: frozenset[int] = frozenset()  # that a vote in this round may name
         self._decision: bool | None = None
         self._workers: dict[int, str] = {}
+        self._attached: dict[int, str] = {}
         self._restarted = False
         self._checkpoint_addresses: dict[int, str] = {}
+
+    # -- who is there ----------------------------------------------------------------------------
+
+    def attached(self, group_rank: int, worker_id: str) -> None:
+        """A worker has opened its line.
+
+        Raises:
+            RequestRefused: the rank does not exist, or another worker with this rank is there.
+        """
+        self._check_rank(group_rank)
+        if self._attached.get(group_rank, worker_id) != worker_id:
+            raise self._taken(group_rank)
+        self._attached[group_rank] = worker_id
+
+    def detached(self, group_rank: int, worker_id: str, reason: str) -> tuple[Order, ...]:
+        """A worker's line has ended: those that wait for it are told, and the group leaves.
+
+        Whoever takes the rank next makes this another incarnation of the group.
+        """
+        if self._attached.get(group_rank) != worker_id:
+            return ()
+        del self._attached[group_rank]
+        gone = f"group rank {group_rank} is gone: {reason}"
+        orders: list[Order] = [StopAsking(self._round)] if self._asking else []
+        self._asking = False
+        orders += self._refuse_requests(QuorumFailed(gone))
+        orders += self._drop_votes(gone)
+        self._restarted = True
+        return (*orders, LeaveLighthouse(gone))
 
     # -- the quorum barrier ----------------------------------------------------------------------
 

@@ -7,12 +7,12 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 from torchft_svc.core.lighthouse import AnswerQuorum, Lighthouse, Order, RefuseRequest, ReportLoss
 from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded
 from torchft_svc.rpc.codec import member_lost, quorum_answer
+from torchft_svc.rpc.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
@@ -25,24 +25,18 @@ def first_quorum_id(wall_s: float) -> int:
     return max(0, int((wall_s - ID_EPOCH_S) * 1000))
 
 
-class Listener(Protocol):
-    """A session, as the driver sees it."""
-
-    def tell(self, news: bytes) -> None:
-        """Pass encoded news on, without waiting."""
-
-
 class LighthouseDriver:
     """Owns the core; to be used on one event loop."""
 
     def __init__(self, config: QuorumConfig) -> None:
         self._core = Lighthouse(config, first_quorum_id(time.time()))
+        self._max_jobs = config.max_jobs
         self._callers = itertools.count()
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
-        self._quorum_ids: dict[str, int] = {}
-        self._sessions: dict[tuple[str, str], Listener] = {}
+        self._quorum_ids: dict[str, int] = {}  # the last one logged, by job
+        self._sessions: dict[tuple[str, str], Outbox] = {}
 
     async def quorum(self, job: str, member: Member, timeout_s: float) -> bytes:
         """Wait for a quorum with ``member``; the encoded answer.
@@ -77,18 +71,18 @@ class LighthouseDriver:
         """The group is gone for good."""
         self._carry_out(self._core.leave(job, replica_id, reason, time.monotonic()))
 
-    def open_session(self, job: str, replica_id: str, session: Listener) -> float:
-        """``session`` is the group's line from now on; returns the shortest useful beat interval.
+    def open_session(self, job: str, replica_id: str, outbox: Outbox) -> float:
+        """``outbox`` is the group's session from now on; returns the shortest useful beat interval.
 
         An earlier one of the same group, cut off but not noticed yet, is replaced.
         """
         interval_s = self.heartbeat(job, replica_id)
-        self._sessions[job, replica_id] = session
+        self._sessions[job, replica_id] = outbox
         return interval_s
 
-    def close_session(self, job: str, replica_id: str, session: Listener, reason: str) -> None:
+    def close_session(self, job: str, replica_id: str, outbox: Outbox, reason: str) -> None:
         """The stream has ended: the group is out, unless it has another session already."""
-        if self._sessions.get((job, replica_id)) is session:
+        if self._sessions.get((job, replica_id)) is outbox:
             del self._sessions[job, replica_id]
             self.leave(job, replica_id, reason)
 
@@ -131,8 +125,7 @@ class LighthouseDriver:
                 order.lost_from,
                 quorum.max_step,
             )
-        if self._quorum_ids.get(order.job) != quorum.quorum_id:
-            self._quorum_ids[order.job] = quorum.quorum_id
+        if self._quorum_ids.pop(order.job, None) != quorum.quorum_id:
             log.info(
                 "quorum changed job=%s id=%d step=%d groups=%d",
                 order.job,
@@ -140,6 +133,9 @@ class LighthouseDriver:
                 quorum.max_step,
                 len(quorum.participants),
             )
+        self._quorum_ids[order.job] = quorum.quorum_id
+        if len(self._quorum_ids) > self._max_jobs:  # of jobs that ended, forget the oldest
+            del self._quorum_ids[next(iter(self._quorum_ids))]
 
     def _arm(self) -> None:
         """Keep one timer for the core's next deadline; too early is harmless, too late is not."""

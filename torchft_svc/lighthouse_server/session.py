@@ -14,12 +14,11 @@ from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import member_from_wire, refusal
 from torchft_svc.rpc.deadline import MAX_WAIT_S
+from torchft_svc.rpc.outbox import Outbox
 from torchft_svc.rpc.tasks import Tasks
 
 # A connection that says nothing is not a session.
 HELLO_TIMEOUT_S = 5.0
-# News for a client that does not read; one that is so far behind is treated as gone.
-MAX_UNREAD_NEWS = 1000
 # A reason for leaving is shown in one log line.
 MAX_REASON_LENGTH = 1000
 
@@ -36,15 +35,7 @@ class Session:
         self._replica_id = ""
         self._reason = "its session ended"
         self._question: asyncio.Task[None] | None = None
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue(MAX_UNREAD_NEWS)
-        self._overflow = asyncio.Event()
-
-    def tell(self, news: bytes) -> None:
-        """Queue encoded news; a client that does not read loses its session."""
-        try:
-            self._outbox.put_nowait(news)
-        except asyncio.QueueFull:
-            self._overflow.set()
+        self._outbox = Outbox()
 
     async def run(self, requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
         """Serve the stream to its end.
@@ -53,16 +44,17 @@ class Session:
             RequestRefused: the client breaks the protocol.
         """
         self._replica_id = await self._hello(requests)
-        interval_s = self._driver.open_session(self._job, self._replica_id, self)
+        interval_s = self._driver.open_session(self._job, self._replica_id, self._outbox)
         try:
             welcome = pb.SessionWelcome(min_interval_ms=int(interval_s * 1000))
-            self.tell(pb.SessionNews(welcome=welcome).SerializeToString())
-            await self._exchange(requests, context)
+            self._outbox.tell(pb.SessionNews(welcome=welcome).SerializeToString())
+            await self._outbox.exchange(self._read(requests), context)
         except TorchFTError as error:
             self._reason = f"its session was refused: {error}"
             raise
         finally:
-            self._driver.close_session(self._job, self._replica_id, self, self._reason)
+            self._withdraw()
+            self._driver.close_session(self._job, self._replica_id, self._outbox, self._reason)
 
     async def _hello(self, requests: AsyncIterator[pb.SessionRequest]) -> str:
         try:
@@ -73,22 +65,6 @@ class Session:
             raise RequestRefused("a session begins with a hello")
         check_name("replica_id", first.hello.replica_id)
         return first.hello.replica_id
-
-    async def _exchange(self, requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
-        """Read and write until either side of the stream ends."""
-        ends = [
-            asyncio.create_task(work)
-            for work in (self._read(requests), self._write(context), self._overflowed())
-        ]
-        try:
-            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for end in done:
-                end.result()
-        finally:
-            for end in ends:
-                end.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
-            self._withdraw()
 
     async def _read(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
         async for message in requests:
@@ -105,14 +81,6 @@ class Session:
                 return
             else:
                 raise RequestRefused(f"a session has no place for {kind or 'an empty message'}")
-
-    async def _write(self, context: Context) -> None:
-        while True:
-            await context.write(await self._outbox.get())
-
-    async def _overflowed(self) -> None:
-        await self._overflow.wait()
-        raise RequestRefused(f"{MAX_UNREAD_NEWS} pieces of news were not read")
 
     def _ask(self, question: pb.SessionQuestion) -> None:
         if question.requester.replica_id != self._replica_id:
@@ -131,7 +99,7 @@ class Session:
         member = member_from_wire(question.requester)
         timeout_s = min(max(question.timeout_ms, 0) / 1000, MAX_WAIT_S)
         try:
-            self.tell(await self._driver.quorum(self._job, member, timeout_s))
+            self._outbox.tell(await self._driver.quorum(self._job, member, timeout_s))
         except (RequestRefused, PeerError) as error:
             answer = pb.SessionNews(refusal=refusal(error, question.number))
-            self.tell(answer.SerializeToString())
+            self._outbox.tell(answer.SerializeToString())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from torchft_svc.manager_server.servicer import manager_service
 from torchft_svc.rpc.address import HostPort, advertised_host, parse_address
 from torchft_svc.rpc.serving import Service, serve
 from torchft_svc.rpc.tasks import Tasks
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +35,16 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
     """
     killed = asyncio.Event()
     tasks = Tasks()
-    link = LighthouseLink(config, tasks, _log_loss)
+    link = LighthouseLink(config, tasks)
     # An earlier manager of the same workers numbered its rounds from an earlier moment.
     group = Group(config.group_world_size, first_round=int(time.time() * 1000))
     host = config.advertise_host or advertised_host(parse_address(config.lighthouse_address))
 
     def build(bound: HostPort) -> Service:
         link.address = str(HostPort(host, bound.port))
-        return manager_service(ManagerDriver(group, link, tasks), killed)
+        driver = ManagerDriver(group, link, tasks)
+        link.on_loss = driver.tell_loss
+        return manager_service(driver, killed)
 
     bind = parse_address(config.bind, may_bind=True)
     async with contextlib.AsyncExitStack() as stack:
@@ -55,7 +54,3 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
         stack.push_async_callback(link.leave, "its manager stops")
         link.start()
         yield RunningManager(link.address, killed)
-
-
-def _log_loss(replica_id: str, reason: str) -> None:
-    log.info("group lost replica=%s: %s", replica_id, reason)

@@ -13,6 +13,7 @@ from torchft_svc.core.group import (
     AnswerWorker,
     AskLighthouse,
     Group,
+    LeaveLighthouse,
     Order,
     RefuseWorker,
     StopAsking,
@@ -22,7 +23,8 @@ from torchft_svc.core.group import (
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed, TorchFTError
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import worker_answer
+from torchft_svc.rpc.codec import member_lost, worker_answer
+from torchft_svc.rpc.outbox import Outbox
 from torchft_svc.rpc.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class ManagerDriver:
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._deadlines: dict[int, float] = {}
         self._asking: asyncio.Task[None] | None = None
+        self._workers: dict[int, Outbox] = {}
 
     async def quorum(self, request: WorkerRequest, timeout_s: float) -> bytes:
         """Wait until all workers have asked and the lighthouse has answered; the encoded answer."""
@@ -58,6 +61,28 @@ class ManagerDriver:
     def checkpoint_address(self, group_rank: int) -> str:
         """Where worker ``group_rank`` serves its state."""
         return self._core.checkpoint_address(group_rank)
+
+    def attach(self, group_rank: int, worker_id: str, outbox: Outbox) -> None:
+        """``outbox`` leads to the worker from now on.
+
+        Raises:
+            RequestRefused: the rank does not exist.
+        """
+        self._core.attached(group_rank, worker_id)
+        self._workers[group_rank] = outbox
+
+    def detach(self, group_rank: int, worker_id: str, outbox: Outbox, reason: str) -> None:
+        """The worker's stream has ended; nothing, if it has another one already."""
+        if self._workers.get(group_rank) is outbox:
+            del self._workers[group_rank]
+            self._carry_out(self._core.detached(group_rank, worker_id, reason))
+
+    def tell_loss(self, replica_id: str, reason: str) -> None:
+        """A member of the last quorum is gone: every worker hears of it at once."""
+        log.info("group lost replica=%s: %s", replica_id, reason)
+        news = member_lost(replica_id, reason)
+        for outbox in self._workers.values():
+            outbox.tell(news)
 
     async def _wait(
         self, action: str, timeout_s: float, enter: Callable[[int], Sequence[Order]]
@@ -89,6 +114,9 @@ class ManagerDriver:
             elif isinstance(order, StopAsking):
                 if self._asking is not None:
                     self._asking.cancel()
+            elif isinstance(order, LeaveLighthouse):
+                log.warning("leaving: %s", order.reason)
+                self._tasks.start(self._link.leave(order.reason), "leave the lighthouse")
             elif isinstance(order, AnswerWorker):
                 self._answer(order.caller, worker_answer(order, self._link.replica_id))
             elif isinstance(order, AnswerVote):

@@ -23,17 +23,16 @@ log = logging.getLogger(__name__)
 
 
 class LighthouseLink:
-    """To be used on one event loop; ``address`` is where others reach this manager.
+    """To be used on one event loop.
 
-    ``on_loss`` hears of members of the last quorum that are gone (replica id, reason).
+    ``address`` is where others reach this manager; ``on_loss`` hears of members of the last quorum
+    that are gone (replica id, reason). Both are set before `start`.
     """
 
-    def __init__(
-        self, config: ManagerConfig, tasks: Tasks, on_loss: Callable[[str, str], None]
-    ) -> None:
+    def __init__(self, config: ManagerConfig, tasks: Tasks) -> None:
         self._config = config
         self._tasks = tasks
-        self._on_loss = on_loss
+        self.on_loss: Callable[[str, str], None] = _not_listening
         self.address = ""
         self._seen_quorum_id = 0
         self._channel = open_aio_channel(config.lighthouse_address)
@@ -77,8 +76,11 @@ class LighthouseLink:
     def _new_incarnation(self) -> None:
         self.replica_id = f"{self._config.replica_name}:{uuid.uuid4()}"
         self._line: Line = SessionLine(
-            self._config, self._channel, self.replica_id, self._tasks, self._on_loss
+            self._config, self._channel, self.replica_id, self._tasks, self._tell_loss
         )
+
+    def _tell_loss(self, replica_id: str, reason: str) -> None:
+        self.on_loss(replica_id, reason)
 
     async def _begin_again(self, reason: str) -> None:
         await self.leave(reason)
@@ -127,3 +129,7 @@ class LighthouseLink:
             raise QuorumFailed(f"quorum {quorum.quorum_id} was formed without {self.replica_id!r}")
         self._seen_quorum_id = max(self._seen_quorum_id, quorum.quorum_id)
         return quorum
+
+
+def _not_listening(replica_id: str, reason: str) -> None:
+    """Before the manager serves there is nobody to be told."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
+from torchft_svc.manager_server.attachment import attach
 from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import vote_from_wire, worker_request_from_wire
@@ -38,6 +40,9 @@ def manager_service(driver: ManagerDriver, killed: asyncio.Event) -> Service:
         killed.set()
         return b""
 
+    async def attachment(requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:
+        await attach(driver, requests, context)
+
     return Service(
         "ManagerService",
         {
@@ -46,4 +51,5 @@ def manager_service(driver: ManagerDriver, killed: asyncio.Event) -> Service:
             "ShouldCommit": should_commit,
             "Kill": kill,
         },
+        streams={"Attach": attachment},
     )

@@ -246,3 +246,35 @@ class KillRequest(_message.Message):
 class KillResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("hello", "detach")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    DETACH_FIELD_NUMBER: _ClassVar[int]
+    hello: AttachHello
+    detach: AttachDetach
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., detach: _Optional[_Union[AttachDetach, _Mapping]] = ...) -> None: ...
+
+class AttachHello(_message.Message):
+    __slots__ = ("rank", "worker_id")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    worker_id: str
+    def __init__(self, rank: _Optional[int] = ..., worker_id: _Optional[str] = ...) -> None: ...
+
+class AttachDetach(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AttachNews(_message.Message):
+    __slots__ = ("welcome", "lost")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    welcome: AttachWelcome
+    lost: MemberLost
+    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ...) -> None: ...
+
+class AttachWelcome(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

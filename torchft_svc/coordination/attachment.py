@@ -1,0 +1,103 @@
+"""A worker's open line to its manager: it proves the worker's life, and brings news."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.channel import MAX_RECONNECT_MS, MIN_RECONNECT_MS
+
+log = logging.getLogger(__name__)
+
+# The thread ends with its stream, which ends when it is cancelled.
+JOIN_TIMEOUT_S = 2.0
+
+
+class Attachment:
+    """Reads news on a thread of its own, ``torchft-news``; opened again when it breaks.
+
+    ``on_loss`` hears, on that thread, of members of the last quorum that are dead or have left
+    (replica id, reason).
+    """
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        group_rank: int,
+        worker_id: str,
+        on_loss: Callable[[str, str], None],
+    ) -> None:
+        self._open: Any = channel.stream_stream(
+            "/torchft.ManagerService/Attach",
+            request_serializer=pb.AttachRequest.SerializeToString,
+            response_deserializer=pb.AttachNews.FromString,
+        )
+        self._hello = pb.AttachHello(rank=group_rank, worker_id=worker_id)
+        self._on_loss = on_loss
+        self._closing = threading.Event()
+        self._requests: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
+        self._stream: Any = None
+        self._thread = threading.Thread(target=self._run, name="torchft-news", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell the manager that this worker stops in good order; may be called twice."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._requests.put(pb.AttachRequest(detach=pb.AttachDetach()))
+        self._requests.put(None)
+        self._thread.join(JOIN_TIMEOUT_S)
+        stream = self._stream
+        if stream is not None and self._thread.is_alive():
+            stream.cancel()
+            self._thread.join(JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        pause_s = MIN_RECONNECT_MS / 1000
+        self._failing = False
+        while True:
+            self._requests = queue.SimpleQueue()
+            if self._closing.is_set():  # looked at after the queue that `close` writes to is there
+                return
+            try:
+                self._read()
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    return  # an older manager: this worker goes without news
+                if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                    log.error("the manager does not accept this worker: %s", error.details())
+                    return
+                if not self._failing and not self._closing.is_set():
+                    log.warning("the line to the manager broke: %s", error.details())
+                self._failing = True
+            self._closing.wait(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - only jitter
+            longer_s = min(2 * pause_s, MAX_RECONNECT_MS / 1000)
+            pause_s = longer_s if self._failing else MIN_RECONNECT_MS / 1000
+
+    def _read(self) -> None:
+        """One stream, from hello to its end."""
+        self._requests.put(pb.AttachRequest(hello=self._hello))
+        self._stream = self._open(self._outgoing(self._requests))
+        try:
+            for news in self._stream:
+                self._failing = False
+                if news.WhichOneof("kind") == "lost":
+                    self._on_loss(news.lost.replica_id, news.lost.reason)
+        finally:
+            self._requests.put(None)  # or the thread that sends would wait for more
+
+    @staticmethod
+    def _outgoing(
+        requests: queue.SimpleQueue[pb.AttachRequest | None],
+    ) -> Iterator[pb.AttachRequest]:
+        """What is to be sent; ends the stream's outgoing side with None."""
+        while (request := requests.get()) is not None:
+            yield request

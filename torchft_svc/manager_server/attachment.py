@@ -1,0 +1,55 @@
+"""One worker's attachment to its manager: the stream that proves its life, and brings news."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from torchft_svc.core.types import MAX_ADDRESS_LENGTH, check_text
+from torchft_svc.errors import RequestRefused
+from torchft_svc.manager_server.driver import ManagerDriver
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.outbox import Outbox
+
+# A connection that says nothing is not a worker.
+HELLO_TIMEOUT_S = 5.0
+
+
+async def attach(
+    driver: ManagerDriver,
+    requests: AsyncIterator[pb.AttachRequest],
+    context: grpc.aio.ServicerContext[Any, Any],
+) -> None:
+    """Serve the stream to its end; an end without a word is the worker's death.
+
+    Raises:
+        RequestRefused: the client breaks the protocol.
+    """
+    try:
+        first = await asyncio.wait_for(anext(requests), HELLO_TIMEOUT_S)
+    except (asyncio.TimeoutError, StopAsyncIteration):
+        raise RequestRefused("an attachment begins with a hello; none came") from None
+    if first.WhichOneof("kind") != "hello":
+        raise RequestRefused("an attachment begins with a hello")
+    group_rank, worker_id = first.hello.rank, first.hello.worker_id
+    check_text("worker id", worker_id, MAX_ADDRESS_LENGTH)
+    outbox = Outbox()
+    driver.attach(group_rank, worker_id, outbox)
+    reason = "its process ended"
+    try:
+        outbox.tell(pb.AttachNews(welcome=pb.AttachWelcome()).SerializeToString())
+        await outbox.exchange(_read(requests), context)
+        reason = "it has stopped"
+    finally:
+        driver.detach(group_rank, worker_id, outbox, reason)
+
+
+async def _read(requests: AsyncIterator[pb.AttachRequest]) -> None:
+    async for message in requests:
+        kind = message.WhichOneof("kind")
+        if kind == "detach":
+            return
+        raise RequestRefused(f"an attachment has no place for {kind or 'an empty message'}")
