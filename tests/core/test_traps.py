@@ -6,11 +6,13 @@ the client.
 
 from __future__ import annotations
 
+import time
+
 from torchft_svc.core.group import Group, WorkerRequest
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.errors import Unreachable
 
-from .scenes import JOB, Refused, Scene, config, formed, loss, member, plain
+from .scenes import JOB, Refused, Scene, config, formed, loss, plain
 
 
 def test_trap_a_caller_that_gave_up_still_gets_into_the_next_quorum() -> None:
@@ -160,8 +162,9 @@ def test_ten_thousand_groups_cost_no_more_each_than_ten() -> None:
     """Arrivals are cheap while a member is missing: looking at everyone each time would not end."""
     scene = Scene(config(min_replicas=10_000))
     names = [f"group-{number:05}" for number in range(10_000)]
+    started = time.process_time()
     for step in range(2):
         for name in names:
             scene.ask(name, step)
         assert len(scene.take_quorums()) == 1
-    assert scene.house.request(JOB, member(names[0], 3), 0, scene.now) == ()
+    assert time.process_time() - started < 3  # it takes 0.3 s; looking at everyone takes 7 s

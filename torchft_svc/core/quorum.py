@@ -74,11 +74,12 @@ def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
             until = min(absent.values())
             why = f"waiting for {name_some(absent)}: alive, but has not asked"
             return Waiting(why, None if until == math.inf else until)
+    if len(view.waiting) < config.min_replicas:  # at a cold start, most decisions end here
+        return Waiting(f"{len(view.waiting)} of at least {config.min_replicas} groups ask")
     candidates = _candidates(view, previous)
     if len(candidates) < config.min_replicas:
-        kept_out = len(view.waiting) - len(candidates)
-        note = f", {kept_out} more kept out by shrink_only" if kept_out else ""
-        return Waiting(f"{len(candidates)} of at least {config.min_replicas} groups ask{note}")
+        note = f"{len(view.waiting) - len(candidates)} more kept out by shrink_only"
+        return Waiting(f"{len(candidates)} of at least {config.min_replicas} groups ask, {note}")
     return _check_progress(view, config, candidates)
 
 
