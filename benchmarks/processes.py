@@ -1,4 +1,4 @@
-"""The processes of a benchmark: started with a pipe, read line by line with deadlines, always ended.
+"""The processes of a benchmark: started with pipes, read line by line with deadlines, always ended.
 
 A child is told to die with this process (Linux), and only children started here are ever killed.
 """
@@ -74,9 +74,9 @@ class Child:
         deadline = time.monotonic() + timeout_s
         while not self._lines:
             if not self.wait_for_output(deadline - time.monotonic()):
-                raise self._error(f"said nothing for {timeout_s:g} s")
+                raise self.error(f"said nothing for {timeout_s:g} s")
             if not self.read_available():
-                raise self._error("ended")
+                raise self.error("ended")
         return self._lines.pop(0)
 
     def wait_for_output(self, timeout_s: float) -> bool:
@@ -102,11 +102,11 @@ class Child:
     def cpu_s(self) -> float:
         """CPU time used so far, user and system, in seconds; its own children are not counted."""
         times = self._stats.cpu_times()
-        return times.user + times.system
+        return float(times.user + times.system)
 
     def children(self) -> list[psutil.Process]:
         """The processes that this one has started (a trainer's manager)."""
-        found = self._stats.children(recursive=True)
+        found: list[psutil.Process] = self._stats.children(recursive=True)
         self._relatives |= {process.pid: process for process in found}
         return found
 
@@ -125,16 +125,22 @@ class Child:
             except subprocess.TimeoutExpired:
                 self._process.kill()
         self._process.wait()
-        for process in self._relatives.values():  # psutil looks at the start time, not only the id
+        # A killed trainer's sidecar goes by itself; one that has not by now never will.
+        _, left = psutil.wait_procs(list(self._relatives.values()), _STOP_TIMEOUT_S)
+        for process in left:  # psutil looks at the start time, so the id is still the same process
             with contextlib.suppress(psutil.Error):
                 process.kill()
+
+    def close(self) -> None:
+        """Close the pipes; the process is left alone."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
 
-    def _error(self, what: str) -> ChildError:
-        name = " ".join(self.command[1:4])
+    def error(self, what: str) -> ChildError:
+        """To be raised when this child has failed, with its last words."""
+        name = " ".join(self.command[3:6])
         words = ""
         if self._errors is not None:
             size = os.lseek(self._errors, 0, os.SEEK_END)
@@ -151,20 +157,15 @@ class Child:
         traceback: TracebackType | None,
     ) -> None:
         self.stop()
+        self.close()
         if self._errors is not None:
             os.close(self._errors)
             self._errors = None
 
 
-def module(name: str, *arguments: object) -> list[str]:
-    """The command that runs module ``name`` with this interpreter."""
-    return [sys.executable, "-m", name, *map(str, arguments)]
-
-
-def peer_script(python: str, name: str, *arguments: object) -> list[str]:
-    """The command that runs our script ``name`` with the public release's interpreter."""
-    script = ROOT / "benchmarks" / "public_release" / f"{name}.py"
-    return [python, "-W", "ignore", str(script), *map(str, arguments)]
+def program(name: str, *arguments: object, python: str = sys.executable) -> list[str]:
+    """The command that runs module ``name``, with the interpreter ``python``."""
+    return [python, "-W", "ignore", "-m", name, *map(str, arguments)]
 
 
 def peer_python() -> str | None:
@@ -172,9 +173,11 @@ def peer_python() -> str | None:
     python = os.environ.get(PEER_VARIABLE)
     if not python:
         return None
-    command = [python, "-c", "import importlib.util as u; print(u.find_spec('torchft') is not None)"]
+    question = "import importlib.util as u; print(u.find_spec('torchft') is not None)"
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        answer = subprocess.run(
+            [python, "-c", question], capture_output=True, text=True, timeout=30, check=False
+        )
     except OSError:
         return None
     return python if answer.stdout.strip() == "True" else None
@@ -188,9 +191,9 @@ def start_lighthouse(*, min_replicas: int, peer: str | None = None, **flags: int
     options = [f"--min-replicas={min_replicas}"]
     options += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
     if peer is not None:
-        return Child(peer_script(peer, "lighthouse", *options))
+        return Child(program("benchmarks.children.lighthouse_public", *options, python=peer))
     bind = ["--bind=127.0.0.1:0", "--log-level=error"]
-    return Child(module("torchft_svc.lighthouse_server", *bind, *options))
+    return Child(program("torchft_svc.lighthouse_server", *bind, *options))
 
 
 def lighthouse_address(lighthouse: Child) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,8 +15,8 @@ from benchmarks.processes import (
     START_TIMEOUT_S,
     Child,
     lighthouse_address,
-    module,
     peer_python,
+    program,
     start_lighthouse,
 )
 from benchmarks.table import Column, Result, hand_over
@@ -95,7 +96,7 @@ def course(name: str, callers: int, processes: int, peer: str | None) -> Iterato
         load = []
         for first, count in shares(callers, processes):
             flags_of_load = (f"--address={address}", f"--first={first}", f"--count={count}")
-            child = Child(module("benchmarks.callers", *flags_of_load))
+            child = Child(program("benchmarks.children.callers", *flags_of_load))
             load.append(stack.enter_context(child))
         for child in load:
             child.read_line(START_TIMEOUT_S)
@@ -106,7 +107,7 @@ def shares(callers: int, processes: int) -> list[tuple[int, int]]:
     """First number and count of each process' callers; no process without a caller."""
     processes = min(callers, processes)
     bounds = [callers * index // processes for index in range(processes + 1)]
-    return [(low, high - low) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [(low, high - low) for low, high in itertools.pairwise(bounds)]
 
 
 def measure(callers: int, rounds: int, blocks: int, processes: int) -> list[dict[str, object]]:

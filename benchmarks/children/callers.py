@@ -10,7 +10,6 @@ import asyncio
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 
 import click
 import grpc
@@ -26,8 +25,6 @@ _OPTIONS = (
 _ROUND_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 60.0
 
-Ask = Callable[[bytes], Awaitable[bytes]]
-
 
 class Caller:
     """One group's manager, as the lighthouse sees it."""
@@ -35,7 +32,7 @@ class Caller:
     def __init__(self, address: str, number: int) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         # Bytes in, bytes out: the load should cost as little as it can.
-        self._quorum = self._channel.unary_unary("/torchft.LighthouseService/Quorum")
+        self._quorum = self._channel.unary_unary("/torchft.LighthouseService/Quorum", None, None)
         self._member = pb.QuorumMember(
             replica_id=f"group-{number:05}:{uuid.UUID(int=number)}",
             address=f"http://10.0.0.1:{20000 + number}",

@@ -1,0 +1,143 @@
+"""Measures healing over loopback: our transport beside a plain socket copy, in turns."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.children.healing_ends import MATRIX_BYTES
+from benchmarks.processes import START_TIMEOUT_S, Child, peer_python, program
+from benchmarks.table import Column, Result, hand_over
+
+_TRANSFER_TIMEOUT_S = 180.0
+_ROLES = ("send", "receive")
+_PUBLIC_CHUNKS = (0, 4)
+_COLUMNS = (
+    Column("way", "way"),
+    Column("gb_per_s", "GB/s", 2),
+    Column("ratio", "plain copy = 1", 2),
+    Column("best_gb_per_s", "best GB/s", 2),
+    Column("worst_gb_per_s", "worst GB/s", 2),
+    Column("offer_ms", "offer ms", 1),
+    Column("receiver_cpu_s", "receiver CPU s", 2),
+    Column("sender_cpu_s", "sender CPU s", 2),
+)
+
+
+@dataclass(slots=True)
+class Course:
+    """One way to move the state, and what was measured of it."""
+
+    kind: str
+    title: str
+    sender: Child
+    receiver: Child
+    walls_s: list[float] = field(default_factory=list)
+    offers_s: list[float] = field(default_factory=list)
+    receiver_cpu_s: list[float] = field(default_factory=list)
+    sender_cpu_s: list[float] = field(default_factory=list)
+
+    def run(self, step: int, *, is_counted: bool) -> None:
+        """Move the state once: from the offer until the receiver has it whole."""
+        cpu_before_s = self.sender.cpu_s()
+        self.sender.send(f"offer {self.kind} {step}")
+        offer_s, address = self.sender.read_line(_TRANSFER_TIMEOUT_S).split()
+        self.receiver.send(f"{self.kind} {address} {step}")
+        wall_s, cpu_s = self.receiver.read_line(_TRANSFER_TIMEOUT_S).split()
+        cpu_after_s = self.sender.cpu_s()
+        if self.kind != "plain":
+            self.sender.send(f"end {self.kind}")
+            self.sender.read_line(_TRANSFER_TIMEOUT_S)
+        if is_counted:
+            self.walls_s.append(float(offer_s) + float(wall_s))
+            self.offers_s.append(float(offer_s))
+            self.receiver_cpu_s.append(float(cpu_s))
+            self.sender_cpu_s.append(cpu_after_s - cpu_before_s)
+
+    def row(self, num_bytes: int, plain: Course) -> dict[str, Any]:
+        gigabytes = num_bytes / 1e9
+        return {
+            "way": self.title,
+            "gb_per_s": gigabytes / statistics.median(self.walls_s),
+            "ratio": statistics.median(plain.walls_s) / statistics.median(self.walls_s),
+            "best_gb_per_s": gigabytes / min(self.walls_s),
+            "worst_gb_per_s": gigabytes / max(self.walls_s),
+            "offer_ms": statistics.median(self.offers_s) * 1000,
+            "receiver_cpu_s": statistics.median(self.receiver_cpu_s),
+            "sender_cpu_s": statistics.median(self.sender_cpu_s),
+            "walls_s": self.walls_s,
+        }
+
+
+def measure(num_matrices: int, repeat: int, connections: tuple[int, ...]) -> list[dict[str, Any]]:
+    """All ways in turns, ``repeat`` times each after one that does not count."""
+    with ExitStack() as stack:
+
+        def ends(module: str, python: str = sys.executable) -> tuple[Child, Child]:
+            matrices = f"--matrices={num_matrices}"
+            commands = [program(module, role, matrices, python=python) for role in _ROLES]
+            send, receive = (
+                stack.enter_context(Child(command, {"OMP_NUM_THREADS": "1"}))
+                for command in commands
+            )
+            return send, receive
+
+        ours = ends("benchmarks.children.healing_ours")
+        courses = [Course("plain", "plain copy, 1 connection", *ours)]
+        courses += [
+            Course(f"ours-{n}", f"ours, {_count(n, 'connection')}", *ours) for n in connections
+        ]
+        children = [*ours]
+        if peer := peer_python():
+            public = ends("benchmarks.children.healing_public", peer)
+            children += public
+            courses += [
+                Course(f"public-{n}", f"public release, {_count(n, 'chunk')}", *public)
+                for n in _PUBLIC_CHUNKS
+            ]
+        for child in children:
+            child.read_line(START_TIMEOUT_S)
+        for step in range(repeat + 1):
+            for course in courses if step % 2 == 0 else courses[::-1]:
+                course.run(step, is_counted=step > 0)
+        return [course.row(num_matrices * MATRIX_BYTES, courses[0]) for course in courses]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--gb", type=click.FloatRange(0.07), default=2.0, help="Size of the state in GiB.")
+@click.option("--repeat", type=click.IntRange(1), default=5, help="Transfers of each way.")
+@click.option("--connections", type=click.IntRange(1, 32), multiple=True, default=(1, 2, 4),
+              help="Connections of ours; may be repeated.")  # fmt: skip
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path),
+              help="Write the result here, too.")  # fmt: skip
+def main(gb: float, repeat: int, connections: tuple[int, ...], json_file: Path | None) -> None:
+    """Healing over loopback: a state from one process to another, checked and in fresh memory."""
+    num_matrices = max(1, int(gb * (1 << 30)) // MATRIX_BYTES)
+    num_bytes = num_matrices * MATRIX_BYTES
+    result = Result(
+        name="healing",
+        title=f"Healing {num_bytes / 1e9:.2f} GB over loopback",
+        columns=_COLUMNS,
+        settings={"bytes": num_bytes, "repeat": repeat, "cores": os.cpu_count()},
+        notes=[
+            "from the offer until the receiver has the state; median of all transfers, in turns",
+            "the plain copy has no checksums and writes into the same 1 MiB again and again",
+        ],
+    )
+    result.rows += measure(num_matrices, repeat, connections)
+    hand_over(result, json_file)
+
+
+if __name__ == "__main__":
+    main()

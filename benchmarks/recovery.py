@@ -1,0 +1,247 @@
+"""Measures what a kill -9 costs: the survivors' pause, and the way back to the whole world."""
+
+from __future__ import annotations
+
+import random
+import select
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.processes import (
+    START_TIMEOUT_S,
+    Child,
+    ChildError,
+    lighthouse_address,
+    peer_python,
+    program,
+    start_lighthouse,
+)
+from benchmarks.table import Column, Result, hand_over
+
+GROUPS = 3
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Well above the public release's heartbeat timeout (5 s) and a start of Python with torch.
+_PATIENCE_S = 60.0
+# A kill comes at a random moment of a step, when the whole world has trained for a while.
+_CALM_S = (0.2, 0.6)
+_COLUMNS = (
+    Column("trainer", "trainer"),
+    Column("killed", "killed"),
+    Column("kills", "kills", 0),
+    Column("pause_ms", "kill to survivors' commit, ms", 0),
+    Column("pause_worst_ms", "worst", 0),
+    Column("rejoin_s", "restart to whole world, s", 2),
+    Column("rejoin_worst_s", "worst", 2),
+    Column("ready_s", "of which: start to ready, s", 2),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Group ``group`` committed with ``participants`` groups, at ``at_ns`` (monotonic)."""
+
+    group: int
+    participants: int
+    at_ns: int
+
+
+@dataclass(slots=True)
+class World:
+    """Three replica groups and their lighthouse, killed and restarted."""
+
+    start: Callable[[int], Child]
+    trainers: dict[int, Child] = field(default_factory=dict)
+    _ready_at_ns: dict[int, int] = field(default_factory=dict)
+
+    def begin(self, group: int) -> int:
+        """Start a group's trainer; the instant before (ns)."""
+        at_ns = time.monotonic_ns()
+        self._ready_at_ns.pop(group, None)
+        self.trainers[group] = self.start(group)
+        self.trainers[group].send("train")
+        return at_ns
+
+    def kill(self, group: int, *, with_manager: bool) -> int:
+        """SIGKILL the trainer, at choice with its manager; the instant before (ns)."""
+        trainer = self.trainers.pop(group)
+        managers = trainer.children()
+        at_ns = time.monotonic_ns()
+        if with_manager:
+            for manager in managers:
+                manager.kill()
+        trainer.kill()
+        trainer.close()
+        return at_ns
+
+    def commits(self, timeout_s: float) -> Iterator[Commit]:
+        """The commits of all groups as they are told, for ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            readable, _, _ = select.select(list(self.trainers.values()), [], [], left_s)
+            for group, trainer in self.trainers.items():
+                if trainer in readable:
+                    if not trainer.read_available():
+                        raise trainer.error("ended")
+                    yield from self._understand(group, trainer.take_lines())
+
+    def _understand(self, group: int, lines: list[str]) -> Iterator[Commit]:
+        for line in lines:
+            kind, *words = line.split()
+            if kind == "ready":
+                self._ready_at_ns[group] = time.monotonic_ns()
+            elif kind == "commit":
+                yield Commit(group, int(words[1]), int(words[2]))
+
+    def all_commit(self, participants: int, since_ns: int) -> int:
+        """When the last of the living groups first committed with so many participants (ns).
+
+        Raises:
+            ChildError: not within a minute.
+        """
+        first: dict[int, int] = {}
+        for commit in self.commits(_PATIENCE_S):
+            if commit.participants == participants and commit.at_ns > since_ns:
+                first.setdefault(commit.group, commit.at_ns)
+            if first.keys() == self.trainers.keys():
+                return max(first.values())
+        raise ChildError(
+            f"{len(first)} of {len(self.trainers)} groups committed with {participants} "
+            f"participants within {_PATIENCE_S:g} s"
+        )
+
+    def train_for(self, duration_s: float) -> None:
+        """Let it train, and forget the commits."""
+        for _ in self.commits(duration_s):
+            pass
+
+    def ready_at_ns(self, group: int) -> int:
+        """When the trainer's model and manager were made."""
+        return self._ready_at_ns[group]
+
+
+@dataclass(slots=True)
+class Course:
+    """One kind of trainer and of kill, and what was measured."""
+
+    name: str
+    killed: str
+    world: World
+    with_manager: bool
+    pauses_ms: list[float] = field(default_factory=list)
+    rejoins_s: list[float] = field(default_factory=list)
+    readies_s: list[float] = field(default_factory=list)
+
+    def run(self, dice: random.Random) -> None:
+        """One kill and one restart."""
+        world = self.world
+        world.train_for(dice.uniform(*_CALM_S))
+        victim = dice.randrange(GROUPS)
+        killed_ns = world.kill(victim, with_manager=self.with_manager)
+        paused_ns = world.all_commit(GROUPS - 1, killed_ns) - killed_ns
+        began_ns = world.begin(victim)
+        whole_ns = world.all_commit(GROUPS, began_ns) - began_ns
+        self.pauses_ms.append(paused_ns / 1e6)
+        self.rejoins_s.append(whole_ns / 1e9)
+        self.readies_s.append((world.ready_at_ns(victim) - began_ns) / 1e9)
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "trainer": self.name,
+            "killed": self.killed,
+            "kills": len(self.pauses_ms),
+            "pause_ms": statistics.median(self.pauses_ms),
+            "pause_worst_ms": max(self.pauses_ms),
+            "rejoin_s": statistics.median(self.rejoins_s),
+            "rejoin_worst_s": max(self.rejoins_s),
+            "ready_s": statistics.median(self.readies_s),
+            "pauses_ms": self.pauses_ms,
+            "rejoins_s": self.rejoins_s,
+        }
+
+
+@contextmanager
+def whole_world(model: list[str], peer: str | None) -> Iterator[World]:
+    """All groups train together; ``peer``: the Python of the public release, None: ours."""
+    with ExitStack() as stack:
+        lighthouse = stack.enter_context(start_lighthouse(min_replicas=1, peer=peer))
+        where = f"--lighthouse={lighthouse_address(lighthouse)}"
+        name = f"benchmarks.children.trainer_{'ours' if peer is None else 'public'}"
+        python = {} if peer is None else {"python": peer}
+
+        def start(group: int) -> Child:
+            command = program(name, *model, where, f"--name=group-{group}", **python)
+            return stack.enter_context(Child(command, _ENVIRONMENT))
+
+        world = World(start)
+        for group in range(GROUPS):
+            world.begin(group)
+        world.all_commit(GROUPS, 0)
+        yield world
+
+
+def measure(model: list[str], kills: int, peer_kills: int, seed: int) -> list[dict[str, Any]]:
+    """The rows, one world after the other: two would take each other's cores."""
+    peer = peer_python()
+    rows = []
+    with whole_world(model, None) as world:
+        courses = [
+            Course("ours", "trainer", world, with_manager=False),
+            Course("ours", "trainer and manager", world, with_manager=True),
+        ]
+        rows += run_all(courses, kills, seed)
+    if peer is not None and peer_kills:
+        with whole_world(model, peer) as world:
+            # Its manager is a part of its trainer: there is but one way to kill it.
+            courses = [Course("public release", "trainer", world, with_manager=False)]
+            rows += run_all(courses, peer_kills, seed)
+    return rows
+
+
+def run_all(courses: list[Course], kills: int, seed: int) -> list[dict[str, Any]]:
+    """``kills`` of each course, in turns."""
+    dice = random.Random(seed)
+    for _ in range(kills):
+        for course in courses:
+            course.run(dice)
+    return [course.row() for course in courses]
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--kills", type=click.IntRange(1), default=20, help="Kills of each kind.")
+@click.option("--peer-kills", type=click.IntRange(0), default=5,
+              help="Kills of the public release's trainers, which take longer.")  # fmt: skip
+@click.option("--width", type=click.IntRange(1), default=64, help="Width of the MLP's layers.")
+@click.option("--depth", type=click.IntRange(1), default=2, help="Number of its layers.")
+@click.option("--seed", type=int, default=0, help="Draws the victims and the moments.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path),
+              help="Write the result here, too.")  # fmt: skip
+def main(
+    kills: int, peer_kills: int, width: int, depth: int, seed: int, json_file: Path | None
+) -> None:
+    """SIGKILL one of three replica groups, restart it, and look how long each takes."""
+    result = Result(
+        name="recovery",
+        title="Recovery from a SIGKILL: 3 groups with a small model, default settings",
+        columns=_COLUMNS,
+        settings={"kills": kills, "peer_kills": peer_kills, "seed": seed},
+        notes=[
+            "pause: from the kill to the first commit without the killed group, of the last "
+            "survivor",
+            "rejoin: from the start of the process until all three have committed together; "
+            "ready: torch imported, manager and model made",
+        ],
+    )
+    model = [f"--width={width}", f"--depth={depth}", "--batch=8"]
+    result.rows = measure(model, kills, peer_kills, seed)
+    hand_over(result, json_file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Measures a training step of two groups without failures, beside plain torch DDP's."""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+
+from benchmarks.children.phases import PHASES
+from benchmarks.processes import (
+    START_TIMEOUT_S,
+    Child,
+    lighthouse_address,
+    peer_python,
+    program,
+    start_lighthouse,
+)
+from benchmarks.table import Column, Result, hand_over
+
+_BLOCK_TIMEOUT_S = 120.0
+# The two trainers of a pair begin a block at slightly different times.
+_WARM_UP_STEPS = 3
+# Each trainer has one thread for its sums: two trainers, two cores.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_COLUMNS = (
+    Column("trainer", "trainer"),
+    Column("total_ms", "step ms", 2),
+    Column("ratio", "of plain DDP", 3),
+    *(Column(f"{phase}_ms", f"{phase}()", 2) for phase in PHASES),
+    Column("trainer_cpu_ms", "CPU ms: trainer", 2),
+    Column("manager_cpu_ms", "manager", 2),
+    Column("lighthouse_cpu_ms", "lighthouse", 2),
+)
+
+
+@dataclass(slots=True)
+class Pair:
+    """Two trainers that train together; ``manager`` is a process of its own only in ours."""
+
+    name: str
+    trainers: list[Child]
+    lighthouse: Child | None = None
+    blocks: list[dict[str, list[float]]] = field(default_factory=list)
+    cpu_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_CPU, 0.0))
+    num_steps: int = 0
+
+    def run(self, num_steps: int) -> None:
+        """Measure one block."""
+        before = self._cpu_s()
+        for trainer in self.trainers:
+            trainer.send(f"measure {num_steps + _WARM_UP_STEPS}")
+        answers = [json.loads(trainer.read_line(_BLOCK_TIMEOUT_S)) for trainer in self.trainers]
+        for name, used in self._cpu_s().items():
+            self.cpu_s[name] += used - before[name]
+        self.num_steps += num_steps + _WARM_UP_STEPS
+        block: dict[str, list[float]] = {}
+        for answer in answers:
+            for phase, times in answer.items():
+                block.setdefault(phase, []).extend(times[_WARM_UP_STEPS:])
+        self.blocks.append(block)
+
+    def _cpu_s(self) -> dict[str, float]:
+        managers = [child for trainer in self.trainers for child in trainer.children()]
+        return {
+            "trainer": sum(trainer.cpu_s() for trainer in self.trainers) / len(self.trainers),
+            "manager": sum(map(cpu_s_of, managers)) / len(self.trainers),
+            "lighthouse": self.lighthouse.cpu_s() if self.lighthouse else 0.0,
+        }
+
+    def row(self, plain: Pair) -> dict[str, Any]:
+        """Medians over all steps; the ratio is that of neighbouring blocks, so drift cancels."""
+        medians = {
+            phase: statistics.median([t for block in self.blocks for t in block[phase]])
+            for phase in self.blocks[0]
+        }
+        ratios = [
+            statistics.median(mine["total"]) / statistics.median(theirs["total"])
+            for mine, theirs in zip(self.blocks, plain.blocks, strict=True)
+        ]
+        row: dict[str, Any] = {"trainer": self.name}
+        row |= {f"{phase}_ms": time_ms for phase, time_ms in medians.items()}
+        row |= {f"{name}_cpu_ms": 1000 * s / self.num_steps for name, s in self.cpu_s.items()}
+        row |= {"ratio": statistics.median(ratios), "ratios": ratios, "steps": self.num_steps}
+        return row
+
+
+_CPU = ("trainer", "manager", "lighthouse")
+
+
+def cpu_s_of(process: psutil.Process) -> float:
+    """CPU seconds that a process has used; 0 if it has just ended."""
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def plain_pair(model: list[str]) -> Iterator[Pair]:
+    """Two workers of torch's own DDP."""
+    port = f"--store-port={free_port()}"
+    commands = [
+        program("benchmarks.children.trainer_plain", *model, f"--rank={rank}", port)
+        for rank in range(2)
+    ]
+    with started("plain DDP", commands, None) as pair:
+        yield pair
+
+
+@contextmanager
+def tolerant_pair(name: str, model: list[str], peer: str | None) -> Iterator[Pair]:
+    """Two replica groups of ours, or with ``peer`` of the public release, and its lighthouse."""
+    with start_lighthouse(min_replicas=2, peer=peer) as lighthouse:
+        where = f"--lighthouse={lighthouse_address(lighthouse)}"
+        kind = "ours" if peer is None else "public"
+        python = {} if peer is None else {"python": peer}
+        commands = [
+            program(
+                f"benchmarks.children.trainer_{kind}", *model, where, f"--name={rank}", **python
+            )
+            for rank in range(2)
+        ]
+        with started(name, commands, lighthouse) as pair:
+            yield pair
+
+
+@contextmanager
+def started(name: str, commands: list[list[str]], lighthouse: Child | None) -> Iterator[Pair]:
+    """Both trainers, ready."""
+    with ExitStack() as stack:
+        trainers = [stack.enter_context(Child(command, _ENVIRONMENT)) for command in commands]
+        for trainer in trainers:
+            answer = trainer.read_line(START_TIMEOUT_S)
+            assert answer == "ready", answer
+        yield Pair(name, trainers, lighthouse)
+
+
+def measure(model: list[str], num_steps: int, blocks: int) -> list[dict[str, Any]]:
+    """The rows of all pairs, measured in turns."""
+    peer = peer_python()
+    with ExitStack() as stack:
+        pairs = [stack.enter_context(plain_pair(model))]
+        pairs.append(stack.enter_context(tolerant_pair("ours", model, None)))
+        if peer is not None:
+            pairs.append(stack.enter_context(tolerant_pair("public release", model, peer)))
+        in_turns(pairs, num_steps, blocks)
+        return [pair.row(pairs[0]) for pair in pairs]
+
+
+def in_turns(
+    pairs: list[Pair], num_steps: int, blocks: int, forget: Callable[[Pair], None] | None = None
+) -> None:
+    """``blocks`` blocks of each pair, every other time in the opposite order."""
+    for pair in pairs:
+        pair.run(num_steps)  # connections, allocators and caches warm up
+        pair.blocks.clear()
+        pair.cpu_s, pair.num_steps = dict.fromkeys(_CPU, 0.0), 0
+    for block in range(blocks):
+        for pair in pairs if block % 2 == 0 else pairs[::-1]:
+            pair.run(num_steps)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--steps", type=click.IntRange(2), default=30, help="Steps of a block.")
+@click.option("--blocks", type=click.IntRange(1), default=6, help="Blocks of each, in turns.")
+@click.option("--width", type=click.IntRange(1), default=728, help="Width of the MLP's layers.")
+@click.option("--depth", type=click.IntRange(1), default=8, help="Number of its layers.")
+@click.option("--batch", type=click.IntRange(1), default=16, help="Samples of a step.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path),
+              help="Write the result here, too.")  # fmt: skip
+def main(
+    steps: int, blocks: int, width: int, depth: int, batch: int, json_file: Path | None
+) -> None:
+    """Time of a training step without failures: two groups, one worker each, over gloo."""
+    parameters = depth * (width * width + width) + 16 * (width + 1)
+    result = Result(
+        name="step_time",
+        title=f"Step time without failures: 2 groups, {parameters * 4 / 1e6:.1f} MB of gradients",
+        columns=_COLUMNS,
+        settings={"steps": steps, "blocks": blocks, "width": width, "depth": depth, "batch": batch},
+        notes=[
+            "medians in milliseconds; 'of plain DDP' is the median over neighbouring blocks",
+            "CPU: milliseconds per step, of one trainer, one manager, and the lighthouse; "
+            "the public release's manager is a part of its trainer",
+        ],
+    )
+    result.rows = measure(
+        [f"--width={width}", f"--depth={depth}", f"--batch={batch}"], steps, blocks
+    )
+    hand_over(result, json_file)
+
+
+if __name__ == "__main__":
+    main()
