@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from torchft_svc.errors import AddressError
 from torchft_svc.proto import torchft_pb2
 from torchft_svc.rpc.address import HostPort
+from torchft_svc.rpc.calls import Calls
 from torchft_svc.rpc.status import Handler, answering_errors
 
 # The largest request is a quorum request: a few addresses, and at most 16 KB of `data`.
@@ -47,7 +48,7 @@ class Service:
     def full_name(self) -> str:
         return f"torchft.{self.name}"
 
-    def generic_handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+    def generic_handler(self, calls: Calls) -> grpc.GenericRpcHandler[Any, Any]:
         methods = torchft_pb2.DESCRIPTOR.services_by_name[self.name].methods_by_name
         missing = methods.keys() - self.handlers.keys() - self.streams.keys()
         assert not missing, f"no handler for {missing}"
@@ -59,7 +60,7 @@ class Service:
             self.full_name,
             {
                 method: make_handler(
-                    answering_errors(handler),
+                    calls.known(answering_errors(handler)),
                     request_deserializer=getattr(
                         torchft_pb2, methods[method].input_type.name
                     ).FromString,
@@ -92,7 +93,8 @@ async def serve(build: Callable[[HostPort], Service], bind: HostPort) -> AsyncIt
         raise AddressError(str(bind), f"cannot be bound: {error}") from None
     bound = HostPort(bind.host, port)
     service = build(bound)
-    server.add_generic_rpc_handlers((service.generic_handler(),))
+    calls = Calls()
+    server.add_generic_rpc_handlers((service.generic_handler(calls),))
     health_service = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -104,6 +106,7 @@ async def serve(build: Callable[[HostPort], Service], bind: HostPort) -> AsyncIt
         yield bound
     finally:
         await health_service.enter_graceful_shutdown()
+        calls.stop()
         await server.stop(GRACE_S)
 
 

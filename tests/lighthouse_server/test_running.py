@@ -1,0 +1,160 @@
+"""Tests the lighthouse as a service: its process, its health, restarts, bounded memory."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from running import failure, lighthouse_process, line_to
+
+from torchft_svc.coordination import LighthouseServer
+from torchft_svc.core.types import Member, QuorumConfig
+from torchft_svc.lighthouse_server.driver import LighthouseDriver, first_quorum_id
+
+
+def test_health_is_told_for_the_server_and_the_service() -> None:
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=1) as server,
+        line_to(server.address()) as line,
+    ):
+        stub = health_pb2_grpc.HealthStub(line.channel)
+        for name in ("", "torchft.LighthouseService"):
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Check(health_pb2.HealthCheckRequest(service="torchft.Nonsense"), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_reflection_lists_the_service_and_describes_it() -> None:
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=1) as server,
+        line_to(server.address()) as line,
+    ):
+        stub = reflection_pb2_grpc.ServerReflectionStub(line.channel)
+        questions = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(
+                file_containing_symbol="torchft.LighthouseService"
+            ),
+        ]
+        listed, described = stub.ServerReflectionInfo(iter(questions), timeout=5)
+    names = {service.name for service in listed.list_services_response.service}
+    assert {"torchft.LighthouseService", "grpc.health.v1.Health"} <= names
+    assert b"LighthouseQuorumRequest" in described.file_descriptor_response.file_descriptor_proto[0]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_command_in_good_order(number: signal.Signals) -> None:
+    with lighthouse_process("--min-replicas=2") as process, line_to(process.address) as line:
+        waiting = line.quorum("a:1", timeout_s=30)
+        line.beat("a:1")  # the request before it has arrived
+        status, took_s = process.end(number)
+        assert (status, "Traceback" in process.errors()) == (0, False), process.errors()
+        assert took_s < 1.0
+        assert failure(waiting) == (grpc.StatusCode.UNAVAILABLE, "the service is stopping")
+
+
+@pytest.mark.processes
+def test_the_flags_are_heard_in_both_spellings() -> None:
+    flags = (
+        "--min_replicas=2",
+        "--join_timeout_ms=100",
+        "--startup-timeout-ms=50",
+        "--heartbeat_timeout_ms=400",
+        "--quorum_tick_ms=100",
+        "--on_step_regression=warn",
+        "--log_level=warning",
+    )
+    with lighthouse_process(*flags) as process, line_to(process.address) as line:
+        assert process.address.startswith("127.0.0.1:")
+        assert failure(line.quorum("a:1")) == (
+            grpc.StatusCode.ABORTED,
+            "'a:1' is out: no sign of life for 0.4 s",
+        )
+        assert process.errors().splitlines()[0] == (
+            "note: --quorum-tick-ms is ignored: quorums form without polling"
+        )
+
+
+@pytest.mark.processes
+def test_ids_of_a_restarted_lighthouse_are_above_those_before() -> None:
+    def one_quorum(address: str) -> int:
+        with line_to(address) as line:
+            return line.quorum("a:1").result().quorum.quorum_id  # type: ignore[no-any-return]
+
+    with lighthouse_process() as process:
+        before = one_quorum(process.address)
+        process.kill()
+        with lighthouse_process(bind=process.address) as again:
+            assert again.address == process.address
+            assert one_quorum(again.address) > before
+
+
+def test_ids_go_above_the_highest_that_a_group_has_seen() -> None:
+    far_ahead = first_quorum_id(time.time()) + 10**12
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=1) as server,
+        line_to(server.address()) as line,
+    ):
+        answer = line.quorum("a:1", seen_quorum_id=far_ahead).result()
+        assert answer.quorum.quorum_id == far_ahead + 1
+
+
+def test_a_first_id_never_goes_below_zero() -> None:
+    assert first_quorum_id(0.0) == 0
+    assert first_quorum_id(1_735_689_601.5) == 1500
+
+
+def test_groups_are_told_to_beat_less_often_the_more_they_are() -> None:
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=600) as server,
+        line_to(server.address()) as line,
+    ):
+        told = [line.beat(f"g{i}:1").min_interval_ms for i in range(300)]
+    assert told[0] == 1
+    assert told[99] == 100
+    assert told[299] == 150, "never less than four times per heartbeat timeout"
+
+
+def test_the_map_of_heartbeats_does_not_grow() -> None:
+    """Also one job after another: what has ended leaves one number, and that for max_jobs only."""
+
+    async def thousands_come_and_go() -> None:
+        loop = asyncio.get_running_loop()
+        driver = LighthouseDriver(QuorumConfig(heartbeat_timeout_s=0.1, max_jobs=100))
+        for i in range(3000):
+            driver.heartbeat(f"job {i % 50}", f"group {i}:1")
+        deadline = loop.time() + 10
+        while driver._core._jobs:
+            assert loop.time() < deadline, "the silent are not forgotten"
+            await asyncio.sleep(0.01)
+        for i in range(1000):
+            job, name = f"run {i}", "group:1"
+            await driver.quorum(job, Member(replica_id=name, step=1), timeout_s=5)
+            driver.leave(job, name, "done")
+        held = {**vars(driver), **vars(driver._core)}
+        sizes = {name: len(value) for name, value in held.items() if isinstance(value, dict)}
+        assert {name: size for name, size in sizes.items() if size} == {
+            "_ended": 100,
+            "_quorum_ids": 100,
+        }
+        driver.close()
+
+    asyncio.run(thousands_come_and_go())
+
+
+def test_a_waiter_that_sends_no_sign_of_life_is_told_so() -> None:
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=2, heartbeat_timeout_ms=200) as server,
+        line_to(server.address()) as line,
+    ):
+        code, reason = failure(line.quorum("a:1"))
+    assert code is grpc.StatusCode.ABORTED
+    assert reason == "'a:1' is out: no sign of life for 0.2 s"
