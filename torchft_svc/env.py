@@ -1,0 +1,147 @@
+"""The only reader of ``os.environ``: each variable typed, each bad value an error that names it.
+
+Argument beats environment beats default, everywhere. An empty variable counts as not set.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchft_svc.errors import ConfigError
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+_MAX_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Typed reads of ``variables`` (None: the process' own environment, read at each call).
+
+    Every reader returns None where the variable is not set, and raises `ConfigError` with its name
+    and value where it cannot be understood.
+    """
+
+    variables: Mapping[str, str] | None = None
+
+    @property
+    def lighthouse_address(self) -> str | None:
+        """``TORCHFT_LIGHTHOUSE``, or ``TORCH_LIGHTHOUSE``: ``host:port``."""
+        return self._text("TORCHFT_LIGHTHOUSE") or self._text("TORCH_LIGHTHOUSE")
+
+    @property
+    def manager_address(self) -> str | None:
+        """``TORCHFT_MANAGER_ADDR``: a manager that already runs, ``host:port``."""
+        return self._text("TORCHFT_MANAGER_ADDR")
+
+    @property
+    def manager_port(self) -> int | None:
+        """``TORCHFT_MANAGER_PORT``: where the manager listens, 0 for any free port."""
+        return self._int("TORCHFT_MANAGER_PORT", 0, _MAX_PORT)
+
+    @property
+    def master_address(self) -> str | None:
+        """``MASTER_ADDR``: the host of the group's store."""
+        return self._text("MASTER_ADDR")
+
+    @property
+    def master_port(self) -> int | None:
+        """``MASTER_PORT``: the port of the group's store."""
+        return self._int("MASTER_PORT", 1, _MAX_PORT)
+
+    @property
+    def uses_agent_store(self) -> bool:
+        """``TORCHELASTIC_USE_AGENT_STORE``: the launcher hosts the store, workers only connect."""
+        return bool(self._bool("TORCHELASTIC_USE_AGENT_STORE"))
+
+    @property
+    def restart_count(self) -> int:
+        """``TORCHELASTIC_RESTART_COUNT``: which attempt of the launcher this worker belongs to."""
+        return self._int("TORCHELASTIC_RESTART_COUNT", 0) or 0
+
+    @property
+    def group_rank(self) -> int | None:
+        """``RANK``: this worker's index in its replica group."""
+        return self._int("RANK", 0)
+
+    @property
+    def group_world_size(self) -> int | None:
+        """``WORLD_SIZE``: how many workers the replica group has."""
+        return self._int("WORLD_SIZE", 1)
+
+    @property
+    def timeout_s(self) -> float | None:
+        """``TORCHFT_TIMEOUT_SEC``: the longest that a collective or a vote may take."""
+        return self._seconds("TORCHFT_TIMEOUT_SEC")
+
+    @property
+    def quorum_timeout_s(self) -> float | None:
+        """``TORCHFT_QUORUM_TIMEOUT_SEC``: the longest wait for a quorum."""
+        return self._seconds("TORCHFT_QUORUM_TIMEOUT_SEC")
+
+    @property
+    def connect_timeout_s(self) -> float | None:
+        """``TORCHFT_CONNECT_TIMEOUT_SEC``: the longest that a service may be unreachable."""
+        return self._seconds("TORCHFT_CONNECT_TIMEOUT_SEC")
+
+    @property
+    def quorum_retries(self) -> int | None:
+        """``TORCHFT_QUORUM_RETRIES``: how often a failed quorum is asked for again."""
+        return self._int("TORCHFT_QUORUM_RETRIES", 0)
+
+    @property
+    def checkpoint_host(self) -> str | None:
+        """``TORCHFT_CHECKPOINT_HOST``: the host under which others fetch this worker's state."""
+        return self._text("TORCHFT_CHECKPOINT_HOST")
+
+    @property
+    def job_id(self) -> str | None:
+        """``TORCHFT_JOB_ID``: the job on a lighthouse that serves many."""
+        return self._text("TORCHFT_JOB_ID")
+
+    @property
+    def replica_group_id(self) -> str | None:
+        """``REPLICA_GROUP_ID``: the stable name of this replica group."""
+        return self._text("REPLICA_GROUP_ID")
+
+    def _text(self, name: str) -> str | None:
+        variables = os.environ if self.variables is None else self.variables
+        return variables.get(name, "").strip() or None
+
+    def _int(self, name: str, low: int, high: int | None = None) -> int | None:
+        text = self._text(name)
+        if text is None:
+            return None
+        expected = f"use a whole number, {low} or more" if high is None else f"use {low} to {high}"
+        try:
+            value = int(text)
+        except ValueError:
+            raise ConfigError(name, text, expected) from None
+        if value < low or (high is not None and value > high):
+            raise ConfigError(name, text, expected)
+        return value
+
+    def _seconds(self, name: str) -> float | None:
+        text = self._text(name)
+        if text is None:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(name, text, "use a finite number of seconds above 0")
+        return value
+
+    def _bool(self, name: str) -> bool | None:
+        text = self._text(name)
+        if text is None:
+            return None
+        if text.lower() in _TRUE:
+            return True
+        if text.lower() in _FALSE:
+            return False
+        raise ConfigError(name, text, "use true or false")
