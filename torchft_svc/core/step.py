@@ -1,0 +1,253 @@
+"""Decides what a trainer's step may do next: its phases, its counters, its pending heal.
+
+    idle ── start ──> quorum ── formed ──> training ── vote ──> voting ── decide ──> idle
+                        │                   ^  │
+                        └─ heal planned ─> healing └─ start (the step was given up) ─> quorum
+
+A step number advances in two places only: by one with a commit, and to the healed step at the
+moment the healed weights are in place. Everything else, errors included, leaves it as it is.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+from torchft_svc.core.types import MAX_INT64
+from torchft_svc.errors import CommitFailed, ConfigError, RequestRefused
+
+
+class Phase(enum.Enum):
+    """What a worker is doing."""
+
+    IDLE = "idle"
+    QUORUM = "quorum"
+    HEALING = "healing"
+    TRAINING = "training"
+    VOTING = "voting"
+
+
+class Event(enum.Enum):
+    """What can happen to a step."""
+
+    STARTED = "started"
+    QUORUM_FORMED = "quorum formed"
+    HEAL_PLANNED = "heal planned"
+    QUORUM_FAILED = "quorum failed"
+    STATE_RECEIVED = "state received"
+    HEAL_APPLIED = "heal applied"
+    HEAL_FAILED = "heal failed"
+    VOTE_BEGAN = "vote began"
+    DECIDED = "decided"
+    RESTORED = "restored"
+
+
+# What may happen when, and where it leads; what is not here is refused and changes nothing.
+TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
+    (Phase.IDLE, Event.STARTED): Phase.QUORUM,
+    (Phase.IDLE, Event.RESTORED): Phase.IDLE,
+    (Phase.QUORUM, Event.QUORUM_FORMED): Phase.TRAINING,
+    (Phase.QUORUM, Event.HEAL_PLANNED): Phase.HEALING,
+    (Phase.QUORUM, Event.QUORUM_FAILED): Phase.TRAINING,
+    (Phase.HEALING, Event.STATE_RECEIVED): Phase.TRAINING,
+    (Phase.HEALING, Event.HEAL_FAILED): Phase.TRAINING,
+    (Phase.TRAINING, Event.HEAL_APPLIED): Phase.TRAINING,
+    (Phase.TRAINING, Event.HEAL_FAILED): Phase.TRAINING,
+    (Phase.TRAINING, Event.STARTED): Phase.QUORUM,
+    (Phase.TRAINING, Event.VOTE_BEGAN): Phase.VOTING,
+    (Phase.VOTING, Event.DECIDED): Phase.IDLE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Participation:
+    """Who contributes gradients this step; ``participating_rank`` is None for who does not."""
+
+    participating_rank: int | None = None
+    num_participants: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """A group's place in a quorum; ``max_rank`` is its index among the groups at ``max_step``."""
+
+    replica_rank: int
+    replica_world_size: int
+    max_rank: int | None
+    max_world_size: int
+
+
+def participation(
+    standing: Standing, *, heals_first: bool, num_wanted: int | None = None
+) -> Participation:
+    """Who contributes in a quorum.
+
+    ``heals_first``: the groups behind are healed before the step, so all contribute; else only
+    those at ``max_step`` do. ``num_wanted``: how many may contribute at most, the rest are spares.
+    """
+    rank, num = standing.max_rank, standing.max_world_size
+    if heals_first:
+        rank, num = standing.replica_rank, standing.replica_world_size
+    if num_wanted is not None and num > num_wanted:
+        num = num_wanted
+        rank = rank if rank is not None and rank < num else None
+    return Participation(participating_rank=rank, num_participants=num)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingHeal:
+    """The state of ``step`` is on its way (``received`` False) or waits to be applied."""
+
+    step: int
+    received: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepState:
+    """Everything there is to know about a worker's step.
+
+    ``epoch`` counts the steps started, committed or not: what belongs to an earlier one is stale.
+    ``failures`` counts the steps discarded since the last commit.
+    """
+
+    phase: Phase = Phase.IDLE
+    epoch: int = 0
+    step: int = 0
+    batches_committed: int = 0
+    failures: int = 0
+    error: Exception | None = None
+    participation: Participation = Participation()
+    pending_heal: PendingHeal | None = None
+
+
+class StepMachine:
+    """A worker's step; read `state`, call the rest when it happened.
+
+    ``max_retries`` is how many steps may be discarded in a row (None: any number).
+
+    Where the table has no such transition a method raises `RequestRefused` and changes nothing.
+    """
+
+    def __init__(self, *, min_replica_size: int = 1, max_retries: int | None = None) -> None:
+        if min_replica_size < 1:
+            raise ConfigError("min_replica_size", min_replica_size, "use 1 or more groups")
+        if max_retries is not None and max_retries < 0:
+            raise ConfigError("max_retries", max_retries, "use 0 or more, or None for no limit")
+        self._min_replica_size = min_replica_size
+        self._max_retries = max_retries
+        self.state = StepState()
+
+    def start(self) -> int:
+        """A quorum is asked for; the new epoch. What an earlier step left behind is forgotten."""
+        return self._move(
+            Event.STARTED,
+            epoch=self.state.epoch + 1,
+            error=None,
+            pending_heal=None,
+            participation=Participation(),
+        ).epoch
+
+    def form(self, participation: Participation, heal_to: int | None = None) -> None:
+        """The quorum is there; ``heal_to`` is the step whose state this worker has to fetch."""
+        if heal_to is None:
+            self._move(Event.QUORUM_FORMED, participation=participation)
+            return
+        if heal_to < self.state.step:
+            raise RequestRefused(f"healing from step {self.state.step} back to step {heal_to}")
+        heal = PendingHeal(step=heal_to)
+        self._move(Event.HEAL_PLANNED, participation=participation, pending_heal=heal)
+
+    def fail_quorum(self, error: Exception) -> None:
+        """There is no quorum in this step; it can only be discarded."""
+        self._move(Event.QUORUM_FAILED, error=self.state.error or error)
+
+    def receive_state(self) -> None:
+        """The healed state has arrived; it counts only once it is applied."""
+        heal = self.state.pending_heal
+        self._move(Event.STATE_RECEIVED, pending_heal=heal and replace(heal, received=True))
+
+    def apply_heal(self, batches_committed: int) -> None:
+        """The healed weights are in place: from here on this worker is at their step."""
+        heal = self.state.pending_heal
+        if heal is None or not heal.received:
+            raise RequestRefused("there is no healed state to apply")
+        self._move(
+            Event.HEAL_APPLIED,
+            step=heal.step,
+            batches_committed=_counter("batches_committed", batches_committed),
+            pending_heal=None,
+        )
+
+    def fail_heal(self, error: Exception) -> None:
+        """The state could not be fetched or applied: nothing of it stays behind."""
+        self._move(Event.HEAL_FAILED, error=self.state.error or error, pending_heal=None)
+
+    def latch(self, error: Exception, epoch: int | None = None) -> bool:
+        """Remember the first error of the step; an error of an earlier ``epoch`` is ignored."""
+        if epoch is not None and epoch != self.state.epoch:
+            return False
+        if self.state.error is None:
+            self.state = replace(self.state, error=error)
+        return True
+
+    def begin_vote(self) -> bool:
+        """This worker's vote: no error, and enough groups contributed."""
+        if self.state.pending_heal is not None:
+            raise RequestRefused("the healed state must be applied before the vote")
+        state = self._move(Event.VOTE_BEGAN)
+        enough = state.participation.num_participants >= self._min_replica_size
+        return state.error is None and enough
+
+    def decide(self, committed: bool) -> None:
+        """The group's decision: the step counts, or it is discarded whole.
+
+        Raises:
+            CommitFailed: more than ``max_retries`` steps in a row were discarded.
+        """
+        state = self.state
+        if committed:
+            self._move(
+                Event.DECIDED,
+                step=state.step + 1,
+                batches_committed=state.batches_committed + state.participation.num_participants,
+                failures=0,
+            )
+            return
+        failures = self._move(Event.DECIDED, failures=state.failures + 1).failures
+        if self._max_retries is not None and failures > self._max_retries:
+            raise CommitFailed(
+                f"{failures} steps in a row were discarded, max_retries is {self._max_retries}; "
+                f"the last reason: {self._why_discarded()}"
+            )
+
+    def restore(self, step: int, batches_committed: int) -> None:
+        """Go on from a periodic checkpoint; only between two steps."""
+        self._move(
+            Event.RESTORED,
+            step=_counter("step", step),
+            batches_committed=_counter("batches_committed", batches_committed),
+        )
+
+    def _why_discarded(self) -> str:
+        if self.state.error is not None:
+            return str(self.state.error) or repr(self.state.error)
+        num = self.state.participation.num_participants
+        if num < self._min_replica_size:
+            return f"{num} groups contributed, min_replica_size is {self._min_replica_size}"
+        return "another worker of the group voted against it"
+
+    def _move(self, event: Event, **changes: object) -> StepState:
+        """Take the table's transition together with ``changes``, or refuse."""
+        phase = TRANSITIONS.get((self.state.phase, event))
+        if phase is None:
+            raise RequestRefused(
+                f"{event.value!r} cannot happen in phase {self.state.phase.value!r} of a step"
+            )
+        self.state = replace(self.state, phase=phase, **changes)  # type: ignore[arg-type]
+        return self.state
+
+
+def _counter(field: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_INT64:
+        raise ConfigError(field, value, "a counter is a whole number, 0 or more")
+    return value
