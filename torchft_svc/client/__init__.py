@@ -1,0 +1,25 @@
+"""What a trainer imports."""
+
+from torchft_svc.client.checkpointing import CheckpointTransport, HTTPTransport
+from torchft_svc.client.config import WorldSizeMode
+from torchft_svc.client.data import DistributedSampler
+from torchft_svc.client.ddp import DistributedDataParallel
+from torchft_svc.client.manager import Manager
+from torchft_svc.client.optim import Optimizer, OptimizerWrapper
+from torchft_svc.client.process_groups import ProcessGroup, ProcessGroupDummy, ProcessGroupGloo
+from torchft_svc.client.simple import FaultToleranceManager
+
+__all__ = [
+    "CheckpointTransport",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "FaultToleranceManager",
+    "HTTPTransport",
+    "Manager",
+    "Optimizer",
+    "OptimizerWrapper",
+    "ProcessGroup",
+    "ProcessGroupDummy",
+    "ProcessGroupGloo",
+    "WorldSizeMode",
+]

@@ -1,0 +1,7 @@
+"""Process groups that survive the loss of their members."""
+
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.dummy import ProcessGroupDummy
+from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
+
+__all__ = ["ProcessGroup", "ProcessGroupDummy", "ProcessGroupGloo"]

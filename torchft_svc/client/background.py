@@ -1,0 +1,82 @@
+"""One named thread that does a trainer's waiting: quorum, process group, heal."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+
+class Task:
+    """Something that the thread does; its outcome is an error or nothing."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """To be called once, by the thread."""
+        assert self._action is not None
+        try:
+            self._action()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            self.error = error
+        finally:
+            self._action = None  # a finished task keeps nothing alive
+            self._done.set()
+
+    def abandon(self, error: BaseException) -> None:
+        """It will not run any more."""
+        self.error = error
+        self._action = None
+        self._done.set()
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it is done within ``timeout_s`` seconds; a signal interrupts the wait."""
+        return self._done.wait(timeout_s)
+
+
+class BackgroundThread:
+    """Runs tasks one after another on a daemon thread called ``name``; its owner closes it."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=_run, args=(self._tasks,), name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, action: Callable[[], None]) -> Task:
+        """Run ``action`` after what was submitted before."""
+        task = Task(action)
+        if self._closed:
+            task.abandon(RuntimeError("the manager has been shut down"))
+        else:
+            self._tasks.put(task)
+        return task
+
+    def close(self, timeout_s: float) -> bool:
+        """End after the task under way; False if it is not over within ``timeout_s`` seconds."""
+        if not self._closed:
+            self._closed = True
+            self._tasks.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+
+def _run(tasks: queue.SimpleQueue[Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task  # or the last one stays alive until the next arrives
+    while not tasks.empty():
+        late = tasks.get()
+        if late is not None:
+            late.abandon(RuntimeError("the manager has been shut down"))

@@ -1,0 +1,213 @@
+"""Brings up what a replica group shares: its store, and the manager that speaks for it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+from torchft_svc.client.config import GroupPlace, ServiceOptions, Timeouts
+from torchft_svc.client.process_groups.stores import PrefixStore, Store, TCPStore
+from torchft_svc.coordination import ManagerServer
+from torchft_svc.env import Environment
+from torchft_svc.errors import AddressError, ConfigError, DeadlineExceeded, Unreachable
+from torchft_svc.manager_server.child import ManagerProcess
+from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.rpc.address import HostPort, advertised_host, parse_address
+
+log = logging.getLogger(__name__)
+
+# A wait inside torch cannot be interrupted: nothing waits longer than this in one go.
+_SLICE_S = 0.1
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStore:
+    """The group's store and the address under which other groups reach it."""
+
+    store: Store
+    address: HostPort
+
+
+@dataclass(frozen=True, slots=True)
+class GroupServices:
+    """The manager's address, the group's name, and how to stop what was started here."""
+
+    manager_address: str
+    replica_name: str
+    close: Callable[[], None]
+
+
+def open_store(
+    place: GroupPlace,
+    options: ServiceOptions,
+    environment: Environment,
+    timeouts: Timeouts,
+    store_addr: str | None,
+    store_port: int | None,
+) -> GroupStore:
+    """Connect to the group's store, or host it.
+
+    The arguments name a store that runs. Else ``MASTER_ADDR`` and ``MASTER_PORT`` do, which rank 0
+    hosts unless the launcher does. Else a group of one worker hosts a store of its own.
+
+    Raises:
+        ConfigError: the place of the store is not known, or only half of it.
+        Unreachable: nobody answers there within the connect timeout.
+        AddressError: the port is taken.
+    """
+    if store_addr is not None or store_port is not None:
+        where = _both("store_addr", store_addr, "store_port", store_port)
+        return _join(where, timeouts.connect_s)
+    if environment.master_address is not None or environment.master_port is not None:
+        where = _both(
+            "MASTER_ADDR", environment.master_address, "MASTER_PORT", environment.master_port
+        )
+        if place.leads and not environment.uses_agent_store:
+            return _host(where, timeouts.collective_s)
+        return _join(where, timeouts.connect_s)
+    if place.group_world_size > 1:
+        raise ConfigError(
+            "world_size",
+            place.group_world_size,
+            "the workers of a group need a common store: set MASTER_ADDR and MASTER_PORT, or give "
+            "store_addr and store_port",
+        )
+    host = options.hostname or advertised_host(parse_address(options.lighthouse_address))
+    return _host(HostPort(host, 0), timeouts.collective_s)
+
+
+def open_services(
+    place: GroupPlace,
+    options: ServiceOptions,
+    environment: Environment,
+    timeouts: Timeouts,
+    group_store: GroupStore,
+) -> GroupServices:
+    """On the leading worker start the manager and tell the others; on the others ask for it.
+
+    Raises:
+        DeadlineExceeded: the leading worker did not tell within the connect timeout.
+        Unreachable: the manager ended at once; its own words are on stderr.
+    """
+    # A launcher's store outlives its workers: what an earlier attempt left there must not be read.
+    prefix = f"torchft/services/{environment.restart_count}"
+    store = PrefixStore(prefix, group_store.store)
+    if not place.leads:
+        deadline = time.monotonic() + timeouts.connect_s
+        address = _read(store, "manager_address", deadline, timeouts.connect_s)
+        name = _read(store, "replica_name", deadline, timeouts.connect_s)
+        return GroupServices(address, name, _nothing)
+    address, close = _start_manager(place, options, timeouts, group_store.address)
+    try:
+        store.set("replica_name", options.replica_name)
+        store.set("manager_address", address)
+    except BaseException:
+        close()
+        raise
+    return GroupServices(address, options.replica_name, close)
+
+
+def _start_manager(
+    place: GroupPlace, options: ServiceOptions, timeouts: Timeouts, store: HostPort
+) -> tuple[str, Callable[[], None]]:
+    if options.manager_address is not None:
+        return str(parse_address(options.manager_address)), _nothing
+    bind = f":{options.port}"
+    if options.in_process:
+        server = ManagerServer(
+            replica_id=options.replica_name,
+            lighthouse_addr=options.lighthouse_address,
+            hostname=options.hostname or "",
+            bind=bind,
+            store_addr=str(store),
+            world_size=place.group_world_size,
+            heartbeat_interval=timedelta(seconds=timeouts.heartbeat_interval_s),
+            connect_timeout=timedelta(seconds=timeouts.connect_s),
+            quorum_retries=options.quorum_retries,
+            job_id=options.job_id,
+        )
+        return str(parse_address(server.address())), server.shutdown
+    config = ManagerConfig(
+        lighthouse_address=options.lighthouse_address,
+        replica_name=options.replica_name,
+        group_world_size=place.group_world_size,
+        store_address=str(store),
+        bind=bind,
+        advertise_host=options.hostname,
+        heartbeat_interval_s=timeouts.heartbeat_interval_s,
+        connect_timeout_s=timeouts.connect_s,
+        quorum_retries=options.quorum_retries,
+        job_id=options.job_id,
+    )
+    child = ManagerProcess.start(config, timeouts.connect_s)
+    log.info("manager of %s at %s, process %d", options.replica_name, child.address, child.pid)
+    return child.address, child.close
+
+
+def _both(addr_name: str, addr: str | None, port_name: str, port: int | None) -> HostPort:
+    if addr is None or port is None:
+        missing, given = (addr_name, port_name) if addr is None else (port_name, addr_name)
+        raise ConfigError(missing, None, f"{given} is set, so this is needed too")
+    return HostPort(addr, port)
+
+
+def _host(where: HostPort, timeout_s: float) -> GroupStore:
+    """``where.port`` 0: any free port."""
+    try:
+        store = TCPStore(
+            # The server listens on every interface, its own client takes the shortest way.
+            "localhost",
+            where.port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        raise AddressError(str(where), f"the group's store cannot listen there: {error}") from error
+    return GroupStore(store, HostPort(where.host, store.port))
+
+
+def _join(where: HostPort, timeout_s: float) -> GroupStore:
+    """Connect as a client; torch's own wait for the port could not be interrupted."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((where.host, where.port), timeout=1.0).close()
+            break
+        except OSError as error:
+            if time.monotonic() + _SLICE_S > deadline:
+                reason = f"{error} (tried for {timeout_s:g} s)"
+                raise Unreachable("store", str(where), reason) from None
+        time.sleep(_SLICE_S)
+    store = TCPStore(
+        where.host,
+        where.port,
+        is_master=False,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+    return GroupStore(store, where)
+
+
+def _read(store: Store, key: str, deadline: float, timeout_s: float) -> str:
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            reason = "the worker with rank 0 has not told the group's manager address"
+            raise DeadlineExceeded("joining the replica group", timeout_s, reason)
+        time.sleep(_SLICE_S / 5)
+    text: str = store.get(key).decode()
+    return text
+
+
+def _nothing() -> None:
+    """There is nothing to stop."""

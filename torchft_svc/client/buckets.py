@@ -1,0 +1,111 @@
+"""Which gradients travel together: a layout that depends on the parameters alone.
+
+A group that joins must cut its gradients exactly as the others do, so the layout is fixed when the
+model is wrapped and never follows what a backward pass happens to do first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from torchft_svc.errors import ConfigError
+
+# The first sum is to start early, while most of the backward pass is still ahead.
+FIRST_BUCKET_BYTES = 1024 * 1024
+_MEGABYTE = 1024 * 1024
+
+
+class Bucket:
+    """Gradients of one dtype and device, side by side in ``memory``, with a view for each."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.memory, self.views = _allocate(parameters)
+
+    def renew(self) -> None:
+        """Take other memory, because an abandoned operation may write to the present one."""
+        old, (self.memory, self.views) = self.views, _allocate(self.parameters)
+        for parameter, view in zip(self.parameters, old, strict=True):
+            if parameter.grad is not None and _same_memory(parameter.grad, view):
+                parameter.grad = torch.zeros_like(parameter)
+
+    def fill(self, scale: float) -> None:
+        """Copy the parameters' gradients, multiplied by ``scale``; 0.0 and a missing one: zeros."""
+        if scale == 0.0:
+            self.memory.zero_()
+            return
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                torch.mul(parameter.grad, scale, out=view)
+
+    def hand_out(self) -> None:
+        """Make the averages the parameters' gradients, without a copy."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
+
+    def copy_out(self) -> None:
+        """Copy the averages to the parameters' gradients."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view.clone()
+            elif not _same_memory(parameter.grad, view):
+                parameter.grad.copy_(view)
+
+
+def plan_buckets(
+    parameters: Iterable[nn.Parameter], capacity_mb: float, first_bytes: int = FIRST_BUCKET_BYTES
+) -> list[Bucket]:
+    """Cut ``parameters`` into buckets of at most ``capacity_mb`` MiB, the first one smaller.
+
+    In reverse order, because that is about how a backward pass comes by. A parameter that is larger
+    than the capacity gets a bucket of its own.
+
+    Raises:
+        ConfigError: the capacity is not above 0.
+    """
+    if not capacity_mb > 0:
+        raise ConfigError("bucket_cap_mb", capacity_mb, "a bucket holds more than nothing")
+    capacity = int(capacity_mb * _MEGABYTE)
+    open_buckets: dict[tuple[torch.device, torch.dtype], tuple[list[nn.Parameter], int]] = {}
+    cut: list[list[nn.Parameter]] = []
+    limit = min(first_bytes, capacity)
+    for parameter in reversed(list(parameters)):
+        kind = (parameter.device, parameter.dtype)
+        members, size = open_buckets.get(kind, ([], 0))
+        members.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+        open_buckets[kind] = (members, size)
+        if size >= limit:
+            cut.append(members)
+            del open_buckets[kind]
+            limit = capacity
+    cut.extend(members for members, _ in open_buckets.values())
+    return [Bucket(members) for members in cut]
+
+
+def _allocate(parameters: list[nn.Parameter]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    first = parameters[0]
+    numel = sum(parameter.numel() for parameter in parameters)
+    memory = torch.zeros(numel, dtype=first.dtype, device=first.device)
+    views = []
+    offset = 0
+    for parameter in parameters:
+        views.append(_view(memory, offset, parameter))
+        offset += parameter.numel()
+    return memory, views
+
+
+def _view(memory: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
+    """In the parameter's own memory layout where that is dense, as autograd's gradients are."""
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return memory.as_strided(parameter.size(), parameter.stride(), offset)
+    return memory[offset : offset + parameter.numel()].view(parameter.size())
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.numel() > 0 and one.data_ptr() == other.data_ptr()

@@ -1,0 +1,203 @@
+"""What a trainer's manager has to know, and the order that its timeouts must keep."""
+
+from __future__ import annotations
+
+import enum
+import math
+import socket
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torchft_svc.core.types import DEFAULT_JOB
+from torchft_svc.env import Environment
+from torchft_svc.errors import ConfigError
+
+DEFAULT_TIMEOUT = timedelta(seconds=60)
+DEFAULT_HEARTBEAT_INTERVAL = timedelta(milliseconds=100)
+# The public release's default too; a lighthouse with another one is told by its own operator.
+LIGHTHOUSE_HEARTBEAT_TIMEOUT_S = 5.0
+LOCAL_LIGHTHOUSE = "127.0.0.1:29510"
+
+
+class WorldSizeMode(enum.Enum):
+    """How many groups contribute gradients.
+
+    ``DYNAMIC``: all that are there. ``FIXED_WITH_SPARES``: at most ``min_replica_size``; the rest
+    are spares that contribute zeros and receive the average, so they stay identical.
+    """
+
+    DYNAMIC = 0
+    FIXED_WITH_SPARES = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Seconds. A step's parts must fit into each other, or a timeout explains nothing.
+
+    ``collective_s`` bounds a collective, a vote and a heal's wait for the next byte, ``quorum_s``
+    the wait for a quorum, ``connect_s`` how long a service may be unreachable.
+    """
+
+    collective_s: float = 60.0
+    quorum_s: float = 60.0
+    connect_s: float = 60.0
+    heartbeat_interval_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        for field in self.__slots__:
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(_KEYWORDS[field], value, "use a finite time above 0 seconds")
+        for low, high, reason in (
+            ("collective_s", "quorum_s", "the others would give up the quorum while it waits"),
+            ("connect_s", "quorum_s", "the quorum would time out before it says who is away"),
+        ):
+            self._check_order(low, high, reason)
+        if self.heartbeat_interval_s >= LIGHTHOUSE_HEARTBEAT_TIMEOUT_S:
+            raise ConfigError(
+                "heartbeat_interval",
+                f"{self.heartbeat_interval_s:g} s",
+                f"it must be below the lighthouse's heartbeat timeout of "
+                f"{LIGHTHOUSE_HEARTBEAT_TIMEOUT_S:g} s, or a living group is taken for dead",
+            )
+
+    def _check_order(self, low: str, high: str, reason: str) -> None:
+        low_s, high_s = getattr(self, low), getattr(self, high)
+        if low_s > high_s:
+            raise ConfigError(
+                _KEYWORDS[low],
+                f"{low_s:g} s",
+                f"it must not be above {_KEYWORDS[high]}={high_s:g} s: {reason}",
+            )
+
+
+_KEYWORDS = {
+    "collective_s": "timeout",
+    "quorum_s": "quorum_timeout",
+    "connect_s": "connect_timeout",
+    "heartbeat_interval_s": "heartbeat_interval",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlace:
+    """Which worker of its replica group this one is."""
+
+    group_rank: int
+    group_world_size: int
+
+    def __post_init__(self) -> None:
+        if self.group_world_size < 1:
+            raise ConfigError("world_size", self.group_world_size, "a group has 1 or more workers")
+        if not 0 <= self.group_rank < self.group_world_size:
+            raise ConfigError(
+                "rank",
+                self.group_rank,
+                f"it must be 0 to {self.group_world_size - 1} with world_size="
+                f"{self.group_world_size}",
+            )
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker starts the group's services."""
+        return self.group_rank == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """Where the group's services are and how they are started.
+
+    Addresses are ``host:port``. ``manager_address``: use a manager that runs already.
+    ``in_process``: run the manager inside the trainer instead of as a process of its own.
+    """
+
+    lighthouse_address: str
+    manager_address: str | None
+    replica_name: str
+    job_id: str
+    port: int
+    hostname: str | None
+    quorum_retries: int
+    in_process: bool
+
+
+def resolve_timeouts(
+    environment: Environment,
+    *,
+    timeout: timedelta | None,
+    quorum_timeout: timedelta | None,
+    connect_timeout: timedelta | None,
+    heartbeat_interval: timedelta,
+) -> Timeouts:
+    """Argument, else environment, else default.
+
+    Where only one is named, the defaults of the others give way to it: whoever asks for quorums
+    within 10 s does not have to repeat that a collective may not take longer.
+    """
+    quorum_s = _seconds(quorum_timeout, environment.quorum_timeout_s)
+    collective_s = _seconds(timeout, environment.timeout_s)
+    connect_s = _seconds(connect_timeout, environment.connect_timeout_s)
+    default_s = DEFAULT_TIMEOUT.total_seconds()
+    if quorum_s is None:
+        quorum_s = max(default_s, collective_s or 0.0, connect_s or 0.0)
+    return Timeouts(
+        collective_s=min(default_s, quorum_s) if collective_s is None else collective_s,
+        quorum_s=quorum_s,
+        connect_s=min(default_s, quorum_s) if connect_s is None else connect_s,
+        heartbeat_interval_s=heartbeat_interval.total_seconds(),
+    )
+
+
+def resolve_place(
+    environment: Environment, group_rank: int | None, group_world_size: int | None
+) -> GroupPlace:
+    """Argument, else ``RANK`` and ``WORLD_SIZE``, else a group of one worker."""
+    if group_rank is None:
+        group_rank = environment.group_rank
+    if group_world_size is None:
+        group_world_size = environment.group_world_size
+    return GroupPlace(group_rank=group_rank or 0, group_world_size=group_world_size or 1)
+
+
+def resolve_services(
+    environment: Environment,
+    *,
+    lighthouse_addr: str | None,
+    manager_addr: str | None,
+    replica_id: str | None,
+    job_id: str | None,
+    port: int | None,
+    hostname: str | None,
+    quorum_retries: int | None,
+    in_process: bool,
+) -> ServiceOptions:
+    """Argument, else environment, else default (a lighthouse on this machine)."""
+    if quorum_retries is None:
+        quorum_retries = environment.quorum_retries or 0
+    if quorum_retries < 0:
+        raise ConfigError("quorum_retries", quorum_retries, "use 0 or more")
+    if port is None:
+        port = environment.manager_port or 0
+    manager_address = manager_addr or environment.manager_address
+    if in_process and manager_addr:
+        raise ConfigError("in_process", True, f"manager_addr={manager_addr!r} already runs")
+    return ServiceOptions(
+        lighthouse_address=lighthouse_addr or environment.lighthouse_address or LOCAL_LIGHTHOUSE,
+        manager_address=None if in_process else manager_address,
+        replica_name=replica_id or environment.replica_group_id or _fresh_name(),
+        job_id=job_id or environment.job_id or DEFAULT_JOB,
+        port=port,
+        hostname=hostname,
+        quorum_retries=quorum_retries,
+        in_process=in_process,
+    )
+
+
+def _seconds(argument: timedelta | None, variable_s: float | None) -> float | None:
+    return variable_s if argument is None else argument.total_seconds()
+
+
+def _fresh_name() -> str:
+    """Unlike any other group's: two groups with one name would push each other out."""
+    return f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"

@@ -1,0 +1,116 @@
+"""Data parallel training whose groups may come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from torchft_svc.client.buckets import plan_buckets
+from torchft_svc.client.reducer import Reducer
+from torchft_svc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchft_svc.client.manager import Manager
+
+DEFAULT_BUCKET_CAP_MB = 25.0
+# Arguments of torch's class that change nothing here, and why.
+_WITHOUT_EFFECT = {
+    "device_ids": "the module stays where it is",
+    "output_device": "the module stays where it is",
+    "dim": "inputs are not scattered",
+    "check_reduction": "torch ignores it too",
+    "static_graph": "the layout of the buckets never changes",
+    "skip_all_reduce_unused_params": "the sums are the same on every group",
+}
+_WITHOUT_SUPPORT = {
+    "process_group": "the manager brings its own",
+    "mixed_precision": "use torch.autocast, or parameters of the wanted dtype",
+    "delay_all_reduce_named_params": "wrap the module without these parameters",
+    "param_to_hook_all_reduce": "wrap the module without these parameters",
+    "device_mesh": "a replica group of several workers needs another wrapper",
+}
+
+
+class DistributedDataParallel(nn.Module):
+    """Averages the gradients of ``module`` over the groups that contribute.
+
+    Used as torch's class of the same name; ``.module`` is the wrapped module, and the names in
+    ``state_dict()`` begin with ``module.``. Weights are made equal by healing, not by a broadcast,
+    and buffers stay each group's own.
+
+    Args:
+        bucket_cap_mb: how many MiB of gradients travel together.
+        gradient_as_bucket_view: gradients are views of the buckets' memory, which saves a copy.
+            False gives them memory of their own.
+        find_unused_parameters: accepted; a parameter that the backward pass did not reach counts as
+            zero here, and gets the average of the others.
+
+    Raises:
+        ConfigError: the module has nothing to train, or an argument that cannot be honored.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        module: nn.Module,
+        *,
+        bucket_cap_mb: float | None = None,
+        gradient_as_bucket_view: bool = True,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool = False,
+        init_sync: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise ConfigError("module", type(module).__name__, "a torch.nn.Module is needed")
+        _check_others(kwargs)
+        self.module = module
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if not parameters:
+            raise ConfigError("module", type(module).__name__, "it has no parameter to train")
+        _refuse_sparse(module)
+        capacity_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
+        # Not attributes of a module: the state dict must hold the user's names only.
+        self._reducer = Reducer(
+            manager, plan_buckets(parameters, capacity_mb), hands_out=gradient_as_bucket_view
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward pass."""
+        self._reducer.prepare()
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside this block gradients only add up; the next backward pass outside averages them."""
+        before, self._reducer.enabled = self._reducer.enabled, False
+        try:
+            yield
+        finally:
+            self._reducer.enabled = before
+
+
+def _check_others(arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name in _WITHOUT_SUPPORT:
+            if value is not None:
+                raise ConfigError(name, value, _WITHOUT_SUPPORT[name])
+        elif name not in _WITHOUT_EFFECT:
+            raise TypeError(f"DistributedDataParallel has no argument {name!r}")
+        elif value:
+            warnings.warn(f"{name} has no effect: {_WITHOUT_EFFECT[name]}", stacklevel=3)
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if getattr(child, "sparse", False):
+            raise ConfigError(
+                f"{name or type(child).__name__}.sparse",
+                True,
+                "sparse gradients cannot be averaged across groups; use sparse=False",
+            )

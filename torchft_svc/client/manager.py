@@ -1,0 +1,462 @@
+"""A trainer's manager: quorum, averages, commit and heal behind a few calls in every step."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from torchft_svc.client.averages import Averages
+from torchft_svc.client.background import Task
+from torchft_svc.client.checkpointing.transport import CheckpointTransport
+from torchft_svc.client.config import (
+    DEFAULT_HEARTBEAT_INTERVAL,
+    WorldSizeMode,
+    resolve_place,
+    resolve_services,
+    resolve_timeouts,
+)
+from torchft_svc.client.deadlines import guard_future
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.reduction import Reduction
+from torchft_svc.client.rounds import Membership, Round, RoundRequest, RoundRules, SharedStep
+from torchft_svc.client.runtime import Runtime, start_runtime
+from torchft_svc.client.state import DEFAULT_KEY
+from torchft_svc.client.vote import ask_decision
+from torchft_svc.core.step import Phase, StepMachine
+from torchft_svc.env import Environment
+from torchft_svc.errors import RequestRefused
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Manager:
+    """Keeps one worker's training going while other replica groups come and go.
+
+    Only ``state_dict`` and ``load_state_dict`` are needed. Where an argument is not given, the
+    environment counts, then the default.
+
+    Args:
+        pg: carries the collectives between groups (default: gloo).
+        load_state_dict, state_dict: put in place, and return, all that a group which joins needs:
+            usually the model's and the optimizer's state. `register_state_dict_fn` adds more.
+        min_replica_size: a step with fewer contributing groups is discarded.
+        use_async_quorum: form the quorum while the forward pass runs. If not, `start_quorum` waits,
+            and a group that was behind contributes at once.
+        timeout: longest time for a collective, a vote, and without progress in a heal.
+        quorum_timeout, connect_timeout: longest wait for a quorum, for a service to be reachable.
+        rank, world_size: this worker in its group (``RANK``, ``WORLD_SIZE``; default: 0 of 1).
+        world_size_mode: whether more than ``min_replica_size`` groups may contribute.
+        store_addr, store_port: the group's TCPStore (``MASTER_ADDR``, ``MASTER_PORT``; default: a
+            group of one worker hosts its own).
+        lighthouse_addr: ``host:port`` (``TORCHFT_LIGHTHOUSE``; default: this machine, port 29510).
+        replica_id: the group's stable name (``REPLICA_GROUP_ID``; default: a new one).
+        port, hostname: where the group's manager listens, and the host to tell to others.
+        heartbeat_interval: between the manager's signs of life.
+        checkpoint_transport: moves the state of groups that heal (default: HTTP).
+        init_sync: give every group the same weights at step 0.
+        max_retries: how many steps in a row may be discarded (default: any number).
+        quorum_retries: how often the manager asks again for a quorum that failed.
+        job_id: the training run, on a lighthouse that serves many (``TORCHFT_JOB_ID``).
+        manager_addr: a manager that runs already (``TORCHFT_MANAGER_ADDR``).
+        in_process: run the manager inside this process instead of as a child of it.
+
+    Raises:
+        ConfigError: a value, or a pair of values, that cannot work.
+        PeerError: the group's store, or its manager, cannot be reached.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup | None = None,
+        load_state_dict: Callable[[Any], None] | None = None,
+        state_dict: Callable[[], Any] | None = None,
+        min_replica_size: int = 1,
+        use_async_quorum: bool = True,
+        timeout: timedelta | None = None,
+        quorum_timeout: timedelta | None = None,
+        connect_timeout: timedelta | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC,
+        store_addr: str | None = None,
+        store_port: int | None = None,
+        lighthouse_addr: str | None = None,
+        replica_id: str | None = None,
+        port: int | None = None,
+        hostname: str | None = None,
+        heartbeat_interval: timedelta = DEFAULT_HEARTBEAT_INTERVAL,
+        checkpoint_transport: CheckpointTransport[Any] | None = None,
+        init_sync: bool = True,
+        max_retries: int | None = None,
+        quorum_retries: int | None = None,
+        *,
+        job_id: str | None = None,
+        manager_addr: str | None = None,
+        in_process: bool = False,
+    ) -> None:
+        environment = Environment()
+        timeouts = resolve_timeouts(
+            environment,
+            timeout=timeout,
+            quorum_timeout=quorum_timeout,
+            connect_timeout=connect_timeout,
+            heartbeat_interval=heartbeat_interval,
+        )
+        self._rules = RoundRules(
+            place=resolve_place(environment, rank, world_size),
+            timeouts=timeouts,
+            mode=world_size_mode,
+            min_replica_size=min_replica_size,
+            use_async_quorum=use_async_quorum,
+            init_sync=init_sync,
+        )
+        services = resolve_services(
+            environment,
+            lighthouse_addr=lighthouse_addr,
+            manager_addr=manager_addr,
+            replica_id=replica_id,
+            job_id=job_id,
+            port=port,
+            hostname=hostname,
+            quorum_retries=quorum_retries,
+            in_process=in_process,
+        )
+        machine = StepMachine(min_replica_size=min_replica_size, max_retries=max_retries)
+        self._step = SharedStep(machine)
+        self._membership = Membership()
+        self._round: Round | None = None
+        self._task: Task | None = None
+        self._runtime: Runtime = start_runtime(
+            self._rules, services, environment, (store_addr, store_port), pg, checkpoint_transport
+        )
+        self._links = self._runtime.links
+        self._averages = Averages(self._links.pg, timeouts.collective_s, self._hear_error)
+        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self._runtime)
+        if load_state_dict is not None or state_dict is not None:
+            self.register_state_dict_fn(DEFAULT_KEY, load_state_dict, state_dict)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def start_quorum(
+        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
+    ) -> None:
+        """Begin a step: ask who trains together.
+
+        Returns at once with ``use_async_quorum``, else, and at step 0, when this worker is ready.
+
+        Args:
+            allow_heal: whether a group that is behind may be brought up to date in this step.
+            shrink_only: keep groups that are new out of this quorum.
+            timeout: longest wait for the quorum (default: the manager's).
+
+        Raises:
+            PeerError: there is no quorum (only where this waits for it).
+        """
+        self._wait_for_task()
+        with self._step.changing() as machine:
+            epoch = machine.start()
+        self._averages.begin(epoch)
+        self._links.registry.gate.open()
+        quorum_s = self._rules.timeouts.quorum_s
+        request = RoundRequest(
+            allow_heal=allow_heal,
+            shrink_only=shrink_only,
+            timeout_s=quorum_s if timeout is None else timeout.total_seconds(),
+        )
+        self._round = Round(self._links, self._rules, self._step, self._membership, request)
+        self._task = self._runtime.thread.submit(self._round.run)
+        if not self._rules.use_async_quorum or self._at_fresh_start():
+            self.wait_quorum()
+            if self._round.heals_first:
+                self._wait_for_task()
+                self._apply_heal()
+
+    def wait_quorum(self) -> None:
+        """Wait until the members of this step are known and connected.
+
+        Raises:
+            PeerError: there is no quorum; the step can only be discarded.
+        """
+        round_ = self._current_round()
+        self._wait_until_ready()
+        if round_.error is not None:
+            raise round_.error
+
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        should_quantize: bool = False,
+        reduce_op: ReduceOp.RedOpType = ReduceOp.AVG,
+    ) -> dist.Work:
+        """Reduce ``tensor`` in place over the groups that contribute in this step.
+
+        Groups that do not contribute put in nothing and receive the result. After an error of the
+        step this does nothing; the error is latched, never raised.
+
+        Raises:
+            ValueError: an average of integers, or an operation that does not exist.
+        """
+        self._averages.check(tensor, should_quantize, reduce_op)
+        if not self._can_reduce():
+            return self._averages.skip(tensor)
+        return self._averages.allreduce(tensor, reduce_op, self._step.state.participation)
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """End the step: whether its update is to be applied.
+
+        Waits for the step's collectives, puts a healed state in place, and votes. After True nobody
+        may read the state until `allow_state_dict_read` or the next `start_quorum`.
+
+        Args:
+            timeout: longest wait for the other workers of the group (default: the manager's).
+
+        Raises:
+            CommitFailed: more than ``max_retries`` steps in a row were discarded.
+            PeerError: the group's decision was lost; this worker may not go on.
+        """
+        self._current_round()
+        self._wait_for_task()
+        self._averages.finish()
+        self._apply_heal()
+        timeout_s = self._rules.timeouts.collective_s
+        self._stop_serving()
+        with self._step.changing() as machine:
+            vote = machine.begin_vote()
+        committed = False
+        try:
+            committed = ask_decision(
+                self._links.client,
+                self._rules.place,
+                self._step.state.step,
+                vote,
+                timeout_s if timeout is None else timeout.total_seconds(),
+            )
+        finally:
+            with self._step.changing() as machine:
+                machine.decide(committed)
+            if not committed:
+                self.allow_state_dict_read()
+        return committed
+
+    def reduction_scale(self) -> float | None:
+        """What this group's gradients are multiplied by before they are summed.
+
+        Waits for the quorum.
+
+        0.0: the group does not contribute and puts in zeros. None: the step has failed, nothing
+        is to be summed. For those who build their own wrapper of a model, with `launch_sum`.
+        """
+        if not self._can_reduce():
+            return None
+        participation = self._step.state.participation
+        if participation.participating_rank is None:
+            return 0.0
+        return 1.0 / participation.num_participants
+
+    def launch_sum(self, tensor: torch.Tensor) -> Reduction | None:
+        """Start summing ``tensor`` in place over all groups; None: that failed, and is latched."""
+        return self._averages.collectives.launch(tensor)
+
+    def has_fresh_step(self) -> bool:
+        """Whether a step is under way in which nothing was reduced yet."""
+        begun = self._step.state.phase not in (Phase.IDLE, Phase.VOTING)
+        return begun and not self._averages.collectives.launched
+
+    def report_error(self, e: Exception) -> None:
+        """Latch an error of this step: it will be discarded. The first one counts."""
+        self._hear_error(e, self._step.state.epoch)
+
+    def errored(self) -> Exception | None:
+        """The first error of this step, or None."""
+        return self._step.state.error
+
+    def wrap_future(
+        self, fut: torch.futures.Future[T], default: T, timeout: timedelta | None = None
+    ) -> torch.futures.Future[T]:
+        """A future that never fails: after an error, or ``timeout``, it holds ``default``.
+
+        The error is latched.
+        """
+        limit_s = self._rules.timeouts.collective_s if timeout is None else timeout.total_seconds()
+        epoch = self._step.state.epoch
+        return guard_future(
+            fut, default, limit_s, lambda error: self._hear_error(error, epoch), self._runtime.timer
+        )
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def register_state_dict_fn(
+        self,
+        key: str,
+        load_state_dict: Callable[[Any], None] | None,
+        state_dict: Callable[[], Any] | None,
+    ) -> None:
+        """Add a piece of state that groups heal by; every group must register the same keys."""
+        self._links.registry.register(key, load_state_dict, state_dict)  # type: ignore[arg-type]
+
+    def set_state_dict_fns(
+        self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None:
+        """Name the functions that were not given at construction."""
+        self.register_state_dict_fn(DEFAULT_KEY, load_state_dict, state_dict)
+
+    def allow_state_dict_read(self) -> None:
+        """The state is whole again: others may read it."""
+        self._links.registry.gate.open()
+
+    def disallow_state_dict_read(self) -> None:
+        """The state is about to change: wait for readers, and let no other in."""
+        self._links.registry.gate.shut(self._rules.timeouts.collective_s)
+
+    def state_dict(self) -> dict[str, int]:
+        """The manager's own state; it belongs into every periodic checkpoint."""
+        state = self._step.state
+        return {"step": state.step, "batches_committed": state.batches_committed}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on from a periodic checkpoint; to be called before a step begins."""
+        with self._step.changing() as machine:
+            machine.restore(state_dict["step"], state_dict["batches_committed"])
+
+    # -- who and where ---------------------------------------------------------------------------
+
+    def current_step(self) -> int:
+        """How many updates are in the weights."""
+        return self._step.state.step
+
+    def batches_committed(self) -> int:
+        """How many groups' batches are in the weights."""
+        return self._step.state.batches_committed
+
+    def participating_rank(self) -> int | None:
+        """This group's index among those that contribute in this step; None: it does not."""
+        self._wait_until_ready()
+        return self._step.state.participation.participating_rank
+
+    def num_participants(self) -> int:
+        """How many groups contribute in this step."""
+        self._wait_until_ready()
+        return self._step.state.participation.num_participants
+
+    def is_participating(self) -> bool:
+        """Whether this group contributes in this step."""
+        return self.participating_rank() is not None
+
+    def replica_id(self) -> str:
+        """``name:incarnation``, or the name alone before the first quorum."""
+        quorum = self._membership.quorum
+        if quorum is None or not quorum.replica_ids:
+            return self._runtime.replica_name
+        return quorum.replica_ids[quorum.replica_rank]
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Leave the quorum and end everything that was started; may be called twice."""
+        self._finalizer.detach()
+        self._runtime.close(wait)
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _current_round(self) -> Round:
+        if self._round is None:
+            raise RequestRefused("there is no step under way: call start_quorum first")
+        return self._round
+
+    def _at_fresh_start(self) -> bool:
+        return self._rules.init_sync and self._step.state.step == 0
+
+    def _wait_until_ready(self) -> None:
+        """Until the members are known; the waits on the thread all have deadlines."""
+        if self._round is None:
+            return
+        while not self._round.ready.wait(_LOOK_S):
+            self._links.pg.tidy()
+
+    def _wait_for_task(self) -> None:
+        while self._task is not None and not self._task.wait(_LOOK_S):
+            self._links.pg.tidy()
+        if self._task is not None and self._task.error is not None:
+            raise self._task.error
+
+    def _can_reduce(self) -> bool:
+        """Whether collectives are carried out: a healing group's go on though its heal failed."""
+        self._current_round()
+        self._wait_until_ready()
+        return self._links.pg.errored() is None and self._step.state.phase in _TRAINING
+
+    def _hear_error(self, error: Exception, epoch: int) -> None:
+        with self._step.changing() as machine:
+            first = machine.state.error is None
+            if not machine.latch(error, epoch):
+                return
+            state = machine.state
+        if first:
+            log.warning("step %d cannot be committed: %s", state.step, error)
+        if state.participation.participating_rank is not None and state.phase in _TRAINING:
+            # Others count on this group's gradients: they must learn now that none will come.
+            self._links.pg.abort()
+
+    def _stop_serving(self) -> None:
+        """The weights are about to change; if they cannot be protected, they must not."""
+        if self._step.state.error is not None:
+            return
+        try:
+            self.disallow_state_dict_read()
+            self._links.transport.disallow_checkpoint()
+        except Exception as error:
+            log.exception("the state that is being served cannot be kept")
+            self.report_error(error)
+
+    def _apply_heal(self) -> None:
+        """Put a fetched state in place, and only then take over its step."""
+        round_ = self._round
+        if round_ is None or round_.state is None:
+            return
+        state, round_.state = round_.state, None
+        heal = self._step.state.pending_heal
+        if heal is None:
+            return
+        try:
+            self._links.registry.load(state)
+            with self._step.changing() as machine:
+                machine.apply_heal(state["torchft"]["batches_committed"])
+        except Exception as error:
+            log.exception("the healed state cannot be put in place")
+            with self._step.changing() as machine:
+                machine.fail_heal(error)
+
+
+# How long a wait goes on before abandoned process groups are looked at.
+_LOOK_S = 0.05
+_TRAINING = (Phase.TRAINING, Phase.HEALING)
+
+
+def _close_in(pid: int, runtime: Runtime) -> None:
+    """At exit; a forked child must not end its parent's services."""
+    if os.getpid() == pid:
+        with contextlib.suppress(Exception):
+            runtime.close(False)

@@ -1,0 +1,154 @@
+"""Forwards every collective to a torch backend that is replaced whenever the members change."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.graveyard import Graveyard
+from torchft_svc.client.process_groups.meeting import StopFlag, meet
+from torchft_svc.client.process_groups.stores import Store
+from torchft_svc.errors import PeerError, QuorumFailed
+
+log = logging.getLogger(__name__)
+
+# Works that are kept to be looked at when the group is left; finished ones are dropped above this.
+_MAX_TRACKED_WORKS = 64
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    """A method that hands its arguments to the backend's method ``name``."""
+
+    def forward(self: DelegatingProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        return self._launch(name, args, kwargs)
+
+    forward.__name__ = name
+    return forward
+
+
+class DelegatingProcessGroup(ProcessGroup):
+    """A process group whose members and backend change; subclasses make the backend."""
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+        super().__init__(timeout)
+        self._lock = threading.Lock()
+        self._backend: Any = None
+        self._works: list[Any] = []
+        self._rank = 0
+        self._world_size = 1
+        self._error: Exception | None = None
+        self._stop = StopFlag()
+        self._graveyard = Graveyard()
+
+    # Every collective, once. Each returns a work that is waited for in the caller's own way.
+    allgather = _forwarded("allgather")
+    allgather_into_tensor_coalesced = _forwarded("allgather_into_tensor_coalesced")
+    _allgather_base = _forwarded("_allgather_base")
+    allreduce = _forwarded("allreduce")
+    allreduce_coalesced = _forwarded("allreduce_coalesced")
+    alltoall = _forwarded("alltoall")
+    alltoall_base = _forwarded("alltoall_base")
+    barrier = _forwarded("barrier")
+    broadcast = _forwarded("broadcast")
+    gather = _forwarded("gather")
+    recv = _forwarded("recv")
+    reduce = _forwarded("reduce")
+    reduce_scatter = _forwarded("reduce_scatter")
+    _reduce_scatter_base = _forwarded("_reduce_scatter_base")
+    reduce_scatter_tensor_coalesced = _forwarded("reduce_scatter_tensor_coalesced")
+    scatter = _forwarded("scatter")
+    send = _forwarded("send")
+
+    @abc.abstractmethod
+    def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
+        """Connect the members that have met in ``store``."""
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """See `ProcessGroup.configure`."""
+        self.abort()
+        timeout_s = self._timeout.total_seconds()
+        deadline = time.monotonic() + timeout_s
+        self._graveyard.make_room(deadline, self._stop)
+        try:
+            store = meet(store_addr, rank, world_size, timeout_s, self._stop)
+            backend = self._make_backend(store, rank, world_size)
+        except RuntimeError as error:  # torch's only class for what its backends meet
+            raise QuorumFailed(
+                f"{replica_id} could not connect to the members of quorum {quorum_id}: {error}"
+            ) from error
+        with self._lock:
+            self._backend, self._rank, self._world_size = backend, rank, world_size
+            self._error = None
+        if self._stop.is_set():
+            self.abort()
+        log.debug("process group of %d members as %d, quorum %s", world_size, rank, quorum_id)
+
+    def abort(self) -> None:
+        """See `ProcessGroup.abort`.
+
+        Closing the connections is what makes the others' operations fail. A backend with
+        operations of our own under way can not close: it is kept until they are over.
+        """
+        with self._lock:
+            backend, works = self._backend, self._works
+            self._backend, self._works = None, []
+            self._error = _left() if backend is not None else self._error
+        if backend is not None:
+            self._graveyard.bury(backend, works)
+        del backend, works  # the last reference closes the connections
+        self._graveyard.clear()
+
+    def tidy(self) -> None:
+        """See `ProcessGroup.tidy`."""
+        self._graveyard.clear()
+
+    def errored(self) -> Exception | None:
+        """Why the group cannot be used until it is configured again, or None."""
+        return self._error
+
+    def interrupt(self) -> None:
+        """See `ProcessGroup.interrupt`; the group can not be used after it."""
+        self._stop.set()
+
+    def shutdown(self) -> None:
+        """Leave the members for good; may be called twice."""
+        self.interrupt()
+        self.abort()
+
+    def rank(self) -> int:
+        """This member's index."""
+        return self._rank
+
+    def size(self) -> int:
+        """How many members there are."""
+        return self._world_size
+
+    def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
+        with self._lock:
+            if self._backend is None:
+                raise self._error or _left()
+            work = getattr(self._backend, name)(*args, **kwargs)
+            if len(self._works) >= _MAX_TRACKED_WORKS:
+                self._works = [w for w in self._works if not w.is_completed()]
+            self._works.append(work)
+        return work
+
+
+def _left() -> PeerError:
+    return QuorumFailed("the process group was left; it has members again with the next quorum")

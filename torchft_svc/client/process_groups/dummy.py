@@ -1,0 +1,74 @@
+"""A group of one that needs no network: for tests and for models without peers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
+from torchft_svc.client.process_groups.stores import Store
+from torchft_svc.client.work import CompletedWork
+
+
+class ProcessGroupDummy(DelegatingProcessGroup):
+    """Acts as if it were alone: every collective is over at once and gives back what it got.
+
+    It keeps the rank and the world size that it was configured with, so a program sees the quorum's
+    numbers, but nothing is exchanged.
+    """
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """Take the numbers, meet nobody."""
+        self._backend = _Alone()
+        self._rank, self._world_size, self._error = rank, world_size, None
+
+    def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
+        return _Alone()
+
+
+class _Alone:
+    """Every collective of a group with one member."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _same if name in _IN_PLACE else _copy
+
+
+def _same(tensors: Any = None, *_: Any, **__: Any) -> CompletedWork:
+    return CompletedWork(tensors)
+
+
+def _copy(output: Any, source: Any, *_: Any, **__: Any) -> CompletedWork:
+    for target, value in zip(
+        _flat(output), _repeat(_flat(source), len(_flat(output))), strict=True
+    ):
+        target.copy_(value)
+    return CompletedWork(output)
+
+
+def _flat(tensors: Any) -> list[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    return [tensor for part in tensors for tensor in _flat(part)]
+
+
+def _repeat(tensors: list[torch.Tensor], num: int) -> list[torch.Tensor]:
+    """An all-gather among many gives every place what this member sent."""
+    return [tensors[i * len(tensors) // num] for i in range(num)]
+
+
+_IN_PLACE = frozenset(
+    {"allreduce", "allreduce_coalesced", "broadcast", "barrier", "reduce", "send", "recv"}
+)

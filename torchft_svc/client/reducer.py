@@ -1,0 +1,113 @@
+"""Averages gradients while the backward pass goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from torchft_svc.client.buckets import Bucket
+from torchft_svc.client.reduction import Reduction
+
+if TYPE_CHECKING:
+    from torchft_svc.client.manager import Manager
+
+
+class Reducer:
+    """Listens to the parameters' gradients and sums full buckets, always in the same order.
+
+    ``hands_out``: gradients become views of the buckets' memory instead of copies.
+
+    Nothing here raises into the backward pass: what fails is latched by the manager, and the rest
+    of the step's sums are left out.
+    """
+
+    def __init__(self, manager: Manager, buckets: list[Bucket], *, hands_out: bool) -> None:
+        self._manager = manager
+        self._buckets = buckets
+        self._hands_out = hands_out
+        self.enabled = True
+        self._active = False
+        self._failed = False
+        self._missing: list[int] = []
+        self._next = 0
+        self._reductions: list[Reduction] = []
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._make_hook(index)
+            )
+            for index, bucket in enumerate(buckets)
+            for parameter in bucket.parameters
+        ]
+
+    def prepare(self) -> None:
+        """A forward pass begins; a backward pass that an exception ended is cleaned up."""
+        if self._active:
+            self._end(completed=False)
+
+    def _make_hook(self, index: int) -> Callable[[nn.Parameter], None]:
+        def hook(parameter: nn.Parameter) -> None:
+            if not self.enabled:
+                return
+            if not self._active:
+                self._begin()
+            self._missing[index] -= 1
+            if self._missing[index] == 0:
+                self._launch_full()
+
+        return hook
+
+    def _begin(self) -> None:
+        self._active = True
+        self._failed = False
+        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+        self._next = 0
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _launch_full(self) -> None:
+        """Launch the full buckets that are next in the order which all groups keep."""
+        while self._next < len(self._buckets) and self._missing[self._next] == 0:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        if self._failed:
+            return
+        scale = self._manager.reduction_scale()
+        if scale is None:
+            self._failed = True
+            return
+        with torch.no_grad():
+            bucket.fill(scale)
+        reduction = self._manager.launch_sum(bucket.memory)
+        if reduction is None:
+            self._failed = True
+            bucket.renew()
+            return
+        self._reductions.append(reduction)
+
+    def _finish(self) -> None:
+        """The backward pass is over: parameters that it did not use count as zero."""
+        try:
+            while self._next < len(self._buckets):
+                self._launch_next()
+            self._end(completed=True)
+        except BaseException:
+            self._end(completed=False)
+            raise
+
+    def _end(self, *, completed: bool) -> None:
+        """Take the averages; memory that an operation may still write to is given up."""
+        self._active = False
+        reductions, self._reductions = self._reductions, []
+        for bucket, reduction in zip(self._buckets, reductions, strict=False):
+            if not (completed and reduction.wait()):
+                bucket.renew()
+            elif self._hands_out:
+                bucket.hand_out()
+            else:
+                bucket.copy_out()

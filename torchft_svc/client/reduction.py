@@ -1,0 +1,89 @@
+"""A sum across groups that is under way, and how it is waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from torchft_svc.client.process_groups.meeting import SLICE_S
+from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
+
+
+class Reduction:
+    """A sum under way in ``tensor``.
+
+    ``on_error`` hears why it failed, once. ``is_given_up`` ends the wait early. Until `wait` has
+    returned True nobody may read the tensor; after False nobody may ever use its memory again,
+    because the abandoned operation may still write to it.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        work: Any,
+        timeout_s: float,
+        *,
+        on_error: Callable[[Exception], None],
+        is_given_up: Callable[[], bool],
+    ) -> None:
+        self.tensor = tensor
+        self._work = work
+        self._is_given_up = is_given_up
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._on_error: Callable[[Exception], None] | None = on_error
+        self._ok = work is None
+
+    def wait(self) -> bool:
+        """Whether the tensor holds the sum; may be called twice."""
+        if self._work is None:
+            return self._ok
+        try:
+            wait_in_slices(self._work, self._deadline, self._timeout_s, self._is_given_up)
+            self._ok = True
+        except (RuntimeError, PeerError) as error:
+            self._fail(error)
+        finally:
+            # The work keeps the connections open that others need to see closed.
+            self._work = None
+        return self._ok
+
+    def _fail(self, error: Exception) -> None:
+        report, self._on_error = self._on_error, None
+        if report is not None:
+            report(error)
+
+
+def wait_in_slices(
+    work: Any, deadline: float, timeout_s: float, is_given_up: Callable[[], bool]
+) -> None:
+    """Wait for a torch work such that signals are heard meanwhile.
+
+    Raises:
+        DeadlineExceeded: it is not over at ``deadline``; it was given ``timeout_s`` seconds.
+        QuorumFailed: ``is_given_up`` turned true.
+        RuntimeError: it failed.
+    """
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            # A wait of no time would be taken for "no limit".
+            work.wait(timedelta(seconds=max(0.001, min(SLICE_S, left_s))))
+            return
+        except RuntimeError:
+            if work.is_completed():
+                _raise_failure(work)
+                return
+        if is_given_up():
+            raise QuorumFailed("the step was given up")
+        if left_s <= 0:
+            raise DeadlineExceeded("a collective", timeout_s, "another group does not take part")
+
+
+def _raise_failure(work: Any) -> None:
+    """A work may end between the end of a slice and the look at it: its failure decides."""
+    work.wait(timedelta(seconds=SLICE_S))

@@ -1,0 +1,245 @@
+"""One round: ask for the quorum, meet its members, offer state to those behind, fetch if behind.
+
+Runs on the background thread; whatever happens becomes an input of the step machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torchft_svc.client.checkpointing.transport import CheckpointTransport
+from torchft_svc.client.config import GroupPlace, Timeouts, WorldSizeMode
+from torchft_svc.client.heal import fetch_state
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.state import StateRegistry
+from torchft_svc.coordination import ManagerClient, QuorumResult
+from torchft_svc.core.step import Phase, Standing, StepMachine, StepState, participation
+from torchft_svc.errors import TorchFTError
+
+log = logging.getLogger(__name__)
+
+
+class SharedStep:
+    """The one door to a step machine that two threads use."""
+
+    def __init__(self, machine: StepMachine) -> None:
+        self._machine = machine
+        self._lock = threading.RLock()
+
+    @property
+    def state(self) -> StepState:
+        """A frozen view; needs no lock."""
+        return self._machine.state
+
+    @contextmanager
+    def changing(self) -> Iterator[StepMachine]:
+        """The machine, for this thread alone."""
+        with self._lock:
+            yield self._machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What a round talks to."""
+
+    client: ManagerClient
+    pg: ProcessGroup
+    transport: CheckpointTransport[Any]
+    registry: StateRegistry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRules:
+    """What is the same for every round of a manager."""
+
+    place: GroupPlace
+    timeouts: Timeouts
+    mode: WorldSizeMode
+    min_replica_size: int
+    use_async_quorum: bool
+    init_sync: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRequest:
+    """What may differ between rounds."""
+
+    allow_heal: bool
+    shrink_only: bool
+    timeout_s: float
+
+
+class Membership:
+    """The quorum that the process group was last built for."""
+
+    def __init__(self) -> None:
+        self.quorum: QuorumResult | None = None
+
+    def fits(self, quorum: QuorumResult) -> bool:
+        """Whether the process group has the members of ``quorum`` already."""
+        return self.quorum is not None and self.quorum.quorum_id == quorum.quorum_id
+
+
+class Round:
+    """``ready`` is set when the members are known and met, or when there is an error.
+
+    ``error`` is set if there is no quorum; ``state`` is what was fetched, until it is taken.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        rules: RoundRules,
+        step: SharedStep,
+        membership: Membership,
+        request: RoundRequest,
+    ) -> None:
+        self._links = links
+        self._rules = rules
+        self._step = step
+        self._membership = membership
+        self._request = request
+        self.ready = threading.Event()
+        self.error: Exception | None = None
+        self.quorum: QuorumResult | None = None
+        self.state: dict[str, Any] | None = None
+
+    @property
+    def heals_first(self) -> bool:
+        """Whether the groups behind are healed before the step, and contribute in it.
+
+        At step 0 there is no other way to begin with equal weights.
+        """
+        if not self._request.allow_heal:
+            return False
+        fresh = self.quorum is not None and self.quorum.max_step == 0 and self._rules.init_sync
+        return fresh or not self._rules.use_async_quorum
+
+    def run(self) -> None:
+        """Carry the round out; raises nothing."""
+        try:
+            self._run()
+        except Exception as error:
+            if not isinstance(error, TorchFTError):
+                log.exception("a round failed")
+            self._fail(error)
+        finally:
+            self.ready.set()
+
+    def _run(self) -> None:
+        quorum = self.quorum = self._ask()
+        problem = self._meet(quorum)
+        heals = quorum.heal and self._request.allow_heal
+        with self._step.changing() as machine:
+            machine.form(self._participation(quorum), quorum.max_step if heals else None)
+            if problem is not None:
+                machine.latch(problem)
+            broken = machine.state.error is not None
+        if broken:
+            self._links.pg.abort()
+        self.ready.set()
+        if quorum.recover_dst_replica_ranks and self._request.allow_heal:
+            self._offer(quorum)
+        if heals:
+            self._fetch(quorum)
+
+    def _fail(self, error: Exception) -> None:
+        with self._step.changing() as machine:
+            if machine.state.phase is Phase.QUORUM:
+                self.error = error
+                machine.fail_quorum(error)
+            elif machine.state.phase is Phase.HEALING:
+                machine.fail_heal(error)
+            else:
+                machine.latch(error)
+            contributes = machine.state.participation.participating_rank is not None
+        log.warning("step %d cannot be committed: %s", self._step.state.step, error)
+        if contributes:
+            # Others count on this group's gradients: they must learn now that none will come.
+            self._links.pg.abort()
+
+    def _ask(self) -> QuorumResult:
+        state = self._step.state
+        # A group without its connections needs new ones, and only a new quorum id brings them.
+        must_reconnect = (
+            self._membership.quorum is not None and self._links.pg.errored() is not None
+        )
+        return self._links.client._quorum(
+            group_rank=self._rules.place.group_rank,
+            step=state.step,
+            checkpoint_metadata=self._links.transport.metadata(),
+            shrink_only=self._request.shrink_only,
+            timeout=timedelta(seconds=self._request.timeout_s),
+            commit_failures=max(state.failures, int(must_reconnect)),
+            init_sync=self._rules.init_sync,
+        )
+
+    def _meet(self, quorum: QuorumResult) -> Exception | None:
+        """Build the process group anew if the quorum has changed; the reason why that failed."""
+        if self._membership.fits(quorum) and self._links.pg.errored() is None:
+            return None
+        self._membership.quorum = quorum
+        try:
+            self._links.pg.configure(
+                f"{quorum.store_address}/{quorum.store_prefix}",
+                quorum.replica_ids[quorum.replica_rank] if quorum.replica_ids else "",
+                quorum.replica_rank,
+                quorum.replica_world_size,
+                quorum_id=quorum.quorum_id,
+                group_rank=self._rules.place.group_rank,
+                group_world_size=self._rules.place.group_world_size,
+            )
+        except (TorchFTError, RuntimeError) as error:
+            log.warning("quorum %d: %s", quorum.quorum_id, error)
+            return error
+        log.info(
+            "quorum %d: replica rank %d of %d, max_step %d",
+            quorum.quorum_id,
+            quorum.replica_rank,
+            quorum.replica_world_size,
+            quorum.max_step,
+        )
+        return None
+
+    def _participation(self, quorum: QuorumResult) -> Any:
+        spares = self._rules.mode is WorldSizeMode.FIXED_WITH_SPARES
+        return participation(
+            Standing(
+                replica_rank=quorum.replica_rank,
+                replica_world_size=quorum.replica_world_size,
+                max_rank=quorum.max_replica_rank,
+                max_world_size=quorum.max_world_size,
+            ),
+            heals_first=self.heals_first,
+            num_wanted=self._rules.min_replica_size if spares else None,
+        )
+
+    def _offer(self, quorum: QuorumResult) -> None:
+        """Serve this group's state; a receiver's trouble is none of this group's step."""
+        timeout_s = self._rules.timeouts.collective_s
+        state = self._step.state
+        counters = {"step": state.step, "batches_committed": state.batches_committed}
+        try:
+            self._links.transport.send_checkpoint(
+                dst_ranks=quorum.recover_dst_replica_ranks,
+                step=quorum.max_step,
+                state_dict=self._links.registry.collect(counters, timeout_s),
+                timeout=timedelta(seconds=timeout_s),
+            )
+        except Exception:
+            log.exception("the state of step %d cannot be offered", quorum.max_step)
+
+    def _fetch(self, quorum: QuorumResult) -> None:
+        group_rank = self._rules.place.group_rank
+        timeout_s = self._rules.timeouts.collective_s
+        state = fetch_state(self._links.transport, quorum, group_rank, timeout_s)
+        self._links.registry.check(state, quorum.recover_src_manager_address)
+        self.state = state
+        with self._step.changing() as machine:
+            machine.receive_state()

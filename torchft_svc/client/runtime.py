@@ -1,0 +1,110 @@
+"""Everything that a manager starts, and the order in which it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torchft_svc.client.background import BackgroundThread
+from torchft_svc.client.bootstrap import GroupServices, GroupStore, open_services, open_store
+from torchft_svc.client.checkpointing import HTTPTransport
+from torchft_svc.client.checkpointing.transport import CheckpointTransport
+from torchft_svc.client.config import ServiceOptions
+from torchft_svc.client.deadlines import Timer
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
+from torchft_svc.client.rounds import Links, RoundRules
+from torchft_svc.client.state import StateRegistry
+from torchft_svc.coordination import ManagerClient
+from torchft_svc.env import Environment
+from torchft_svc.rpc.address import advertised_host, parse_address
+
+log = logging.getLogger(__name__)
+
+# A program that was interrupted must be gone within 2 s, its children included.
+_JOIN_S = 0.5
+
+
+@dataclass(slots=True)
+class Runtime:
+    """The running parts; `close` ends them, each once, whatever the others do."""
+
+    links: Links
+    thread: BackgroundThread
+    timer: Timer
+    group_store: GroupStore
+    services: GroupServices
+    closed: bool = False
+
+    @property
+    def replica_name(self) -> str:
+        """The group's stable name."""
+        return self.services.replica_name
+
+    def close(self, wait: bool) -> None:
+        """Stop; ``wait`` also joins the transport's threads. May be called twice."""
+        if self.closed:
+            return
+        self.closed = True
+        self.links.pg.interrupt()
+        endings: list[Callable[[], object]] = [
+            self.links.client.close,
+            lambda: self.links.transport.shutdown(wait),
+            lambda: self.thread.close(_JOIN_S),
+            lambda: self.timer.close(_JOIN_S),
+            self.links.pg.shutdown,
+            self.services.close,
+        ]
+        for end in endings:
+            try:
+                end()
+            except Exception:
+                log.exception("shutting down")
+
+
+def start_runtime(
+    rules: RoundRules,
+    options: ServiceOptions,
+    environment: Environment,
+    store_place: tuple[str | None, int | None],
+    pg: ProcessGroup | None,
+    transport: CheckpointTransport[Any] | None,
+) -> Runtime:
+    """Start what is missing; what was started is stopped again if a later part fails."""
+    timeouts = rules.timeouts
+    timeout = timedelta(seconds=timeouts.collective_s)
+    with contextlib.ExitStack() as undo:
+        store = open_store(rules.place, options, environment, timeouts, *store_place)
+        services = open_services(rules.place, options, environment, timeouts, store)
+        undo.callback(services.close)
+        client = ManagerClient(services.manager_address, timedelta(seconds=timeouts.connect_s))
+        undo.callback(client.close)
+        if transport is None:
+            transport = HTTPTransport(timeout=timeout, hostname=_host(options, environment))
+            undo.callback(transport.shutdown, False)
+        links = Links(
+            client=client,
+            pg=pg if pg is not None else ProcessGroupGloo(timeout=timeout),
+            transport=transport,
+            registry=StateRegistry(),
+        )
+        runtime = Runtime(
+            links=links,
+            thread=BackgroundThread("torchft-quorum"),
+            timer=Timer("torchft-timer"),
+            group_store=store,
+            services=services,
+        )
+        undo.pop_all()
+    return runtime
+
+
+def _host(options: ServiceOptions, environment: Environment) -> str:
+    """Under which host other groups fetch this worker's state."""
+    if environment.checkpoint_host is not None:
+        return environment.checkpoint_host
+    return options.hostname or advertised_host(parse_address(options.lighthouse_address))

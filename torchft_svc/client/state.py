@@ -1,0 +1,128 @@
+"""The pieces of state that a group heals by, and who may read them when."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded
+
+DEFAULT_KEY = "default"
+MANAGER_KEY = "torchft"
+USER_KEY = "user"
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    load: Callable[[Any], None]
+    save: Callable[[], Any]
+
+
+class ReadGate:
+    """While the gate is shut nobody may read the state, because somebody is changing it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._shut = False
+        self._num_readers = 0
+
+    def open(self) -> None:
+        """Reading is allowed from here on."""
+        with self._changed:
+            self._shut = False
+            self._changed.notify_all()
+
+    def shut(self, timeout_s: float) -> None:
+        """Let no new reader in, and wait for those inside.
+
+        Raises:
+            DeadlineExceeded: they still read after ``timeout_s`` seconds; the gate stays as it was.
+        """
+        with self._changed:
+            before, self._shut = self._shut, True
+            if not self._changed.wait_for(lambda: self._num_readers == 0, timeout_s):
+                self._shut = before
+                self._changed.notify_all()
+                raise DeadlineExceeded("waiting for readers of the state", timeout_s)
+
+    @contextlib.contextmanager
+    def reading(self, timeout_s: float) -> Iterator[None]:
+        """Read inside this block.
+
+        Raises:
+            DeadlineExceeded: the gate was shut for ``timeout_s`` seconds.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._shut, timeout_s):
+                raise DeadlineExceeded("reading the state", timeout_s, "it is being changed")
+            self._num_readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_readers -= 1
+                self._changed.notify_all()
+
+
+class StateRegistry:
+    """Named pieces of state, each with a function that saves and one that loads it."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, _Piece] = {}
+        self.gate = ReadGate()
+
+    def register(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
+        """Add a piece.
+
+        Raises:
+            ConfigError: the key is taken, empty, or a function cannot be called.
+        """
+        if not isinstance(key, str) or not key:
+            raise ConfigError("key", key, "a piece of state is registered under a name")
+        if key in self._pieces:
+            raise ConfigError("key", key, "another piece of state has this name")
+        for name, function in (("load_state_dict", load), ("state_dict", save)):
+            if not callable(function):
+                raise ConfigError(name, function, "a function is needed")
+        self._pieces[key] = _Piece(load, save)
+
+    def collect(self, counters: dict[str, int], timeout_s: float) -> dict[str, Any]:
+        """The whole state, as others heal by it; the values are the live objects, not copies."""
+        with self.gate.reading(timeout_s):
+            pieces = {key: piece.save() for key, piece in self._pieces.items()}
+        return {USER_KEY: pieces, MANAGER_KEY: counters}
+
+    def check(self, state: Any, source: str) -> dict[str, int]:
+        """The counters in a ``state`` that was fetched from ``source``.
+
+        Raises:
+            CheckpointError: it is not what `collect` makes here.
+        """
+        if not isinstance(state, dict) or not {USER_KEY, MANAGER_KEY} <= state.keys():
+            raise CheckpointError(source, "it is not the state of a replica group")
+        theirs, ours = set(state[USER_KEY]), set(self._pieces)
+        if theirs != ours:
+            raise CheckpointError(
+                source,
+                f"it has the state of {_names(theirs)}, here {_names(ours)} is registered",
+            )
+        counters: dict[str, int] = state[MANAGER_KEY]
+        return counters
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Put a checked state in place; what a load function raises is passed on."""
+        for key, piece in self._pieces.items():
+            piece.load(state[USER_KEY][key])
+
+
+def _names(keys: set[str]) -> str:
+    return ", ".join(repr(key) for key in sorted(keys)) or "nothing"
+
+
+def seconds_left(deadline: float) -> float:
+    """Until ``deadline`` (monotonic), never negative."""
+    return max(0.0, deadline - time.monotonic())

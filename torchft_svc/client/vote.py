@@ -1,0 +1,50 @@
+"""Gets the group's decision on a step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+
+from torchft_svc.client.config import GroupPlace
+from torchft_svc.coordination import ManagerClient
+from torchft_svc.errors import CommitFailed, TorchFTError, Unreachable
+
+log = logging.getLogger(__name__)
+
+# A manager that is being restarted is back soon; this is the pause between two attempts.
+_RETRY_S = 0.05
+
+
+def ask_decision(
+    client: ManagerClient, place: GroupPlace, step: int, vote: bool, timeout_s: float
+) -> bool:
+    """Whether the group commits ``step``, given this worker's ``vote``.
+
+    A group of one worker decides alone. A vote against needs no answer: it decides. Where no
+    decision was made, nobody got a yes, so no is safe.
+
+    Raises:
+        PeerError: a decision was made, or may have been made, and did not arrive here.
+    """
+    if place.group_world_size == 1:
+        return vote
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        try:
+            return client.should_commit(place.group_rank, step, vote, left)
+        except CommitFailed as error:
+            log.warning("step %d: %s", step, error)
+            return False
+        except Unreachable:
+            if vote and time.monotonic() + _RETRY_S >= deadline:
+                raise
+            if not vote:
+                return False
+        except TorchFTError as error:
+            if vote:
+                raise
+            log.warning("step %d: the vote against it was not heard: %s", step, error)
+            return False
+        time.sleep(_RETRY_S)
