@@ -15,7 +15,6 @@ from typing import Any
 import click
 
 from benchmarks.processes import (
-    START_TIMEOUT_S,
     Child,
     ChildError,
     lighthouse_address,

@@ -30,6 +30,7 @@ _BLOCK_TIMEOUT_S = 120.0
 _WARM_UP_STEPS = 3
 # Each trainer has one thread for its sums: two trainers, two cores.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_CPU: tuple[str, ...] = ("trainer", "manager", "lighthouse")
 _COLUMNS = (
     Column("trainer", "trainer"),
     Column("total_ms", "step ms", 2),
@@ -90,9 +91,6 @@ class Pair:
         row |= {f"{name}_cpu_ms": 1000 * s / self.num_steps for name, s in self.cpu_s.items()}
         row |= {"ratio": statistics.median(ratios), "ratios": ratios, "steps": self.num_steps}
         return row
-
-
-_CPU = ("trainer", "manager", "lighthouse")
 
 
 def cpu_s_of(process: psutil.Process) -> float:

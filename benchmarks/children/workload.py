@@ -94,7 +94,7 @@ class Training:
         at.append(time.monotonic_ns())
         loss = nn.functional.cross_entropy(self.model(inputs), labels)
         at.append(time.monotonic_ns())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         at.append(time.monotonic_ns())
         self.optimizer.step()
         at.append(time.monotonic_ns())
@@ -120,7 +120,8 @@ class Training:
         while not gone.is_set():
             before = self.current_step()
             self.optimizer.zero_grad()
-            nn.functional.cross_entropy(self.model(inputs), labels).backward()
+            loss = nn.functional.cross_entropy(self.model(inputs), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
             participants = self.num_participants()
             self.optimizer.step()
             if self.current_step() > before:
