@@ -1,0 +1,195 @@
+"""Any life that groups can lead around a lighthouse keeps the invariants I1, I2, I4, I5 and I7."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from torchft_svc.core.types import QuorumConfig
+
+from . import twin
+from .world import Group, World
+
+JOBS = ["x", "y"]
+
+
+class Groups(RuleBasedStateMachine):
+    """Groups of two jobs ask, train, commit, discard, die, hang, freeze, come back; so does the
+    lighthouse. `World` checks the orders, the invariants here check what lies between them."""
+
+    world: World
+
+    @initialize(
+        min_replicas=st.integers(1, 3),
+        join_timeout_s=st.sampled_from([0.0, 3.0]),
+        startup_timeout_s=st.sampled_from([None, 1.0, 6.0]),
+        policy=st.sampled_from(["auto", "hold", "warn"]),
+        num_groups=st.integers(1, 4),
+    )
+    def begin(
+        self,
+        min_replicas: int,
+        join_timeout_s: float,
+        startup_timeout_s: float | None,
+        policy: str,
+        num_groups: int,
+    ) -> None:
+        self.world = World(
+            QuorumConfig(
+                min_replicas=min_replicas,
+                join_timeout_s=join_timeout_s,
+                startup_timeout_s=startup_timeout_s,
+                heartbeat_timeout_s=4.0,
+                on_step_regression=policy,  # type: ignore[arg-type]
+                max_jobs=2,
+            )
+        )
+        for name in "abcd"[:num_groups]:
+            self.world.start("x", name, 0)
+
+    def pick(self, data: st.DataObject, able: Callable[[Group], bool]) -> Group | None:
+        """One of the groups that are ``able``, and not frozen."""
+        found = [key for key, group in self.world.groups.items() if able(group)]
+        return self.world.groups[data.draw(st.sampled_from(found))] if found else None
+
+    @rule(job=st.sampled_from(JOBS), name=st.sampled_from("abcd"), step=st.integers(0, 2))
+    @precondition(lambda self: len(self.world.groups) < 6)
+    def a_group_starts(self, job: str, name: str, step: int) -> None:
+        """Maybe under the name of another that lives; maybe from a checkpoint."""
+        self.world.start(job, name, step)
+
+    @rule(data=st.data(), shrink_only=st.sampled_from([False, False, False, True]))
+    def a_group_asks(self, data: st.DataObject, shrink_only: bool) -> None:
+        group = self.pick(data, lambda g: not (g.is_hung or g.is_frozen) and g.quorum is None)
+        if group is not None:
+            self.world.ask(group, shrink_only)
+
+    @rule(shrink_only=st.sampled_from([False, False, False, True]))
+    def all_who_can_ask(self, shrink_only: bool) -> None:
+        for group in list(self.world.groups.values()):
+            is_here = (group.job, group.replica_id) in self.world.groups
+            can = not (group.is_hung or group.is_frozen) and group.quorum is None
+            if is_here and can and group.caller is None:
+                self.world.ask(group, shrink_only)
+
+    @rule(data=st.data())
+    def a_caller_gives_up(self, data: st.DataObject) -> None:
+        group = self.pick(data, lambda g: g.caller is not None)
+        if group is not None:
+            self.world.withdraw(group)
+
+    @rule(data=st.data(), commits=st.booleans(), has_healed=st.booleans())
+    def a_group_ends_its_step(self, data: st.DataObject, commits: bool, has_healed: bool) -> None:
+        group = self.pick(data, lambda g: g.quorum is not None and not g.is_frozen)
+        if group is not None:
+            self.world.end_step(group, commits, has_healed)
+
+    @rule(commits=st.sampled_from([True, True, False]))
+    def all_end_their_step(self, commits: bool) -> None:
+        for group in self.world.groups.values():
+            if group.quorum is not None and not (group.is_hung or group.is_frozen):
+                self.world.end_step(group, commits, has_healed=True)
+
+    @rule(data=st.data(), noticed=st.booleans())
+    def a_group_dies(self, data: st.DataObject, noticed: bool) -> None:
+        group = self.pick(data, lambda g: True)
+        if group is not None:
+            self.world.kill(group, noticed)
+
+    @rule(data=st.data())
+    def a_manager_moves(self, data: st.DataObject) -> None:
+        group = self.pick(data, lambda g: g.caller is None)
+        if group is not None:
+            group.address = f"there:{self.world.now}"
+
+    @rule(data=st.data(), kind=st.sampled_from(["is_hung", "is_frozen"]))
+    def a_group_hangs_or_wakes_up(self, data: st.DataObject, kind: str) -> None:
+        group = self.pick(data, lambda g: True)
+        if group is not None:
+            setattr(group, kind, not getattr(group, kind))
+
+    @rule(seconds=st.integers(1, 5))
+    def time_passes(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.world.pass_second()
+
+    @rule()
+    def the_lighthouse_restarts(self) -> None:
+        self.world.restart_lighthouse()
+
+    # -- what always holds -----------------------------------------------------------------------
+
+    @invariant()
+    def i5_nobody_waits_without_a_reason(self) -> None:
+        """Whoever waits is known to wait, and the rules name a reason for it."""
+        world = self.world
+        asking: dict[str, set[int]] = {job: set() for job in JOBS}
+        for group in world.groups.values():
+            if group.caller is not None:
+                asking[group.job].add(group.caller)
+        for job in JOBS:
+            state = world.house._jobs.get(job)
+            assert state is not None or not asking[job]
+            if state is None:
+                continue
+            known = {*state.members._replica_of, *(caller for _, caller in state.held.values())}
+            assert asking[job] <= known, "a caller was lost"
+            for replica_id in state.held:
+                assert state.members.earlier_incarnations(replica_id)
+            at = twin.decide(state.members.view(), world.config, world.now)
+            assert isinstance(at, float), "a quorum is there, but not published"
+            wake_at = world.house.next_deadline()
+            assert at == math.inf or (wake_at is not None and world.now < wake_at <= at)
+
+    @invariant()
+    def i7_only_the_living_are_remembered(self) -> None:
+        house = self.world.house
+        assert len(house._ended) <= self.world.config.max_jobs
+        for job in JOBS:
+            living = self.world.living(job)
+            state = house._jobs.get(job)
+            assert (state is not None) == bool(living)
+            if state is None:
+                continue
+            members = state.members
+            assert set(members._seen_at) == living
+            assert {key for each in members._incarnations.values() for key in each} == living
+            assert all(members._incarnations.values())
+            waiting = set(members._waiting)
+            assert waiting == set(members._callers) == set(members._replica_of.values())
+            assert waiting | members._veterans | members._straggling | members._awaited <= living
+            assert set(state.held) <= living - waiting
+            assert not waiting & members._straggling
+
+    def teardown(self) -> None:
+        """I5: once the hung and the dead are gone and all others ask, nobody waits for long."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        for group in list(world.groups.values()):
+            if group.is_hung or group.is_frozen:
+                world.kill(group, noticed=False)
+            group.quorum = None
+        waiting: set[int | None] = set()
+        for second in range(20):
+            if second == 16:
+                waiting = {group.caller for group in world.groups.values()}
+            world.pass_second()
+            self.all_who_can_ask(shrink_only=False)
+            for group in world.groups.values():
+                group.quorum = None
+        for group in world.groups.values():
+            if group.caller is not None and group.caller in waiting:
+                why = world.house.why(group.job, world.now)
+                assert "of at least" in why or "the job has committed step" in why, why
+                assert world.config.min_replicas > 1 or "committed" in why
+        self.i5_nobody_waits_without_a_reason()
+        self.i7_only_the_living_are_remembered()
+
+
+TestGroups = Groups.TestCase
+TestGroups.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

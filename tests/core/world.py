@@ -1,0 +1,238 @@
+"""A world of replica groups around one lighthouse, which follow the protocol, die, hang and return.
+
+The world keeps its own books from what it did and what it was told, and checks every order against
+them as it arrives: I1, I2, I4 and that nobody is answered twice (I5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchft_svc.core.assignment import assign
+from torchft_svc.core.lighthouse import AnswerQuorum, Lighthouse, Order, RefuseRequest, ReportLoss
+from torchft_svc.core.types import Member, Quorum, QuorumConfig
+from torchft_svc.errors import RequestRefused
+
+from .scenes import member
+
+
+@dataclass
+class Group:
+    """One incarnation of a replica group, as it sees itself."""
+
+    job: str
+    replica_id: str
+    step: int = 0
+    commit_failures: int = 0
+    seen_quorum_id: int = 0
+    address: str = "here:1"
+    is_hung: bool = False  # its heartbeats go on, but it does not ask
+    is_frozen: bool = False  # nothing goes on
+    caller: int | None = None
+    asked: Member | None = None
+    quorum: Quorum | None = None
+
+    def request(self, shrink_only: bool) -> Member:
+        return member(
+            self.replica_id,
+            self.step,
+            address=self.address,
+            shrink_only=shrink_only,
+            commit_failures=self.commit_failures,
+            seen_quorum_id=self.seen_quorum_id,
+        )
+
+
+@dataclass
+class JobBooks:
+    """What has been published for one job; the committed step is only what this lighthouse saw."""
+
+    last_id: int = 0
+    lists: dict[int, list[tuple[str, str, str]]] = field(default_factory=dict)
+    committed_step: int = 0
+    took_part: set[str] = field(default_factory=set)
+
+
+@dataclass
+class World:
+    config: QuorumConfig
+    now: int = 0
+    house: Lighthouse = field(init=False)
+    groups: dict[tuple[str, str], Group] = field(default_factory=dict)
+    seen_at: dict[tuple[str, str], int] = field(default_factory=dict)
+    books: dict[str, JobBooks] = field(default_factory=dict)
+    callers: int = 0
+    num_starts: int = 0
+    num_quorums: int = 0
+
+    def __post_init__(self) -> None:
+        self.house = Lighthouse(self.config)
+
+    # -- what happens ----------------------------------------------------------------------------
+
+    def start(self, job: str, name: str, step: int) -> None:
+        self.num_starts += 1
+        group = Group(job, f"{name}:{self.num_starts}", step)
+        self.groups[job, group.replica_id] = group
+        self.beat(group)
+
+    def beat(self, group: Group) -> None:
+        self.live(group)
+        self.carry_out(self.house.heartbeat(group.job, group.replica_id, self.now))
+
+    def ask(self, group: Group, shrink_only: bool) -> None:
+        self.callers += 1
+        replaced, group.caller = group.caller, self.callers
+        group.quorum, group.asked = None, group.request(shrink_only)
+        self.live(group)
+        orders = self.house.request(group.job, group.asked, self.callers, self.now)
+        if replaced is not None:
+            refused = [each.caller for each in orders if isinstance(each, RefuseRequest)]
+            assert replaced in refused, "I5: the call that was replaced is told"
+            orders = tuple(
+                each
+                for each in orders
+                if not (isinstance(each, RefuseRequest) and each.caller == replaced)
+            )
+        self.carry_out(orders)
+
+    def withdraw(self, group: Group) -> None:
+        assert group.caller is not None
+        caller, group.caller, group.asked = group.caller, None, None
+        self.carry_out(self.house.withdraw(group.job, caller, self.now))
+
+    def end_step(self, group: Group, commits: bool, has_healed: bool) -> None:
+        """Commit or discard; who was behind has the state of max_step if it got that far."""
+        assert group.quorum is not None
+        if commits or has_healed:
+            group.step = max(group.step, group.quorum.max_step) + commits
+        group.commit_failures = 0 if commits else group.commit_failures + 1
+        group.quorum = None
+
+    def kill(self, group: Group, noticed: bool) -> None:
+        """The group is dead; its caller withdraws with its connection if that is noticed."""
+        del self.groups[group.job, group.replica_id]
+        if noticed:
+            self.seen_at.pop((group.job, group.replica_id), None)
+            orders = self.house.leave(group.job, group.replica_id, "its session ended", self.now)
+            self.carry_out([each for each in orders if not self.is_to(each, group)])
+
+    def restart_lighthouse(self) -> None:
+        """Everything is forgotten, every call is broken; its ids begin above any before."""
+        first_id = max((books.last_id for books in self.books.values()), default=0)
+        self.house = Lighthouse(self.config, first_id)
+        self.seen_at.clear()
+        for books in self.books.values():
+            books.committed_step = 0
+            books.took_part.clear()
+        for group in self.groups.values():
+            group.caller = group.asked = None
+
+    def pass_second(self) -> None:
+        """The lighthouse wakes if it wanted to, then all who can show that they live."""
+        self.now += 1
+        at = self.house.next_deadline()
+        if at is not None and at <= self.now:
+            self.carry_out(self.house.tick(self.now))
+        for group in list(self.groups.values()):
+            if not group.is_frozen and (group.job, group.replica_id) in self.groups:
+                self.beat(group)
+
+    # -- what is told ----------------------------------------------------------------------------
+
+    def live(self, group: Group) -> None:
+        self.seen_at[group.job, group.replica_id] = self.now
+
+    def living(self, job: str) -> set[str]:
+        return {replica_id for of_job, replica_id in self.seen_at if of_job == job}
+
+    def carry_out(self, orders: tuple[Order, ...] | list[Order]) -> None:
+        for order in orders:
+            if isinstance(order, ReportLoss):
+                self.lose(order)
+            elif isinstance(order, RefuseRequest):
+                self.refuse(order)
+            else:
+                self.publish(order)
+
+    def lose(self, order: ReportLoss) -> None:
+        seen_at = self.seen_at.pop((order.job, order.replica_id), None)
+        if order.reason.startswith("no sign of life"):
+            assert seen_at is not None
+            assert self.now - seen_at >= self.config.heartbeat_timeout_s, "rule 8"
+        self.books.get(order.job, JobBooks()).took_part.discard(order.replica_id)
+
+    def refuse(self, order: RefuseRequest) -> None:
+        group = self.group_of(order.caller)
+        if group is None:
+            return  # it is dead, and nobody has noticed yet
+        group.caller = group.asked = None
+        if isinstance(order.error, RequestRefused):  # its name is taken: it gives up
+            del self.groups[group.job, group.replica_id]
+            self.seen_at.pop((group.job, group.replica_id), None)
+
+    def publish(self, order: AnswerQuorum) -> None:
+        self.num_quorums += 1
+        books = self.books.setdefault(order.job, JobBooks())
+        self.check_i1_ids(order, books)
+        self.check_i4_progress(order, books)
+        assert len(set(order.callers)) == len(order.callers) == len(order.quorum.participants)
+        living = self.living(order.job)
+        for caller, each in zip(order.callers, order.quorum.participants, strict=True):
+            assert each.replica_id in living, "rule 8: no dead member"
+            group = self.groups.get((order.job, each.replica_id))
+            if group is None:
+                continue  # killed a moment ago, and nobody has noticed yet
+            assert (group.caller, group.asked) == (caller, each), "rule 1: nobody who gave up"
+            group.caller = group.asked = None
+            group.quorum = order.quorum
+            group.seen_quorum_id = order.quorum.quorum_id
+        check_i2_agreement(order.quorum)
+
+    def check_i1_ids(self, order: AnswerQuorum, books: JobBooks) -> None:
+        """Ids grow when the list changes or a commit failed, and name one list only."""
+        quorum_id = order.quorum.quorum_id
+        places = [each.place for each in order.quorum.participants]
+        failed = any(each.commit_failures for each in order.quorum.participants)
+        is_same = books.lists.get(books.last_id) == places and not failed
+        assert quorum_id >= books.last_id
+        if not is_same:
+            assert quorum_id > books.last_id, "I1"
+        assert books.lists.setdefault(quorum_id, places) == places, "I1"
+        books.last_id = quorum_id
+
+    def check_i4_progress(self, order: AnswerQuorum, books: JobBooks) -> None:
+        """The committed step never goes back, unless the policy accepts it and the loss is told."""
+        max_step, living = order.quorum.max_step, self.living(order.job)
+        assert len(order.callers) >= self.config.min_replicas
+        if max_step < books.committed_step:
+            assert order.lost_from == books.committed_step, "I4: a loss is told"
+            assert self.config.on_step_regression != "hold", "I4"
+            if self.config.on_step_regression == "auto":
+                assert not books.took_part & living, "I4: a group of the job is alive"
+            books.committed_step = max_step
+        else:
+            assert order.lost_from is None
+            books.committed_step = max_step
+        books.took_part &= living
+        books.took_part |= {each.replica_id for each in order.quorum.participants}
+
+    def group_of(self, caller: int) -> Group | None:
+        found = [group for group in self.groups.values() if group.caller == caller]
+        return found[0] if found else None
+
+    @staticmethod
+    def is_to(order: Order, group: Group) -> bool:
+        return isinstance(order, RefuseRequest) and order.caller == group.caller
+
+
+def check_i2_agreement(quorum: Quorum) -> None:
+    """All members compute the same order, store and heal plan, for two group ranks."""
+    for group_rank in (0, 1):
+        parts = [assign(quorum, each.replica_id, group_rank) for each in quorum.participants]
+        assert [part.replica_rank for part in parts] == list(range(len(parts))), "I2"
+        assert len({(part.replica_ids, part.store_address, part.max_step) for part in parts}) == 1
+        for part in parts:
+            if part.heal_source is not None:
+                assert part.replica_rank in parts[part.heal_source].heal_targets, "I2"
+                assert parts[part.heal_source].max_replica_rank is not None
