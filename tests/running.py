@@ -192,6 +192,11 @@ class Line:
         request = pb.ShouldCommitRequest(**fields)
         return self.call("ManagerService/ShouldCommit", request, timeout_s, None)
 
+    def flush(self) -> None:
+        """Return when a manager has heard all that this line has asked before."""
+        request = pb.CheckpointAddressRequest(rank=0)
+        self.call("ManagerService/CheckpointAddress", request, 5.0, None).exception()
+
     def close(self) -> None:
         self.channel.close()
 

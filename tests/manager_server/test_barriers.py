@@ -1,0 +1,260 @@
+"""Tests a group's barriers over gRPC: two workers ask, vote, and get one answer or one error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import grpc
+import pytest
+from running import failure, line_to
+
+from torchft_svc.coordination import LighthouseServer, ManagerClient, ManagerServer, QuorumResult
+from torchft_svc.errors import QuorumFailed, RequestRefused
+
+LONG = timedelta(seconds=10)
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    with LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=1000) as server:
+        yield server
+
+
+def start_manager(
+    lighthouse: LighthouseServer, name: str = "group", workers: int = 2
+) -> ManagerServer:
+    return ManagerServer(
+        replica_id=name,
+        lighthouse_addr=lighthouse.address(),
+        hostname="127.0.0.1",
+        bind="127.0.0.1:0",
+        store_addr=f"{name}.example:1",
+        world_size=workers,
+        heartbeat_interval=timedelta(milliseconds=100),
+        connect_timeout=timedelta(seconds=1),
+        quorum_retries=0,
+    )
+
+
+class Workers:
+    """The workers of one group, each with its own client, asking at the same time."""
+
+    def __init__(self, address: str, count: int = 2) -> None:
+        self.address = address
+        self.clients = [ManagerClient(address, LONG) for _ in range(count)]
+        self._threads = ThreadPoolExecutor(2 * count)
+
+    def ask(self, rank: int, step: int = 0, **fields: Any) -> Future[QuorumResult]:
+        asked = {"checkpoint_metadata": f"of {rank}", "shrink_only": False, "timeout": LONG}
+        return self._threads.submit(self.clients[rank]._quorum, rank, step, **{**asked, **fields})
+
+    def vote(self, rank: int, step: int, yes: bool, timeout: timedelta = LONG) -> Future[bool]:
+        return self._threads.submit(self.clients[rank].should_commit, rank, step, yes, timeout)
+
+    def ask_all(self, step: int = 0) -> list[QuorumResult]:
+        asked = [self.ask(rank, step) for rank in range(len(self.clients))]
+        return [each.result() for each in asked]
+
+    def vote_all(self, step: int, *votes: bool) -> list[bool]:
+        cast = [self.vote(rank, step, yes) for rank, yes in enumerate(votes)]
+        return [each.result() for each in cast]
+
+    def restart(self, rank: int) -> None:
+        """A worker's new process: a new client."""
+        self.clients[rank].close()
+        self.clients[rank] = ManagerClient(self.address, LONG)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self._threads.shutdown()
+
+
+@pytest.fixture
+def workers(lighthouse: LighthouseServer) -> Iterator[Workers]:
+    with start_manager(lighthouse) as manager:
+        workers = Workers(manager.address())
+        yield workers
+        workers.close()
+
+
+def test_two_workers_get_their_parts_of_one_quorum(workers: Workers) -> None:
+    first, second = workers.ask_all()
+    assert first.replica_ids == second.replica_ids
+    assert first.replica_ids[0].startswith("group:")
+    assert first.quorum_id == second.quorum_id
+    assert (first.replica_rank, first.replica_world_size) == (0, 1)
+    assert (first.max_step, first.max_replica_rank, first.max_world_size) == (0, 0, 1)
+    assert (first.heal, first.recover_src_replica_rank) == (False, None)
+    assert first.store_address == second.store_address == "group.example:1"
+    assert [part.store_prefix for part in (first, second)] == [
+        f"torchft/{first.quorum_id}/0",
+        f"torchft/{first.quorum_id}/1",
+    ]
+
+
+def test_nobody_is_answered_before_all_have_asked(workers: Workers) -> None:
+    first = workers.ask(0)
+    with pytest.raises(TimeoutError, match="group rank 1 of 2 workers has not asked"):
+        # The same worker's second call, with less patience, takes the place of its first.
+        workers.clients[0]._quorum(0, 0, "", False, timedelta(seconds=0.3))
+    with pytest.raises(QuorumFailed, match="a newer call of group rank 0"):
+        first.result()
+
+
+def test_the_group_commits_only_if_all_say_yes(workers: Workers) -> None:
+    workers.ask_all(step=0)
+    assert workers.vote_all(0, True, True) == [True, True]
+    workers.ask_all(step=1)
+    assert workers.vote_all(1, True, False) == [False, False]
+    workers.ask_all(step=1)
+    assert workers.vote_all(1, True, True) == [True, True]
+
+
+def test_a_no_decides_before_the_others_have_voted(workers: Workers) -> None:
+    workers.ask_all()
+    assert workers.vote(1, 0, False).result() is False
+    assert workers.vote(0, 0, True).result() is False
+
+
+def test_a_vote_that_nobody_joins_ends_with_the_reason(workers: Workers) -> None:
+    workers.ask_all()
+    with pytest.raises(TimeoutError) as caught:
+        workers.vote(0, 0, True, timedelta(seconds=0.3)).result()
+    assert str(caught.value) == (
+        "manager's ShouldCommit timed out after 0.3 s: group rank 1 of 2 workers has not voted"
+    )
+
+
+def test_a_worker_that_asks_again_instead_of_voting_frees_the_voter(workers: Workers) -> None:
+    with line_to(workers.address) as line:
+        asked = [line.ask_manager(rank=rank, worker_id=f"w{rank}") for rank in (0, 1)]
+        assert asked[0].result().round == asked[1].result().round
+        vote = line.vote(rank=0, worker_id="w0", should_commit=True)
+        line.flush()
+        asked = [line.ask_manager(rank=rank, worker_id=f"w{rank}") for rank in (1, 0)]
+        assert failure(vote) == (
+            grpc.StatusCode.ABORTED,
+            "group rank 1 asked for a new quorum instead of voting",
+        )
+        assert asked[0].result().round == asked[1].result().round
+
+
+def test_different_steps_are_an_error_for_every_worker(workers: Workers) -> None:
+    asked = [workers.ask(0, step=3), workers.ask(1, step=4)]
+    for each in asked:
+        with pytest.raises(RequestRefused) as caught:
+            each.result()
+        assert str(caught.value) == (
+            "the workers of this group are at different steps: rank 0 at step 3, rank 1 at step 4"
+        )
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 2**40])
+def test_a_rank_outside_the_group_is_refused(workers: Workers, rank: int) -> None:
+    sentence = f"group rank {rank} is outside this group of 2 workers"
+    client = workers.clients[0]
+    for call in (
+        lambda: client._quorum(rank, 0, "", False, LONG),
+        lambda: client.should_commit(rank, 0, True, LONG),
+        lambda: client._checkpoint_metadata(rank, LONG),
+    ):
+        with pytest.raises(RequestRefused) as caught:
+            call()
+        assert str(caught.value) == sentence
+
+
+def test_two_workers_with_one_number_are_told_so(workers: Workers) -> None:
+    with line_to(workers.address) as line:
+        first = line.ask_manager(rank=0, worker_id="one")
+        line.flush()
+        assert failure(line.ask_manager(rank=0, worker_id="another")) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "group rank 0 is taken: another worker with this rank already waits; "
+            "give every worker of the group a rank of its own",
+        )
+        fellow = line.ask_manager(rank=1, worker_id="two")
+        assert first.result().round == fellow.result().round
+
+
+def test_a_wrong_step_in_a_vote_is_refused(workers: Workers) -> None:
+    workers.ask_all(step=5)
+    with pytest.raises(RequestRefused) as caught:
+        workers.vote(0, 4, True).result()
+    assert str(caught.value) == "the vote is for step 4, the group is at step 5"
+    assert workers.vote_all(5, True, True) == [True, True]
+
+
+def test_a_late_vote_of_an_earlier_round_is_refused(workers: Workers) -> None:
+    workers.ask_all()
+    workers.vote_all(0, True, True)
+    workers.ask_all(step=1)
+    with line_to(workers.address) as line:
+        code, reason = failure(line.vote(rank=0, step=1, should_commit=True, round=7))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert reason.startswith("the vote belongs to round 7, this is round ")
+
+
+def test_checkpoint_addresses_are_those_of_the_ranks(workers: Workers) -> None:
+    with pytest.raises(RequestRefused, match="group rank 1 has not told where it serves"):
+        workers.clients[0]._checkpoint_metadata(1, LONG)
+    workers.ask_all()
+    assert workers.clients[0]._checkpoint_metadata(1, LONG) == "of 1"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_not_only_the_last_arriving_ranks_failures_and_wishes_are_forwarded(
+    order: tuple[int, int],
+) -> None:
+    """Seen by another group of the quorum: the largest count, and shrink_only if any says so."""
+    told: tuple[dict[str, Any], ...] = ({"commit_failures": 3, "shrink_only": True}, {})
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=2) as lighthouse,
+        start_manager(lighthouse) as manager,
+        line_to(lighthouse.address()) as fellow,
+        line_to(manager.address()) as line,
+    ):
+        quorum = fellow.quorum("zzz:1")
+        asked = []
+        for rank in order:
+            asked.append(line.ask_manager(rank=rank, worker_id=f"w{rank}", **told[rank]))
+            line.flush()
+        assert [each.result().commit_failures for each in asked] == [3, 3]
+        group = quorum.result().quorum.participants[0]
+    assert (group.commit_failures, group.shrink_only, group.world_size) == (3, True, 2)
+
+
+def test_a_restarted_worker_makes_its_group_another_incarnation(workers: Workers) -> None:
+    before = workers.ask_all()[0]
+    workers.vote_all(0, True, True)
+    workers.restart(1)
+    after = workers.ask_all(step=1)[0]
+    assert after.replica_ids[0].startswith("group:")
+    assert after.replica_ids != before.replica_ids
+    assert after.quorum_id > before.quorum_id
+    assert after.replica_world_size == 1, "the incarnation before has left"
+    again = workers.ask_all(step=1)[0]
+    assert again.replica_ids == after.replica_ids
+
+
+def test_two_groups_of_two_workers_train_together() -> None:
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=2) as lighthouse,
+        start_manager(lighthouse, "a") as one,
+        start_manager(lighthouse, "b") as two,
+    ):
+        groups = [Workers(one.address()), Workers(two.address())]
+        asked = [group.ask(rank, step=0) for group in groups for rank in (0, 1)]
+        results = [each.result() for each in asked]
+        for group in groups:
+            group.close()
+        assert [result.recover_src_manager_address for result in results[2:]] == [
+            one.address().removeprefix("http://")
+        ] * 2
+    assert {result.replica_world_size for result in results} == {2}
+    assert [result.replica_rank for result in results] == [0, 0, 1, 1]
+    assert len({result.quorum_id for result in results}) == 1
+    assert [result.heal for result in results] == [False, False, True, True]
