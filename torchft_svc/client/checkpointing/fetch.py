@@ -32,6 +32,8 @@ MAX_ATTEMPTS = 3
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 1 << 30
 # How long a receiver that was turned away waits before it asks again.
 BUSY_PAUSE_S = 0.1
+# How much later than it was asked to a source may say that it has nothing yet.
+ANSWER_GRACE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Fetch:
         self._next_chunk = 0
 
     def cancel(self, why: str) -> None:
-        self._fail(CheckpointError(self._order.url, why))
+        self._fail(CheckpointError(self._source.address, why))
 
     def run(self) -> Any:
         """Receive the state.
@@ -70,12 +72,12 @@ class Fetch:
         began_at = time.monotonic()
         try:
             answer, description = self._fetch_description()
-            plan = parse(description, self._order.url)
+            plan = parse(description, self._source.address)
             target = self._target(plan, answer)
             self._fetch_chunks(target)
         finally:
             self._source.close()
-        state = plan.rebuild(target.memory, self._order.url)
+        state = plan.rebuild(target.memory, self._source.address)
         log.info(
             "received step %d: %.3f GB in %.3f s",
             self._order.step,
@@ -86,12 +88,13 @@ class Fetch:
 
     def _fetch_description(self) -> tuple[Answer, memoryview]:
         until = time.monotonic() + self._order.timeout_s
-        attempts = _Attempts(self._order.url, "the description")
+        attempts = _Attempts(self._source.address, "the description")
         while True:
             left_s = until - time.monotonic()
             wait_ms = max(0, min(MAX_WAIT_MS, int(left_s * 1000)))
+            path = f"state/{self._order.step}?wait_ms={wait_ms}"
             try:
-                answer = self._source.ask(f"state/{self._order.step}?wait_ms={wait_ms}", 0)
+                answer = self._source.ask(path, 0, wait_ms / 1000 + ANSWER_GRACE_S)
                 if answer.length > MAX_DESCRIPTION_BYTES + DIGEST_BYTES:
                     raise BadHead(f"a description of {answer.length} bytes")
                 return answer, self._read(answer, DESCRIPTION_SEED)
@@ -113,7 +116,7 @@ class Fetch:
 
     def _wait_after(self, refusal: Refused, left_s: float) -> None:
         if refusal.status not in (TOO_EARLY, BUSY):
-            raise CheckpointError(self._order.url, refusal.reason) from refusal
+            raise CheckpointError(self._source.address, refusal.reason) from refusal
         if left_s <= 0:
             raise self._too_late(f"waiting for step {self._order.step}", refusal.reason)
         if refusal.status == BUSY:
@@ -127,14 +130,16 @@ class Fetch:
         except ValueError:
             chunk_bytes = 0
         if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
-            raise CheckpointError(self._order.url, "the source tells no proper chunk size")
+            raise CheckpointError(self._source.address, "the source tells no proper chunk size")
         state_id = answer.headers.get(STATE_ID_HEADER, "")
         if not (state_id.isalnum() and state_id.isascii() and len(state_id) <= 64):
-            raise CheckpointError(self._order.url, "the source tells no proper id of the state")
+            raise CheckpointError(
+                self._source.address, "the source tells no proper id of the state"
+            )
         try:
             return _Target(allocate(plan.size), chunk_bytes, state_id)
         except MemoryError as error:
-            raise CheckpointError(self._order.url, str(error)) from error
+            raise CheckpointError(self._source.address, str(error)) from error
 
     def _fetch_chunks(self, target: _Target) -> None:
         num_workers = max(1, min(self._order.num_connections, target.num_chunks))
@@ -164,7 +169,7 @@ class Fetch:
             self._fail(self._too_late("receiving a chunk"))
         except Exception as error:
             log.exception("a fetching thread failed")
-            self._fail(CheckpointError(self._order.url, f"receiving failed: {error!r}"))
+            self._fail(CheckpointError(self._source.address, f"receiving failed: {error!r}"))
 
     def _fetch_all(self, connection: int, target: _Target) -> None:
         verified = ""
@@ -184,7 +189,7 @@ class Fetch:
 
     def _fetch_chunk(self, connection: int, target: _Target, chunk: int, verified: str) -> bool:
         """True when ``chunk`` is in its place."""
-        attempts = _Attempts(self._order.url, f"chunk {chunk} of {target.num_chunks}")
+        attempts = _Attempts(self._source.address, f"chunk {chunk} of {target.num_chunks}")
         path = f"chunk/{target.state_id}/{chunk}?receiver={self._order.receiver}{verified}"
         view = target.view(chunk)
         while not self._stop.is_set():
@@ -196,7 +201,7 @@ class Fetch:
                 return True
             except Refused as error:
                 if error.status == GONE:
-                    raise CheckpointError(self._order.url, error.reason) from error
+                    raise CheckpointError(self._source.address, error.reason) from error
                 if error.status == BUSY:
                     self._stop.wait(BUSY_PAUSE_S)
                 else:
@@ -228,7 +233,9 @@ class Fetch:
             raise self._error
 
     def _too_late(self, action: str, reason: str = "") -> DeadlineExceeded:
-        return DeadlineExceeded(f"{action} from {self._order.url}", self._order.timeout_s, reason)
+        return DeadlineExceeded(
+            f"{action} from {self._source.address}", self._order.timeout_s, reason
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,15 @@ class Source:
         self._wires: dict[int, Wire] = {}
         self._interrupted = False
 
-    def ask(self, path: str, connection: int) -> Answer:
+    @property
+    def address(self) -> str:
+        """The host and port, without the secret: for messages."""
+        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+
+    def ask(self, path: str, connection: int, wait_s: float = 0.0) -> Answer:
         """Send a request over ``connection``, and read the head of its response.
+
+        ``wait_s``: how long the source may think before it answers.
 
         Raises:
             Refused: the status is not 200.
@@ -56,11 +63,9 @@ class Source:
             ConnectionError, TimeoutError: it broke, or nothing came.
         """
         wire = self._wire(connection)
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        wire.send(
-            f"GET {self._path}/{path} HTTP/1.1\r\nHost: {host}:{self._port}\r\n\r\n".encode("ascii")
-        )
-        head = wire.read_head()
+        request = f"GET {self._path}/{path} HTTP/1.1\r\nHost: {self.address}\r\n\r\n"
+        wire.send(request.encode("ascii"))
+        head = wire.read_head(begin_within_s=max(wait_s, self._timeout_s))
         if head is None:
             raise ConnectionResetError("the source closed the connection")
         version, _, rest = head.line.partition(" ")
@@ -112,7 +117,7 @@ class Source:
         return wire
 
     def _unreachable(self, reason: str) -> Unreachable:
-        return Unreachable("checkpoint source", f"{self._host}:{self._port}", reason)
+        return Unreachable("checkpoint source", self.address, reason)
 
 
 def _split(url: str) -> tuple[str, int, str]:
