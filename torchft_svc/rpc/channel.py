@@ -11,10 +11,14 @@ MAX_ANSWER_BYTES = 64 * 1024 * 1024
 # A blip must be over long before the heartbeat timeout (5 s by default) takes a group for dead.
 MIN_RECONNECT_MS = 20
 MAX_RECONNECT_MS = 500
+# A connection may take so long: several round trips to another continent, or to a busy machine.
+# Longer, and a lighthouse whose packets were lost would be missed for as long when it is back.
+MAX_CONNECTING_MS = 1000
 
 _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", MIN_RECONNECT_MS),
-    ("grpc.min_reconnect_backoff_ms", MIN_RECONNECT_MS),
+    # In spite of its name this is the deadline of an attempt, not a pause.
+    ("grpc.min_reconnect_backoff_ms", MAX_CONNECTING_MS),
     ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_MS),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     # Two channels in one process must not share a connection, or one's failure is the other's.

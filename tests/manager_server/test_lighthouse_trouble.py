@@ -1,0 +1,243 @@
+"""Tests a manager whose lighthouse is gone, comes back, is frozen, or never answers."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import grpc
+import pytest
+from running import (
+    Line,
+    Process,
+    eventually,
+    failure,
+    lighthouse_process,
+    line_to,
+    manager_process,
+    members,
+)
+
+from torchft_svc.coordination import LighthouseServer, ManagerClient, ManagerServer
+from torchft_svc.errors import Unreachable
+
+LONG = timedelta(seconds=10)
+CONNECT_S = 0.5
+
+
+def start_manager(lighthouse: str, workers: int = 2, retries: int = 0) -> ManagerServer:
+    return ManagerServer(
+        replica_id="group",
+        lighthouse_addr=lighthouse,
+        hostname="127.0.0.1",
+        bind="127.0.0.1:0",
+        store_addr="127.0.0.1:1",
+        world_size=workers,
+        heartbeat_interval=timedelta(milliseconds=50),
+        connect_timeout=timedelta(seconds=CONNECT_S),
+        quorum_retries=retries,
+    )
+
+
+@pytest.fixture
+def nowhere() -> Iterator[str]:
+    """An address that is taken, and where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture
+def black_hole() -> Iterator[str]:
+    """An address that takes connections and never says a word."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(100)
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("trouble", ["nowhere", "black_hole"])
+def test_a_failed_quorum_is_told_to_every_worker_at_once(
+    trouble: str, request: pytest.FixtureRequest
+) -> None:
+    lighthouse: str = request.getfixturevalue(trouble)
+    with start_manager(lighthouse) as manager, line_to(manager.address()) as line:
+        began_at = time.monotonic()
+        asked = [line.ask_manager(rank=rank, worker_id=f"w{rank}") for rank in (0, 1)]
+        failures = [failure(each) for each in asked]
+        took_s = time.monotonic() - began_at
+    assert failures[0] == failures[1]
+    code, reason = failures[0]
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert reason.startswith(f"lighthouse at {lighthouse} cannot be reached: "), reason
+    assert took_s < CONNECT_S + 1.0, "long before the workers' own deadline of 10 s"
+
+
+def test_the_lighthouses_refusal_reaches_every_worker_with_its_reason() -> None:
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=3) as lighthouse,
+        start_manager(lighthouse.address()) as manager,
+        line_to(manager.address()) as line,
+    ):
+        asked = [
+            line.ask_manager(rank=rank, worker_id=f"w{rank}", timeout_s=0.7) for rank in (0, 1)
+        ]
+        for each in asked:
+            code, reason = failure(each)
+            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "1 of at least 3 groups ask" in reason
+
+
+def test_the_next_quorum_waits_for_a_lighthouse_that_restarts() -> None:
+    """Trap: reconnecting after a blip backs off longer than the heartbeat timeout."""
+    with (
+        lighthouse_process() as first,
+        manager_process(first.address, "--connect-timeout-ms=20000") as manager,
+        ManagerClient(manager.address, LONG) as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        before = client._quorum(0, 0, "", False, LONG)
+        first.kill()
+        asked = thread.submit(client._quorum, 0, 1, "", False, 2 * LONG)
+        time.sleep(3)  # a blip that is long enough for a backoff to have grown
+        assert not asked.done()
+        with lighthouse_process(bind=first.address):
+            began_at = time.monotonic()
+            after = asked.result()
+            assert time.monotonic() - began_at < 1.0
+        assert after.quorum_id > before.quorum_id
+        assert after.replica_ids == before.replica_ids, "the group is the same one"
+
+
+def test_retries_ask_again_after_a_failed_quorum(nowhere: str) -> None:
+    with (
+        start_manager(nowhere, workers=1, retries=2) as manager,
+        ManagerClient(manager.address(), LONG) as client,
+    ):
+        began_at = time.monotonic()
+        with pytest.raises(Unreachable):
+            client._quorum(0, 0, "", False, LONG)
+        assert time.monotonic() - began_at > 1.2 * CONNECT_S
+
+
+def test_a_group_whose_lighthouse_never_answers_leaves_within_its_deadline(
+    black_hole: str,
+) -> None:
+    """Trap: a heartbeat call without a deadline would hold up the manager's end for ever."""
+    began_at = time.monotonic()
+    with manager_process(black_hole) as manager:
+        assert manager.end()[0] == 0
+        assert "Traceback" not in manager.errors()
+    assert time.monotonic() - began_at < 5
+
+
+def test_a_frozen_lighthouse_is_noticed_and_back_when_it_thaws() -> None:
+    with (
+        lighthouse_process() as lighthouse,
+        manager_process(lighthouse.address, "--connect-timeout-ms=300") as manager,
+        ManagerClient(manager.address, LONG) as client,
+    ):
+        client._quorum(0, 0, "", False, LONG)
+        lighthouse.send(signal.SIGSTOP)
+        began_at = time.monotonic()
+        with pytest.raises(TimeoutError, match="the lighthouse has not answered yet"):
+            client._quorum(0, 1, "", False, timedelta(seconds=0.6))
+        assert time.monotonic() - began_at < 1.5
+        lighthouse.send(signal.SIGCONT)
+        began_at = time.monotonic()
+        client._quorum(0, 1, "", False, LONG)
+        assert time.monotonic() - began_at < 1.0
+
+
+class SlowProxy:
+    """Passes bytes on, each direction ``delay_s`` late: a network with a long way."""
+
+    def __init__(self, target: tuple[str, int], delay_s: float) -> None:
+        self._target = target
+        self._delay_s = delay_s
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets = [self._listener]
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+            except OSError:
+                return
+            self._sockets += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                thread = threading.Thread(target=self._pass, args=(source, sink))
+                self._threads.append(thread)
+                thread.start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                time.sleep(self._delay_s)  # this is what the network does
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self._threads:
+            thread.join(5)
+
+
+def test_a_lighthouse_far_away_is_reached() -> None:
+    """The reconnect backoff, which is short, must not be the time that a connection may take."""
+    with LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse:
+        host, port = lighthouse.address().removeprefix("http://").split(":")
+        proxy = SlowProxy((host, int(port)), delay_s=0.3)
+        try:
+            with line_to(proxy.address) as line:
+                assert line.quorum("a:1", timeout_s=10).result().quorum.quorum_id
+        finally:
+            proxy.close()
+
+
+def seen_alone(line: Line, began_at: float) -> float:
+    """How many seconds after ``began_at`` the group ``zzz:1`` has a quorum of its own."""
+    answer = line.quorum("zzz:1").result()
+    took_s = time.monotonic() - began_at
+    assert members(answer) == ["zzz:1"]
+    return took_s
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_others_go_on_at_once_after_a_managers_death(number: signal.Signals) -> None:
+    took_s = []
+    with lighthouse_process() as lighthouse, line_to(lighthouse.address) as line:
+        for _ in range(3):
+            with manager_process(lighthouse.address) as manager:
+                join_both(line, manager)
+                began_at = time.monotonic()
+                manager.send(number)
+                took_s.append(seen_alone(line, began_at))
+                assert manager.wait() == (0 if number is signal.SIGTERM else -signal.SIGKILL)
+    assert min(took_s) < 0.25, took_s
+    assert max(took_s) < 1.0, took_s
+
+
+def join_both(line: Line, manager: Process) -> None:
+    """Until ``zzz:1`` and the manager's group are members of one quorum."""
+    with line_to(manager.address) as worker:
+        line.beat("zzz:1")
+        asked = worker.ask_manager(worker_id="w")
+        eventually(lambda: len(members(line.quorum("zzz:1").result())) == 2)
+        assert asked.result().replica_world_size == 2
