@@ -11,6 +11,7 @@ from torchft_svc.core.group import (
     AnswerWorker,
     AskLighthouse,
     Group,
+    LeaveLighthouse,
     StopAsking,
     Vote,
     WorkerRequest,
@@ -247,6 +248,62 @@ def test_where_a_worker_serves_its_state() -> None:
     assert group.checkpoint_address(0) == "host:1"
     group.quorum_requested(request(0, checkpoint_address="host:2"), 11)
     assert group.checkpoint_address(0) == "host:2"
+
+
+# -- lines of workers ----------------------------------------------------------------------------
+
+
+def test_a_worker_that_dies_releases_those_that_ask_and_the_group_leaves() -> None:
+    group = Group(3)
+    group.attached(2, "z")
+    group.quorum_requested(request(0), 10)
+    group.quorum_requested(request(1), 11)
+    gone = "group rank 2 is gone: its connection ended"
+    assert plain(group.detached(2, "z", "its connection ended")) == [
+        Refused(10, "QuorumFailed", f"no quorum: {gone}"),
+        Refused(11, "QuorumFailed", f"no quorum: {gone}"),
+        LeaveLighthouse(gone),
+    ]
+    assert group.detached(2, "z", "its connection ended") == ()
+
+
+def test_a_worker_that_dies_while_the_lighthouse_is_asked() -> None:
+    group = Group(1)
+    group.attached(0, "x")
+    group.quorum_requested(request(0, worker_id="x"), 10)
+    gone = "group rank 0 is gone: killed"
+    assert plain(group.detached(0, "x", "killed")) == [
+        StopAsking(1),
+        Refused(10, "QuorumFailed", f"no quorum: {gone}"),
+        LeaveLighthouse(gone),
+    ]
+    assert group.quorum_formed(1, QUORUM) == ()
+    again = group.quorum_requested(request(0, worker_id="y"), 11)
+    assert again == (asks(2, new_incarnation=True),)
+
+
+def test_a_worker_that_dies_releases_those_that_vote() -> None:
+    group = in_round(2)
+    group.attached(1, "y")
+    group.voted(vote(0), 20)
+    gone = "group rank 1 is gone: killed"
+    assert plain(group.detached(1, "y", "killed")) == [
+        Refused(20, "CommitFailed", f"no commit decision: {gone}"),
+        LeaveLighthouse(gone),
+    ]
+
+
+def test_two_lines_with_one_rank() -> None:
+    group = Group(2)
+    group.attached(0, "x")
+    group.attached(0, "x")
+    with pytest.raises(RequestRefused, match="group rank 0 is taken"):
+        group.attached(0, "y")
+    with pytest.raises(RequestRefused, match="group rank 2 is outside this group"):
+        group.attached(2, "y")
+    assert group.detached(0, "y", "it was refused") == ()
+    group.detached(0, "x", "killed")
+    group.attached(0, "y")
 
 
 # -- the commit barrier --------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torchft_svc.core.group import (
     AnswerWorker,
     AskLighthouse,
     Group,
+    LeaveLighthouse,
     Order,
     RefuseWorker,
     StopAsking,
@@ -41,6 +42,9 @@ class Barriers(RuleBasedStateMachine):
         self.last_round = 0
         self.votes: dict[int, bool] = {}  # that were taken in this round, by group rank
         self.decisions: set[bool] = set()
+        self.lines: dict[int, str] = {}
+        self.known: dict[int, str] = {}  # the worker that was last met at each rank
+        self.is_new = False  # whether another one has been met since the last question
 
     @initialize(world_size=st.integers(1, 3))
     def begin(self, world_size: int) -> None:
@@ -64,6 +68,8 @@ class Barriers(RuleBasedStateMachine):
             assert rank >= self.group.world_size or taken[0].worker_id != request.worker_id
             return
         self.asking[self.caller] = request
+        self.is_new |= self.known.setdefault(rank, request.worker_id) != request.worker_id
+        self.known[rank] = request.worker_id
         self.carry_out(orders)
         if any(each.step != step for each in waiting.values() if each.group_rank != rank):
             assert not self.asking, "different steps: every rank gets the error"
@@ -103,8 +109,10 @@ class Barriers(RuleBasedStateMachine):
         if self.question is None or late:
             assert orders == ()
             return
-        assert {(order.quorum.quorum_id, order.round) for order in orders} == {(number, number)}  # type: ignore[union-attr]
-        assert {order.caller: order.request for order in orders} == waiting  # type: ignore[union-attr]
+        answers = [order for order in orders if isinstance(order, AnswerWorker)]
+        assert len(answers) == len(orders)
+        assert {(each.quorum, each.round) for each in answers} == {(seen, number)}
+        assert {each.caller: each.request for each in answers} == waiting
         self.question = None
         self.votes, self.decisions = {}, set()
         self.carry_out(orders)
@@ -122,6 +130,26 @@ class Barriers(RuleBasedStateMachine):
         self.carry_out(orders)
         assert not self.asking, "all ranks get one error"
 
+    @rule(rank=ranks, worker_id=workers)
+    def worker_attaches(self, rank: int, worker_id: str) -> None:
+        try:
+            self.group.attached(rank, worker_id)
+        except RequestRefused:
+            assert rank >= self.group.world_size or self.lines[rank] != worker_id
+            return
+        self.lines[rank] = worker_id
+
+    @rule(data=st.data())
+    def worker_dies(self, data: st.DataObject) -> None:
+        if not self.lines:
+            return
+        rank = data.draw(st.sampled_from(sorted(self.lines)))
+        self.carry_out(self.group.detached(rank, self.lines.pop(rank), "killed"))
+        assert not self.asking, "its death releases the others"
+        assert not self.voting, "its death releases the others"
+        assert self.question is None
+        self.is_new = True
+
     def carry_out(self, orders: tuple[Order, ...]) -> None:
         for order in orders:
             if isinstance(order, AskLighthouse):
@@ -130,6 +158,8 @@ class Barriers(RuleBasedStateMachine):
                 assert self.question is not None
                 assert order.round == self.question.round
                 self.question = None
+            elif isinstance(order, LeaveLighthouse):
+                assert order == orders[-1], "it leaves after everyone has been told"
             else:
                 assert order.caller not in self.told, "nobody is answered twice"
                 self.told.add(order.caller)
@@ -145,6 +175,8 @@ class Barriers(RuleBasedStateMachine):
         assert self.question is None, "one question at a time"
         assert question.round == self.last_round + 1
         self.question, self.last_round = question, question.round
+        assert question.new_incarnation == self.is_new
+        self.is_new = False
         asking = list(self.asking.values())
         assert [each.group_rank for each in sorted(asking, key=lambda each: each.group_rank)] == (
             list(range(self.group.world_size))

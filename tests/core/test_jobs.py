@@ -21,6 +21,16 @@ def test_jobs_never_see_each_other() -> None:
     assert scene.why("three") == "no group asks for a quorum"
 
 
+def test_fellows_are_the_living_others_of_the_last_quorum() -> None:
+    scene = formed("a", "b", "c")
+    scene.beat("d")
+    scene.leave("c")
+    assert scene.house.fellows("job", "a") == ["b"]
+    assert sorted(scene.house.fellows("job", "c")) == ["a", "b"]
+    assert scene.house.fellows("job", "d") == []
+    assert scene.house.fellows("other", "a") == []
+
+
 def test_one_clock_serves_all_jobs() -> None:
     scene = Scene()
     scene.beat("b", job="one")

@@ -62,6 +62,7 @@ class World:
     seen_at: dict[tuple[str, str], int] = field(default_factory=dict)
     books: dict[str, JobBooks] = field(default_factory=dict)
     callers: int = 0
+    asked_by: dict[int, tuple[str, str]] = field(default_factory=dict)  # callers not yet told
     num_starts: int = 0
     num_quorums: int = 0
 
@@ -83,12 +84,14 @@ class World:
     def ask(self, group: Group, shrink_only: bool) -> None:
         self.callers += 1
         replaced, group.caller = group.caller, self.callers
+        self.asked_by[self.callers] = (group.job, group.replica_id)
         group.quorum, group.asked = None, group.request(shrink_only)
         self.live(group)
         orders = self.house.request(group.job, group.asked, self.callers, self.now)
         if replaced is not None:
             refused = [each.caller for each in orders if isinstance(each, RefuseRequest)]
             assert replaced in refused, "I5: the call that was replaced is told"
+            del self.asked_by[replaced]
             orders = tuple(
                 each
                 for each in orders
@@ -99,6 +102,7 @@ class World:
     def withdraw(self, group: Group) -> None:
         assert group.caller is not None
         caller, group.caller, group.asked = group.caller, None, None
+        del self.asked_by[caller]
         self.carry_out(self.house.withdraw(group.job, caller, self.now))
 
     def end_step(self, group: Group, commits: bool, has_healed: bool) -> None:
@@ -115,7 +119,7 @@ class World:
         if noticed:
             self.seen_at.pop((group.job, group.replica_id), None)
             orders = self.house.leave(group.job, group.replica_id, "its session ended", self.now)
-            self.carry_out([each for each in orders if not self.is_to(each, group)])
+            self.carry_out(orders)
 
     def restart_lighthouse(self) -> None:
         """Everything is forgotten, every call is broken; its ids begin above any before."""
@@ -125,6 +129,7 @@ class World:
         for books in self.books.values():
             books.committed_step = 0
             books.took_part.clear()
+        self.asked_by.clear()
         for group in self.groups.values():
             group.caller = group.asked = None
 
@@ -163,13 +168,13 @@ class World:
         self.books.get(order.job, JobBooks()).took_part.discard(order.replica_id)
 
     def refuse(self, order: RefuseRequest) -> None:
-        group = self.group_of(order.caller)
-        if group is None:
-            return  # it is dead, and nobody has noticed yet
-        group.caller = group.asked = None
+        key = self.asked_by.pop(order.caller)  # fails if the caller has been told before
         if isinstance(order.error, RequestRefused):  # its name is taken: it gives up
-            del self.groups[group.job, group.replica_id]
-            self.seen_at.pop((group.job, group.replica_id), None)
+            self.groups.pop(key, None)
+            self.seen_at.pop(key, None)
+        if key in self.groups:
+            assert self.groups[key].caller == order.caller
+            self.groups[key].caller = self.groups[key].asked = None
 
     def publish(self, order: AnswerQuorum) -> None:
         self.num_quorums += 1
@@ -180,6 +185,7 @@ class World:
         living = self.living(order.job)
         for caller, each in zip(order.callers, order.quorum.participants, strict=True):
             assert each.replica_id in living, "rule 8: no dead member"
+            assert self.asked_by.pop(caller) == (order.job, each.replica_id), "I5: told once"
             group = self.groups.get((order.job, each.replica_id))
             if group is None:
                 continue  # killed a moment ago, and nobody has noticed yet
@@ -216,14 +222,6 @@ class World:
             books.committed_step = max_step
         books.took_part &= living
         books.took_part |= {each.replica_id for each in order.quorum.participants}
-
-    def group_of(self, caller: int) -> Group | None:
-        found = [group for group in self.groups.values() if group.caller == caller]
-        return found[0] if found else None
-
-    @staticmethod
-    def is_to(order: Order, group: Group) -> bool:
-        return isinstance(order, RefuseRequest) and order.caller == group.caller
 
 
 def check_i2_agreement(quorum: Quorum) -> None:
