@@ -20,7 +20,7 @@ _LOOK_EVERY_S = 0.02
 # While a kill is armed: a phase may take a few milliseconds only.
 _LOOK_CLOSELY_EVERY_S = 0.001
 # So long may pass without any commit, the start of all processes included, before the run fails.
-_MAX_SILENCE_S = 60.0
+_MAX_SILENCE_S = 120.0
 _LEAVE_GRACE_S = 15.0
 # After Ctrl-C everything is gone within two seconds.
 _INTERRUPT_GRACE_S = 1.0

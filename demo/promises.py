@@ -215,13 +215,15 @@ def _name(incident: Incident) -> str:
 
 
 def judge_loss(run: Run) -> Verdict:
+    """Against the run's first commits: a group that joins later starts with what others learned."""
     promise = "the loss of every group fell clearly"
     faults, proofs = [], []
+    first = [commit.loss for commit in run.commits() if commit.participating][:_LOSS_WINDOW]
     for group in range(run.num_groups):
         losses = [commit.loss for commit in run.commits(group) if commit.participating]
         if len(losses) < _MIN_COMMITS_FOR_LOSS:
             return _not_judged(promise, f"group {group} has only {len(losses)} commits")
-        begin, end = fmean(losses[:_LOSS_WINDOW]), fmean(losses[-_LOSS_WINDOW:])
+        begin, end = fmean(first), fmean(losses[-_LOSS_WINDOW:])
         # Written so that a loss that is not a number fails.
         if not end <= _LOSS_MUST_FALL_TO * begin:
             faults.append(f"group {group}: from {begin:.2f} to {end:.2f}")

@@ -156,6 +156,11 @@ def test_a_loss_that_does_not_fall_is_found(last_loss: float) -> None:
     assert broken_promises(run_of(events)) == ["judge_loss"]
 
 
+def test_a_group_that_joins_late_is_measured_against_the_beginning_of_the_run() -> None:
+    late = [event for event in good_events() if event.group != 1 or event.at > 8.0]
+    assert promises.judge_loss(run_of(late)).outcome is Outcome.PASS
+
+
 def test_a_run_too_short_to_learn_is_not_judged_by_its_loss() -> None:
     verdict = promises.judge_loss(run_of(good_events(num_steps=30)))
     assert verdict == Verdict(
