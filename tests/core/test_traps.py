@@ -55,7 +55,8 @@ def test_trap_the_map_of_heartbeats_grows_for_ever() -> None:
         if number % 5 == 0:
             scene.leave(replica_id, job=job)
         scene.until(scene.now + 0.1)
-        assert size(scene.house) < 1500
+        if number % 100 == 99:
+            assert size(scene.house) < 1500
     scene.until(scene.now + 10)
     assert scene.house._jobs == {}
     assert len(scene.house._ended) <= 8
