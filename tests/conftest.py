@@ -56,9 +56,12 @@ def _check_threads(before: set[threading.Thread]) -> None:
 
 def _check_processes(mark: str, known: set[psutil.Process]) -> None:
     left = _marked(mark) - known
-    _, left_list = psutil.wait_procs(left, timeout=ENDING_S) if left else ([], [])
+    deadline = time.monotonic() + ENDING_S
+    while left and time.monotonic() < deadline:
+        time.sleep(0.01)
+        left = {process for process in left if _counts(process)}
     told = []
-    for process in left_list:
+    for process in left:
         with contextlib.suppress(psutil.Error):
             told.append(f"{process.pid}: {' '.join(process.cmdline())[:300]}")
             process.kill()

@@ -105,7 +105,7 @@ def test_the_next_quorum_waits_for_a_lighthouse_that_restarts() -> None:
         before = client._quorum(0, 0, "", False, LONG)
         first.kill()
         asked = thread.submit(client._quorum, 0, 1, "", False, 2 * LONG)
-        time.sleep(3)  # a blip that is long enough for a backoff to have grown
+        time.sleep(2)  # a blip that is long enough for a backoff to have grown
         assert not asked.done()
         with lighthouse_process(bind=first.address):
             began_at = time.monotonic()

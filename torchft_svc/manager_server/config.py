@@ -47,7 +47,8 @@ class ManagerConfig:
         ):
             value = getattr(self, field)
             if not (0 < len(value) <= limit and value.isprintable() and value.isascii()):
-                raise ConfigError(field, value, f"use 1 to {limit} printable ASCII characters")
+                shown = value if len(value) <= limit else f"{value[:40]}..."
+                raise ConfigError(field, shown, f"use 1 to {limit} printable ASCII characters")
         if not 1 <= self.group_world_size <= MAX_WORLD_SIZE:
             raise ConfigError(
                 "group_world_size", self.group_world_size, f"use 1 to {MAX_WORLD_SIZE} workers"

@@ -151,6 +151,8 @@ class SessionLine:
             if first is _EOF:
                 await _raise_status(stream)
             self._welcomed = True
+            if self._left:  # while it was opened; the cancellation may have been lost on the way
+                return
             interval_s = first.welcome.min_interval_ms / 1000
             self._stream = stream
             beats = asyncio.create_task(self._beat(stream, interval_s))

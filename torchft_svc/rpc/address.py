@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from torchft_svc.errors import AddressError
 
 LOOPBACK = "127.0.0.1"
+# A host name has at most 255 characters.
+_MAX_LENGTH = 300
 _EXPECTED = "expected host:port, :port or [ipv6]:port, such as lighthouse.example:29510"
 
 
@@ -37,12 +39,7 @@ def parse_address(text: str, *, may_bind: bool = False) -> HostPort:
     Raises:
         AddressError: the sentence says what is wrong with it.
     """
-    bare = text.strip()
-    if "://" in bare:
-        bare = bare.split("://", 1)[1].rstrip("/")
-    host, colon, port_text = bare.rpartition(":")
-    if not colon:
-        raise AddressError(text, f"has no port; {_EXPECTED}")
+    host, port_text = _split(text)
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
         if not _is_ipv6(host):
@@ -59,6 +56,18 @@ def parse_address(text: str, *, may_bind: bool = False) -> HostPort:
     if len(host) > 255 or any(c.isspace() or not c.isprintable() or c in "/@?#" for c in host):
         raise AddressError(text, f"{host[:64]!r} is not a host name; {_EXPECTED}")
     return HostPort(host, port)
+
+
+def _split(text: str) -> tuple[str, str]:
+    if len(text) > _MAX_LENGTH:
+        raise AddressError(f"{text[:40]}...", f"has {len(text)} characters; {_EXPECTED}")
+    bare = text.strip()
+    if "://" in bare:
+        bare = bare.split("://", 1)[1].rstrip("/")
+    host, colon, port_text = bare.rpartition(":")
+    if not colon:
+        raise AddressError(text, f"has no port; {_EXPECTED}")
+    return host, port_text
 
 
 def _is_ipv6(host: str) -> bool:

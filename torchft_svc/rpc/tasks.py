@@ -10,6 +10,10 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+# A cancellation can get lost: up to Python 3.11 `wait_for` returns a result that has just come
+# instead. It is repeated after so long.
+CANCEL_AGAIN_S = 0.05
+
 
 class Tasks:
     """An async context manager that cancels, and waits for, every task started through it.
@@ -41,7 +45,8 @@ class Tasks:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        running = list(self._running)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        running = set(self._running)
+        while running:
+            for task in running:
+                task.cancel()
+            _, running = await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
