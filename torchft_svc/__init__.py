@@ -1,0 +1,51 @@
+"""Per-step fault tolerance for PyTorch training: lighthouse, manager and a thin client.
+
+The names of `torchft_svc.client` can be imported from here, too. They are looked up when they are
+first used, because importing torch takes seconds that the services do not have.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchft_svc.client import (
+        CheckpointTransport,
+        DistributedDataParallel,
+        DistributedSampler,
+        FaultToleranceManager,
+        HTTPTransport,
+        Manager,
+        Optimizer,
+        OptimizerWrapper,
+        ProcessGroup,
+        ProcessGroupDummy,
+        ProcessGroupGloo,
+        WorldSizeMode,
+    )
+
+__all__ = [
+    "CheckpointTransport",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "FaultToleranceManager",
+    "HTTPTransport",
+    "Manager",
+    "Optimizer",
+    "OptimizerWrapper",
+    "ProcessGroup",
+    "ProcessGroupDummy",
+    "ProcessGroupGloo",
+    "WorldSizeMode",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("torchft_svc.client"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

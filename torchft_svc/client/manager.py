@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from torchft_svc.client.averages import Averages
-from torchft_svc.client.background import Task
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.config import (
     DEFAULT_HEARTBEAT_INTERVAL,
@@ -28,13 +26,12 @@ from torchft_svc.client.config import (
 from torchft_svc.client.deadlines import guard_future
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.reduction import Reduction
-from torchft_svc.client.rounds import Membership, Round, RoundRequest, RoundRules, SharedStep
-from torchft_svc.client.runtime import Runtime, start_runtime
-from torchft_svc.client.state import DEFAULT_KEY
-from torchft_svc.client.vote import ask_decision
-from torchft_svc.core.step import Phase, StepMachine
+from torchft_svc.client.rounds import RoundRequest, RoundRules, SharedStep
+from torchft_svc.client.runtime import Brought, Runtime, start_runtime
+from torchft_svc.client.state import DEFAULT_KEY, StateRegistry
+from torchft_svc.client.stepper import Stepper
+from torchft_svc.core.step import StepMachine
 from torchft_svc.env import Environment
-from torchft_svc.errors import RequestRefused
 
 log = logging.getLogger(__name__)
 
@@ -135,17 +132,21 @@ class Manager:
         )
         machine = StepMachine(min_replica_size=min_replica_size, max_retries=max_retries)
         self._step = SharedStep(machine)
-        self._membership = Membership()
-        self._round: Round | None = None
-        self._task: Task | None = None
-        self._runtime: Runtime = start_runtime(
-            self._rules, services, environment, (store_addr, store_port), pg, checkpoint_transport
-        )
-        self._links = self._runtime.links
-        self._averages = Averages(self._links.pg, timeouts.collective_s, self._hear_error)
-        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self._runtime)
+        self._registry = StateRegistry()
         if load_state_dict is not None or state_dict is not None:
             self.register_state_dict_fn(DEFAULT_KEY, load_state_dict, state_dict)
+        brought = Brought(
+            pg=pg,
+            transport=checkpoint_transport,
+            registry=self._registry,
+            store_addr=store_addr,
+            store_port=store_port,
+        )
+        runtime = self._runtime = start_runtime(self._rules, services, environment, brought)
+        self._stepper = Stepper(
+            runtime.links, self._rules, self._step, runtime.membership, runtime.thread
+        )
+        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), runtime)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -164,24 +165,9 @@ class Manager:
         Raises:
             PeerError: there is no quorum (only where this waits for it).
         """
-        self._wait_for_task()
-        with self._step.changing() as machine:
-            epoch = machine.start()
-        self._averages.begin(epoch)
-        self._links.registry.gate.open()
-        quorum_s = self._rules.timeouts.quorum_s
-        request = RoundRequest(
-            allow_heal=allow_heal,
-            shrink_only=shrink_only,
-            timeout_s=quorum_s if timeout is None else timeout.total_seconds(),
-        )
-        self._round = Round(self._links, self._rules, self._step, self._membership, request)
-        self._task = self._runtime.thread.submit(self._round.run)
-        if not self._rules.use_async_quorum or self._at_fresh_start():
-            self.wait_quorum()
-            if self._round.heals_first:
-                self._wait_for_task()
-                self._apply_heal()
+        limit = self._rules.timeouts.quorum_s if timeout is None else timeout.total_seconds()
+        request = RoundRequest(allow_heal=allow_heal, shrink_only=shrink_only, timeout_s=limit)
+        self._stepper.start(request)
 
     def wait_quorum(self) -> None:
         """Wait until the members of this step are known and connected.
@@ -189,10 +175,7 @@ class Manager:
         Raises:
             PeerError: there is no quorum; the step can only be discarded.
         """
-        round_ = self._current_round()
-        self._wait_until_ready()
-        if round_.error is not None:
-            raise round_.error
+        self._stepper.wait_for_quorum()
 
     def allreduce(
         self,
@@ -208,10 +191,7 @@ class Manager:
         Raises:
             ValueError: an average of integers, or an operation that does not exist.
         """
-        self._averages.check(tensor, should_quantize, reduce_op)
-        if not self._can_reduce():
-            return self._averages.skip(tensor)
-        return self._averages.allreduce(tensor, reduce_op, self._step.state.participation)
+        return self._stepper.allreduce(tensor, should_quantize, reduce_op)
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """End the step: whether its update is to be applied.
@@ -226,29 +206,8 @@ class Manager:
             CommitFailed: more than ``max_retries`` steps in a row were discarded.
             PeerError: the group's decision was lost; this worker may not go on.
         """
-        self._current_round()
-        self._wait_for_task()
-        self._averages.finish()
-        self._apply_heal()
-        timeout_s = self._rules.timeouts.collective_s
-        self._stop_serving()
-        with self._step.changing() as machine:
-            vote = machine.begin_vote()
-        committed = False
-        try:
-            committed = ask_decision(
-                self._links.client,
-                self._rules.place,
-                self._step.state.step,
-                vote,
-                timeout_s if timeout is None else timeout.total_seconds(),
-            )
-        finally:
-            with self._step.changing() as machine:
-                machine.decide(committed)
-            if not committed:
-                self.allow_state_dict_read()
-        return committed
+        limit = self._rules.timeouts.collective_s if timeout is None else timeout.total_seconds()
+        return self._stepper.decide(limit)
 
     def reduction_scale(self) -> float | None:
         """What this group's gradients are multiplied by before they are summed.
@@ -258,25 +217,19 @@ class Manager:
         0.0: the group does not contribute and puts in zeros. None: the step has failed, nothing
         is to be summed. For those who build their own wrapper of a model, with `launch_sum`.
         """
-        if not self._can_reduce():
-            return None
-        participation = self._step.state.participation
-        if participation.participating_rank is None:
-            return 0.0
-        return 1.0 / participation.num_participants
+        return self._stepper.scale()
 
     def launch_sum(self, tensor: torch.Tensor) -> Reduction | None:
         """Start summing ``tensor`` in place over all groups; None: that failed, and is latched."""
-        return self._averages.collectives.launch(tensor)
+        return self._stepper.launch_sum(tensor)
 
     def has_fresh_step(self) -> bool:
         """Whether a step is under way in which nothing was reduced yet."""
-        begun = self._step.state.phase not in (Phase.IDLE, Phase.VOTING)
-        return begun and not self._averages.collectives.launched
+        return self._stepper.is_fresh()
 
     def report_error(self, e: Exception) -> None:
         """Latch an error of this step: it will be discarded. The first one counts."""
-        self._hear_error(e, self._step.state.epoch)
+        self._stepper.hear_error(e, self._step.state.epoch)
 
     def errored(self) -> Exception | None:
         """The first error of this step, or None."""
@@ -292,7 +245,11 @@ class Manager:
         limit_s = self._rules.timeouts.collective_s if timeout is None else timeout.total_seconds()
         epoch = self._step.state.epoch
         return guard_future(
-            fut, default, limit_s, lambda error: self._hear_error(error, epoch), self._runtime.timer
+            fut,
+            default,
+            limit_s,
+            lambda error: self._stepper.hear_error(error, epoch),
+            self._runtime.timer,
         )
 
     # -- state -----------------------------------------------------------------------------------
@@ -304,7 +261,7 @@ class Manager:
         state_dict: Callable[[], Any] | None,
     ) -> None:
         """Add a piece of state that groups heal by; every group must register the same keys."""
-        self._links.registry.register(key, load_state_dict, state_dict)  # type: ignore[arg-type]
+        self._registry.register(key, load_state_dict, state_dict)  # type: ignore[arg-type]
 
     def set_state_dict_fns(
         self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
@@ -314,11 +271,11 @@ class Manager:
 
     def allow_state_dict_read(self) -> None:
         """The state is whole again: others may read it."""
-        self._links.registry.gate.open()
+        self._registry.gate.open()
 
     def disallow_state_dict_read(self) -> None:
         """The state is about to change: wait for readers, and let no other in."""
-        self._links.registry.gate.shut(self._rules.timeouts.collective_s)
+        self._registry.gate.shut(self._rules.timeouts.collective_s)
 
     def state_dict(self) -> dict[str, int]:
         """The manager's own state; it belongs into every periodic checkpoint."""
@@ -342,12 +299,12 @@ class Manager:
 
     def participating_rank(self) -> int | None:
         """This group's index among those that contribute in this step; None: it does not."""
-        self._wait_until_ready()
+        self._stepper.wait_until_ready()
         return self._step.state.participation.participating_rank
 
     def num_participants(self) -> int:
         """How many groups contribute in this step."""
-        self._wait_until_ready()
+        self._stepper.wait_until_ready()
         return self._step.state.participation.num_participants
 
     def is_participating(self) -> bool:
@@ -356,7 +313,7 @@ class Manager:
 
     def replica_id(self) -> str:
         """``name:incarnation``, or the name alone before the first quorum."""
-        quorum = self._membership.quorum
+        quorum = self._runtime.membership.quorum
         if quorum is None or not quorum.replica_ids:
             return self._runtime.replica_name
         return quorum.replica_ids[quorum.replica_rank]
@@ -378,81 +335,6 @@ class Manager:
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown()
-
-    # -- inside ----------------------------------------------------------------------------------
-
-    def _current_round(self) -> Round:
-        if self._round is None:
-            raise RequestRefused("there is no step under way: call start_quorum first")
-        return self._round
-
-    def _at_fresh_start(self) -> bool:
-        return self._rules.init_sync and self._step.state.step == 0
-
-    def _wait_until_ready(self) -> None:
-        """Until the members are known; the waits on the thread all have deadlines."""
-        if self._round is None:
-            return
-        while not self._round.ready.wait(_LOOK_S):
-            self._links.pg.tidy()
-
-    def _wait_for_task(self) -> None:
-        while self._task is not None and not self._task.wait(_LOOK_S):
-            self._links.pg.tidy()
-        if self._task is not None and self._task.error is not None:
-            raise self._task.error
-
-    def _can_reduce(self) -> bool:
-        """Whether collectives are carried out: a healing group's go on though its heal failed."""
-        self._current_round()
-        self._wait_until_ready()
-        return self._links.pg.errored() is None and self._step.state.phase in _TRAINING
-
-    def _hear_error(self, error: Exception, epoch: int) -> None:
-        with self._step.changing() as machine:
-            first = machine.state.error is None
-            if not machine.latch(error, epoch):
-                return
-            state = machine.state
-        if first:
-            log.warning("step %d cannot be committed: %s", state.step, error)
-        if state.participation.participating_rank is not None and state.phase in _TRAINING:
-            # Others count on this group's gradients: they must learn now that none will come.
-            self._links.pg.abort()
-
-    def _stop_serving(self) -> None:
-        """The weights are about to change; if they cannot be protected, they must not."""
-        if self._step.state.error is not None:
-            return
-        try:
-            self.disallow_state_dict_read()
-            self._links.transport.disallow_checkpoint()
-        except Exception as error:
-            log.exception("the state that is being served cannot be kept")
-            self.report_error(error)
-
-    def _apply_heal(self) -> None:
-        """Put a fetched state in place, and only then take over its step."""
-        round_ = self._round
-        if round_ is None or round_.state is None:
-            return
-        state, round_.state = round_.state, None
-        heal = self._step.state.pending_heal
-        if heal is None:
-            return
-        try:
-            self._links.registry.load(state)
-            with self._step.changing() as machine:
-                machine.apply_heal(state["torchft"]["batches_committed"])
-        except Exception as error:
-            log.exception("the healed state cannot be put in place")
-            with self._step.changing() as machine:
-                machine.fail_heal(error)
-
-
-# How long a wait goes on before abandoned process groups are looked at.
-_LOOK_S = 0.05
-_TRAINING = (Phase.TRAINING, Phase.HEALING)
 
 
 def _close_in(pid: int, runtime: Runtime) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +21,12 @@ from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.state import StateRegistry
 from torchft_svc.coordination import ManagerClient, QuorumResult
 from torchft_svc.core.step import Phase, Standing, StepMachine, StepState, participation
-from torchft_svc.errors import TorchFTError
+from torchft_svc.errors import QuorumFailed, TorchFTError
 
 log = logging.getLogger(__name__)
+
+# Only losses that are newer than the quorum matter, and these are few.
+_MAX_LOSSES = 256
 
 
 class SharedStep:
@@ -76,14 +80,35 @@ class RoundRequest:
 
 
 class Membership:
-    """The quorum that the process group was last built for."""
+    """The quorum that ``pg`` was last built for, and who of it is gone since."""
 
-    def __init__(self) -> None:
+    def __init__(self, pg: ProcessGroup) -> None:
         self.quorum: QuorumResult | None = None
+        self._pg = pg
+        self._losses: deque[tuple[str, str]] = deque(maxlen=_MAX_LOSSES)
+
+    def lose(self, replica_id: str, reason: str) -> None:
+        """A group is gone; to be called on any thread."""
+        self._losses.append((replica_id, reason))
+        quorum = self.quorum
+        if quorum is not None and replica_id in _others(quorum):
+            self._pg.lose_member(quorum.quorum_id, f"{replica_id} is gone: {reason}")
+
+    def check_losses(self, quorum: QuorumResult) -> None:
+        """Raise `QuorumFailed` if the news of a loss came before the quorum itself."""
+        others = _others(quorum)
+        for replica_id, reason in list(self._losses):
+            if replica_id in others:
+                raise QuorumFailed(f"{replica_id} is gone: {reason}")
 
     def fits(self, quorum: QuorumResult) -> bool:
         """Whether the process group has the members of ``quorum`` already."""
         return self.quorum is not None and self.quorum.quorum_id == quorum.quorum_id
+
+
+def _others(quorum: QuorumResult) -> set[str]:
+    mine = quorum.replica_rank
+    return {name for rank, name in enumerate(quorum.replica_ids) if rank != mine}
 
 
 class Round:
@@ -184,8 +209,9 @@ class Round:
         """Build the process group anew if the quorum has changed; the reason why that failed."""
         if self._membership.fits(quorum) and self._links.pg.errored() is None:
             return None
-        self._membership.quorum = quorum
+        self._membership.quorum = quorum  # from here on losses are told to the process group
         try:
+            self._membership.check_losses(quorum)
             self._links.pg.configure(
                 f"{quorum.store_address}/{quorum.store_prefix}",
                 quorum.replica_ids[quorum.replica_rank] if quorum.replica_ids else "",

@@ -17,7 +17,7 @@ from torchft_svc.client.config import ServiceOptions
 from torchft_svc.client.deadlines import Timer
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
-from torchft_svc.client.rounds import Links, RoundRules
+from torchft_svc.client.rounds import Links, Membership, RoundRules
 from torchft_svc.client.state import StateRegistry
 from torchft_svc.coordination import ManagerClient
 from torchft_svc.env import Environment
@@ -29,11 +29,23 @@ log = logging.getLogger(__name__)
 _JOIN_S = 0.5
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Brought:
+    """What the caller brought along; what is None is made here."""
+
+    pg: ProcessGroup | None
+    transport: CheckpointTransport[Any] | None
+    registry: StateRegistry
+    store_addr: str | None
+    store_port: int | None
+
+
 @dataclass(slots=True)
 class Runtime:
     """The running parts; `close` ends them, each once, whatever the others do."""
 
     links: Links
+    membership: Membership
     thread: BackgroundThread
     timer: Timer
     group_store: GroupStore
@@ -70,30 +82,28 @@ def start_runtime(
     rules: RoundRules,
     options: ServiceOptions,
     environment: Environment,
-    store_place: tuple[str | None, int | None],
-    pg: ProcessGroup | None,
-    transport: CheckpointTransport[Any] | None,
+    brought: Brought,
 ) -> Runtime:
     """Start what is missing; what was started is stopped again if a later part fails."""
     timeouts = rules.timeouts
     timeout = timedelta(seconds=timeouts.collective_s)
     with contextlib.ExitStack() as undo:
-        store = open_store(rules.place, options, environment, timeouts, *store_place)
+        where = (brought.store_addr, brought.store_port)
+        store = open_store(rules.place, options, environment, timeouts, *where)
         services = open_services(rules.place, options, environment, timeouts, store)
         undo.callback(services.close)
         client = ManagerClient(services.manager_address, timedelta(seconds=timeouts.connect_s))
         undo.callback(client.close)
+        transport = brought.transport
         if transport is None:
             transport = HTTPTransport(timeout=timeout, hostname=_host(options, environment))
             undo.callback(transport.shutdown, False)
-        links = Links(
-            client=client,
-            pg=pg if pg is not None else ProcessGroupGloo(timeout=timeout),
-            transport=transport,
-            registry=StateRegistry(),
-        )
+        pg = ProcessGroupGloo(timeout=timeout) if brought.pg is None else brought.pg
+        membership = Membership(pg)
+        client.attach(rules.place.group_rank, membership.lose)
         runtime = Runtime(
-            links=links,
+            links=Links(client=client, pg=pg, transport=transport, registry=brought.registry),
+            membership=membership,
             thread=BackgroundThread("torchft-quorum"),
             timer=Timer("torchft-timer"),
             group_store=store,

@@ -60,6 +60,14 @@ class ProcessGroup(dist.ProcessGroup):
         """Leave the members and release everything; may be called twice."""
         self.abort()
 
+    def lose_member(self, quorum_id: int, reason: str) -> None:
+        """A member of this quorum is known to be gone.
+
+        A `configure` under way, or yet to come, for this quorum fails. Collectives under way get a
+        moment to end, because the member may have left after its last one; then `errored` tells.
+        May be called on any thread.
+        """
+
     def interrupt(self) -> None:
         """Make a `configure` on another thread fail soon; the group is not needed any more."""
 

@@ -7,12 +7,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.graveyard import Graveyard
-from torchft_svc.client.process_groups.meeting import StopFlag, meet
+from torchft_svc.client.process_groups.meeting import meet
 from torchft_svc.client.process_groups.stores import Store
 from torchft_svc.errors import PeerError, QuorumFailed
 
@@ -20,6 +21,17 @@ log = logging.getLogger(__name__)
 
 # Works that are kept to be looked at when the group is left; finished ones are dropped above this.
 _MAX_TRACKED_WORKS = 64
+# A member that left in good order has sent everything; what it sent arrives within this time.
+LOSS_GRACE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """A member of quorum ``quorum_id`` is gone; collectives are given up at ``final_at``."""
+
+    quorum_id: int
+    final_at: float
+    error: QuorumFailed
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
@@ -42,8 +54,10 @@ class DelegatingProcessGroup(ProcessGroup):
         self._works: list[Any] = []
         self._rank = 0
         self._world_size = 1
+        self._quorum_id: int | None = None
         self._error: Exception | None = None
-        self._stop = StopFlag()
+        self._loss: _Loss | None = None
+        self._stopped = False
         self._graveyard = Graveyard()
 
     # Every collective, once. Each returns a work that is waited for in the caller's own way.
@@ -83,10 +97,16 @@ class DelegatingProcessGroup(ProcessGroup):
         """See `ProcessGroup.configure`."""
         self.abort()
         timeout_s = self._timeout.total_seconds()
-        deadline = time.monotonic() + timeout_s
-        self._graveyard.make_room(deadline, self._stop)
+
+        def check() -> None:
+            if self._stopped:
+                raise QuorumFailed("the process group was shut down")
+            if self._loss is not None and self._loss.quorum_id == quorum_id:
+                raise self._loss.error
+
+        self._graveyard.make_room(timeout_s, check)
         try:
-            store = meet(store_addr, rank, world_size, timeout_s, self._stop)
+            store = meet(store_addr, rank, world_size, timeout_s, check)
             backend = self._make_backend(store, rank, world_size)
         except RuntimeError as error:  # torch's only class for what its backends meet
             raise QuorumFailed(
@@ -94,8 +114,8 @@ class DelegatingProcessGroup(ProcessGroup):
             ) from error
         with self._lock:
             self._backend, self._rank, self._world_size = backend, rank, world_size
-            self._error = None
-        if self._stop.is_set():
+            self._quorum_id, self._error = quorum_id, None
+        if self._stopped:
             self.abort()
         log.debug("process group of %d members as %d, quorum %s", world_size, rank, quorum_id)
 
@@ -120,11 +140,18 @@ class DelegatingProcessGroup(ProcessGroup):
 
     def errored(self) -> Exception | None:
         """Why the group cannot be used until it is configured again, or None."""
+        loss = self._loss
+        if self._error is None and loss is not None and loss.quorum_id == self._quorum_id:
+            return loss.error if time.monotonic() >= loss.final_at else None
         return self._error
+
+    def lose_member(self, quorum_id: int, reason: str) -> None:
+        """See `ProcessGroup.lose_member`."""
+        self._loss = _Loss(quorum_id, time.monotonic() + LOSS_GRACE_S, QuorumFailed(reason))
 
     def interrupt(self) -> None:
         """See `ProcessGroup.interrupt`; the group can not be used after it."""
-        self._stop.set()
+        self._stopped = True
 
     def shutdown(self) -> None:
         """Leave the members for good; may be called twice."""

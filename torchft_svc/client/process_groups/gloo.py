@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
+from torchft_svc.client.process_groups.meeting import CONNECT_TIMEOUT_S
 from torchft_svc.client.process_groups.stores import Store
 
 
@@ -18,4 +20,8 @@ class ProcessGroupGloo(DelegatingProcessGroup):
     """
 
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
-        return dist.ProcessGroupGloo(store, rank, world_size, self._timeout)
+        # All members are there. One that dies now must not keep the others for a whole timeout.
+        connect_timeout = min(timedelta(seconds=CONNECT_TIMEOUT_S), self._timeout)
+        backend = dist.ProcessGroupGloo(store, rank, world_size, connect_timeout)
+        backend._set_default_timeout(self._timeout)
+        return backend

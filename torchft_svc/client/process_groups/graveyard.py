@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-from torchft_svc.client.process_groups.meeting import SLICE_S, StopFlag
+from torchft_svc.client.process_groups.meeting import SLICE_S
 from torchft_svc.errors import DeadlineExceeded
 
 # Each abandoned group holds a few threads and sockets until its own timeout.
@@ -33,25 +34,29 @@ class Graveyard:
         """Destroy the groups whose operations are over; how many are left."""
         if not self._graves:
             return 0
+        over: list[tuple[Any, list[Any]]] = []
+        left: list[tuple[Any, list[Any]]] = []
         with self._lock:
-            done = [grave for grave in self._graves if _is_over(grave[1])]
-            self._graves = [grave for grave in self._graves if not _is_over(grave[1])]
-            left = len(self._graves)
-        done.clear()  # here the connections are closed, outside the lock
-        return left
+            for grave in self._graves:
+                (over if _is_over(grave[1]) else left).append(grave)
+            self._graves = left
+            num_left = len(left)
+        over.clear()  # here the connections are closed, outside the lock
+        return num_left
 
-    def make_room(self, deadline: float, stop: StopFlag) -> None:
-        """Wait until a further group may be made.
+    def make_room(self, timeout_s: float, check: Callable[[], None]) -> None:
+        """Wait until a further group may be made; ``check`` raises to end the wait.
 
         Raises:
-            DeadlineExceeded: too many abandoned groups are still there at ``deadline``.
+            DeadlineExceeded: too many abandoned groups are still there after ``timeout_s``.
         """
-        began_at = time.monotonic()
+        deadline = time.monotonic() + timeout_s
         while self.clear() >= MAX_GRAVES:
-            if stop.wait(SLICE_S) or time.monotonic() > deadline:
+            check()
+            if time.monotonic() > deadline:
                 reason = f"operations in {MAX_GRAVES} abandoned process groups still run"
-                took_s = time.monotonic() - began_at
-                raise DeadlineExceeded("reconfiguring the process group", took_s, reason)
+                raise DeadlineExceeded("reconfiguring the process group", timeout_s, reason)
+            time.sleep(SLICE_S)
 
 
 def _is_over(works: list[Any]) -> bool:

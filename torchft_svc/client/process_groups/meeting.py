@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
+import itertools
+import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
-import torch.distributed as dist
-
 from torchft_svc.client.process_groups.stores import HashStore, PrefixStore, Store, TCPStore
-from torchft_svc.errors import DeadlineExceeded, QuorumFailed, Unreachable
+from torchft_svc.errors import DeadlineExceeded, Unreachable
 from torchft_svc.rpc.address import parse_address
 
 # A wait inside torch cannot be interrupted: nothing waits longer than this in one go.
-SLICE_S = 0.1
+SLICE_S = 0.05
+# Members come within a few milliseconds of one another, or not soon.
+_FIRST_LOOK_S = 0.001
+_LAST_LOOK_S = 0.02
 _PRESENT = "1"
+# Connecting to what is there takes milliseconds; this is for a lost packet.
+CONNECT_TIMEOUT_S = 5.0
 
 
-class StopFlag:
-    """Set once, to end the waits of another thread."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def set(self) -> None:
-        """End them."""
-        self._event.set()
-
-    def is_set(self) -> bool:
-        """Whether they are to end."""
-        return self._event.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether they are to end, within ``timeout_s`` seconds."""
-        return self._event.wait(timeout_s)
-
-
-def meet(store_addr: str, rank: int, world_size: int, timeout_s: float, stop: StopFlag) -> Store:
+def meet(
+    store_addr: str, rank: int, world_size: int, timeout_s: float, check: Callable[[], None]
+) -> Store:
     """The store of the members at ``store_addr`` (``host:port/prefix``), once all are there.
 
     Backends wait for missing members in one long call. A member that died on its way here would
-    keep them in it, so the waiting is done here first.
+    keep them in it, so the waiting is done here first. ``check`` is called again and again, and
+    raises to end the wait.
 
     Raises:
         DeadlineExceeded: not all came within ``timeout_s``; the sentence names who is missing.
@@ -51,23 +39,37 @@ def meet(store_addr: str, rank: int, world_size: int, timeout_s: float, stop: St
         return HashStore()
     address, _, prefix = store_addr.partition("/")
     deadline = time.monotonic() + timeout_s
-    store = PrefixStore(prefix, _connect(address, timeout_s))
-    store.set(f"present/{rank}", _PRESENT)
+    shared = _connect(address, timeout_s)
+    store = PrefixStore(prefix, shared)
+    store.set(_key(rank), _PRESENT)
     for other in range(world_size):
-        while not store.check([f"present/{other}"]):
-            _wait_for(store, f"present/{other}")
-            if stop.is_set():
-                raise QuorumFailed("the manager was shut down")
+        for attempt in itertools.count():
+            if store.check([_key(other)]):
+                break
+            check()
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     "meeting the other groups", timeout_s, f"replica rank {other} did not come"
                 )
+            time.sleep(min(_FIRST_LOOK_S * 2**attempt, _LAST_LOOK_S))
+    check()
+    if rank == 0:
+        _forget_earlier(shared, prefix)
     return store
 
 
+def _key(rank: int) -> str:
+    return f"present/{rank}"
+
+
 def _connect(address: str, timeout_s: float) -> TCPStore:
+    """The store has been there since before the quorum: if it does not answer now, it is gone.
+
+    Torch's own connecting would try for all of its timeout, and could not be interrupted.
+    """
     where = parse_address(address)
     try:
+        socket.create_connection((where.host, where.port), CONNECT_TIMEOUT_S).close()
         return TCPStore(
             where.host,
             where.port,
@@ -75,10 +77,20 @@ def _connect(address: str, timeout_s: float) -> TCPStore:
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
         )
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise Unreachable("store", address, str(error)) from error
 
 
-def _wait_for(store: Store, key: str) -> None:
-    with contextlib.suppress(dist.DistStoreError):
-        store.wait([key], timedelta(seconds=SLICE_S))
+def _forget_earlier(store: TCPStore, prefix: str) -> None:
+    """Delete what earlier quorums left in the store, which lives as long as its group.
+
+    A prefix is ``torchft/{quorum_id}/{group_rank}``, and ids only grow.
+    """
+    parts = prefix.split("/")
+    if len(parts) != 3 or not parts[1].isdecimal() or not hasattr(store, "list_keys"):
+        return
+    for key in store.list_keys():
+        place = key.lstrip("/").split("/")
+        ours = len(place) > 3 and place[0] == parts[0] and place[2] == parts[2]
+        if ours and place[1].isdecimal() and int(place[1]) < int(parts[1]):
+            store.delete_key(key)

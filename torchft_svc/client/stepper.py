@@ -1,0 +1,203 @@
+"""A worker's steps: starts rounds, watches their collectives, and ends each with a decision."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from torchft_svc.client.averages import Averages
+from torchft_svc.client.background import BackgroundThread, Task
+from torchft_svc.client.reduction import Reduction
+from torchft_svc.client.rounds import (
+    Links,
+    Membership,
+    Round,
+    RoundRequest,
+    RoundRules,
+    SharedStep,
+)
+from torchft_svc.client.state import MANAGER_KEY
+from torchft_svc.client.vote import ask_decision
+from torchft_svc.core.step import Phase, StepState
+from torchft_svc.errors import RequestRefused
+
+log = logging.getLogger(__name__)
+
+# How long a wait goes on before abandoned process groups are looked at.
+_LOOK_S = 0.05
+_TRAINING = (Phase.TRAINING, Phase.HEALING)
+
+
+class Stepper:
+    """What `Manager` does between two steps and in one; to be used on the training thread.
+
+    `hear_error` alone may be called on any thread.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        rules: RoundRules,
+        step: SharedStep,
+        membership: Membership,
+        thread: BackgroundThread,
+    ) -> None:
+        self._links = links
+        self._rules = rules
+        self._step = step
+        self._membership = membership
+        self._thread = thread
+        self._averages = Averages(links.pg, rules.timeouts.collective_s, self.hear_error)
+        self._round: Round | None = None
+        self._task: Task | None = None
+
+    @property
+    def state(self) -> StepState:
+        """A frozen view of the step."""
+        return self._step.state
+
+    # -- the parts of a step ---------------------------------------------------------------------
+
+    def start(self, request: RoundRequest) -> None:
+        """See `Manager.start_quorum`."""
+        self._wait_for_task()
+        with self._step.changing() as machine:
+            epoch = machine.start()
+        self._averages.begin(epoch)
+        self._links.registry.gate.open()
+        round_ = Round(self._links, self._rules, self._step, self._membership, request)
+        self._round = round_
+        self._task = self._thread.submit(round_.run)
+        fresh = self._rules.init_sync and self.state.step == 0
+        if fresh or not self._rules.use_async_quorum:
+            self.wait_for_quorum()
+            if round_.heals_first:
+                self._wait_for_task()
+                self._apply_heal()
+
+    def wait_for_quorum(self) -> None:
+        """See `Manager.wait_quorum`."""
+        round_ = self._current_round()
+        self.wait_until_ready()
+        if round_.error is not None:
+            raise round_.error
+
+    def wait_until_ready(self) -> None:
+        """Until the members are known, if a step is under way; raises nothing.
+
+        Without a deadline of its own: all that the thread waits for has one.
+        """
+        while self._round is not None and not self._round.ready.wait(_LOOK_S):
+            self._links.pg.tidy()
+
+    def allreduce(self, tensor: torch.Tensor, quantized: bool, op: ReduceOp.RedOpType) -> dist.Work:
+        """See `Manager.allreduce`."""
+        self._averages.check(tensor, quantized, op)
+        if not self._can_reduce():
+            return self._averages.skip(tensor)
+        return self._averages.allreduce(tensor, op, self.state.participation)
+
+    def scale(self) -> float | None:
+        """See `Manager.reduction_scale`."""
+        if not self._can_reduce():
+            return None
+        participation = self.state.participation
+        if participation.participating_rank is None:
+            return 0.0
+        return 1.0 / participation.num_participants
+
+    def launch_sum(self, tensor: torch.Tensor) -> Reduction | None:
+        """See `Manager.launch_sum`."""
+        return self._averages.collectives.launch(tensor)
+
+    def is_fresh(self) -> bool:
+        """See `Manager.has_fresh_step`."""
+        begun = self.state.phase not in (Phase.IDLE, Phase.VOTING)
+        return begun and not self._averages.collectives.launched
+
+    def decide(self, timeout_s: float) -> bool:
+        """See `Manager.should_commit`."""
+        self._current_round()
+        self._wait_for_task()
+        self._averages.finish()
+        self._apply_heal()
+        self._protect_state()
+        with self._step.changing() as machine:
+            vote = machine.begin_vote()
+        committed = False
+        try:
+            committed = ask_decision(
+                self._links.client, self._rules.place, self.state.step, vote, timeout_s
+            )
+        finally:
+            with self._step.changing() as machine:
+                machine.decide(committed)
+            if not committed:
+                self._links.registry.gate.open()
+        return committed
+
+    def hear_error(self, error: Exception, epoch: int) -> None:
+        """Latch an error of the step with this ``epoch``; one of an earlier step is ignored."""
+        with self._step.changing() as machine:
+            first = machine.state.error is None
+            if not machine.latch(error, epoch):
+                return
+            state = machine.state
+        if first:
+            log.warning("step %d cannot be committed: %s", state.step, error)
+        if state.participation.participating_rank is not None and state.phase in _TRAINING:
+            # Others count on this group's gradients: they must learn now that none will come.
+            self._links.pg.abort()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _current_round(self) -> Round:
+        if self._round is None:
+            raise RequestRefused("there is no step under way: call start_quorum first")
+        return self._round
+
+    def _wait_for_task(self) -> None:
+        while self._task is not None and not self._task.wait(_LOOK_S):
+            self._links.pg.tidy()
+        if self._task is not None and self._task.error is not None:
+            raise self._task.error
+
+    def _can_reduce(self) -> bool:
+        """Whether collectives are carried out: a healing group's go on though its heal failed."""
+        self._current_round()
+        self.wait_until_ready()
+        state = self.state
+        broken = self._links.pg.errored()
+        if broken is not None and state.error is None:
+            self.hear_error(broken, state.epoch)
+        return broken is None and state.phase in _TRAINING
+
+    def _protect_state(self) -> None:
+        """The weights are about to change; if they cannot be protected, they must not."""
+        state = self.state
+        if state.error is not None:
+            return
+        try:
+            self._links.registry.gate.shut(self._rules.timeouts.collective_s)
+            self._links.transport.disallow_checkpoint()
+        except Exception as error:
+            log.exception("the state that is being served cannot be kept")
+            self.hear_error(error, state.epoch)
+
+    def _apply_heal(self) -> None:
+        """Put a fetched state in place, and only then take over its step."""
+        if self._round is None or self._round.state is None:
+            return
+        state, self._round.state = self._round.state, None
+        try:
+            self._links.registry.load(state)
+            with self._step.changing() as machine:
+                machine.apply_heal(state[MANAGER_KEY]["batches_committed"])
+        except Exception as error:
+            log.exception("the healed state cannot be put in place")
+            with self._step.changing() as machine:
+                machine.fail_heal(error)
+            self.hear_error(error, self.state.epoch)
