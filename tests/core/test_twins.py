@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchft_svc.core.lighthouse import AnswerQuorum, Lighthouse, Order, RefuseRequest
@@ -16,6 +16,7 @@ from . import twin
 from .naive import Naive
 from .scenes import JOB, member, quorum
 
+BUSY = [HealthCheck.too_slow]  # on a busy machine, slow is no sign of a fault
 configs = st.builds(
     QuorumConfig,
     min_replicas=st.integers(1, 3),
@@ -56,7 +57,7 @@ def views(draw: st.DrawFn) -> JobView:
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, suppress_health_check=BUSY)
 @given(view=views(), config=configs, now=st.integers(9, 20))
 def test_decide_agrees_with_its_twin(view: JobView, config: QuorumConfig, now: int) -> None:
     decision = decide(view, config, now)
@@ -90,7 +91,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=BUSY)
 @given(config=configs, play=st.lists(events, max_size=40))
 def test_the_lighthouse_publishes_exactly_when_a_naive_one_does(
     config: QuorumConfig, play: list[tuple[str, Any]]
