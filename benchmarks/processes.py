@@ -22,7 +22,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 PEER_VARIABLE = "TORCHFT_PEER_PYTHON"
 # Importing torch takes seconds, and several children do it at once.
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 150.0
 _STOP_TIMEOUT_S = 3.0
 _PR_SET_PDEATHSIG = 1
 

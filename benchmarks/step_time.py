@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.children.phases import PHASES
+from benchmarks.children.phases import PARTS, PHASES
 from benchmarks.processes import (
     START_TIMEOUT_S,
     Child,
@@ -23,7 +23,7 @@ from benchmarks.processes import (
     program,
     start_lighthouse,
 )
-from benchmarks.table import Column, Result, hand_over
+from benchmarks.table import Column, Result, hand_over, show
 
 _BLOCK_TIMEOUT_S = 120.0
 # The two trainers of a pair begin a block at slightly different times.
@@ -144,8 +144,8 @@ def started(name: str, commands: list[list[str]], lighthouse: Child | None) -> I
     with ExitStack() as stack:
         trainers = [stack.enter_context(Child(command, _ENVIRONMENT)) for command in commands]
         for trainer in trainers:
-            answer = trainer.read_line(START_TIMEOUT_S)
-            assert answer == "ready", answer
+            while trainer.read_line(START_TIMEOUT_S) != "ready":
+                pass
         yield Pair(name, trainers, lighthouse)
 
 
@@ -161,9 +161,7 @@ def measure(model: list[str], num_steps: int, blocks: int) -> list[dict[str, Any
         return [pair.row(pairs[0]) for pair in pairs]
 
 
-def in_turns(
-    pairs: list[Pair], num_steps: int, blocks: int, forget: Callable[[Pair], None] | None = None
-) -> None:
+def in_turns(pairs: list[Pair], num_steps: int, blocks: int) -> None:
     """``blocks`` blocks of each pair, every other time in the opposite order."""
     for pair in pairs:
         pair.run(num_steps)  # connections, allocators and caches warm up
@@ -172,6 +170,32 @@ def in_turns(
     for block in range(blocks):
         for pair in pairs if block % 2 == 0 else pairs[::-1]:
             pair.run(num_steps)
+
+
+def parts_table(rows: list[dict[str, Any]]) -> Result:
+    """Where our step spends its time, phase by phase, beside plain DDP's."""
+    plain, ours = rows[0], rows[1]
+    table = Result(
+        name="step_time_parts",
+        title="Where our step spends its time",
+        columns=(
+            Column("phase", "phase"),
+            Column("part", "of which"),
+            Column("ours_ms", "ours, ms", 2),
+            Column("plain_ms", "plain DDP, ms", 2),
+        ),
+        settings={},
+        notes=["medians; a phase is not the sum of its parts: the rest is torch's own work"],
+    )
+    for phase in dict.fromkeys((*PHASES, *(phase for phase, _ in PARTS.values()))):
+        times = {"ours_ms": ours.get(f"{phase}_ms"), "plain_ms": plain.get(f"{phase}_ms")}
+        table.rows.append({"phase": phase, "part": "", **times})
+        table.rows += [
+            {"phase": "", "part": what, "ours_ms": ours[f"{part}_ms"]}
+            for part, (where, what) in PARTS.items()
+            if where == phase
+        ]
+    return table
 
 
 @click.command(context_settings={"show_default": True})
@@ -201,6 +225,7 @@ def main(
     result.rows = measure(
         [f"--width={width}", f"--depth={depth}", f"--batch={batch}"], steps, blocks
     )
+    show(parts_table(result.rows))
     hand_over(result, json_file)
 
 

@@ -67,13 +67,18 @@ def machine() -> dict[str, Value]:
 
 def hand_over(result: Result, json_file: Path | None) -> None:
     """Print the table, and write ``json_file`` if one is named."""
+    show(result)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(result.as_json(), indent=2) + "\n")
+
+
+def show(result: Result) -> None:
+    """Print the table."""
     if importlib.util.find_spec("rich") is not None:
         _print_rich(result)
     else:
         _print_plain(result)
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(result.as_json(), indent=2) + "\n")
 
 
 def _text(value: Value, digits: int) -> str:

@@ -2,16 +2,14 @@
 
 from typing import Any
 
-from torch.optim import SGD
-
-from benchmarks.children.workload import Training, build_model, shape_from_flags
+from benchmarks.children.stopwatch import Stopwatch
+from benchmarks.children.workload import Training, build, shape_from_flags
 from torchft_svc.client import DistributedDataParallel, Manager, OptimizerWrapper
 
 
 def main() -> None:
     shape, flags = shape_from_flags()
-    model = build_model(shape)
-    sgd = SGD(model.parameters(), lr=1e-3)
+    model, sgd = build(shape)
 
     def state_dict() -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": sgd.state_dict()}
@@ -20,6 +18,7 @@ def main() -> None:
         model.load_state_dict(state["model"])
         sgd.load_state_dict(state["optimizer"])
 
+    watch = Stopwatch()
     manager = Manager(
         state_dict=state_dict,
         load_state_dict=load_state_dict,
@@ -33,6 +32,7 @@ def main() -> None:
         current_step=manager.current_step,
         num_participants=manager.num_participants,
         close=manager.shutdown,
+        lap=watch.lap,
     ).obey()
 
 

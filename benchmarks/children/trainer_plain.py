@@ -2,18 +2,17 @@
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
 
-from benchmarks.children.workload import Training, build_model, shape_from_flags
+from benchmarks.children.workload import Training, build, shape_from_flags
 
 
 def main() -> None:
     shape, flags = shape_from_flags()
     store = dist.TCPStore("127.0.0.1", flags.store_port, 2, is_master=flags.rank == 0)
     dist.init_process_group("gloo", store=store, rank=flags.rank, world_size=2)
-    model = build_model(shape)
+    model, sgd = build(shape)
     ddp = DistributedDataParallel(model)
-    Training(shape, ddp, SGD(model.parameters(), lr=1e-3), close=dist.destroy_process_group).obey()
+    Training(shape, ddp, sgd, close=dist.destroy_process_group).obey()
 
 
 if __name__ == "__main__":

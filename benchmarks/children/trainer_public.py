@@ -3,16 +3,14 @@
 import os
 
 from torch.distributed import TCPStore
-from torch.optim import SGD
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-from benchmarks.children.workload import Training, build_model, shape_from_flags
+from benchmarks.children.workload import Training, build, shape_from_flags
 
 
 def main() -> None:
     shape, flags = shape_from_flags()
-    model = build_model(shape)
-    sgd = SGD(model.parameters(), lr=1e-3)
+    model, sgd = build(shape)
 
     def state_dict() -> dict:
         return {"model": model.state_dict(), "optimizer": sgd.state_dict()}

@@ -1,7 +1,8 @@
 """The training that every trainer of a benchmark does, and how it is told to and what it says.
 
 Only torch is needed, so that the public release's trainer runs this very code. A trainer says
-``ready``, and then obeys lines on its standard input:
+``built AT_NS`` when it has a model and ``ready`` when it can train, and then obeys lines on its
+standard input (instants are those of the monotonic clock, which all processes share):
 
 ``measure N``  train N steps; answers with one line of JSON: milliseconds for each phase of each.
 ``train``      train until killed, with a line ``commit STEP PARTICIPANTS AT_NS`` for each commit.
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import SGD
 
 from benchmarks.children.phases import PHASES
 
@@ -48,13 +50,19 @@ def shape_from_flags() -> tuple[Shape, argparse.Namespace]:
     return Shape(flags.width, flags.depth, flags.batch), flags
 
 
-def build_model(shape: Shape) -> nn.Sequential:
-    """The same weights everywhere: a benchmark must not measure the first synchronization."""
+def build(shape: Shape) -> tuple[nn.Module, SGD]:
+    """The same weights everywhere: a benchmark must not measure the first synchronization.
+
+    Making the first optimizer imports a large part of torch: that belongs to "built", too.
+    """
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(shape.depth):
         layers += [nn.Linear(shape.width, shape.width), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(shape.width, _WIDTH_OF_CLASSES))
+    model = nn.Sequential(*layers, nn.Linear(shape.width, _WIDTH_OF_CLASSES))
+    sgd = SGD(model.parameters(), lr=1e-3)
+    say(f"built {time.monotonic_ns()}")
+    return model, sgd
 
 
 def no_participants() -> int:
@@ -71,7 +79,7 @@ class Training:
     current_step: Callable[[], int] | None = None
     num_participants: Callable[[], int] = no_participants
     close: Callable[[], None] = lambda: None
-    extra: Callable[[], dict[str, list[float]]] = dict
+    lap: Callable[[], dict[str, float]] = dict
     _batch: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
 
     def obey(self) -> None:
@@ -101,15 +109,17 @@ class Training:
         return at
 
     def measure(self, num_steps: int) -> dict[str, list[float]]:
-        """Milliseconds of each phase and of the whole step (``total``), for each step."""
+        """Milliseconds of each phase, each lap and the whole step (``total``), for each step."""
         found: dict[str, list[float]] = {phase: [] for phase in (*PHASES, "total")}
-        self.extra()  # what was counted before does not belong here
+        self.lap()  # what was counted before does not belong here
         for _ in range(num_steps):
             at = self.step()
             for phase, begin, end in zip(PHASES, at[:-1], at[1:], strict=True):
                 found[phase].append((end - begin) / 1e6)
             found["total"].append((at[-1] - at[0]) / 1e6)
-        return {**found, **self.extra()}
+            for part, time_ms in self.lap().items():
+                found.setdefault(part, []).append(time_ms)
+        return found
 
     def train(self) -> None:
         """Train on until standard input ends, and tell every commit."""
