@@ -183,15 +183,15 @@ class Cluster:
     def num_running(self) -> int:
         return len(self._lives)
 
-    def ask_to_leave(self) -> None:
-        """SIGTERM every trainer: it finishes its step and goes."""
+    def ask_to_leave(self, *, at_once: bool = False) -> None:
+        """SIGTERM every trainer: it finishes its step and goes; ``at_once``: SIGINT, mid-step."""
         for life in self._lives.values():
             life.told_to_go = True
-            life.process.terminate()
+            life.process.send_signal(signal.SIGINT if at_once else signal.SIGTERM)
 
     def stop(self, grace_s: float) -> list[str]:
         """End every process; return those that had to be killed after ``grace_s``, by name."""
-        self.ask_to_leave()
+        self.ask_to_leave(at_once=True)
         forced = []
         deadline = time.monotonic() + grace_s
         for life in self._lives.values():

@@ -21,10 +21,10 @@ _LOOK_EVERY_S = 0.02
 _LOOK_CLOSELY_EVERY_S = 0.001
 # So long may pass without any commit, the start of all processes included, before the run fails.
 _MAX_SILENCE_S = 120.0
-_LEAVE_GRACE_S = 15.0
+_LEAVE_GRACE_S = 10.0
 # After Ctrl-C everything is gone within two seconds.
-_INTERRUPT_GRACE_S = 1.0
-# The restarted group gets so long to show that it trains, before the run may end.
+_AT_ONCE_GRACE_S = 1.2
+# All groups train for so long before the run may end.
 _CALM_END_S = 2.0
 
 
@@ -57,6 +57,7 @@ class Director:
     _history: list[Event] = field(default_factory=list)
     _began_at: float = 0.0
     _last_restart_at: float = 0.0
+    _well_since: float | None = None
 
     def __post_init__(self) -> None:
         script = self.script
@@ -77,7 +78,7 @@ class Director:
                 interrupted = True
             except (ClusterError, RunFailed) as error:
                 failure = str(error)
-            leftovers = self._wind_down(_INTERRUPT_GRACE_S if interrupted else _LEAVE_GRACE_S)
+            leftovers = self._wind_down(at_once=interrupted or bool(failure))
         return Run(
             num_groups=self.script.num_groups,
             events=sorted(self._history, key=lambda event: event.at),
@@ -130,9 +131,16 @@ class Director:
         script = self.script
         time_is_up = script.seconds is not None and now - self._began_at >= script.seconds
         steps_are_done = script.steps is not None and self._board.top_step >= script.steps
-        healthy = self._killer.done and self._board.all_training
-        calm = now - self._last_restart_at >= _CALM_END_S
-        return (time_is_up or steps_are_done) and healthy and calm
+        calm = self._is_calm(now)  # asked every time, because it measures since when
+        return (time_is_up or steps_are_done) and self._killer.done and calm
+
+    def _is_calm(self, now: float) -> bool:
+        """Whether all groups have trained for a while."""
+        if not self._board.all_training:
+            self._well_since = None
+        elif self._well_since is None:
+            self._well_since = now
+        return self._well_since is not None and now - self._well_since >= _CALM_END_S
 
     def _require_all_training(self) -> None:
         for status in self._board.groups:
@@ -141,11 +149,15 @@ class Director:
                     f"group {status.group} is still {status.state} after {_MAX_SILENCE_S:.0f} s"
                 )
 
-    def _wind_down(self, grace_s: float) -> list[str]:
-        """Let all leave, and name those that had to be forced or were left over."""
+    def _wind_down(self, *, at_once: bool) -> list[str]:
+        """Let all leave, and name what was left over, and who did not leave when there was time.
+
+        ``at_once`` breaks their step off: a group that is still on its way in would otherwise begin
+        to train, alone and from nothing, as the others leave.
+        """
         with _deaf_to_interrupts():
-            self.cluster.ask_to_leave()
-            deadline = time.monotonic() + grace_s
+            self.cluster.ask_to_leave(at_once=at_once)
+            deadline = time.monotonic() + (_AT_ONCE_GRACE_S if at_once else _LEAVE_GRACE_S)
             while self.cluster.num_running and time.monotonic() < deadline:
                 self._take_events(restart=False)
                 self.screen.show(self._elapsed_s(), self._board)
@@ -153,7 +165,8 @@ class Director:
             forced = self.cluster.stop(grace_s=0.0)
             left = self.cluster.end_leftovers()
             self._take_events(restart=False)
-        return [f"{name} did not end when told to" for name in forced] + left
+        late = [] if at_once else [f"{name} did not end when told to" for name in forced]
+        return late + left
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._began_at

@@ -9,6 +9,8 @@ from demo.chaos import KillOrder
 
 # A phase that does not come (too short to be seen, say) must not hold the run up.
 _PATIENCE_S = 2.0
+# A group that came back trains for so long before the next kill, or nobody would see it.
+_CALM_S = 1.0
 
 
 class Killer:
@@ -20,6 +22,7 @@ class Killer:
         self._left = num_kills
         self._due_at: float | None = None
         self._armed_at: float | None = None
+        self._well_since: float | None = None
 
     @property
     def done(self) -> bool:
@@ -34,14 +37,16 @@ class Killer:
         """The order to carry out at this instant, or ``None``.
 
         Orders are due at their distance from the last kill (the first one: from the moment when all
-        groups trained), and wait until all groups train again.
+        groups trained), and wait until all groups have trained again for a moment.
         """
         if self.done or not board.all_training:
-            self._armed_at = None
+            self._armed_at = self._well_since = None
             return None
+        if self._well_since is None:
+            self._well_since = now
         if self._due_at is None:
             self._due_at = now + self._order.after_s
-        if now < self._due_at:
+        if now < max(self._due_at, self._well_since + _CALM_S):
             return None
         if self._armed_at is None:
             self._armed_at = now

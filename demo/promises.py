@@ -101,6 +101,8 @@ def judge_identity(run: Run) -> Verdict:
         if other.digest != commit.digest and other.group != commit.group:
             faults.append(f"step {commit.step}: groups {other.group} and {commit.group} differ")
     if run.num_groups > 1 and not num_compared and not faults:
+        if run.interrupted:
+            return _not_judged(promise, "no step was committed by two groups yet")
         faults.append("no step was committed by two groups, so nothing was compared")
     aside = f"; {len(lost)} lost with its group and done again" if lost else ""
     return _verdict(promise, faults, f"{num_compared} comparisons{aside}")

@@ -25,6 +25,8 @@ def _on_sigterm(*_: object) -> None:
 
 def main(group: int, incarnation: int, events: Path, fault: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN if fault == "deaf" else _on_sigterm)
+    if fault == "deaf":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     log = EventLog(events, group, incarnation)
     log.write(Joined)
     if fault == "child":

@@ -186,6 +186,14 @@ class TestDirector:
         assert missed(run) == ["no process was left over"]
         assert len(run.leftovers) == 2
 
+    def test_a_trainer_that_does_not_leave_is_found(self, tmp_path: Path) -> None:
+        run, _ = direct(tmp_path, "deaf", num_kills=0)
+        assert missed(run) == ["no process was left over"]
+        assert run.leftovers == [
+            "group 0 did not end when told to",
+            "group 1 did not end when told to",
+        ]
+
     def test_a_trainer_that_dies_ends_the_run(self, tmp_path: Path) -> None:
         run, _ = direct(tmp_path, "dies", num_kills=0, seconds=60.0)
         assert "ended by itself with status 3" in run.failure
@@ -208,4 +216,4 @@ class TestDirector:
         assert time.monotonic() - sent_at[0] < 2.0 + 1.0  # the machine is shared
         assert run.interrupted
         assert len(run.commits()) > 10
-        assert missed(run) == ["no process was left over"]  # they had to be forced
+        assert missed(run) == []

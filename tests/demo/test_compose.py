@@ -22,7 +22,7 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 def local_text(text: str, ports: dict[str, str], folder: Path) -> str:
     """A command or value with hosts, ports and folders of this machine."""
     for name in SERVICES:
-        text = re.sub(rf"(?<![\w-]){name}(?=:\d|$|\s)", "127.0.0.1", text)
+        text = re.sub(rf"(?<![\w-]){name}(?=:\d|$)", "127.0.0.1", text)
     text = re.sub(r"\b0\.0\.0\.0\b", "127.0.0.1", text)
     text = re.sub(r"\b29\d{3}\b", lambda match: ports[match[0]], text)
     return text.replace("/checkpoints", str(folder))
@@ -82,7 +82,8 @@ def test_its_commands_train_together(tmp_path: Path) -> None:
                 key: local_text(value, ports, tmp_path)
                 for key, value in service.get("environment", {}).items()
             }
-            command = shlex.split(local_text(service["command"], ports, tmp_path))
+            program, *arguments = shlex.split(service["command"])
+            command = [program, *(local_text(word, ports, tmp_path) for word in arguments)]
             programs[name] = stack.enter_context(Program(command, environment | {"PATH": path}))
             if name in ("lighthouse", "manager-2"):
                 programs[name].wait_for("listening on")

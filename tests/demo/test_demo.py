@@ -40,7 +40,8 @@ def test_a_killed_group_heals_and_every_promise_is_kept(tmp_path: Path) -> None:
 def test_ctrl_c_ends_it_with_a_report(tmp_path: Path) -> None:
     picture = tmp_path / "report.png"
     with Program([*DEMO, "--seconds", "100", "--report", str(picture)]) as demo:
-        demo.wait_for("trains with the others")
+        for group in range(3):
+            demo.wait_for(f"group {group} trains with the others")
         sent_at = time.monotonic()
         demo.signal(signal.SIGINT)
         status = demo.wait(deadline_s=30)

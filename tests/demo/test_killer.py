@@ -81,9 +81,12 @@ class TestWhen:
         assert killer.order_due(30.0, board) is None
         board.apply(phase("commit", 20.3))
         board.apply(commit(0, 9, incarnation=1))
-        assert killer.order_due(30.1, board) is None  # it waits for the phase to begin anew
+        assert killer.order_due(30.1, board) is None
         board.apply(phase("backward", 30.2))
-        assert killer.order_due(30.9, board) == ORDER
+        assert killer.order_due(30.9, board) is None  # nor in the first second of a life
+        assert killer.order_due(31.2, board) is None
+        board.apply(phase("backward", 31.3))
+        assert killer.order_due(31.9, board) == ORDER
 
     def test_anyway_when_the_phase_does_not_come(self) -> None:
         killer, board = killer_due_at(20.0)

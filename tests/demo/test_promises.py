@@ -206,6 +206,10 @@ class TestInterrupted:
         run = run_of(good_events(num_steps=60), num_kills_planned=5, interrupted=True)
         assert broken_promises(run) == []
 
+    def test_groups_that_had_no_time_to_meet_are_not_judged(self) -> None:
+        events = [event for event in good_events() if event.group == 0]
+        assert broken_promises(run_of(events, num_groups=2, interrupted=True)) == []
+
     def test_a_difference_is_still_one(self) -> None:
         events = changed(lambda e: is_commit(e, 1, 30), lambda e: replace(e, digest="other"))  # type: ignore[call-arg]
         assert broken_promises(run_of(events, interrupted=True)) == ["judge_identity"]
