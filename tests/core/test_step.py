@@ -1,0 +1,355 @@
+"""Tests the trainer's step machine: the table, the counters, and I4 and I6 under any life."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from torchft_svc.core.step import (
+    TRANSITIONS,
+    Event,
+    Participation,
+    PendingHeal,
+    Phase,
+    Standing,
+    StepMachine,
+    StepState,
+    participation,
+)
+from torchft_svc.errors import CommitFailed, ConfigError, RequestRefused
+
+TWO = Participation(participating_rank=0, num_participants=2)
+HEALING = Participation(participating_rank=None, num_participants=2)
+OOPS = RuntimeError("oops")
+
+
+def training(**rules: int) -> StepMachine:
+    machine = StepMachine(**rules)
+    machine.start()
+    machine.form(TWO)
+    return machine
+
+
+def healing(to: int = 7) -> StepMachine:
+    machine = StepMachine()
+    machine.start()
+    machine.form(HEALING, heal_to=to)
+    return machine
+
+
+def test_a_committed_step() -> None:
+    machine = training()
+    assert machine.state == StepState(phase=Phase.TRAINING, epoch=1, participation=TWO)
+    assert machine.begin_vote()
+    machine.decide(True)
+    assert machine.state == StepState(
+        phase=Phase.IDLE, epoch=1, step=1, batches_committed=2, participation=TWO
+    )
+
+
+def test_a_discarded_step_counts_as_a_failure_and_nothing_else() -> None:
+    machine = training()
+    machine.latch(OOPS)
+    assert not machine.begin_vote()
+    machine.decide(False)
+    assert machine.state == StepState(
+        phase=Phase.IDLE, epoch=1, failures=1, error=OOPS, participation=TWO
+    )
+
+
+def test_a_commit_clears_the_failures() -> None:
+    machine = training()
+    for committed in (False, False, True):
+        machine.begin_vote()
+        machine.decide(committed)
+        machine.start()
+        machine.form(TWO)
+    assert (machine.state.step, machine.state.failures) == (1, 0)
+
+
+def test_the_first_error_counts() -> None:
+    machine = training()
+    machine.latch(OOPS)
+    machine.latch(ValueError("a consequence"))
+    assert machine.state.error is OOPS
+
+
+def test_an_error_of_an_earlier_step_is_ignored() -> None:
+    machine = training()
+    old = machine.state.epoch
+    machine.start()
+    machine.form(TWO)
+    assert not machine.latch(OOPS, epoch=old)
+    assert machine.state.error is None
+
+
+def test_too_few_groups_is_a_vote_against() -> None:
+    machine = training(min_replica_size=3)
+    assert not machine.begin_vote()
+
+
+def test_a_failed_quorum_can_only_be_discarded() -> None:
+    machine = StepMachine()
+    machine.start()
+    machine.fail_quorum(OOPS)
+    assert machine.state.phase is Phase.TRAINING
+    assert not machine.begin_vote()
+
+
+def test_the_step_number_does_not_advance_before_the_healed_weights_are_applied() -> None:
+    machine = healing(to=7)
+    assert machine.state.step == 0
+    machine.receive_state()
+    assert machine.state.step == 0
+    assert machine.state.pending_heal == PendingHeal(step=7, received=True)
+    machine.apply_heal(batches_committed=14)
+    assert (machine.state.step, machine.state.batches_committed) == (7, 14)
+    assert machine.state.pending_heal is None
+
+
+def test_no_stale_pending_state_after_a_failed_heal() -> None:
+    machine = healing()
+    machine.fail_heal(OOPS)
+    assert machine.state.pending_heal is None
+    assert not machine.begin_vote()
+    machine.decide(False)
+    machine.start()
+    machine.form(TWO)
+    assert machine.state.pending_heal is None
+    with pytest.raises(RequestRefused, match="no healed state"):
+        machine.apply_heal(1)
+
+
+def test_a_heal_that_fails_while_it_is_applied_leaves_nothing() -> None:
+    machine = healing()
+    machine.receive_state()
+    machine.fail_heal(OOPS)
+    assert (machine.state.step, machine.state.pending_heal) == (0, None)
+
+
+def test_a_received_state_is_applied_before_the_vote() -> None:
+    machine = healing()
+    machine.receive_state()
+    before = machine.state
+    with pytest.raises(RequestRefused, match="must be applied"):
+        machine.begin_vote()
+    assert machine.state == before
+
+
+def test_a_heal_never_goes_back() -> None:
+    machine = StepMachine()
+    machine.restore(9, 18)
+    machine.start()
+    with pytest.raises(RequestRefused, match="back to step 7"):
+        machine.form(TWO, heal_to=7)
+    assert machine.state.phase is Phase.QUORUM
+
+
+@pytest.mark.parametrize(("retries", "discards"), [(0, 1), (2, 3)])
+def test_more_discards_than_max_retries_raise_with_the_reason(retries: int, discards: int) -> None:
+    machine = StepMachine(max_retries=retries)
+    for attempt in range(1, discards + 1):
+        machine.start()
+        machine.fail_quorum(OOPS)
+        machine.begin_vote()
+        if attempt < discards:
+            machine.decide(False)
+            continue
+        with pytest.raises(CommitFailed, match=f"{discards} steps in a row.*oops"):
+            machine.decide(False)
+    assert machine.state.phase is Phase.IDLE
+    assert machine.state.failures == discards
+
+
+def test_the_reason_for_a_discard_without_an_error() -> None:
+    machine = training(min_replica_size=3, max_retries=0)
+    machine.begin_vote()
+    with pytest.raises(CommitFailed, match="2 groups contributed, min_replica_size is 3"):
+        machine.decide(False)
+
+
+def in_phase(phase: Phase) -> StepMachine:
+    machine = StepMachine()
+    if phase is Phase.IDLE:
+        return machine
+    machine.start()
+    if phase is Phase.HEALING:
+        machine.form(HEALING, heal_to=7)
+    elif phase is not Phase.QUORUM:
+        machine.form(TWO)
+    if phase is Phase.VOTING:
+        machine.begin_vote()
+    return machine
+
+
+ACTIONS = {
+    Event.STARTED: lambda machine: machine.start(),
+    Event.QUORUM_FORMED: lambda machine: machine.form(TWO),
+    Event.HEAL_PLANNED: lambda machine: machine.form(TWO, heal_to=7),
+    Event.QUORUM_FAILED: lambda machine: machine.fail_quorum(OOPS),
+    Event.STATE_RECEIVED: lambda machine: machine.receive_state(),
+    Event.HEAL_APPLIED: lambda machine: machine.apply_heal(1),
+    Event.HEAL_FAILED: lambda machine: machine.fail_heal(OOPS),
+    Event.VOTE_BEGAN: lambda machine: machine.begin_vote(),
+    Event.DECIDED: lambda machine: machine.decide(True),
+    Event.RESTORED: lambda machine: machine.restore(3, 6),
+}
+# Only after a state was received; the stories above cover it.
+NEEDS_A_STORY = {Event.HEAL_APPLIED}
+
+
+@pytest.mark.parametrize(
+    ("phase", "event"),
+    [pair for pair in itertools.product(Phase, Event) if pair[1] not in NEEDS_A_STORY],
+    ids=lambda value: value.value,
+)
+def test_the_table(phase: Phase, event: Event) -> None:
+    machine = in_phase(phase)
+    before = machine.state
+    if (phase, event) in TRANSITIONS:
+        ACTIONS[event](machine)
+        assert machine.state.phase is TRANSITIONS[phase, event]
+    else:
+        with pytest.raises(RequestRefused):
+            ACTIONS[event](machine)
+        assert machine.state == before
+
+
+@pytest.mark.parametrize(
+    ("standing", "heals_first", "num_wanted", "expected"),
+    [
+        # All are at max_step.
+        ((1, 3, 1, 3), False, None, (1, 3)),
+        # This group is behind: it contributes only if it is healed first.
+        ((1, 3, None, 2), False, None, (None, 2)),
+        ((1, 3, None, 2), True, None, (1, 3)),
+        # Spares: as many as wanted contribute, the rest do not.
+        ((1, 3, 1, 3), False, 2, (1, 2)),
+        ((2, 3, 2, 3), False, 2, (None, 2)),
+        ((2, 3, 1, 2), False, 2, (1, 2)),
+        # Fewer than wanted: all contribute, and the vote will tell.
+        ((0, 1, 0, 1), False, 2, (0, 1)),
+        ((2, 3, None, 2), True, 2, (None, 2)),
+    ],
+)
+def test_participation(
+    standing: tuple[int, int, int | None, int],
+    heals_first: bool,
+    num_wanted: int | None,
+    expected: tuple[int | None, int],
+) -> None:
+    fields = ("replica_rank", "replica_world_size", "max_rank", "max_world_size")
+    where = Standing(**dict(zip(fields, standing, strict=True)))  # type: ignore[arg-type]
+    rank, num = expected
+    assert participation(where, heals_first=heals_first, num_wanted=num_wanted) == Participation(
+        participating_rank=rank, num_participants=num
+    )
+
+
+@pytest.mark.parametrize("rules", [{"min_replica_size": 0}, {"max_retries": -1}])
+def test_bad_rules_are_refused(rules: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(rules))):
+        StepMachine(**rules)
+
+
+@pytest.mark.parametrize("value", [-1, 2**63, True, "3", 1.0])
+def test_bad_counters_are_refused(value: int) -> None:
+    machine = StepMachine()
+    with pytest.raises(ConfigError, match="step"):
+        machine.restore(value, 0)
+    assert machine.state == StepState()
+
+
+class Life(RuleBasedStateMachine):
+    """A trainer's life; ``weights`` is what a real one would hold: the step that made them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = StepMachine()
+        self.weights = 0
+        self.before = StepState()
+        self.arrived = False
+
+    @property
+    def phase(self) -> Phase:
+        return self.machine.state.phase
+
+    @precondition(lambda self: self.phase in (Phase.IDLE, Phase.TRAINING))
+    @rule()
+    def start(self) -> None:
+        self.machine.start()
+        self.arrived = False
+        self.before = self.machine.state
+
+    @precondition(lambda self: self.phase is Phase.QUORUM)
+    @rule(ahead=st.integers(0, 3), num=st.integers(1, 4))
+    def form(self, ahead: int, num: int) -> None:
+        rank = 0 if ahead == 0 else None
+        where = Participation(participating_rank=rank, num_participants=num)
+        self.machine.form(where, self.weights + ahead if ahead else None)
+
+    @precondition(lambda self: self.phase is Phase.QUORUM)
+    @rule()
+    def fail(self) -> None:
+        self.machine.fail_quorum(OOPS)
+
+    @precondition(lambda self: self.phase is Phase.HEALING)
+    @rule()
+    def receive(self) -> None:
+        self.machine.receive_state()
+        self.arrived = True
+
+    @precondition(lambda self: self.phase is Phase.HEALING or self.arrived)
+    @rule()
+    def lose_the_heal(self) -> None:
+        if self.phase in (Phase.HEALING, Phase.TRAINING):
+            self.machine.fail_heal(OOPS)
+            self.arrived = False
+
+    @precondition(lambda self: self.arrived and self.phase is Phase.TRAINING)
+    @rule(batches=st.integers(0, 100))
+    def apply(self, batches: int) -> None:
+        heal = self.machine.state.pending_heal
+        assert heal is not None
+        self.weights = heal.step
+        self.machine.apply_heal(batches)
+        self.arrived = False
+        self.before = self.machine.state
+
+    @rule()
+    def error(self) -> None:
+        self.machine.latch(OOPS)
+
+    @precondition(lambda self: self.phase is Phase.TRAINING and not self.arrived)
+    @rule(others_agree=st.booleans())
+    def vote(self, others_agree: bool) -> None:
+        vote = self.machine.begin_vote()
+        assert not (vote and self.machine.state.error)
+        committed = vote and others_agree
+        self.machine.decide(committed)
+        if committed:
+            self.weights += 1
+            assert self.machine.state.failures == 0
+        else:
+            assert self.machine.state.failures == self.before.failures + 1
+            # I6: a discarded step changes nothing.
+            assert self.machine.state.step == self.before.step
+            assert self.machine.state.batches_committed == self.before.batches_committed
+
+    @invariant()
+    def i4_the_step_is_that_of_the_weights(self) -> None:
+        assert self.machine.state.step == self.weights
+
+    @invariant()
+    def nothing_pending_outside_a_heal(self) -> None:
+        state = self.machine.state
+        if state.phase in (Phase.IDLE, Phase.QUORUM, Phase.VOTING):
+            assert state.pending_heal is None
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
