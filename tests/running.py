@@ -49,6 +49,7 @@ class Process:
     """A command of ours in a process of its own; leaving the block kills it."""
 
     def __init__(self, module: str, *flags: str, **variables: str) -> None:
+        self.module = module
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the block
         self._popen = subprocess.Popen(
             [sys.executable, "-m", f"torchft_svc.{module}", *flags],

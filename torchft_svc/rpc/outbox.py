@@ -12,6 +12,9 @@ from torchft_svc.errors import RequestRefused
 
 # News for a client that does not read; one that is so far behind is treated as gone.
 MAX_UNREAD_NEWS = 1000
+# A piece of news on its way has so long to leave before the stream is ended: ending it while a
+# write is under way fails in gRPC's core, and the client would not hear why.
+WRITE_GRACE_S = 1.0
 
 
 class Outbox:
@@ -20,6 +23,8 @@ class Outbox:
     def __init__(self) -> None:
         self._news: asyncio.Queue[bytes] = asyncio.Queue(MAX_UNREAD_NEWS)
         self._overflow = asyncio.Event()
+        self._is_writing = False
+        self._is_ending = False
 
     def tell(self, news: bytes) -> None:
         """Queue encoded news, without waiting."""
@@ -38,22 +43,26 @@ class Outbox:
         Raises:
             RequestRefused: the client does not read.
         """
-        ends = [
-            asyncio.create_task(work)
-            for work in (reading, self._write(context), self._overflowed())
-        ]
+        writing = asyncio.create_task(self._write(context))
+        ends = [asyncio.create_task(reading), writing, asyncio.create_task(self._overflowed())]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in done:
                 end.result()
         finally:
+            self._is_ending = True
+            if self._is_writing:
+                await asyncio.wait([writing], timeout=WRITE_GRACE_S)
             for end in ends:
                 end.cancel()
             await asyncio.gather(*ends, return_exceptions=True)
 
     async def _write(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        while True:
-            await context.write(await self._news.get())
+        while not self._is_ending:
+            news = await self._news.get()
+            self._is_writing = True
+            await context.write(news)
+            self._is_writing = False
 
     async def _overflowed(self) -> None:
         await self._overflow.wait()

@@ -16,6 +16,7 @@ from torchft_svc.errors import AddressError
 from torchft_svc.proto import torchft_pb2
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.calls import Calls
+from torchft_svc.rpc.parsing import parser, refusing_garbage, refusing_garbage_in_stream
 from torchft_svc.rpc.status import Handler, answering_errors
 
 # The largest request is a quorum request: a few addresses, and at most 16 KB of `data`.
@@ -53,20 +54,20 @@ class Service:
         missing = methods.keys() - self.handlers.keys() - self.streams.keys()
         assert not missing, f"no handler for {missing}"
         kinds = (
-            (self.handlers, grpc.unary_unary_rpc_method_handler),
-            (self.streams, grpc.stream_stream_rpc_method_handler),
+            (self.handlers, grpc.unary_unary_rpc_method_handler, refusing_garbage),
+            (self.streams, grpc.stream_stream_rpc_method_handler, refusing_garbage_in_stream),
         )
         return grpc.method_handlers_generic_handler(
             self.full_name,
             {
                 method: make_handler(
-                    calls.known(answering_errors(handler)),
-                    request_deserializer=getattr(
-                        torchft_pb2, methods[method].input_type.name
-                    ).FromString,
+                    calls.known(answering_errors(checked(handler))),
+                    request_deserializer=parser(
+                        getattr(torchft_pb2, methods[method].input_type.name)
+                    ),
                     response_serializer=_as_is,
                 )
-                for handlers, make_handler in kinds
+                for handlers, make_handler, checked in kinds
                 for method, handler in handlers.items()
             },
         )

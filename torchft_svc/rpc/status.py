@@ -59,7 +59,13 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchFTError
     """End the call with the status for ``error``."""
     code = _CODES.get(type(error), grpc.StatusCode.UNKNOWN)
     name, text = error_to_wire(error)
-    await context.abort(code, text, trailing_metadata=((ERROR_KEY, name),))
+    try:
+        await context.abort(code, text, trailing_metadata=((ERROR_KEY, name),))
+    except grpc.aio.AbortError:
+        raise
+    except Exception as fault:  # noqa: BLE001 - the call is over; its client does not read
+        log.info("a caller could not be told %r: %s", text, fault)
+        raise asyncio.CancelledError from None
 
 
 def error_to_wire(error: TorchFTError) -> tuple[str, str]:
@@ -81,6 +87,10 @@ def to_error(
         return late(action, timeout_s, "" if details == "Deadline Exceeded" else details)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return RequestRefused(details)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return RequestRefused(f"{action} at {address} is too large: {details}")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return RequestRefused(f"there is no {peer} at {address}: it does not know this request")
     return Unreachable(peer, address, f"{code.name}: {details}")
 
 

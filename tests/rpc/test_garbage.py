@@ -1,0 +1,244 @@
+"""Tests that garbage on either port disturbs nobody, and that logs stay short."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from running import Line, Process, failure, lighthouse_process, line_to, manager_process
+
+from torchft_svc.proto import torchft_pb2 as pb
+
+pytestmark = pytest.mark.processes
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+MAX_LOG_BYTES = 6000
+
+
+def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
+    """An HTTP/2 frame."""
+    return (
+        struct.pack(">I", len(body))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + body
+    )
+
+
+GARBAGE = {
+    "random bytes": random.Random(7).randbytes(4096),
+    "HTTP/1": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "HTTP/1 post": b"POST /torchft.ManagerService/Kill HTTP/1.1\r\nContent-Length: 4\r\n\r\nkill",
+    "TLS": bytes.fromhex("16030100a5010000a10303") + bytes(150),
+    "nothing": b"",
+    "half a preface": PREFACE[:10],
+    "headers that cannot be decoded": PREFACE + frame(4, 0, 0) + frame(1, 4, 1, b"\xff" * 100),
+    "a frame of 16 MB": PREFACE + frame(4, 0, 0) + b"\xff\xff\xff\x00\x00\x00\x00\x00\x01",
+    "a flood of pings": PREFACE + frame(4, 0, 0) + frame(6, 0, 0, bytes(8)) * 2000,
+    "a flood of resets": PREFACE + frame(4, 0, 0) + frame(3, 0, 1, bytes(4)) * 2000,
+}
+
+
+@pytest.fixture(scope="module")
+def lighthouse() -> Iterator[Process]:
+    with lighthouse_process("--log-level=info") as process:
+        yield process
+        assert "Traceback" not in process.errors(), process.errors()
+        assert len(process.errors()) < MAX_LOG_BYTES, process.errors()
+
+
+@pytest.fixture(scope="module")
+def manager(lighthouse: Process) -> Iterator[Process]:
+    with manager_process(lighthouse.address, "--job-id=garbage") as process:
+        yield process
+        assert "Traceback" not in process.errors(), process.errors()
+        assert len(process.errors()) < MAX_LOG_BYTES, process.errors()
+
+
+@pytest.fixture(params=["lighthouse", "manager"])
+def service(
+    request: pytest.FixtureRequest, lighthouse: Process, manager: Process
+) -> Iterator[tuple[Process, Line]]:
+    """Either service, with a line that was there before the garbage and must go on after it."""
+    process = {"lighthouse": lighthouse, "manager": manager}[request.param]
+    with line_to(process.address) as line:
+        check_serves(process, line)
+        yield process, line
+        check_serves(process, line)
+        with line_to(process.address) as newcomer:
+            check_serves(process, newcomer)
+
+
+def check_serves(process: Process, line: Line) -> None:
+    assert process.is_running()
+    if "lighthouse" in process.module:
+        assert line.quorum("a:1", timeout_s=5).result().quorum.quorum_id
+    else:
+        assert line.ask_manager(worker_id="w", timeout_s=5).result().quorum_id
+
+
+def method(process: Process, name: str) -> str:
+    service = "LighthouseService" if "lighthouse" in process.module else "ManagerService"
+    return f"/torchft.{service}/{name}"
+
+
+def raw_call(line: Line, path: str, body: bytes) -> tuple[grpc.StatusCode, str]:
+    """The failure of a call whose message is ``body``."""
+    return failure(line.channel.unary_unary(path).future(body, timeout=5))
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_garbage_bytes_disturb_nobody(service: tuple[Process, Line], kind: str) -> None:
+    process, _ = service
+    for _ in range(3):
+        with (
+            contextlib.suppress(OSError),  # the server may hang up while we talk
+            socket.create_connection(("127.0.0.1", process.port), timeout=5) as raw,
+        ):
+            raw.sendall(GARBAGE[kind])
+            raw.shutdown(socket.SHUT_WR)
+            while raw.recv(65536):
+                pass
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"\x0a\xff\xff\xff\xff\x0f", b"\xff" * 9, b"\x0a\x05abc"],
+    ids=["a huge claim", "no field", "cut off"],
+)
+def test_a_truncated_message_is_refused_with_one_sentence(
+    service: tuple[Process, Line], body: bytes
+) -> None:
+    process, line = service
+    code, reason = raw_call(line, method(process, "Quorum"), body)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert reason == "the request is not a message of torchft.proto"
+
+
+def test_an_oversized_message_is_refused(service: tuple[Process, Line]) -> None:
+    process, line = service
+    code, reason = raw_call(line, method(process, "Quorum"), bytes(1_000_000))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max" in reason
+
+
+def test_an_unknown_method_is_refused(service: tuple[Process, Line]) -> None:
+    process, line = service
+    code, _ = raw_call(line, method(process, "Nonsense"), b"")
+    assert code is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("", "replica_id is empty"),
+        ("a\nb:1", "replica_id 'a\\nb:1' holds characters that cannot be printed"),
+        ("\x1b[2J", "replica_id '\\x1b[2J' holds characters that cannot be printed"),
+        ("x" * 100_000, "replica_id has 100000 characters, 256 are allowed"),
+    ],
+)
+def test_names_that_would_break_a_log_are_refused_by_the_lighthouse(
+    lighthouse: Process, name: str, sentence: str
+) -> None:
+    beat = pb.LighthouseHeartbeatRequest(replica_id=name)
+    leave = pb.LighthouseLeaveRequest(replica_id=name)
+    with line_to(lighthouse.address) as line:
+        calls = [
+            line.quorum(name),
+            line.call("LighthouseService/Heartbeat", beat, 5, None),
+            line.call("LighthouseService/Leave", leave, 5, None),
+        ]
+        for call in calls:
+            assert failure(call) == (grpc.StatusCode.INVALID_ARGUMENT, sentence)
+
+
+def test_a_name_of_a_megabyte_is_refused_in_a_session_too(lighthouse: Process) -> None:
+    with line_to(lighthouse.address) as line:
+        for name in ("x" * 200_000, "a\nb", ""):
+            code, reason = session_failure(line, pb.SessionRequest(hello={"replica_id": name}))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert reason.startswith("replica_id ")
+
+
+@pytest.mark.parametrize(
+    ("requests", "sentence"),
+    [
+        ([], "a session begins with a hello; none came"),
+        ([{"beat": {}}], "a session begins with a hello"),
+        ([{"hello": {"replica_id": "s:1"}}, {}], "a session has no place for an empty message"),
+        (
+            [{"hello": {"replica_id": "s:1"}}, {"hello": {"replica_id": "s:1"}}],
+            "a session has no place for hello",
+        ),
+        (
+            [
+                {"hello": {"replica_id": "s:1"}},
+                {"question": {"requester": {"replica_id": "t:1"}}},
+            ],
+            "the session of 's:1' can not ask for 't:1'",
+        ),
+    ],
+)
+def test_a_session_that_breaks_the_protocol_is_told_so(
+    lighthouse: Process, requests: list[dict[str, object]], sentence: str
+) -> None:
+    with line_to(lighthouse.address) as line:
+        told = session_failure(line, *(pb.SessionRequest(**fields) for fields in requests))
+    assert told == (grpc.StatusCode.INVALID_ARGUMENT, sentence)
+
+
+def session_failure(line: Line, *requests: pb.SessionRequest) -> tuple[grpc.StatusCode, str]:
+    invoke = line.channel.stream_stream(
+        "/torchft.LighthouseService/Session",
+        request_serializer=pb.SessionRequest.SerializeToString,
+        response_deserializer=pb.SessionNews.FromString,
+    )
+    with pytest.raises(grpc.RpcError) as caught:
+        list(invoke(iter(requests), timeout=10))
+    return caught.value.code(), caught.value.details()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"step": -1},
+        {"step": 1, "commit_failures": -5},
+        {"checkpoint_server_addr": "x" * 1000},
+        {"checkpoint_server_addr": "a\nb"},
+        {"worker_id": "\x00"},
+    ],
+)
+def test_fields_out_of_bounds_are_refused_by_the_manager(
+    manager: Process, fields: dict[str, object]
+) -> None:
+    with line_to(manager.address) as line:
+        code, reason = failure(line.ask_manager(**fields))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert len(reason.splitlines()) == 1
+
+
+def test_a_jobs_name_is_checked(lighthouse: Process) -> None:
+    with line_to(lighthouse.address) as line:
+        assert failure(line.quorum("a:1", job="x" * 300)) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "job has 300 characters, 256 are allowed",
+        )
+
+
+def test_garbage_in_a_session_is_refused(lighthouse: Process) -> None:
+    with line_to(lighthouse.address) as line:
+        invoke = line.channel.stream_stream("/torchft.LighthouseService/Session")
+        hello = pb.SessionRequest(hello={"replica_id": "s:1"}).SerializeToString()
+        with pytest.raises(grpc.RpcError, match="the request is not a message"):
+            list(invoke(iter([hello, b"\xff" * 9]), timeout=10))
+
+
+def test_a_name_that_is_not_text_is_refused_in_one_sentence(lighthouse: Process) -> None:
+    with line_to(lighthouse.address) as line:
+        code, reason = raw_call(
+            line, "/torchft.LighthouseService/Heartbeat", b"\x0a\x03\xff\xfe\xfd"
+        )
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert reason == "the request is not a message of torchft.proto"
