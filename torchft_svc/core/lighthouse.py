@@ -238,7 +238,7 @@ class Lighthouse:
         if not may_keep_id:
             state.last_id = max(state.last_id, state.heard_id) + 1
         quorum = Quorum(quorum_id=state.last_id, participants=formed.members)
-        callers = state.members.publish(formed, quorum)
+        callers = state.members.publish(quorum)
         return AnswerQuorum(job, callers, quorum, formed.lost_from)
 
     def _end(self, job: str, state: _Job) -> None:

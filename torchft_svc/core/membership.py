@@ -90,7 +90,7 @@ class Membership:
             del self._replica_of[caller]
         return caller
 
-    def publish(self, formed: Formed, quorum: Quorum) -> tuple[int, ...]:
+    def publish(self, quorum: Quorum) -> tuple[int, ...]:
         """``quorum`` is the answer to its members; returns their callers, in member order."""
         callers = []
         for member in quorum.participants:
@@ -103,8 +103,7 @@ class Membership:
         self._awaited = set(self._previous_ids)
         self._look_at = None
         self._veterans |= self._previous_ids
-        lost = formed.lost_from is not None
-        self.committed_step = quorum.max_step if lost else max(self.committed_step, quorum.max_step)
+        self.committed_step = quorum.max_step  # lower than before only if that is accepted (7)
         return tuple(callers)
 
     # -- what follows ----------------------------------------------------------------------------

@@ -65,18 +65,15 @@ def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
     """Apply the rules to what is known at ``now`` (monotonic seconds)."""
     if not view.waiting:
         return Waiting("no group asks for a quorum")
-    previous = view.previous_ids()
-    everyone_is_back = bool(previous) and previous <= view.waiting.keys()
-    if not everyone_is_back:  # (2) is the fast path
-        deadlines = absent_deadlines(view, config)
-        absent = {replica_id: at for replica_id, at in deadlines.items() if at > now}
-        if absent:
-            until = min(absent.values())
-            why = f"waiting for {name_some(absent)}: alive, but has not asked"
-            return Waiting(why, None if until == math.inf else until)
+    deadlines = absent_deadlines(view, config)
+    absent = {replica_id: at for replica_id, at in deadlines.items() if at > now}
+    if absent:
+        until = min(absent.values())
+        why = f"waiting for {name_some(absent)}: alive, but has not asked"
+        return Waiting(why, None if until == math.inf else until)
     if len(view.waiting) < config.min_replicas:  # at a cold start, most decisions end here
         return Waiting(f"{len(view.waiting)} of at least {config.min_replicas} groups ask")
-    candidates = _candidates(view, previous)
+    candidates = _candidates(view, view.previous_ids())
     if len(candidates) < config.min_replicas:
         note = f"{len(view.waiting) - len(candidates)} more kept out by shrink_only"
         return Waiting(f"{len(candidates)} of at least {config.min_replicas} groups ask, {note}")
@@ -97,7 +94,8 @@ def absent_deadlines(view: JobView, config: QuorumConfig) -> dict[str, float]:
     rivals = absent & previous
     asked = [waiter.asked_at for key, waiter in view.waiting.items() if key in previous]
     if asked:
-        # Newcomers that have not asked yet do not make a running job wait.
+        # Newcomers that have not asked do not make a running job wait. So if all members of the
+        # previous quorum are back, nobody is waited for: that is the fast path (2).
         return dict.fromkeys(rivals, min(asked) + config.join_timeout_s)
     if rivals:
         return dict.fromkeys(rivals, math.inf)
