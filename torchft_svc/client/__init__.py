@@ -6,7 +6,12 @@ from torchft_svc.client.data import DistributedSampler
 from torchft_svc.client.ddp import DistributedDataParallel
 from torchft_svc.client.manager import Manager
 from torchft_svc.client.optim import Optimizer, OptimizerWrapper
-from torchft_svc.client.process_groups import ProcessGroup, ProcessGroupDummy, ProcessGroupGloo
+from torchft_svc.client.process_groups import (
+    ProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+)
 from torchft_svc.client.simple import FaultToleranceManager
 
 __all__ = [
@@ -21,5 +26,6 @@ __all__ = [
     "ProcessGroup",
     "ProcessGroupDummy",
     "ProcessGroupGloo",
+    "ProcessGroupNCCL",
     "WorldSizeMode",
 ]
