@@ -25,7 +25,7 @@ from benchmarks.processes import (
 )
 from benchmarks.table import Column, Result, hand_over
 
-GROUPS = 3
+_KINDS = ("trainer", "trainer and manager")
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # Well above the public release's heartbeat timeout (5 s) and a start of Python with torch on a
 # machine that is busy with other work.
@@ -59,6 +59,7 @@ class World:
     """Three replica groups and their lighthouse, killed and restarted."""
 
     start: Callable[[int], Child]
+    num_groups: int
     trainers: dict[int, Child] = field(default_factory=dict)
     _built_at_ns: dict[int, int] = field(default_factory=dict)
 
@@ -144,11 +145,11 @@ class Course:
         """One kill and one restart."""
         world = self.world
         world.train_for(dice.uniform(*_CALM_S))
-        victim = dice.randrange(GROUPS)
+        victim = dice.randrange(world.num_groups)
         killed_ns = world.kill(victim, with_manager=self.with_manager)
-        paused_ns = world.all_commit(GROUPS - 1, killed_ns) - killed_ns
+        paused_ns = world.all_commit(world.num_groups - 1, killed_ns) - killed_ns
         began_ns = world.begin(victim)
-        whole_ns = world.all_commit(GROUPS, began_ns) - began_ns
+        whole_ns = world.all_commit(world.num_groups, began_ns) - began_ns
         self.pauses_ms.append(paused_ns / 1e6)
         self.rejoins_s.append(whole_ns / 1e9)
         self.builts_s.append((world.built_at_ns(victim) - began_ns) / 1e9)
@@ -170,7 +171,7 @@ class Course:
 
 
 @contextmanager
-def whole_world(model: list[str], peer: str | None) -> Iterator[World]:
+def whole_world(model: list[str], num_groups: int, peer: str | None) -> Iterator[World]:
     """All groups train together; ``peer``: the Python of the public release, None: ours."""
     with ExitStack() as stack:
         lighthouse = stack.enter_context(start_lighthouse(min_replicas=1, peer=peer))
@@ -182,29 +183,29 @@ def whole_world(model: list[str], peer: str | None) -> Iterator[World]:
             command = program(name, *model, where, f"--name=group-{group}", **python)
             return stack.enter_context(Child(command, _ENVIRONMENT))
 
-        world = World(start)
-        for group in range(GROUPS):
+        world = World(start, num_groups)
+        for group in range(num_groups):
             world.begin(group)
-        world.all_commit(GROUPS, 0)
+        world.all_commit(num_groups, 0)
         yield world
 
 
-def measure(model: list[str], kills: int, peer_kills: int, seed: int) -> list[dict[str, Any]]:
-    """The rows, one world after the other: two would take each other's cores."""
-    peer = peer_python()
-    rows = []
-    with whole_world(model, None) as world:
-        courses = [
-            Course("ours", "trainer", world, with_manager=False),
-            Course("ours", "trainer and manager", world, with_manager=True),
-        ]
-        rows += run_all(courses, kills, seed)
-    if peer is not None and peer_kills:
-        with whole_world(model, peer) as world:
-            # Its manager is a part of its trainer: there is but one way to kill it.
-            courses = [Course("public release", "trainer", world, with_manager=False)]
-            rows += run_all(courses, peer_kills, seed)
-    return rows
+def measure_ours(
+    model: list[str], num_groups: int, kinds: tuple[str, ...], kills: int, seed: int
+) -> list[dict[str, Any]]:
+    """A row for each kind of kill, in turns."""
+    with whole_world(model, num_groups, None) as world:
+        courses = [Course("ours", kind, world, with_manager=kind != "trainer") for kind in kinds]
+        return run_all(courses, kills, seed)
+
+
+def measure_peer(
+    peer: str, model: list[str], num_groups: int, kills: int, seed: int
+) -> list[dict[str, Any]]:
+    """The public release's manager is a part of its trainer: there is but one way to kill it."""
+    with whole_world(model, num_groups, peer) as world:
+        course = Course("public release", "trainer", world, with_manager=False)
+        return run_all([course], kills, seed)
 
 
 def run_all(courses: list[Course], kills: int, seed: int) -> list[dict[str, Any]]:
@@ -217,6 +218,9 @@ def run_all(courses: list[Course], kills: int, seed: int) -> list[dict[str, Any]
 
 
 @click.command(context_settings={"show_default": True})
+@click.option("--groups", type=click.IntRange(2), default=3, help="Replica groups.")
+@click.option("--kind", "kinds", type=click.Choice(_KINDS), multiple=True, default=_KINDS,
+              help="What of a group of ours is killed; may be repeated.")  # fmt: skip
 @click.option("--kills", type=click.IntRange(1), default=20, help="Kills of each kind.")
 @click.option("--peer-kills", type=click.IntRange(0), default=5,
               help="Kills of the public release's trainers, which take longer.")  # fmt: skip
@@ -226,23 +230,28 @@ def run_all(courses: list[Course], kills: int, seed: int) -> list[dict[str, Any]
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path),
               help="Write the result here, too.")  # fmt: skip
 def main(
-    kills: int, peer_kills: int, width: int, depth: int, seed: int, json_file: Path | None
-) -> None:
-    """SIGKILL one of three replica groups, restart it, and look how long each takes."""
+    groups: int, kinds: tuple[str, ...], kills: int, peer_kills: int, width: int, depth: int,
+    seed: int, json_file: Path | None,
+) -> None:  # fmt: skip
+    """SIGKILL one of several replica groups, restart it, and look how long each takes."""
     result = Result(
         name="recovery",
-        title="Recovery from a SIGKILL: 3 groups with a small model, default settings",
+        title=f"Recovery from a SIGKILL: {groups} groups with a small model, default settings",
         columns=_COLUMNS,
-        settings={"kills": kills, "peer_kills": peer_kills, "seed": seed},
+        settings={"groups": groups, "kills": kills, "peer_kills": peer_kills, "seed": seed},
         notes=[
             "pause: from the kill to the first commit without the killed group, of the last "
             "survivor",
-            "rejoin: from the start of the process until all three have committed together; "
+            "rejoin: from the start of the process until all have committed together; "
             "the rest: rejoin less what any trainer needs to import torch and make its model",
         ],
     )
     model = [f"--width={width}", f"--depth={depth}", "--batch=8"]
-    result.rows = measure(model, kills, peer_kills, seed)
+    # One world after the other: two would take each other's cores.
+    result.rows = measure_ours(model, groups, kinds, kills, seed)
+    peer = peer_python()
+    if peer is not None and peer_kills:
+        result.rows += measure_peer(peer, model, groups, peer_kills, seed)
     hand_over(result, json_file)
 
 

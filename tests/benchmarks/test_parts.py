@@ -1,0 +1,55 @@
+"""The benchmarks' own arithmetic and processes."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from benchmarks.processes import Child, ChildError
+from benchmarks.quorum_rounds import add_ratios, shares
+from benchmarks.table import Column, Result, show
+
+
+def test_shares_give_each_caller_to_one_process() -> None:
+    assert shares(10, 3) == [(0, 3), (3, 3), (6, 4)]
+    assert shares(1, 2) == [(0, 1)]
+
+
+def test_ratios_are_those_to_the_last_row() -> None:
+    rows: list[dict[str, object]] = [
+        {"wall_ms": 2.0, "server_cpu_ms": 0.5},
+        {"wall_ms": 4.0, "server_cpu_ms": 0.0},
+    ]
+    add_ratios(rows)
+    assert [row["wall_ratio"] for row in rows] == [0.5, 1.0]
+    assert [row["cpu_ratio"] for row in rows] == [None, None]  # nothing to be related to
+
+
+def test_a_child_is_read_line_by_line_and_its_failure_has_its_last_words() -> None:
+    code = "import sys; print(input()); print('next'); sys.exit('went wrong')"
+    with Child([sys.executable, "-c", code]) as child:
+        child.send("hello")
+        assert [child.read_line(20.0), child.read_line(20.0)] == ["hello", "next"]
+        with pytest.raises(ChildError, match=r"(?s)ended.*went wrong"):
+            child.read_line(20.0)
+
+
+def test_a_silent_child_is_given_up_and_ended() -> None:
+    with Child([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        with pytest.raises(ChildError, match="said nothing"):
+            child.read_line(0.05)
+        child.stop()
+        child.stop()  # may be called twice
+
+
+def test_the_plain_table_lines_up(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    columns = (Column("name", "name"), Column("time_ms", "time, ms", 2))
+    rows = [{"name": "a", "time_ms": 1.239}, {"name": "long", "time_ms": None}]
+    show(Result("x", "Title", columns, {}, rows=rows, notes=["a note"]))
+    assert capsys.readouterr().out == (
+        "Title\nname  time, ms\na         1.24\nlong         -\n  a note\n"
+    )
