@@ -1,0 +1,278 @@
+"""Every state that can be described comes back equal; nothing malformed is believed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torchft_svc.client.checkpointing import serialization, tree
+from torchft_svc.client.checkpointing.serialization import describe, parse
+from torchft_svc.client.checkpointing.tree import DTYPES
+from torchft_svc.errors import CheckpointError, ConfigError
+
+FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def there_and_back(state: object) -> Any:
+    described = describe(state)
+    plan = parse(described.description, "peer")
+    assert plan.size == described.memory.size
+    return plan.rebuild(described.memory.copy(0, plan.size), "peer")
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def same(left: object, right: object) -> bool:
+    """Equal in type and value, NaN included, tensors bit by bit."""
+    if isinstance(left, torch.Tensor):
+        assert isinstance(right, torch.Tensor)
+        return (left.dtype, left.shape) == (right.dtype, right.shape) and raw(left) == raw(right)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        assert isinstance(right, dict)
+        return len(left) == len(right) and all(
+            same(a, b) and same(left[a], right[b]) for a, b in zip(left, right, strict=True)
+        )
+    if isinstance(left, list | tuple):
+        assert isinstance(right, list | tuple)
+        return len(left) == len(right) and all(map(same, left, right))
+    return repr(left) == repr(right)
+
+
+def tensors() -> st.SearchStrategy[torch.Tensor]:
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
+    shapes = st.lists(st.integers(0, 5), max_size=3)
+
+    def make(shape: list[int], dtype: torch.dtype, change: str) -> torch.Tensor:
+        tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+        if change == "transposed" and tensor.dim() > 1:
+            return tensor.transpose(0, 1)
+        if change == "with gaps" and tensor.dim() > 0:
+            return tensor[::2]
+        if change == "expanded":
+            return tensor.unsqueeze(0).expand(3, *shape)
+        return tensor
+
+    changes = st.sampled_from(["", "transposed", "with gaps", "expanded"])
+    return st.builds(make, shapes, st.sampled_from(dtypes), changes)
+
+
+floats = st.floats() | st.sampled_from([0.1, -0.0, math.nan, math.inf, -math.inf])
+plain = st.none() | st.booleans() | st.integers() | floats | st.text(max_size=5)
+keys = st.recursive(plain, lambda inner: st.lists(inner, max_size=2).map(tuple), max_leaves=3)
+leaves = (
+    plain
+    | st.binary(max_size=5)
+    | st.complex_numbers()
+    | st.sampled_from(list(DTYPES.values()))
+    | st.lists(st.integers(0, 9), max_size=3).map(torch.Size)
+    | tensors()
+)
+states = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.dictionaries(keys, inner, max_size=4).map(OrderedDict)
+    ),
+    max_leaves=12,
+)
+
+
+@FEW
+@given(states)
+def test_any_state_comes_back_equal(state: object) -> None:
+    assert same(state, there_and_back(state))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_tensors_of_every_dtype_come_back(name: str) -> None:
+    tensor = torch.empty(7, dtype=DTYPES[name])
+    if tensor.is_quantized:
+        with pytest.raises(ConfigError, match="quantized"):
+            describe(tensor)
+        return
+    received = there_and_back(tensor)
+    assert received.dtype == tensor.dtype
+    assert bytes(received.untyped_storage()) == bytes(tensor.untyped_storage())
+
+
+def test_tied_tensors_travel_once_and_are_tied_again() -> None:
+    weight = torch.arange(60_000.0).reshape(200, 300)
+    described = describe({"a": weight, "b": weight, "t": weight.t(), "row": weight[3]})
+    assert described.memory.size == weight.nbytes
+    received = there_and_back({"a": weight, "t": weight.t(), "row": weight[3]})
+    received["a"][3, 5] = -1.0
+    assert received["t"][5, 3] == received["row"][5] == -1.0
+
+
+def test_views_of_one_buffer_do_not_bring_the_whole_buffer() -> None:
+    flat = torch.arange(1_000_000.0)
+    state = {"first": flat[:10], "last": flat[-10:]}
+    assert describe(state).memory.size == 128
+    assert same(state, there_and_back(state))
+
+
+def test_views_of_different_dtypes_share_bytes() -> None:
+    numbers = torch.arange(12, dtype=torch.float32)
+    state = {"bytes": numbers.view(torch.uint8)[3:40], "pairs": numbers[2:8].view(torch.complex64)}
+    assert same(state, there_and_back(state))
+
+
+def test_parameters_come_back_as_plain_tensors() -> None:
+    received = there_and_back(torch.nn.Parameter(torch.ones(3)))
+    assert type(received) is torch.Tensor
+    assert not received.requires_grad
+
+
+def test_memory_of_large_tensors_is_not_copied_when_described() -> None:
+    weight = torch.zeros(100_000)
+    described = describe([weight])
+    weight += 1
+    assert bytes(described.memory.copy(0, 4)) == raw(torch.ones(1))
+
+
+def test_receiving_does_not_touch_the_sender() -> None:
+    weight = torch.zeros(100_000)
+    there_and_back(weight).fill_(1)
+    assert not weight.any()
+
+
+class Odd:
+    def __reduce__(self) -> Any:
+        raise AssertionError("somebody pickles")
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"optim": {"fn": len}}, r"state_dict\['optim'\]\['fn'\].*builtin_function_or_method"),
+        ([1, (2, Odd())], r"state_dict\[1\]\[1\].*Odd objects cannot be sent"),
+        ({Odd: 1}, r"state_dict.*the key .* is not one of"),
+        ({"a": {1, 2}}, r"state_dict\['a'\].*set objects"),
+        ([torch.ones(2).to_sparse()], r"state_dict\[0\].*only dense tensors"),
+        ([torch.ones(2, device="meta")], r"state_dict\[0\].*no data"),
+    ],
+)
+def test_what_cannot_be_sent_is_named_with_its_path(state: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        describe(state)
+
+
+def test_a_list_that_holds_itself_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(ConfigError, match="nested more than 64 levels"):
+        describe(endless)
+
+
+def document(**changes: Any) -> bytes:
+    """A good description of one tensor of 4 floats, with changes."""
+    good: dict[str, Any] = json.loads(describe(torch.ones(4)).description)
+    return json.dumps(good | changes).encode()
+
+
+def tensor_entry(**changes: Any) -> bytes:
+    entry = {"blob": 0, "dtype": "float32", "shape": [4], "strides": [1], "offset": 0} | changes
+    return document(tensors=[list(entry.values())])
+
+
+def deep(levels: int) -> bytes:
+    head, tail = document(tree="?").split(b'"?"')
+    return head + b'["l",' * levels + b"1" + b"]" * levels + tail
+
+
+HOSTILE = {
+    "no JSON": b"\x80\x04}",
+    "not UTF-8": b'"\xff"',
+    "a list": b"[]",
+    "another version": document(version=2),
+    "no table": document(tensors=None),
+    "a negative size": document(blobs=[-16]),
+    "a size of another type": document(blobs=[True]),
+    "a size out of this world": document(blobs=[1 << 60]),
+    "more than can be": document(blobs=[1 << 44, 1 << 44]),
+    "NaN": document(tree=math.nan),
+    "an entry too short": document(tensors=[[0]]),
+    "an unknown dtype": tensor_entry(dtype="float31"),
+    "a dtype that is none": tensor_entry(dtype=["float32"]),
+    "a negative dimension": tensor_entry(shape=[-4]),
+    "a huge dimension": tensor_entry(shape=[1 << 62]),
+    "too many dimensions": tensor_entry(shape=[1] * 65, strides=[1] * 65),
+    "no strides": tensor_entry(strides=[]),
+    "negative strides": tensor_entry(strides=[-1]),
+    "a view beyond its blob": tensor_entry(offset=4),
+    "a crooked offset": tensor_entry(offset=2, shape=[1]),
+    "strides beyond the blob": tensor_entry(strides=[2]),
+    "more elements than bytes": tensor_entry(shape=[1 << 40], strides=[0]),
+    "another blob": tensor_entry(blob=1),
+    "a negative blob": tensor_entry(blob=-1),
+}
+HOSTILE_TREES: dict[str, Any] = {
+    "an object": {"a": 1},
+    "an empty node": [],
+    "a node without a tag": [1, 2],
+    "an unknown tag": ["eval", "1"],
+    "a tensor that is missing": ["T", 1],
+    "a tensor by a negative number": ["T", -1],
+    "a key without a value": ["d", "a"],
+    "a list as a key": ["d", ["l"], 1],
+    "bad base64": ["b", "*"],
+    "a bad integer": ["i", "zz"],
+    "a bad float": ["f", "pi"],
+    "an unknown dtype": ["y", "cuda"],
+    "a bad complex": ["c", 1.0, "x"],
+    "a negative torch.Size": ["z", -1],
+    "a text in a torch.Size": ["z", "1"],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_description_is_refused(name: str) -> None:
+    with pytest.raises(CheckpointError, match="checkpoint from peer: malformed description"):
+        parse(HOSTILE[name], "peer")
+
+
+@pytest.mark.parametrize("name", HOSTILE_TREES)
+def test_a_hostile_tree_is_refused(name: str) -> None:
+    plan = parse(document(tree=HOSTILE_TREES[name]), "peer")
+    with pytest.raises(CheckpointError, match="checkpoint from peer: malformed description"):
+        plan.rebuild(memoryview(bytearray(plan.size)), "peer")
+
+
+@pytest.mark.parametrize("levels", [tree.MAX_DEPTH + 2, 5_000, 200_000])
+def test_a_depth_bomb_is_refused(levels: int) -> None:
+    with pytest.raises(CheckpointError, match="nested"):
+        parse(deep(levels), "peer").rebuild(memoryview(bytearray(64)), "peer")
+
+
+@FEW
+@given(st.data())
+def test_a_damaged_description_is_refused_or_harmless(data: st.DataObject) -> None:
+    good = bytearray(describe({"w": torch.ones(4), "n": [1, None, 2.5]}).description)
+    for _ in range(data.draw(st.integers(1, 3))):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        plan = parse(good, "peer")
+        if plan.size < 1 << 20:
+            plan.rebuild(memoryview(bytearray(plan.size)), "peer")
+    except CheckpointError:
+        pass
+
+
+def test_too_many_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serialization, "MAX_DESCRIPTION_BYTES", 1000)
+    with pytest.raises(ConfigError, match="its description takes more than"):
+        describe([torch.ones(1) for _ in range(100)])
