@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from torchft_svc.core.types import DEFAULT_JOB, MAX_NAME_LENGTH, MAX_WORLD_SIZE
-from torchft_svc.errors import ConfigError
-from torchft_svc.rpc.address import parse_address
+from torchft_svc.errors import AddressError, ConfigError
+from torchft_svc.rpc.address import HostPort, parse_address
 
 # An incarnation is a uuid behind the name and a colon.
 _INCARNATION_LENGTH = 37
@@ -41,6 +41,10 @@ class ManagerConfig:
         parse_address(self.lighthouse_address)
         parse_address(self.store_address)
         parse_address(self.bind, may_bind=True)
+        if self.advertise_host is not None:
+            _check_host(self.advertise_host)
+        if self.owner_pid is not None and self.owner_pid < 1:
+            raise ConfigError("owner_pid", self.owner_pid, "a process has a number above 0")
         for field, limit in (
             ("replica_name", MAX_NAME_LENGTH - _INCARNATION_LENGTH),
             ("job_id", MAX_NAME_LENGTH),
@@ -61,3 +65,11 @@ class ManagerConfig:
             value = getattr(self, field)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(field, value, "use a finite number of seconds above 0")
+
+
+def _check_host(host: str) -> None:
+    try:
+        parse_address(str(HostPort(host, 1)))
+    except AddressError:
+        shown = host if len(host) <= MAX_NAME_LENGTH else f"{host[:40]}..."
+        raise ConfigError("advertise_host", shown, "it is not a host name") from None

@@ -1,0 +1,114 @@
+"""Tests the sentence for each mistake on the two command lines: exit status 2, no traceback."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from click.testing import CliRunner
+from running import command
+
+from torchft_svc.lighthouse_server.cli import main as lighthouse
+from torchft_svc.manager_server.cli import main as manager
+
+NEEDED = ["--lighthouse=127.0.0.1:1", "--replica-name=g", "--store-address=127.0.0.1:1"]
+EXPECTED = "expected host:port, :port or [ipv6]:port, such as lighthouse.example:29510"
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--nonsense"], "No such option '--nonsense'."),
+        (["--min-replicas"], "Option '--min-replicas' requires an argument."),
+        (["--min-replicas=x"], "Invalid value for '--min-replicas'"),
+        (["--bind=nonsense"], f"address 'nonsense': has no port; {EXPECTED}"),
+        (["--bind=host:99999"], "address 'host:99999': port 99999 is outside 0 to 65535"),
+        (["--min-replicas=0"], "min_replicas=0 cannot work: a quorum needs at least one group"),
+        (
+            ["--join_timeout_ms=-1"],
+            "join_timeout_s=-0.001 cannot work: a timeout is a finite number of seconds, 0 or more",
+        ),
+        (
+            ["--heartbeat-timeout-ms=0"],
+            "heartbeat_timeout_s=0 cannot work: every group would be dead at once",
+        ),
+        (["--on-step-regression=maybe"], "'maybe' is not one of 'auto', 'hold', 'warn'."),
+        (["--log-level=loud"], "'loud' is not one of"),
+        (["extra"], "Got unexpected extra argument (extra)"),
+    ],
+)
+def test_a_mistake_on_the_lighthouses_command_line(flags: list[str], sentence: str) -> None:
+    result = CliRunner().invoke(lighthouse, flags)
+    assert result.exit_code == 2
+    assert sentence in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ([], "Missing option '--lighthouse'"),
+        ([*NEEDED, "--nonsense"], "No such option '--nonsense'."),
+        ([*NEEDED, "--lighthouse=:1"], f"address ':1': has no host; {EXPECTED}"),
+        ([*NEEDED, "--store-address=x"], f"address 'x': has no port; {EXPECTED}"),
+        ([*NEEDED, "--group-world-size=0"], "group_world_size=0 cannot work: use 1 to 1000000"),
+        ([*NEEDED, "--replica-name="], "replica_name='' cannot work: use 1 to 219 printable"),
+        ([*NEEDED, "--replica-name=a\nb"], "replica_name='a\\nb' cannot work"),
+        ([*NEEDED, "--job-id=\x7f"], "job_id='\\x7f' cannot work: use 1 to 256 printable"),
+        ([*NEEDED, "--heartbeat-interval-ms=0"], "heartbeat_interval_s=0.0 cannot work"),
+        ([*NEEDED, "--connect-timeout-ms=-5"], "connect_timeout_s=-0.005 cannot work"),
+        ([*NEEDED, "--quorum-retries=-1"], "quorum_retries=-1 cannot work: use 0 to 1000"),
+        ([*NEEDED, "--advertise-host=a b"], "advertise_host='a b' cannot work"),
+        ([*NEEDED, "--owner-pid=0"], "owner_pid=0 cannot work"),
+    ],
+)
+def test_a_mistake_on_the_managers_command_line(flags: list[str], sentence: str) -> None:
+    result = CliRunner(env={"TORCHFT_LIGHTHOUSE": "", "REPLICA_GROUP_ID": ""}).invoke(
+        manager, flags
+    )
+    assert result.exit_code == 2, result.output
+    assert sentence in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("main", [lighthouse, manager])
+def test_every_flag_has_both_spellings(main: object) -> None:
+    for parameter in main.params:  # type: ignore[attr-defined]
+        spellings = {name.lstrip("-") for name in parameter.opts}
+        assert {name.replace("-", "_") for name in spellings} <= spellings
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("module", "flags"), [("lighthouse_server", []), ("manager_server", NEEDED)]
+)
+@pytest.mark.parametrize("kind", ["in use", "not ours", "unknown"])
+def test_an_address_that_cannot_be_bound(
+    module: str, flags: list[str], kind: str, taken: str
+) -> None:
+    address, reason = {
+        "in use": (taken, "cannot be bound: Address already in use"),
+        "not ours": ("192.0.2.1:80", "cannot be bound: Cannot assign requested address"),
+        "unknown": ("nowhere.invalid:80", "cannot be resolved: "),
+    }[kind]
+    result = command(module, f"--bind={address}", *flags)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert result.stderr.startswith(f"Error: address '{address}': {reason}")
+
+
+@pytest.mark.processes
+def test_a_port_in_use_is_noticed_across_address_families(taken: str) -> None:
+    """``:port`` binds IPv6 and IPv4 together: half a bind would get half of the callers."""
+    port = taken.rpartition(":")[2]
+    result = command("lighthouse_server", f"--bind=:{port}")
+    assert result.returncode == 2
+    assert result.stderr == (f"Error: address ':{port}': cannot be bound: Address already in use\n")
