@@ -247,8 +247,11 @@ class Round:
         )
 
     def _offer(self, quorum: QuorumResult) -> None:
-        """Serve this group's state; a receiver's trouble is none of this group's step."""
-        timeout_s = self._rules.timeouts.collective_s
+        """Serve this group's state; a receiver's trouble is none of this group's step.
+
+        It is kept for those that come late for as long as anything in a step may take.
+        """
+        timeout_s = self._rules.timeouts.quorum_s
         state = self._step.state
         counters = {"step": state.step, "batches_committed": state.batches_committed}
         try:

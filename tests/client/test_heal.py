@@ -1,0 +1,284 @@
+"""Tests that groups which are behind catch up, and what happens when that fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from torchft_svc.client import CheckpointTransport, HTTPTransport
+from torchft_svc.errors import CheckpointError
+
+from .training import (
+    DEADLINE_S,
+    TIMEOUT,
+    Trainer,
+    assert_identical,
+    bits,
+    lighthouse,
+    together,
+    trainers,
+)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with lighthouse(min_replicas=1, join_timeout_ms=5000) as address:
+        yield address
+
+
+class Unreliable(CheckpointTransport[Any]):
+    """The HTTP transport, with receptions that fail, or wait, when told to."""
+
+    def __init__(self, num_failures: int = 0) -> None:
+        self._http: HTTPTransport[Any] = HTTPTransport(TIMEOUT, hostname="127.0.0.1")
+        self.num_failures = num_failures
+        self.may_receive = threading.Event()
+        self.may_receive.set()
+        self.received: list[int] = []
+
+    def metadata(self) -> str:
+        return self._http.metadata()
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
+    ) -> None:
+        self._http.send_checkpoint(dst_ranks, step, state_dict, timeout)
+
+    def disallow_checkpoint(self) -> None:
+        self._http.disallow_checkpoint()
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        assert self.may_receive.wait(DEADLINE_S)
+        if self.num_failures:
+            self.num_failures -= 1
+            raise CheckpointError(metadata, "the test wants it so")
+        state = self._http.recv_checkpoint(src_rank, metadata, step, timeout)
+        self.received.append(step)
+        return state
+
+    def shutdown(self, wait: bool = True) -> None:
+        self._http.shutdown(wait)
+
+
+def train_on(*groups: Trainer) -> None:
+    """A few more steps of groups that were in one quorum, then they must be identical."""
+    until = max(group.manager.current_step() for group in groups) + 3
+    together(*(lambda group=group: group.until(until) for group in groups))
+    assert_identical(groups)
+
+
+def test_a_newcomer_heals_and_then_contributes(address: str) -> None:
+    with Trainer(address, "a", 0) as a:
+        a.steps(3)
+        with Trainer(address, "b", 1) as b:
+            assert together(b.step, lambda: a.meets(2)) == [True, True]
+            assert not b.manager.is_participating()
+            train_on(a, b)
+            assert b.manager.is_participating()
+
+
+def test_a_newcomer_contributes_zeros_in_the_step_in_which_it_heals(address: str) -> None:
+    with Trainer(address, "a", 0) as a:
+        a.steps(2)
+        with Trainer(address, "b", 1) as b:
+
+            def newcomer() -> tuple[Any, ...]:
+                b.backward()
+                numbers = b.manager.participating_rank(), b.manager.num_participants()
+                before = b.manager.current_step()
+                committed = b.optimizer.step()
+                return (*numbers, before, committed, b.manager.current_step())
+
+            seen, committed = together(newcomer, lambda: a.meets(2))
+            assert seen == (None, 1, 0, True, a.manager.current_step())
+            assert committed
+            assert a.manager.num_participants() == 1
+            # One group contributed at a time so far: the newcomer's batch does not count.
+            assert a.manager.batches_committed() == a.manager.current_step()
+            assert_identical([a, b])
+
+
+def test_with_a_synchronous_quorum_a_newcomer_contributes_at_once(address: str) -> None:
+    with Trainer(address, "a", 0, use_async_quorum=False) as a:
+        a.steps(2)
+        with Trainer(address, "b", 1, use_async_quorum=False) as b:
+
+            def newcomer() -> tuple[Any, ...]:
+                b.manager.start_quorum()
+                healed = b.manager.current_step(), b.manager.is_participating()
+                b.inner.zero_grad()
+                b.loss().backward()
+                return (*healed, b.optimizer.step())
+
+            seen, committed = together(newcomer, lambda: a.meets(2))
+            assert committed
+            step = a.manager.current_step()
+            assert seen == (step - 1, True, True)
+            assert_identical([a, b])
+            assert a.manager.batches_committed() == step + 1
+
+
+def test_a_group_that_fell_behind_heals(address: str) -> None:
+    with trainers(address, 2) as (a, b):
+        together(lambda: a.meets(2), lambda: b.meets(2))
+
+        def falls_behind() -> None:
+            b.backward()
+            b.manager.report_error(RuntimeError("only here"))
+            b.optimizer.step()
+
+        together(falls_behind, a.step)
+        train_on(a, b)
+
+
+def test_trap_a_stale_pending_state_dict_after_a_failed_heal(address: str) -> None:
+    transport = Unreliable(num_failures=1)
+    with Trainer(address, "a", 0) as a:
+        a.steps(2)
+        with Trainer(address, "b", 1, checkpoint_transport=transport) as b:
+            weights = bits(b.state_dict())
+            assert together(b.step, lambda: a.meets(2)) == [False, True]
+            # I6: nothing of the failed heal is left, neither a step nor weights.
+            assert (b.manager.current_step(), bits(b.state_dict())) == (0, weights)
+            assert "the test wants it so" in str(b.manager.errored())
+            train_on(a, b)
+            # The state that was applied is the one of the later step, not one kept from before.
+            assert len(transport.received) == 1
+            assert transport.received[0] > 2
+
+
+def test_a_failed_heal_does_not_disturb_the_others(address: str) -> None:
+    with Trainer(address, "a", 0) as a:
+        a.steps(2)
+        with Trainer(address, "b", 1, checkpoint_transport=Unreliable(num_failures=3)) as b:
+            for _ in range(3):
+                assert together(b.step, lambda: a.meets(2)) == [False, True]
+            assert a.manager.errored() is None
+            train_on(a, b)
+
+
+def test_trap_a_step_number_that_advances_before_the_healed_weights_are_applied(
+    address: str,
+) -> None:
+    steps_at_load: list[int] = []
+    with Trainer(address, "a", 0) as a:
+        a.steps(2)
+        with Trainer(address, "b", 1) as b:
+            load = b.load_state_dict
+
+            def loads(state: dict[str, Any]) -> None:
+                steps_at_load.append(b.manager.current_step())
+                load(state)
+                steps_at_load.append(b.manager.current_step())
+
+            b.load_state_dict = loads  # type: ignore[method-assign]
+            b.manager._registry._pieces.clear()
+            b.manager.set_state_dict_fns(loads, b.state_dict)
+            assert together(b.step, lambda: a.meets(2)) == [True, True]
+            assert steps_at_load == [0, 0]
+            assert_identical([a, b])
+
+
+def test_weights_that_cannot_be_loaded_leave_the_step_where_it_was(address: str) -> None:
+    with Trainer(address, "a", 0) as a:
+        a.steps(2)
+        with Trainer(address, "b", 1) as b:
+            failures = [RuntimeError("no room")]
+            load = b.load_state_dict
+
+            def loads(state: dict[str, Any]) -> None:
+                if failures:
+                    raise failures.pop()
+                load(state)
+
+            b.manager._registry._pieces.clear()
+            b.manager.set_state_dict_fns(loads, b.state_dict)
+            assert together(b.step, lambda: a.meets(2)) == [False, True]
+            assert b.manager.current_step() == 0
+            assert "no room" in str(b.manager.errored())
+            train_on(a, b)
+
+
+def test_trap_a_slow_healing_peer_raises_a_timeout_in_the_healthy_sender(address: str) -> None:
+    transport = Unreliable()
+    transport.may_receive.clear()
+    # The healthy group's own timeout is far shorter than the newcomer takes.
+    short = {"timeout": timedelta(milliseconds=500), "quorum_timeout": TIMEOUT}
+    with Trainer(address, "a", 0, **short) as a:
+        a.steps(2)
+        with Trainer(address, "b", 1, checkpoint_transport=transport) as b:
+
+            def healthy() -> list[bool]:
+                first = a.meets(2)
+                assert a.manager.errored() is None
+                time.sleep(0.6)  # the newcomer takes longer than any timeout of this group
+                transport.may_receive.set()
+                return [first]
+
+            committed, healed = together(healthy, b.step)
+            assert committed == [True]
+            assert healed
+            assert_identical([a, b])
+            train_on(a, b)
+
+
+def test_groups_heal_by_every_registered_piece(address: str) -> None:
+    with Trainer(address, "a", 0) as a, Trainer(address, "b", 1) as b:
+        extra = {"a": torch.tensor([1.0]), "b": torch.tensor([2.0])}
+        for group in (a, b):
+            group.manager.register_state_dict_fn(
+                "extra",
+                lambda state, name=group.name: extra.update({name: state["value"]}),
+                lambda name=group.name: {"value": extra[name]},
+            )
+        together(a.step, b.step)
+        assert extra["a"].tolist() == extra["b"].tolist() == [1.0]
+
+
+def test_pieces_that_do_not_match_are_an_error_that_names_them(address: str) -> None:
+    with Trainer(address, "a", 0) as a:
+        a.steps(1)
+        with Trainer(address, "b", 1) as b:
+            b.manager.register_state_dict_fn("extra", print, dict)
+            assert together(b.step, lambda: a.meets(2)) == [False, True]
+            assert "it has the state of 'default', here 'default', 'extra'" in str(
+                b.manager.errored()
+            )
+
+
+def test_without_init_sync_everyone_keeps_its_own_weights() -> None:
+    with (
+        lighthouse(min_replicas=2) as address,
+        Trainer(address, "a", 0, init_sync=False) as a,
+        Trainer(address, "b", 1, init_sync=False) as b,
+    ):
+        before = bits(a.model.state_dict()), bits(b.model.state_dict())
+        together(a.manager.start_quorum, b.manager.start_quorum)
+        together(a.manager.should_commit, b.manager.should_commit)
+        assert (bits(a.model.state_dict()), bits(b.model.state_dict())) == before
+
+
+def test_healing_can_be_put_off(address: str) -> None:
+    with Trainer(address, "a", 0) as a:
+        a.steps(2)
+        with Trainer(address, "b", 1) as b:
+
+            def without_healing() -> int:
+                b.manager.start_quorum(allow_heal=False)
+                assert not b.manager.is_participating()
+                b.manager.should_commit()
+                return b.manager.current_step()
+
+            def veteran() -> None:
+                while b.manager._runtime.membership.quorum is None:
+                    a.manager.start_quorum(allow_heal=False)
+                    a.manager.should_commit()
+
+            together(without_healing, veteran)
+            assert bits(b.model.state_dict()) != bits(a.model.state_dict())
