@@ -89,6 +89,14 @@ def test_a_job_with_a_bad_name_is_refused(job: str) -> None:
         scene.beat("a", job=job)
 
 
+@pytest.mark.parametrize("replica_id", ["", "x" * 257, "a\nb"])
+def test_a_beat_with_a_bad_name_is_refused_although_there_is_room(replica_id: str) -> None:
+    scene = Scene()
+    with pytest.raises(RequestRefused, match="replica_id"):
+        scene.beat(replica_id)
+    assert scene.house.next_deadline() is None
+
+
 def test_a_rejected_input_leaves_the_state_as_it_was() -> None:
     scene = Scene(config(min_replicas=3, max_jobs=1, max_members_per_job=3))
     scene.ask_all("a:1", "b:1")
