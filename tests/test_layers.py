@@ -1,0 +1,140 @@
+"""Tests the shape of the tree: who may import torch, and how long files and functions may be."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torchft_svc
+
+ROOT = Path(__file__).parents[1]
+TREES = ("torchft_svc", "demo", "benchmarks", "examples")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 70
+# Never to grow: path (and function), its own limit, and the reason.
+LONGER = {
+    "torchft_svc/client/manager.py:__init__": 75,  # 22 keywords of the user-facing class
+}
+WITHOUT_TORCH = ("core", "rpc", "lighthouse_server", "manager_server", "coordination", "errors")
+
+
+def sources() -> list[Path]:
+    """Every source file of ours that is read by people."""
+    found = [path for tree in TREES for path in sorted((ROOT / tree).rglob("*.py"))]
+    return [path for path in found if path.parent.name != "proto"]
+
+
+def shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Each function of a file, and how many lines it has from `def` to its end."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield f"{shown(path)}:{node.name}", node.end_lineno - node.lineno + 1
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {shown(path): len(path.read_text().splitlines()) for path in sources()}
+    too_long = {
+        name: length
+        for name, length in lengths.items()
+        if length > LONGER.get(name, MAX_FILE_LINES)
+    }
+    assert not too_long
+
+
+def test_no_function_is_too_long() -> None:
+    too_long = {
+        name: length
+        for path in sources()
+        for name, length in functions(path)
+        if length > LONGER.get(name, MAX_FUNCTION_LINES)
+    }
+    assert not too_long
+
+
+def test_the_exceptions_are_still_needed() -> None:
+    lengths = {shown(path): len(path.read_text().splitlines()) for path in sources()}
+    for path in sources():
+        lengths.update(functions(path))
+    usual = {name: MAX_FUNCTION_LINES if ":" in name else MAX_FILE_LINES for name in LONGER}
+    assert not {name for name in LONGER if lengths.get(name, 0) <= usual[name]}
+
+
+def test_the_first_line_of_every_file_says_what_it_does() -> None:
+    silent = []
+    for path in sources():
+        text = path.read_text()
+        if path.name == "__init__.py" and not text.strip():
+            continue
+        docstring = ast.get_docstring(ast.parse(text)) or ""
+        if not text.startswith(('"""', "#!", 'r"""')) or len(docstring.split("\n")[0]) < 15:
+            silent.append(shown(path))
+    assert not silent
+
+
+def modules() -> list[str]:
+    found = pkgutil.walk_packages(torchft_svc.__path__, "torchft_svc.")
+    return [module.name for module in found if not module.name.endswith("__main__")]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_public_names_resolve(name: str) -> None:
+    module = importlib.import_module(name)
+    missing = [public for public in getattr(module, "__all__", ()) if not hasattr(module, public)]
+    assert not missing
+
+
+def fresh(script: str) -> str:
+    """What a new interpreter says to ``script``."""
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_services_and_the_core_never_import_torch() -> None:
+    imports = "\n".join(
+        f"import {name}"
+        for name in ["torchft_svc", *modules()]
+        if name == "torchft_svc" or name.split(".")[1] in WITHOUT_TORCH
+    )
+    told = fresh(f"{imports}\nimport sys\nprint(sorted({{'torch', 'numpy'}} & set(sys.modules)))")
+    assert told == "[]"
+
+
+def test_the_core_imports_neither_grpc_nor_asyncio() -> None:
+    imports = "\n".join(f"import {name}" for name in modules() if ".core" in name)
+    told = fresh(
+        f"{imports}\nimport sys\nprint(sorted({{'grpc', 'asyncio', 'socket'}} & set(sys.modules)))"
+    )
+    assert told == "[]"
+
+
+def test_importing_starts_no_thread_and_configures_no_logging() -> None:
+    imports = "\n".join(f"import {name}" for name in modules())
+    told = fresh(
+        "import torch, threading, logging\n"
+        "before = set(threading.enumerate()), list(logging.root.handlers), logging.root.level\n"
+        f"{imports}\n"
+        "after = set(threading.enumerate()), list(logging.root.handlers), logging.root.level\n"
+        "print(before == after, [n for n in logging.root.manager.loggerDict "
+        "if n.startswith('torchft') and logging.getLogger(n).handlers])"
+    )
+    assert told == "True []"
