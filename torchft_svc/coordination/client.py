@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from torchft_svc.errors import Unreachable
+from torchft_svc.core.types import check_name
+from torchft_svc.errors import ConfigError, RequestRefused, Unreachable
 from torchft_svc.rpc.channel import open_channel
 from torchft_svc.rpc.codec import JOB_KEY
 from torchft_svc.rpc.status import to_error
@@ -24,14 +25,17 @@ class Client:
     """A blocking client of one service: calls with deadlines, errors in our words."""
 
     def __init__(self, peer: str, addr: str, connect_timeout: timedelta, job_id: str) -> None:
+        _check_job(job_id)
         self._peer = peer
         self._addr = addr
         self._connect_timeout_s = connect_timeout.total_seconds()
         self._metadata = ((JOB_KEY, job_id),)
         self._channel = open_channel(addr)
+        self._closed = False
 
     def close(self) -> None:
         """Cancel what is under way and close the connection; may be called twice."""
+        self._closed = True
         self._channel.close()
 
     def _connect(self) -> None:
@@ -53,6 +57,10 @@ class Client:
             timeout_s = timeout.total_seconds()
             try:
                 result: Answer = call(request, timeout=timeout_s, metadata=self._metadata)
+            except ValueError:  # that is how gRPC says it
+                if not self._closed:
+                    raise
+                raise RequestRefused(f"this client is closed: {self._peer}") from None
             except grpc.RpcError as error:
                 raise to_error(
                     error,
@@ -75,6 +83,16 @@ class Client:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_job(job_id: str) -> None:
+    """Raise `ConfigError` for a name that cannot travel as the metadata of a call."""
+    try:
+        check_name("job_id", job_id)
+    except RequestRefused as error:
+        raise ConfigError("job_id", job_id[:40], str(error)) from None
+    if not job_id.isascii():
+        raise ConfigError("job_id", job_id, "use ASCII characters")
 
 
 def _serialize(message: Any) -> bytes:

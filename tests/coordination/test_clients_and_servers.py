@@ -1,0 +1,249 @@
+"""Tests the public clients and in-process servers: timeouts, ends, errors, threads."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from running import eventually
+
+from torchft_svc.coordination import (
+    LighthouseClient,
+    LighthouseServer,
+    ManagerClient,
+    ManagerServer,
+)
+from torchft_svc.errors import (
+    AddressError,
+    ConfigError,
+    DeadlineExceeded,
+    PeerError,
+    QuorumFailed,
+    RequestRefused,
+    TorchFTError,
+    Unreachable,
+    UsageError,
+)
+
+LONG = timedelta(seconds=10)
+SHORT = timedelta(seconds=0.3)
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    with LighthouseServer("127.0.0.1:0", min_replicas=2) as server:
+        yield server
+
+
+def start_manager(lighthouse: str, **changes: Any) -> ManagerServer:
+    fields = {
+        "replica_id": "group",
+        "lighthouse_addr": lighthouse,
+        "hostname": "127.0.0.1",
+        "bind": "127.0.0.1:0",
+        "store_addr": "127.0.0.1:1",
+        "world_size": 1,
+        "heartbeat_interval": timedelta(milliseconds=100),
+        "connect_timeout": SHORT,
+        "quorum_retries": 0,
+    }
+    return ManagerServer(**{**fields, **changes})
+
+
+@pytest.fixture
+def manager(lighthouse: LighthouseServer) -> Iterator[ManagerServer]:
+    with start_manager(lighthouse.address()) as server:
+        yield server
+
+
+def test_every_wait_ends_with_a_timeout_error_that_says_why(
+    lighthouse: LighthouseServer, manager: ManagerServer
+) -> None:
+    with (
+        LighthouseClient(lighthouse.address(), LONG, job_id="another") as one,
+        ManagerClient(manager.address(), LONG) as other,
+    ):
+        waits: list[Callable[[], object]] = [
+            lambda: one.quorum("a:1", SHORT),
+            lambda: other._quorum(0, 0, "", False, SHORT),
+        ]
+        for wait in waits:
+            began_at = time.monotonic()
+            with pytest.raises(TimeoutError, match="1 of at least 2 groups ask") as caught:
+                wait()
+            assert time.monotonic() - began_at < 1.0
+            assert isinstance(caught.value, DeadlineExceeded)
+
+
+@pytest.mark.parametrize("client", [LighthouseClient, ManagerClient])
+def test_nobody_at_the_address_is_an_error_within_the_connect_timeout(client: Any) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        began_at = time.monotonic()
+        with pytest.raises(ConnectionError) as caught:
+            client(address, SHORT)
+        assert time.monotonic() - began_at < 1.0
+    assert isinstance(caught.value, Unreachable)
+    assert f"at {address} cannot be reached: no connection within 0.3 s" in str(caught.value)
+
+
+@pytest.mark.parametrize("client", [LighthouseClient, ManagerClient])
+@pytest.mark.parametrize("address", ["nonsense", "host:0", ""])
+def test_an_address_that_cannot_be_parsed_is_refused(client: Any, address: str) -> None:
+    with pytest.raises(AddressError):
+        client(address, LONG)
+
+
+def test_the_other_services_address_is_noticed_at_once(
+    lighthouse: LighthouseServer, manager: ManagerServer
+) -> None:
+    with ManagerClient(lighthouse.address(), LONG) as client:
+        with pytest.raises(RequestRefused) as caught:
+            client.should_commit(0, 0, True, LONG)
+        assert str(caught.value) == (
+            f"there is no manager at {lighthouse.address()}: it does not know this request"
+        )
+    with (
+        LighthouseClient(manager.address(), LONG) as client,
+        pytest.raises(RequestRefused, match="there is no lighthouse at"),
+    ):
+        client.heartbeat("a:1")
+
+
+def test_a_request_of_a_megabyte_is_the_callers_mistake(lighthouse: LighthouseServer) -> None:
+    with LighthouseClient(lighthouse.address(), LONG) as client:
+        with pytest.raises(RequestRefused, match="is too large") as caught:
+            client.heartbeat("x" * 1_000_000)
+        assert len(str(caught.value)) < 300
+        client.heartbeat("a:1")
+
+
+@pytest.mark.parametrize("job", ["", "two\nlines", "grün", "x" * 300])
+def test_a_jobs_name_is_checked_by_the_client(lighthouse: LighthouseServer, job: str) -> None:
+    with pytest.raises(ConfigError, match="job_id="):
+        LighthouseClient(lighthouse.address(), LONG, job_id=job)
+
+
+def test_a_closed_client_says_so(lighthouse: LighthouseServer, manager: ManagerServer) -> None:
+    one = LighthouseClient(lighthouse.address(), LONG)
+    other = ManagerClient(manager.address(), LONG)
+    calls: list[Callable[[], object]] = [
+        lambda: one.heartbeat("a:1"),
+        lambda: other.should_commit(0, 0, True, LONG),
+    ]
+    for client, call in zip((one, other), calls, strict=True):
+        client.close()
+        client.close()
+        with pytest.raises(UsageError, match="this client is closed"):
+            call()
+
+
+def test_closing_a_client_ends_a_call_under_way() -> None:
+    outcome: list[BaseException] = []
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=3) as lighthouse,
+        LighthouseClient(lighthouse.address(), LONG) as fellow,
+    ):
+        client = LighthouseClient(lighthouse.address(), LONG)
+
+        def wait() -> None:
+            try:
+                client.quorum("a:1", LONG)
+            except BaseException as error:
+                outcome.append(error)
+
+        def is_waiting() -> bool:
+            with pytest.raises(TimeoutError) as caught:
+                fellow.quorum("b:1", timedelta(seconds=0.1))
+            return "2 of at least 3 groups ask" in str(caught.value)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        eventually(is_waiting)
+        client.close()
+        thread.join(5)
+        assert not thread.is_alive()
+    (error,) = outcome
+    assert isinstance(error, TorchFTError)
+
+
+def test_servers_start_and_stop_many_times_without_leaking_threads() -> None:
+    def services_threads() -> list[str]:
+        return [each.name for each in threading.enumerate() if each.name.startswith("torchft")]
+
+    for _ in range(15):
+        with (
+            LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse,
+            start_manager(lighthouse.address()) as manager,
+        ):
+            assert services_threads() == ["torchft-services"], "both share one loop"
+            assert manager.address().startswith("http://127.0.0.1:")
+        assert services_threads() == []
+    assert threading.active_count() < 30
+
+
+def test_shutting_down_twice_is_allowed_and_frees_the_port() -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    address = server.address()
+    server.shutdown()
+    server.shutdown()
+    with LighthouseServer(address, min_replicas=1) as again:
+        assert again.address() == address
+
+
+def test_a_manager_that_is_shut_down_has_left_the_lighthouse() -> None:
+    with LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse:
+        with (
+            start_manager(lighthouse.address(), connect_timeout=LONG) as manager,
+            ManagerClient(manager.address(), LONG) as other,
+        ):
+            assert other._quorum(0, 0, "", False, LONG).replica_world_size == 1
+        with LighthouseClient(lighthouse.address(), LONG) as client:
+            began_at = time.monotonic()
+            quorum = client.quorum("b:1", LONG)
+            assert time.monotonic() - began_at < 1.0
+    assert [member.replica_id for member in quorum.participants] == ["b:1"]
+
+
+def test_a_server_that_cannot_start_leaves_nothing(lighthouse: LighthouseServer) -> None:
+    for start in (
+        lambda: LighthouseServer(lighthouse.address(), min_replicas=1),
+        lambda: start_manager(lighthouse.address(), bind=lighthouse.address()),
+    ):
+        with pytest.raises(AddressError, match="Address already in use"):
+            start()
+    with pytest.raises(ConfigError, match="min_replicas=0"):
+        LighthouseServer("127.0.0.1:0", min_replicas=0)
+    with pytest.raises(ConfigError, match="heartbeat_interval_s="):
+        start_manager(lighthouse.address(), heartbeat_interval=timedelta(0))
+
+
+def test_errors_that_were_caught_survive_pickle(
+    lighthouse: LighthouseServer, manager: ManagerServer
+) -> None:
+    caught: list[TorchFTError] = []
+    with (
+        LighthouseClient(lighthouse.address(), LONG) as one,
+        ManagerClient(manager.address(), LONG) as other,
+    ):
+        for call in (
+            lambda: one.quorum("a:1", SHORT),
+            lambda: one.quorum("", SHORT),
+            lambda: other.should_commit(5, 0, True, SHORT),
+            lambda: LighthouseClient("127.0.0.1:1", SHORT),
+            lambda: LighthouseClient("nonsense", SHORT),
+        ):
+            with pytest.raises(TorchFTError) as info:
+                call()
+            caught.append(info.value)
+    for error in [*caught, QuorumFailed("why")]:
+        again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+        assert (type(again), str(again)) == (type(error), str(error))
+        assert isinstance(again, UsageError | PeerError)
