@@ -282,6 +282,18 @@ def test_a_worker_that_dies_while_the_lighthouse_is_asked() -> None:
     assert again == (asks(2, new_incarnation=True),)
 
 
+def test_a_worker_whose_line_broke_comes_back_as_another_incarnation() -> None:
+    """The others were told that the group is gone, so it can not go on as the same one."""
+    group = Group(1)
+    group.attached(0, "x")
+    group.quorum_requested(request(0, worker_id="x"), 10)
+    group.quorum_formed(1, QUORUM)
+    group.detached(0, "x", "its connection ended")
+    group.attached(0, "x")
+    again = group.quorum_requested(request(0, worker_id="x"), 11)
+    assert again == (asks(2, new_incarnation=True),)
+
+
 def test_a_worker_that_dies_releases_those_that_vote() -> None:
     group = in_round(2)
     group.attached(1, "y")

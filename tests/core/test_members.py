@@ -191,6 +191,22 @@ def test_a_member_that_was_silent_for_too_long_is_a_member_again() -> None:
     assert scene.take() == []
 
 
+def test_the_deadline_of_a_cold_start_is_not_that_of_members_who_are_back() -> None:
+    scene = formed("a", "b", settings=config(heartbeat_timeout_s=30))
+    scene.until(125)
+    scene.beat("n", "m")
+    scene.until(130)
+    scene.ask("n")  # nobody else is left: it waits for m until 150
+    scene.until(131)
+    scene.beat("a", "b")
+    scene.ask("a", step=1)  # a member has asked: b is waited for until 141
+    scene.take()
+    scene.before(141)
+    assert scene.take() == []
+    scene.until(141)
+    assert scene.take_quorums() == [(2, ["a", "n"])]
+
+
 def test_a_deadline_that_needs_no_decision_does_not_keep_the_lighthouse_awake() -> None:
     """`Scene.until` fails if the lighthouse asks to be woken again and again."""
     scene = formed("a", "b", "c", settings=config(min_replicas=2))

@@ -92,12 +92,19 @@ events = st.one_of(
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=BUSY)
-@given(config=configs, play=st.lists(events, max_size=40))
+@given(
+    config=configs,
+    first=st.sets(st.sampled_from(["a:1", "b:1", "c:1"])),
+    play=st.lists(events, max_size=40),
+)
 def test_the_lighthouse_publishes_exactly_when_a_naive_one_does(
-    config: QuorumConfig, play: list[tuple[str, Any]]
+    config: QuorumConfig, first: set[str], play: list[tuple[str, Any]]
 ) -> None:
+    """The play begins with a quorum of ``first``, if they are enough."""
     run = Side(config)
-    for number, (kind, what) in enumerate(play, start=1):
+    begin: list[tuple[str, Any]] = [("beat", replica_id) for replica_id in sorted(first)]
+    begin += [("request", member(replica_id)) for replica_id in sorted(first)]
+    for number, (kind, what) in enumerate(begin + play, start=1):
         if kind == "request":
             run.fast += run.orders(run.house.request(JOB, what, number, run.now))
             run.naive.request(what, number, run.now)

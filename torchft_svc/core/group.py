@@ -191,8 +191,6 @@ class Group:
         self._steps = frozenset((asked_step, quorum.max_step))
         self._asking = False
         self._requests = {}
-        self._votes = {}
-        self._decision = None
         return tuple(answers)
 
     def quorum_failed(self, round_: int, error: TorchFTError) -> tuple[Order, ...]:

@@ -101,7 +101,6 @@ class Membership:
         self.previous = quorum
         self._previous_ids = frozenset(member.replica_id for member in quorum.participants)
         self._awaited = set(self._previous_ids)
-        self._look_at = None
         self._veterans |= self._previous_ids
         self.committed_step = quorum.max_step  # lower than before only if that is accepted (7)
         return tuple(callers)
