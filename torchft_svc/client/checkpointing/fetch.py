@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import threading
 import time
@@ -12,11 +13,10 @@ from typing import Any
 from torchft_svc.client.checkpointing.memory import allocate
 from torchft_svc.client.checkpointing.requests import (
     BUSY,
-    CHUNK_BYTES_HEADER,
     DESCRIPTION_SEED,
     GONE,
+    MAX_FIRST_LINE_BYTES,
     MAX_WAIT_MS,
-    STATE_ID_HEADER,
     TOO_EARLY,
 )
 from torchft_svc.client.checkpointing.serialization import MAX_DESCRIPTION_BYTES, Plan, parse
@@ -32,6 +32,7 @@ MAX_ATTEMPTS = 3
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 1 << 30
 # How long a receiver that was turned away waits before it asks again.
 BUSY_PAUSE_S = 0.1
+_FIRST_LINE = re.compile(r"([0-9a-f]{16}) (\d{1,12})", re.ASCII)
 # How much later than it was asked to a source may say that it has nothing yet.
 ANSWER_GRACE_S = 0.5
 
@@ -56,7 +57,7 @@ class Fetch:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._error: PeerError | None = None
-        self._next_chunk = 0
+        self._left: list[int] = []
 
     def cancel(self, why: str) -> None:
         self._fail(CheckpointError(self._source.address, why))
@@ -71,9 +72,9 @@ class Fetch:
         """
         began_at = time.monotonic()
         try:
-            answer, description = self._fetch_description()
+            first_line, _, description = self._fetch_description().partition(b"\n")
             plan = parse(description, self._source.address)
-            target = self._target(plan, answer)
+            target = self._target(plan, first_line.decode("latin-1"))
             self._fetch_chunks(target)
         finally:
             self._source.close()
@@ -86,7 +87,7 @@ class Fetch:
         )
         return state
 
-    def _fetch_description(self) -> tuple[Answer, memoryview]:
+    def _fetch_description(self) -> bytearray:
         until = time.monotonic() + self._order.timeout_s
         attempts = _Attempts(self._source.address, "the description")
         while True:
@@ -95,11 +96,11 @@ class Fetch:
             path = f"state/{self._order.step}?wait_ms={wait_ms}"
             try:
                 answer = self._source.ask(path, 0, wait_ms / 1000 + ANSWER_GRACE_S)
-                if answer.length > MAX_DESCRIPTION_BYTES + DIGEST_BYTES:
+                if answer.length > MAX_DESCRIPTION_BYTES + MAX_FIRST_LINE_BYTES + DIGEST_BYTES:
                     raise BadHead(f"a description of {answer.length} bytes")
-                return answer, self._read(answer, DESCRIPTION_SEED)
+                return self._read(answer, DESCRIPTION_SEED)
             except Refused as refusal:
-                self._wait_after(refusal, left_s)
+                self._wait_after(refusal, left_s, attempts)
             except Unreachable:
                 raise
             except TimeoutError as error:
@@ -109,39 +110,36 @@ class Fetch:
                 self._source.drop(0)
                 attempts.failed(error)
 
-    def _read(self, answer: Answer, seed: int) -> memoryview:
-        payload = memoryview(bytearray(max(answer.length - DIGEST_BYTES, 0)))
-        answer.wire.read_sealed(payload, seed)
+    def _read(self, answer: Answer, seed: int) -> bytearray:
+        payload = bytearray(max(answer.length - DIGEST_BYTES, 0))
+        answer.wire.read_sealed(memoryview(payload), seed)
         return payload
 
-    def _wait_after(self, refusal: Refused, left_s: float) -> None:
-        if refusal.status not in (TOO_EARLY, BUSY):
+    def _wait_after(self, refusal: Refused, left_s: float, attempts: _Attempts) -> None:
+        if refusal.status == GONE:
             raise CheckpointError(self._source.address, refusal.reason) from refusal
-        if left_s <= 0:
+        if refusal.status not in (TOO_EARLY, BUSY):
+            self._source.drop(0)
+            attempts.failed(refusal)
+        elif left_s <= 0:
             raise self._too_late(f"waiting for step {self._order.step}", refusal.reason)
         if refusal.status == BUSY:
             self._source.drop(0)
             self._stop.wait(min(BUSY_PAUSE_S, left_s))
         self._check()
 
-    def _target(self, plan: Plan, answer: Answer) -> _Target:
+    def _target(self, plan: Plan, first_line: str) -> _Target:
+        match = _FIRST_LINE.fullmatch(first_line)
+        chunk_bytes = int(match[2]) if match else 0
+        if match is None or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
+            raise CheckpointError(self._source.address, "malformed description: its first line")
         try:
-            chunk_bytes = int(answer.headers.get(CHUNK_BYTES_HEADER, ""))
-        except ValueError:
-            chunk_bytes = 0
-        if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
-            raise CheckpointError(self._source.address, "the source tells no proper chunk size")
-        state_id = answer.headers.get(STATE_ID_HEADER, "")
-        if not (state_id.isalnum() and state_id.isascii() and len(state_id) <= 64):
-            raise CheckpointError(
-                self._source.address, "the source tells no proper id of the state"
-            )
-        try:
-            return _Target(allocate(plan.size), chunk_bytes, state_id)
+            return _Target(allocate(plan.size), chunk_bytes, match[1])
         except MemoryError as error:
             raise CheckpointError(self._source.address, str(error)) from error
 
     def _fetch_chunks(self, target: _Target) -> None:
+        self._left = list(reversed(range(target.num_chunks)))
         num_workers = max(1, min(self._order.num_connections, target.num_chunks))
         threads = [
             threading.Thread(
@@ -157,6 +155,8 @@ class Fetch:
         self._work(0, target)
         for thread in threads:
             thread.join()
+        while self._left and not self._stop.is_set():  # chunks that were given back meanwhile
+            self._work(0, target)
         self._check()
 
     def _work(self, connection: int, target: _Target) -> None:
@@ -173,25 +173,28 @@ class Fetch:
 
     def _fetch_all(self, connection: int, target: _Target) -> None:
         verified = ""
-        while (chunk := self._take(target)) is not None:
+        while (chunk := self._take()) is not None:
             if not self._fetch_chunk(connection, target, chunk, verified):
+                self._give_back(chunk)
                 return
             verified = f"&verified={chunk}"
         if verified or not target.num_chunks:
             self._report(connection, target, verified)
 
-    def _take(self, target: _Target) -> int | None:
+    def _take(self) -> int | None:
         with self._lock:
-            if self._stop.is_set() or self._next_chunk >= target.num_chunks:
-                return None
-            self._next_chunk += 1
-            return self._next_chunk - 1
+            return self._left.pop() if self._left and not self._stop.is_set() else None
+
+    def _give_back(self, chunk: int) -> None:
+        with self._lock:
+            self._left.append(chunk)
 
     def _fetch_chunk(self, connection: int, target: _Target, chunk: int, verified: str) -> bool:
-        """True when ``chunk`` is in its place."""
+        """True when ``chunk`` is in its place; False if this connection can not go on."""
         attempts = _Attempts(self._source.address, f"chunk {chunk} of {target.num_chunks}")
         path = f"chunk/{target.state_id}/{chunk}?receiver={self._order.receiver}{verified}"
         view = target.view(chunk)
+        busy_until = time.monotonic() + self._order.timeout_s
         while not self._stop.is_set():
             try:
                 answer = self._source.ask(path, connection)
@@ -199,13 +202,10 @@ class Fetch:
                     raise BadHead(f"{answer.length} bytes instead of {len(view) + DIGEST_BYTES}")
                 answer.wire.read_sealed(view, chunk)
                 return True
-            except Refused as error:
-                if error.status == GONE:
-                    raise CheckpointError(self._source.address, error.reason) from error
-                if error.status == BUSY:
-                    self._stop.wait(BUSY_PAUSE_S)
-                else:
-                    attempts.failed(error)
+            except Refused as refusal:
+                if refusal.status == BUSY and connection > 0:
+                    return False  # one connection is enough
+                self._after_refusal(refusal, attempts, busy_until)
             except (Unreachable, TimeoutError):
                 raise
             except (BadHead, Corrupt, OSError) as error:
@@ -213,6 +213,16 @@ class Fetch:
                     attempts.failed(error)
             self._source.drop(connection)
         return False
+
+    def _after_refusal(self, refusal: Refused, attempts: _Attempts, busy_until: float) -> None:
+        if refusal.status == GONE:
+            raise CheckpointError(self._source.address, refusal.reason) from refusal
+        if refusal.status != BUSY:
+            attempts.failed(refusal)
+        elif time.monotonic() > busy_until:
+            raise self._too_late("receiving a chunk", refusal.reason)
+        else:
+            self._stop.wait(BUSY_PAUSE_S)
 
     def _report(self, connection: int, target: _Target, verified: str) -> None:
         """Tell the source about the last chunk, so that it can let go of it."""

@@ -1,6 +1,7 @@
 """Understands the requests of receivers, and carries them out on one connection.
 
-    GET /<secret>/state/<step>?wait_ms=n              the description of a state, sealed
+    GET /<secret>/state/<step>?wait_ms=n              a line with the state's id and the
+            size of its chunks, and its description, sealed
     GET /<secret>/chunk/<state id>/<chunk>?receiver=x&verified=n   a chunk, sealed
     GET /<secret>/done/<state id>?receiver=x&verified=n            the end: nothing
 
@@ -30,11 +31,9 @@ IDLE_TIMEOUT_S = 60.0
 MAX_WAIT_MS = 20_000
 DESCRIPTION_SEED = 1 << 63  # no chunk has this number
 
-STATE_ID_HEADER = "torchft-state"
-CHUNK_BYTES_HEADER = "torchft-chunk-bytes"
+MAX_FIRST_LINE_BYTES = 64
 TOO_EARLY, GONE, BUSY = 425, 410, 503
 _REASONS = {
-    200: "OK",
     400: "Bad Request",
     404: "Not Found",
     405: "Method Not Allowed",
@@ -136,7 +135,7 @@ class Conversation:
                     state = self._served(state_id, request)
                     if not state.num_chunks:
                         state.verified(request.receiver, None)
-                    self._send_head(200, {}, 0)
+                    self._send_head(0)
                 case _:
                     raise BadHead("nothing is here", 404)
         except Gone as error:
@@ -154,12 +153,9 @@ class Conversation:
     def _send_description(self, step: int, wait_ms: int) -> None:
         state = self._board.wait_for(step, min(wait_ms, MAX_WAIT_MS) / 1000)
         self._wire.timeout_s = state.offer.patience_s
-        body = seal(state.description, DESCRIPTION_SEED)
-        headers = {
-            STATE_ID_HEADER: state.state_id,
-            CHUNK_BYTES_HEADER: str(state.offer.chunk_bytes),
-        }
-        self._send_head(200, headers, len(body))
+        first_line = f"{state.state_id} {state.offer.chunk_bytes}\n".encode("ascii")
+        body = seal(first_line + state.description, DESCRIPTION_SEED)
+        self._send_head(len(body))
         self._wire.send(body)
 
     def _send_chunk(self, state: ServedState, chunk: int) -> None:
@@ -170,16 +166,14 @@ class Conversation:
             pass  # it is held: if not, the peer is told in a head, not by a broken body
         start, stop = state.bounds(chunk)
         self._wire.timeout_s = state.offer.patience_s
-        self._send_head(200, {}, stop - start + DIGEST_BYTES)
+        self._send_head(stop - start + DIGEST_BYTES)
         try:
             self._wire.send_sealed(reading, stop - start, chunk)
         except Gone as error:
             raise ConnectionAbortedError(f"chunk {chunk} went away: {error}") from error
 
-    def _send_head(self, status: int, headers: dict[str, str], length: int) -> None:
-        lines = [f"HTTP/1.1 {status} {_REASONS[status]}", f"Content-Length: {length}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        self._wire.send("\r\n".join([*lines, "", ""]).encode("ascii"))
+    def _send_head(self, length: int) -> None:
+        self._wire.send(f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode("ascii"))
 
     def _refuse(self, status: int, reason: str, *, close: bool = False) -> None:
         refuse(self._wire, status, reason, close=close)

@@ -19,7 +19,6 @@ class Answer:
     """A response with status 200 whose body (``length`` bytes) is still to be read."""
 
     wire: Wire
-    headers: dict[str, str]
     length: int
 
 
@@ -73,7 +72,7 @@ class Source:
         if version != "HTTP/1.1" or not (status.isascii() and status.isdigit()):
             raise BadHead("the answer is not HTTP/1.1")
         if status == "200":
-            return Answer(wire, head.headers, head.length)
+            return Answer(wire, head.length)
         reason = bytearray(min(head.length, _MAX_REASON_BYTES))
         wire.read_into(memoryview(reason))
         if head.length > _MAX_REASON_BYTES or head.headers.get("connection") == "close":
