@@ -1,0 +1,146 @@
+"""Measures what is promised for GPUs, on one GPU that all ranks share.
+
+    PYTHONPATH=tests:. python -m gpu.measure [FILE]
+
+Sums go over loopback sockets, as between hosts, because every rank names a host of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.processes import Child, lighthouse_address, start_lighthouse
+from benchmarks.step_time import free_port
+from gpu.healing import NUM_TENSORS, TENSOR_BYTES, make_state
+from gpu.ranks import HERE, START_S, everyone, group_of, variables
+from gpu.stepping import PHASES, SHAPES
+from torchft_svc.client.checkpointing import HTTPTransport
+
+REPEATS = 10
+STEPS = {"small": 200, "17 MB": 40, "400 MB": 6}
+BLOCKS = 5
+
+
+def script(name: str, rank: str, *flags: str) -> Child:
+    return Child([sys.executable, "-W", "ignore", str(HERE / name), *flags], variables(rank))
+
+
+def spread(values: list[float]) -> str:
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.1f} (from {low:.1f} to {high:.1f})"
+
+
+def aborts() -> dict[str, str]:
+    """Milliseconds, over `REPEATS` groups of two."""
+    found: dict[str, list[float]] = {}
+    with group_of(2) as group:
+        for _ in range(REPEATS):
+            for answer in group.configure():
+                found.setdefault("configure", []).append(answer["ms"])
+                found.setdefault("configure: interpreter held up", []).append(answer["stall_ms"])
+            everyone(group.ranks, "allreduce", numel=1000, value=1.0)
+            answer = group.ranks[0].call("hang", abort_after_s=0.2)
+            for name in ("abort_ms", "released_ms", "idle_ms", "stall_ms"):
+                found.setdefault(f"hung allreduce: {name}", []).append(answer[name])
+    return {name: spread(values) for name, values in found.items()}
+
+
+def step_times() -> list[dict[str, Any]]:
+    with contextlib.ExitStack() as stack:
+        pairs: dict[str, list[Child]] = {}
+        port = f"--store-port={free_port()}"
+        pairs["plain"] = [
+            script("stepping.py", f"{r}", "--kind=plain", f"--rank={r}", port) for r in (0, 1)
+        ]
+        for kind in ("ours", "foreach"):
+            where = lighthouse_address(stack.enter_context(start_lighthouse(min_replicas=2)))
+            flags = (f"--kind={kind}", f"--lighthouse={where}")
+            pairs[kind] = [script("stepping.py", f"{r}", *flags, f"--rank={r}") for r in (0, 1)]
+        for children in pairs.values():
+            for child in children:
+                stack.enter_context(child)
+        for children in pairs.values():
+            for child in children:
+                assert child.read_line(START_S) == "ready"
+        return [row for name in SHAPES for row in one_model(name, pairs)]
+
+
+def one_model(name: str, pairs: dict[str, list[Child]]) -> list[dict[str, Any]]:
+    blocks: dict[str, list[dict[str, float]]] = {kind: [] for kind in pairs}
+    for block in range(BLOCKS + 1):
+        for kind in list(pairs)[:: 1 if block % 2 else -1]:
+            for child in pairs[kind]:
+                child.send(f"{name} {STEPS[name]}")
+            answers = [json.loads(child.read_line(120.0)) for child in pairs[kind]]
+            if block:  # the first one warms up
+                blocks[kind].append({k: statistics.mean(a[k] for a in answers) for k in answers[0]})
+    rows = []
+    for kind, measured in blocks.items():
+        ratios = [m["step"] / p["step"] for m, p in zip(measured, blocks["plain"], strict=True)]
+        row: dict[str, Any] = {"gradients": name, "trainer": kind}
+        row |= {k: round(statistics.median(m[k] for m in measured), 3) for k in ("step", *PHASES)}
+        row |= {
+            "ratio": round(statistics.median(ratios), 3),
+            "ratios": [round(r, 3) for r in ratios],
+        }
+        rows.append(row)
+    return rows
+
+
+def healing() -> dict[str, str]:
+    """GB/s of each part, and of the whole."""
+    size_gb = NUM_TENSORS * TENSOR_BYTES / 1e9
+    found: dict[str, list[float]] = {}
+    target = make_state(0.0)
+    with script("healing.py", "source") as source:
+        assert source.read_line(START_S) == "ready"
+        for step in range(1, 6):
+            began_at = time.perf_counter()
+            source.send(str(step))
+            offer_s, metadata = source.read_line(60.0).split()
+            with HTTPTransport(timedelta(seconds=60), hostname="127.0.0.1") as transport:
+                fetching_at = time.perf_counter()
+                state = transport.recv_checkpoint(0, metadata, step, timedelta(seconds=60))
+                loading_at = time.perf_counter()
+                for key, tensor in target.items():
+                    tensor.copy_(state[key])
+                torch.cuda.synchronize()
+            ended_at = time.perf_counter()
+            assert all(bool((tensor == float(key)).all()) for key, tensor in target.items())
+            for name, seconds in (
+                ("offer (device to host)", float(offer_s)),
+                ("fetch", loading_at - fetching_at),
+                ("load (host to device)", ended_at - loading_at),
+                ("whole", ended_at - began_at),
+            ):
+                found.setdefault(name, []).append(size_gb / seconds)
+    return {name: spread(values) for name, values in found.items()}
+
+
+def main() -> None:
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
+    for name, measure in (("aborts", aborts), ("healing", healing), ("steps", step_times)):
+        try:
+            result[name] = measure()
+        except Exception as error:
+            result[name] = f"{type(error).__name__}: {error}"
+        print(name, json.dumps(result[name], indent=1), flush=True)
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""A process that is one member of an NCCL group, and obeys lines on its standard input.
+
+Each line is ``COMMAND JSON-ARGUMENTS``; the answer is one line of JSON, ``{"error": ...}`` if the
+command failed. Milliseconds are measured here, with the device idle at both ends.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from calls import DEVICE, Calls
+from torch.distributed import ReduceOp
+
+from torchft_svc.client import ProcessGroupNCCL
+from torchft_svc.client.reduction import Reduction
+from torchft_svc.errors import TorchFTError
+
+Answer = dict[str, Any]
+
+
+def ms_since(began_at: float) -> float:
+    return 1000 * (time.monotonic() - began_at)
+
+
+class Ticker:
+    """The longest time for which the interpreter's other threads could not run."""
+
+    def __enter__(self) -> Ticker:
+        self.longest_ms = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ticker", daemon=True)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        while not self._stop.wait(0.001):
+            now = time.monotonic()
+            self.longest_ms = max(self.longest_ms, 1000 * (now - before))
+            before = now
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+class Member:
+    def __init__(self) -> None:
+        self.pg: ProcessGroupNCCL | None = None
+        self.errors: list[str] = []
+
+    def make(self, timeout_s: float = 30.0, **options: Any) -> Answer:
+        if "trace_folder" in options:
+            options["trace_folder"] = Path(options["trace_folder"])
+        torch.zeros(1, device=DEVICE)
+        self.pg = ProcessGroupNCCL(timedelta(seconds=timeout_s), device=DEVICE, **options)
+        return {}
+
+    def configure(self, store: str, rank: int, size: int, quorum: int) -> Answer:
+        began_at = time.monotonic()
+        with Ticker() as ticker:
+            try:
+                self.group.configure(store, f"member {rank}", rank, size, quorum_id=quorum)
+            except TorchFTError as error:
+                told = f"{type(error).__name__}: {error}"
+                return {"error": told, "stall_ms": ticker.longest_ms}
+        return {"ms": ms_since(began_at), "stall_ms": ticker.longest_ms}
+
+    def allreduce(self, numel: int, value: float, op: str = "SUM") -> Answer:
+        """Reduce in the manager's way; the answer has the first and last element."""
+        tensor = torch.full((numel,), value, device=DEVICE)
+        began_at = time.monotonic()
+        ok = self._reduction(tensor, getattr(ReduceOp, op)).wait()
+        took_ms = ms_since(began_at)
+        return {"ok": ok, "ends": [tensor[0].item(), tensor[-1].item()], "ms": took_ms}
+
+    def hang(self, abort_after_s: float, numel: int = 1 << 20) -> Answer:
+        """Reduce what nobody else reduces, until it is aborted from another thread."""
+        tensor = torch.ones(numel, device=DEVICE)
+        torch.cuda.synchronize()
+        reduction = self._reduction(tensor, ReduceOp.SUM)
+        found: Answer = {}
+
+        def abort() -> None:
+            began_at = time.monotonic()
+            self.group.abort()
+            found["abort_ms"] = ms_since(began_at)
+
+        timer = threading.Timer(abort_after_s, abort)
+        launched_at = time.monotonic()
+        with Ticker() as ticker:
+            timer.start()
+            found["ok"] = reduction.wait()
+            found["released_ms"] = ms_since(launched_at + abort_after_s)
+            torch.cuda.synchronize()
+            found["idle_ms"] = ms_since(launched_at + abort_after_s)
+            timer.join()
+        found["stall_ms"] = ticker.longest_ms
+        found["errors"] = self.errors
+        return found
+
+    def lose(self, quorum: int, numel: int = 1 << 20) -> Answer:
+        """Reduce with a member that is dead; its loss is told, and answered as the manager does."""
+        reduction = self._reduction(torch.ones(numel, device=DEVICE), ReduceOp.SUM)
+        began_at = time.monotonic()
+        self.group.lose_member(quorum, "a member is gone")
+        ok = reduction.wait()
+        waited_ms = ms_since(began_at)
+        self.group.abort()
+        torch.cuda.synchronize()
+        return {"ok": ok, "waited_ms": waited_ms, "idle_ms": ms_since(began_at)}
+
+    def forget(self, numel: int = 1 << 20) -> Answer:
+        """Reduce alone and hold up the stream only: torch's watchdog has to end it."""
+        tensor = torch.ones(numel, device=DEVICE)
+        began_at = time.monotonic()
+        work = self.group.allreduce([tensor])
+        work.wait()
+        torch.cuda.synchronize()
+        return {"idle_ms": ms_since(began_at), "completed": work.is_completed()}
+
+    def every_collective(self) -> Answer:
+        """What each collective gives, as lists."""
+        return Calls(self.group).all()
+
+    def ordered(self, rounds: int) -> Answer:
+        """Fill, reduce and read on streams, without waiting on the CPU in between."""
+        rank, wrong = self.group.rank(), 0
+        matrix = torch.randn(2048, 2048, device=DEVICE)
+        for number in range(rounds):
+            busy = matrix @ matrix  # keeps the stream behind the CPU
+            tensor = torch.zeros(1 << 20, device=DEVICE) + busy.flatten()[0] * 0 + number + rank
+            work = self.group.allreduce([tensor])
+            work.wait()
+            expected = sum(number + other for other in range(self.group.size()))
+            wrong += int((tensor != expected).any().item())
+        return {"wrong": wrong}
+
+    def shutdown(self) -> Answer:
+        self.group.shutdown()
+        self.group.shutdown()
+        return {}
+
+    @property
+    def group(self) -> ProcessGroupNCCL:
+        assert self.pg is not None
+        return self.pg
+
+    def _reduction(self, tensor: torch.Tensor, op: Any) -> Reduction:
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        self.errors = []
+        return Reduction(
+            tensor,
+            self.group.allreduce([tensor], options),
+            20.0,
+            on_error=lambda error: self.errors.append(str(error)),
+            is_given_up=lambda: self.group.errored() is not None,
+        )
+
+
+def main() -> None:
+    member = Member()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        command, _, arguments = line.strip().partition(" ")
+        try:
+            answer = getattr(member, command)(**json.loads(arguments or "{}"))
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
