@@ -115,11 +115,12 @@ def _change(status: GroupStatus, event: Event) -> str | None:
             status.num_discards += 1
             return f"discarded an update; still at step {event.step}"
         case Killed():
+            phase = status.phase.phase if status.phase else "its start"
+            where = "while it heals" if status.state == "healing" else f"in phase {phase}"
             status.state = "killed"
             status.num_kills += 1
             what = "trainer and sidecar" if event.whole_group else "trainer"
-            phase = status.phase.phase if status.phase else "its start"
-            return f"SIGKILL for its {what}, in phase {phase}"
+            return f"SIGKILL for its {what}, {where}"
         case Finished():
             status.state = "gone"
             return f"leaves after step {event.step}"

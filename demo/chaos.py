@@ -17,7 +17,8 @@ class KillOrder:
     """Kill ``group`` when ``fraction`` (0 to 1) of ``phase`` has gone by.
 
     ``whole_group`` kills its manager sidecar in the same instant; otherwise the trainer alone dies
-    and the sidecar has to notice. ``after_s`` counts from the moment when all groups are healthy.
+    and the sidecar has to notice. ``after_s`` counts from the kill before, or from the moment when
+    all groups train. ``again``: kill it once more while it heals from this kill.
     """
 
     group: int
@@ -25,6 +26,7 @@ class KillOrder:
     fraction: float
     whole_group: bool
     after_s: float
+    again: bool
 
 
 def draw_kills(seed: int, num_groups: int, interval_s: float) -> Iterator[KillOrder]:
@@ -33,6 +35,7 @@ def draw_kills(seed: int, num_groups: int, interval_s: float) -> Iterator[KillOr
     groups = _shuffled_for_ever(dice, list(range(num_groups)))
     phases = _shuffled_for_ever(dice, list(PHASES))
     ways = _shuffled_for_ever(dice, [False, False, True])
+    repeats = _shuffled_for_ever(dice, [False, False, False, True])
     while True:
         yield KillOrder(
             group=next(groups),
@@ -40,6 +43,7 @@ def draw_kills(seed: int, num_groups: int, interval_s: float) -> Iterator[KillOr
             fraction=dice.random(),
             whole_group=next(ways),
             after_s=interval_s * dice.uniform(0.8, 1.2),
+            again=next(repeats),
         )
 
 

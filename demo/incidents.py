@@ -16,7 +16,7 @@ class Incident:
     be the update that was under way, finished with the help of the dead. ``without_s`` runs until
     the last has committed an update that it began after the kill, so it holds a whole step.
     ``join_s`` (imports, setup) and ``heal_s`` (first commit with own gradients) run from the
-    restart.
+    restart, the last one if the group was killed again before it was healed.
     """
 
     number: int
@@ -43,12 +43,13 @@ def _incident(
     number: int, kill: Killed, before: Sequence[Event], after: Sequence[Event]
 ) -> Incident:
     survivors = _training_groups(before) - {kill.group}
-    restart = next((e for e in after if isinstance(e, Started) and e.group == kill.group), None)
-    joined = healed = None
-    if restart is not None:
-        life = [event for event in after if event.life == restart.life]
-        joined = next((event for event in life if isinstance(event, Joined)), None)
-        healed = next((e for e in life if isinstance(e, Committed) and e.participating), None)
+    own = [event for event in after if event.group == kill.group]
+    healed = next((e for e in own if isinstance(e, Committed) and e.participating), None)
+    # Killed again on its way back, it was restarted more than once.
+    restarts = [event for event in own if isinstance(event, Started)]
+    restart = next((e for e in restarts if healed is None or e.life == healed.life), None)
+    life = [event for event in own if restart is not None and event.life == restart.life]
+    joined = next((event for event in life if isinstance(event, Joined)), None)
     return Incident(
         number=number,
         kill=kill,
@@ -56,15 +57,18 @@ def _incident(
         survivors=tuple(sorted(survivors)),
         stall_s=_stall_s(kill, survivors, after, begun_after=False),
         without_s=_stall_s(kill, survivors, after, begun_after=True),
-        restart_s=_between(kill, restart),
+        restart_s=_between(kill, restarts[0] if restarts else None),
         join_s=_between(restart, joined),
         heal_s=_between(restart, healed),
     )
 
 
 def _phase_of(kill: Killed, before: Sequence[Event]) -> str:
-    """What the victim wrote last; its own clock decides, not when the file was read."""
-    phases = [e.phase for e in before if isinstance(e, PhaseBegan) and e.life == kill.life]
+    """From what the victim wrote last: its own clock decides, not when the file was read."""
+    life = [event for event in before if event.life == kill.life]
+    if not any(isinstance(event, Committed) and event.participating for event in life):
+        return "heal" if any(isinstance(event, Joined) for event in life) else "start"
+    phases = [event.phase for event in life if isinstance(event, PhaseBegan)]
     return phases[-1] if phases else "start"
 
 

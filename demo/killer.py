@@ -11,10 +11,15 @@ from demo.chaos import KillOrder
 _PATIENCE_S = 2.0
 # A group that came back trains for so long before the next kill, or nobody would see it.
 _CALM_S = 1.0
+# From asking to join until the first own update; of which an order's fraction is waited for.
+_TYPICAL_HEAL_S = 0.3
 
 
 class Killer:
-    """Turns the row of ``orders`` into kills, at most ``num_kills``; time is an argument."""
+    """Turns the row of ``orders`` into kills, at most ``num_kills``; time is an argument.
+
+    The second kill of an order that says ``again`` is not counted: it may come too late.
+    """
 
     def __init__(self, orders: Iterator[KillOrder], num_kills: int) -> None:
         self._orders = orders
@@ -23,15 +28,17 @@ class Killer:
         self._due_at: float | None = None
         self._armed_at: float | None = None
         self._well_since: float | None = None
+        self._again: KillOrder | None = None
+        self._heals_since: float | None = None
 
     @property
     def done(self) -> bool:
-        return self._left == 0
+        return self._left == 0 and self._again is None
 
     @property
     def armed(self) -> bool:
         """Whether the victim's next phases matter, so that the caller should look often."""
-        return self._armed_at is not None
+        return self._armed_at is not None or self._again is not None
 
     def order_due(self, now: float, board: Board) -> KillOrder | None:
         """The order to carry out at this instant, or ``None``.
@@ -39,6 +46,8 @@ class Killer:
         Orders are due at their distance from the last kill (the first one: from the moment when all
         groups trained), and wait until all groups have trained again for a moment.
         """
+        if self._again is not None:
+            return self._second_kill(now, self._again, board)
         if self.done or not board.all_training:
             self._armed_at = self._well_since = None
             return None
@@ -55,6 +64,22 @@ class Killer:
         order, self._order = self._order, next(self._orders)
         self._left -= 1
         self._due_at, self._armed_at = now + self._order.after_s, None
+        self._again = order if order.again else None
+        self._heals_since = None
+        return order
+
+    def _second_kill(self, now: float, order: KillOrder, board: Board) -> KillOrder | None:
+        state = board.groups[order.group].state
+        if state == "training" and self._heals_since is not None:
+            self._again = None  # it was faster
+        if state != "healing":
+            return None
+        if self._heals_since is None:
+            self._heals_since = now
+        if now < self._heals_since + order.fraction * _TYPICAL_HEAL_S:
+            return None
+        self._again = None
+        self._due_at = now + self._order.after_s
         return order
 
     def _moment_has_come(self, now: float, armed_at: float, board: Board) -> bool:

@@ -68,10 +68,28 @@ def test_what_never_happened_has_no_time() -> None:
 
 def test_the_phase_is_what_the_victim_wrote_last_in_that_life() -> None:
     assert only_incident(good_events()).phase == "backward"
-    events: list[Event] = [forward(1, 0.5), commit(0, 1, at=0.6), forward(0, 0.7)]
+    events: list[Event] = [commit(1, 1, at=0.4), forward(1, 0.5), commit(0, 1, at=0.6)]
+    events.append(PhaseBegan(group=0, incarnation=0, at=0.7, step=1, phase="backward"))
     late = Killed(group=1, incarnation=1, at=1.0, whole_group=False)
     assert only_incident([*events, kill(1, 1.0)]).phase == "forward"
     assert only_incident([*events, late]).phase == "start"
+
+
+def test_a_group_killed_again_while_it_heals_is_healed_by_its_last_life() -> None:
+    events: list[Event] = [commit(0, 1, at=0.1), commit(1, 1, at=0.1), kill(1, 1.0)]
+    events.append(Started(group=1, incarnation=1, at=2.0, pid=5))
+    events.append(Joined(group=1, incarnation=1, at=3.0))
+    events.append(PhaseBegan(group=1, incarnation=1, at=3.0, step=0, phase="forward"))
+    events.append(Killed(group=1, incarnation=1, at=3.25, whole_group=False))
+    events.append(Started(group=1, incarnation=2, at=4.0, pid=6))
+    events.append(Joined(group=1, incarnation=2, at=5.0))
+    first, second = incidents_of(in_order(events))
+    assert (first.heal_s, second.heal_s) == (None, None)
+    events.append(commit(1, 30, incarnation=2, at=5.5))
+    first, second = incidents_of(in_order(events))
+    assert (first.restart_s, second.restart_s) == (1.0, 0.75)
+    assert (first.join_s, first.heal_s) == (second.join_s, second.heal_s) == (1.0, 1.5)
+    assert second.phase == "heal"
 
 
 def test_healing_ends_with_the_first_update_with_own_gradients() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import islice, repeat
 
 from stories import commit
 
 from demo.board import Board
 from demo.chaos import KillOrder, draw_kills
-from demo.events import PHASES, Killed, PhaseBegan
+from demo.events import PHASES, Joined, Killed, PhaseBegan
 from demo.killer import Killer
 
-ORDER = KillOrder(group=1, phase="backward", fraction=0.5, whole_group=False, after_s=10.0)
+ORDER = KillOrder(
+    group=1, phase="backward", fraction=0.5, whole_group=False, after_s=10.0, again=False
+)
 
 
 class TestDrawing:
@@ -93,6 +96,32 @@ class TestWhen:
         assert killer.order_due(20.0, board) is None
         assert killer.order_due(21.9, board) is None
         assert killer.order_due(22.1, board) == ORDER
+
+    def test_once_more_while_it_heals_if_the_order_says_so(self) -> None:
+        killer, board = Killer(repeat(replace(ORDER, again=True)), num_kills=1), healthy_board()
+        assert killer.order_due(10.0, board) is None
+        assert killer.order_due(20.0, board) is None
+        board.apply(phase("backward", 20.1))
+        assert killer.order_due(20.5, board) is not None
+        assert not killer.done
+        assert killer.order_due(20.6, board) is None  # it still counts as training
+        board.apply(Killed(group=1, incarnation=0, at=20.5, whole_group=False))
+        assert killer.order_due(21.0, board) is None
+        board.apply(Joined(group=1, incarnation=1, at=25.0))
+        assert killer.order_due(25.0, board) is None
+        assert killer.order_due(25.2, board) is not None
+        assert killer.done
+
+    def test_a_group_that_heals_faster_is_spared(self) -> None:
+        killer, board = Killer(repeat(replace(ORDER, again=True)), num_kills=1), healthy_board()
+        for now in (10.0, 20.0, 22.1):  # the last one is out of patience
+            order = killer.order_due(now, board)
+        assert order is not None
+        board.apply(Joined(group=1, incarnation=1, at=25.0))
+        assert killer.order_due(25.0, board) is None
+        board.apply(commit(1, 9, incarnation=1))
+        assert killer.order_due(25.2, board) is None
+        assert killer.done
 
     def test_no_more_often_than_asked_for(self) -> None:
         killer, board = Killer(repeat(ORDER), num_kills=2), healthy_board()
