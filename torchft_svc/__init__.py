@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from torchft_svc.env import keep_grpc_out_of_forks
+
 if TYPE_CHECKING:
     from torchft_svc.client import (
         CheckpointTransport,
@@ -39,6 +41,9 @@ __all__ = [
     "ProcessGroupGloo",
     "WorldSizeMode",
 ]
+
+
+keep_grpc_out_of_forks()  # here, because it counts only before the first import of gRPC
 
 
 def __getattr__(name: str) -> Any:

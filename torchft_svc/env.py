@@ -17,6 +17,15 @@ _FALSE = ("0", "false", "no", "off")
 _MAX_PORT = 65535
 
 
+def keep_grpc_out_of_forks() -> None:
+    """Have gRPC leave ``fork`` alone, unless the user has decided otherwise.
+
+    A trainer forks DataLoader workers, which never call gRPC. Its handlers would only write a line
+    to stderr for each of them. gRPC reads the variable once, when it is imported.
+    """
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+
 @dataclass(frozen=True, slots=True)
 class Environment:
     """Typed reads of ``variables`` (None: the process' own environment, read at each call).

@@ -1,0 +1,150 @@
+"""Trainers that are ended in various ways, as processes: run by test_endings.py.
+
+Arguments: what to do, and the lighthouse's address. Prints `manager PID` once a manager process
+runs, `training` once steps are committed, and then whatever the test looks for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import psutil
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchft_svc.client import (
+    DistributedDataParallel,
+    DistributedSampler,
+    Manager,
+    OptimizerWrapper,
+)
+
+LIFE_S = 60.0
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def make(lighthouse: str, **options: object) -> tuple[Manager, OptimizerWrapper, nn.Module]:
+    model = nn.Linear(4, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = Manager(
+        state_dict=lambda: {"model": model.state_dict()},
+        load_state_dict=lambda state: model.load_state_dict(state["model"]),
+        lighthouse_addr=lighthouse,
+        replica_id=f"ending-{os.getpid()}",
+        **options,  # type: ignore[arg-type]
+    )
+    for child in psutil.Process().children():
+        say("manager", child.pid)
+    return manager, OptimizerWrapper(manager, sgd), DistributedDataParallel(manager, model)
+
+
+def trains(lighthouse: str) -> None:
+    """Trains until it is interrupted."""
+    manager, optimizer, model = make(lighthouse)
+    ends_at = time.monotonic() + LIFE_S
+    while time.monotonic() < ends_at:
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        if manager.current_step() == 3:
+            say("training")
+
+
+def waits(lighthouse: str) -> None:
+    """Waits for a quorum that never comes."""
+    _, optimizer, _ = make(lighthouse)
+    say("training")
+    optimizer.zero_grad()
+
+
+def waits_in_backward(lighthouse: str) -> None:
+    """Waits, in its backward pass, for a group that hangs."""
+    manager, optimizer, model = make(lighthouse)
+    while True:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).sum()
+        if manager.num_participants() == 2:
+            break
+        loss.backward()
+        optimizer.step()
+    say("training")
+    loss.backward()
+
+
+def hangs(lighthouse: str) -> None:
+    """The group that hangs: it meets another one and then computes nothing."""
+    manager, optimizer, model = make(lighthouse)
+    while True:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).sum()
+        if manager.num_participants() == 2:
+            break
+        loss.backward()
+        optimizer.step()
+    say("training")
+    time.sleep(LIFE_S)
+
+
+def forks(lighthouse: str) -> None:
+    """Loads its data with forked workers, made before and after the first step."""
+    manager, optimizer, model = make(lighthouse)
+    data = TensorDataset(torch.randn(24, 4))
+    sampler = DistributedSampler(data, replica_rank=0, num_replica_groups=2, shuffle=False)
+    seen = 0
+    for _ in range(2):
+        loader = DataLoader(
+            data, 3, sampler=sampler, num_workers=2, multiprocessing_context="fork", timeout=30
+        )
+        for (inputs,) in loader:
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            seen += len(inputs) if optimizer.step() else 0
+    pid = os.fork()
+    if pid == 0:
+        sys.exit(0)  # runs what a program runs at exit: the parent's manager must survive it
+    os.waitpid(pid, 0)
+    optimizer.zero_grad()
+    model(inputs).sum().backward()
+    say("seen", seen, optimizer.step())
+    manager.shutdown()
+
+
+def returns(lighthouse: str) -> None:
+    """Ends without shutting its manager down."""
+    _, optimizer, model = make(lighthouse)
+    optimizer.zero_grad()
+    model(torch.ones(3, 4)).sum().backward()
+    assert optimizer.step()
+    say("training")
+
+
+def raises(lighthouse: str) -> None:
+    """Ends with an error."""
+    returns(lighthouse)
+    raise RuntimeError("on purpose")
+
+
+def unreachable(lighthouse: str) -> None:
+    """Has no lighthouse."""
+    manager, _, _ = make("127.0.0.1:1", quorum_timeout=timedelta(seconds=20))
+    try:
+        manager.start_quorum(timeout=timedelta(seconds=1))
+    except (ConnectionError, TimeoutError) as error:
+        say("error", error)
+
+
+# Registered first, so called last: what follows is the interpreter's own end, which takes seconds
+# with torch on a busy machine.
+atexit.register(say, "ended")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+torch.manual_seed(0)
+globals()[sys.argv[1]](sys.argv[2])

@@ -1,0 +1,155 @@
+"""Tests that a trainer ends when it is told to, whatever it does, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .training import DEADLINE_S, lighthouse
+
+pytestmark = pytest.mark.processes
+PROGRAM = Path(__file__).with_name("endings.py")
+# What the issue promises, on a machine with a core to spare.
+END_S = 2.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+class Program:
+    """A running program of endings.py."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), name, address],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self.children: list[psutil.Process] = []
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line.strip())
+        self._lines.put("")
+
+    def read_until(self, word: str) -> str:
+        """The line that begins with ``word``; notes the manager's process."""
+        while line := self._lines.get(timeout=DEADLINE_S):
+            if line.startswith("manager"):
+                self.children.append(psutil.Process(int(line.split()[1])))
+            if line.startswith(word):
+                return line
+        raise AssertionError(f"no {word!r}: {self.errors()}")
+
+    def errors(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+    def end(self, number: signal.Signals) -> float:
+        """Send a signal; how many seconds until it has ended, its manager included."""
+        began_at = time.monotonic()
+        self.process.send_signal(number)
+        if number == signal.SIGINT:
+            self.read_until("ended")
+        else:
+            self.process.wait(DEADLINE_S)
+        self.check_children()
+        took_s = time.monotonic() - began_at
+        self.process.wait(DEADLINE_S)
+        return took_s
+
+    def check_children(self) -> None:
+        """No manager is left."""
+        assert self.children, "no manager was started"
+        _, alive = psutil.wait_procs(self.children, DEADLINE_S)
+        assert not alive
+
+    def ends(self) -> int:
+        """The exit status of a program that ends by itself."""
+        status = self.process.wait(DEADLINE_S)
+        self.check_children()
+        return status
+
+
+@contextlib.contextmanager
+def running(name: str, address: str) -> Iterator[Program]:
+    program = Program(name, address)
+    try:
+        yield program
+    finally:
+        program.process.kill()
+        program.process.wait()
+        program._reader.join()
+        for stream in (program.process.stdout, program.process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with lighthouse(min_replicas=1) as address:
+        yield address
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["sigint", "sigterm"])
+def test_a_trainer_ends_within_2_s(address: str, number: signal.Signals) -> None:
+    with running("trains", address) as trainer:
+        trainer.read_until("training")
+        assert trainer.end(number) < END_S
+        assert trainer.process.returncode != 0
+        if number == signal.SIGINT:
+            assert "KeyboardInterrupt" in trainer.errors()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["sigint", "sigterm"])
+def test_a_trainer_that_waits_for_a_quorum_ends_within_2_s(number: signal.Signals) -> None:
+    with lighthouse(min_replicas=2) as address, running("waits", address) as trainer:
+        trainer.read_until("training")
+        assert trainer.end(number) < END_S
+
+
+def test_a_trainer_that_waits_in_its_backward_pass_ends_within_2_s(address: str) -> None:
+    with running("hangs", address) as other, running("waits_in_backward", address) as trainer:
+        other.read_until("training")
+        trainer.read_until("training")
+        assert trainer.end(signal.SIGINT) < END_S
+        assert "KeyboardInterrupt" in trainer.errors()
+        assert other.end(signal.SIGKILL) < END_S
+
+
+@pytest.mark.parametrize(("name", "status"), [("returns", 0), ("raises", 1)])
+def test_a_trainer_that_forgets_its_manager_leaves_nothing(
+    address: str, name: str, status: int
+) -> None:
+    with running(name, address) as trainer:
+        trainer.read_until("training")
+        assert trainer.ends() == status, trainer.errors()
+
+
+def test_forked_data_loader_workers(address: str) -> None:
+    with running("forks", address) as trainer:
+        # 2 epochs of half the 24 samples, and a step after a fork that ended in good order.
+        assert trainer.read_until("seen") == "seen 24 True"
+        assert trainer.ends() == 0, trainer.errors()
+        assert "fork" not in trainer.errors()
+
+
+def test_an_unreachable_lighthouse_is_an_error_that_names_it(address: str) -> None:
+    with running("unreachable", address) as trainer:
+        told = trainer.read_until("error")
+        assert "lighthouse at 127.0.0.1:1" in told
+        assert trainer.ends() == 0, trainer.errors()

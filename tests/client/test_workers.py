@@ -1,0 +1,172 @@
+"""Tests replica groups of several workers: one decision for all, and errors that reach all."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from torchft_svc.client import Manager
+from torchft_svc.errors import ConfigError, DeadlineExceeded, TorchFTError, Unreachable
+
+from .training import Trainer, assert_identical, lighthouse, together
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with lighthouse(min_replicas=1) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def workers(address: str, name: str, num: int, seed: int = 0) -> Iterator[list[Trainer]]:
+    """One group of ``num`` workers, each with a model of its own."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    place = {"store_addr": "localhost", "store_port": store.port, "world_size": num}
+    with contextlib.ExitStack() as stack:
+        made = together(
+            *(
+                lambda rank=rank: Trainer(address, name, seed + rank, rank=rank, **place)
+                for rank in range(num)
+            )
+        )
+        for trainer in made:
+            stack.enter_context(trainer)
+        yield made
+    del store
+
+
+def test_each_worker_trains_with_its_own_kind() -> None:
+    with (
+        lighthouse(min_replicas=2) as address,
+        workers(address, "a", 2, seed=0) as a,
+        workers(address, "b", 2, seed=10) as b,
+    ):
+        for _ in range(3):
+            assert together(*(worker.step for worker in (*a, *b))) == [True] * 4
+        for rank in range(2):
+            assert_identical([a[rank], b[rank]])
+        assert a[0].manager.batches_committed() == 6
+        assert not torch.equal(a[0].model[0].weight, a[1].model[0].weight)
+
+
+def test_one_worker_s_error_discards_the_step_of_all(address: str) -> None:
+    with workers(address, "a", 3) as group:
+        together(*(worker.step for worker in group))
+
+        def fails() -> bool:
+            group[1].backward()
+            group[1].manager.report_error(RuntimeError("only here"))
+            return group[1].optimizer.step()
+
+        assert together(group[0].step, fails, group[2].step) == [False] * 3
+        assert [worker.manager.current_step() for worker in group] == [1] * 3
+        assert together(*(worker.step for worker in group)) == [True] * 3
+
+
+def test_i5_a_worker_that_is_gone_is_an_error_for_the_others_at_once(address: str) -> None:
+    with workers(address, "a", 2) as group:
+        together(*(worker.step for worker in group))
+        together(*(worker.backward for worker in group))
+        began_at = time.monotonic()
+
+        def votes() -> None:
+            with contextlib.suppress(TorchFTError):
+                assert not group[0].optimizer.step()
+
+        together(votes, group[1].manager.shutdown)
+        # Far below the timeout of 10 s.
+        assert time.monotonic() - began_at < 3.0
+        assert group[0].manager.current_step() == 1
+
+
+def test_workers_at_different_steps_are_refused(address: str) -> None:
+    with workers(address, "a", 2) as group:
+        group[0].manager.load_state_dict({"step": 5, "batches_committed": 5})
+
+        def error_of(worker: Trainer) -> str:
+            try:
+                worker.manager.start_quorum()
+                worker.manager.wait_quorum()
+            except TorchFTError as error:
+                return str(error)
+            return ""
+
+        for told in together(lambda: error_of(group[0]), lambda: error_of(group[1])):
+            assert "different steps: rank 0 at step 5, rank 1 at step 0" in told
+
+
+def test_a_group_needs_a_common_store(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(ConfigError, match="set MASTER_ADDR and MASTER_PORT"):
+        Manager(rank=0, world_size=2, lighthouse_addr=address)
+    with pytest.raises(ConfigError, match=r"store_port=None.*store_addr is set"):
+        Manager(store_addr="localhost", lighthouse_addr=address)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(ConfigError, match=r"MASTER_PORT=None.*MASTER_ADDR is set"):
+        Manager(lighthouse_addr=address)
+
+
+def test_a_store_that_does_not_answer(address: str) -> None:
+    with pytest.raises(Unreachable, match=r"store at localhost:1 cannot be reached"):
+        Manager(
+            store_addr="localhost",
+            store_port=1,
+            lighthouse_addr=address,
+            connect_timeout=timedelta(milliseconds=300),
+        )
+
+
+def test_a_worker_whose_leader_never_comes(address: str) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(DeadlineExceeded, match="rank 0 has not told"):
+        Manager(
+            rank=1,
+            world_size=2,
+            store_addr="localhost",
+            store_port=store.port,
+            lighthouse_addr=address,
+            connect_timeout=timedelta(milliseconds=300),
+        )
+
+
+def test_the_environment_of_a_launcher(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    for name, value in {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(agent.port),
+        "WORLD_SIZE": "1",
+        "RANK": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "3",
+        "TORCHFT_LIGHTHOUSE": address,
+        "REPLICA_GROUP_ID": "seven",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with Manager(in_process=True) as manager:
+        assert manager.replica_id() == "seven"
+        # The attempt is a part of the key: an earlier attempt's address can not be read.
+        assert agent.get("torchft/services/3/replica_name") == b"seven"
+        manager.start_quorum()
+        assert manager.should_commit()
+
+
+def test_rank_0_hosts_the_store_that_the_environment_names(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = probe.port
+    del probe
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with Manager(in_process=True, lighthouse_addr=address) as manager:
+        manager.start_quorum()
+        client = TCPStore("localhost", port, is_master=False, wait_for_workers=False)
+        assert client.check(["torchft/services/0/manager_address"])
+        assert manager.should_commit()
