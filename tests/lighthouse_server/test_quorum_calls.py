@@ -12,6 +12,7 @@ from running import Line, failure, line_to, members
 
 from torchft_svc.coordination import LighthouseClient, LighthouseServer
 from torchft_svc.errors import DeadlineExceeded
+from torchft_svc.proto import torchft_pb2 as pb
 
 SOON = timedelta(seconds=0.5)
 
@@ -42,6 +43,23 @@ def test_all_members_get_the_same_quorum_sorted_and_untouched(line: Line) -> Non
     assert (second.address, second.store_address, second.data) == ("b:1", "b:2", "[1]")
     assert second.world_size == 4
     assert abs(answer.quorum.created.ToNanoseconds() / 1e9 - time.time()) < 60
+
+
+def test_fields_of_newer_clients_are_passed_on_as_they_came(line: Line) -> None:
+    """The public release has added one to its members, which its process groups need."""
+    ninth = b"\x4a\x06handle"
+    late = line.quorum("b:1", step=3)
+    member = pb.QuorumMember(replica_id="a:1", step=3)
+    member.MergeFromString(ninth)
+    request = pb.LighthouseQuorumRequest(requester=member)
+    answer = line.call("LighthouseService/Quorum", request, 10.0, None).result()
+    assert answer == late.result()
+    first, second = answer.quorum.participants
+    assert (first.replica_id, first.step) == ("a:1", 3)
+    assert first.SerializeToString() == member.SerializeToString()
+    assert (
+        second.SerializeToString() == pb.QuorumMember(replica_id="b:1", step=3).SerializeToString()
+    )
 
 
 def test_the_id_stays_while_the_members_do(line: Line) -> None:

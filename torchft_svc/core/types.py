@@ -26,7 +26,8 @@ class Member:
     """One replica group, as it asks for a quorum.
 
     ``step`` counts committed optimizer updates, ``commit_failures`` the steps discarded since,
-    ``seen_quorum_id`` is the highest quorum id that the group has been told (0: none).
+    ``seen_quorum_id`` is the highest quorum id that the group has been told (0: none). ``unknown``
+    is what a newer client says about itself, encoded; its fellows get it as it came.
     """
 
     replica_id: str
@@ -38,6 +39,7 @@ class Member:
     data: str = ""
     commit_failures: int = 0
     seen_quorum_id: int = 0
+    unknown: bytes = b""
 
     def check(self) -> None:
         """Raise `RequestRefused` if a field from the network is out of bounds."""
@@ -47,6 +49,10 @@ class Member:
         if len(self.data) > MAX_DATA_LENGTH:
             raise RequestRefused(
                 f"data has {len(self.data)} characters, {MAX_DATA_LENGTH} are allowed"
+            )
+        if len(self.unknown) > MAX_DATA_LENGTH:
+            raise RequestRefused(
+                f"unknown fields have {len(self.unknown)} bytes, {MAX_DATA_LENGTH} are allowed"
             )
         for field in ("step", "commit_failures", "seen_quorum_id"):
             if not 0 <= getattr(self, field) <= MAX_INT64:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from torchft_svc.core.assignment import assign
 from torchft_svc.core.group import AnswerWorker, Vote, WorkerRequest
 from torchft_svc.core.types import Member, Quorum
@@ -23,11 +25,23 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         data=message.data,
         commit_failures=message.commit_failures,
         seen_quorum_id=message.seen_quorum_id,
+        unknown=_unknown_fields(message),
     )
 
 
+def _unknown_fields(message: pb.QuorumMember) -> bytes:
+    """The fields that this version does not know, encoded (releases of torchft add some)."""
+    if not len(UnknownFieldSet(message)):
+        return b""
+    rest = pb.QuorumMember()
+    rest.CopyFrom(message)
+    for field, _ in message.ListFields():
+        rest.ClearField(field.name)
+    return rest.SerializeToString()
+
+
 def member_to_wire(member: Member) -> pb.QuorumMember:
-    return pb.QuorumMember(
+    message = pb.QuorumMember(
         replica_id=member.replica_id,
         address=member.address,
         store_address=member.store_address,
@@ -38,6 +52,9 @@ def member_to_wire(member: Member) -> pb.QuorumMember:
         commit_failures=member.commit_failures,
         seen_quorum_id=member.seen_quorum_id,
     )
+    if member.unknown:
+        message.MergeFromString(member.unknown)
+    return message
 
 
 def quorum_answer(quorum: Quorum, created_s: float) -> bytes:
