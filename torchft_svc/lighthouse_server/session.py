@@ -35,6 +35,7 @@ class Session:
         self._replica_id = ""
         self._reason = "its session ended"
         self._question: asyncio.Task[None] | None = None
+        self._number = 0
         self._outbox = Outbox()
 
     async def run(self, requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
@@ -74,7 +75,8 @@ class Session:
             elif kind == "question":
                 self._ask(message.question)
             elif kind == "withdrawal":
-                self._withdraw()
+                if message.withdrawal.number == self._number:  # or it has been overtaken
+                    self._withdraw()
             elif kind == "leave":
                 check_text("reason", message.leave.reason, MAX_REASON_LENGTH)
                 self._reason = message.leave.reason or "it has left"
@@ -89,6 +91,7 @@ class Session:
                 f"{question.requester.replica_id[:64]!r}"
             )
         self._withdraw()
+        self._number = question.number
         self._question = self._tasks.start(self._answer(question), "session question")
 
     def _withdraw(self) -> None:

@@ -98,13 +98,13 @@ class SessionLine:
         if stream is None:
             address = self._config.lighthouse_address
             raise Unreachable("lighthouse", address, self._why_not)
-        self._number = next(self._numbers)
+        self._number = number = next(self._numbers)
         self._timeout_s = timeout_s
         answer: asyncio.Future[Quorum] = asyncio.get_running_loop().create_future()
         self._answer = answer
         question = pb.SessionQuestion(
             requester=member_to_wire(member),
-            number=self._number,
+            number=number,
             timeout_ms=max(1, int(timeout_s * 1000)),
         )
         try:
@@ -118,14 +118,14 @@ class SessionLine:
             raise Unreachable("lighthouse", self._config.lighthouse_address, _why(error)) from None
         finally:
             if not answer.done() or answer.cancelled():
-                self._tasks.start(self._withdraw(stream), "withdraw a question")
+                self._tasks.start(self._withdraw(stream, number), "withdraw a question")
             if self._answer is answer:
                 self._answer = None
 
-    async def _withdraw(self, stream: Stream) -> None:
+    async def _withdraw(self, stream: Stream, number: int) -> None:
         with contextlib.suppress(*_BROKEN):
-            withdrawal = pb.SessionRequest(withdrawal=pb.SessionWithdrawal())
-            await self._send(stream, withdrawal)
+            withdrawal = pb.SessionWithdrawal(number=number)
+            await self._send(stream, pb.SessionRequest(withdrawal=withdrawal))
 
     async def leave(self, reason: str) -> None:
         """See `Line.leave`; without a session the group is out already."""

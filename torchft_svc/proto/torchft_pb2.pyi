@@ -100,8 +100,10 @@ class SessionBeat(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionWithdrawal(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class SessionLeave(_message.Message):
     __slots__ = ("reason",)

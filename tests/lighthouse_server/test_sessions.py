@@ -1,0 +1,81 @@
+"""Tests a session's questions: which one is answered, and which is withdrawn."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from running import Line, line_to, members
+
+from torchft_svc.coordination import LighthouseServer
+from torchft_svc.proto import torchft_pb2 as pb
+
+
+class RawSession:
+    """A session of group ``a:1``, message by message."""
+
+    def __init__(self, line: Line) -> None:
+        self._outgoing: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
+        invoke = line.channel.stream_stream(
+            "/torchft.LighthouseService/Session",
+            request_serializer=pb.SessionRequest.SerializeToString,
+            response_deserializer=pb.SessionNews.FromString,
+        )
+        self.news: Any = invoke(iter(self._outgoing.get, None), timeout=20)
+        self.send(hello={"replica_id": "a:1"})
+        assert next(self.news).WhichOneof("kind") == "welcome"
+
+    def send(self, **fields: Any) -> None:
+        self._outgoing.put(pb.SessionRequest(**fields))
+
+    def ask(self, number: int) -> None:
+        asked = {"requester": {"replica_id": "a:1"}, "number": number, "timeout_ms": 10_000}
+        self.send(question=asked)
+
+    def close(self) -> None:
+        self._outgoing.put(None)
+        list(self.news)
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=300) as server,
+        line_to(server.address()) as line,
+    ):
+        yield line
+
+
+@pytest.fixture
+def session(line: Line) -> Iterator[RawSession]:
+    session = RawSession(line)
+    yield session
+    session.close()
+
+
+def test_a_withdrawal_that_was_overtaken_leaves_the_newer_question(
+    line: Line, session: RawSession
+) -> None:
+    session.ask(1)
+    session.ask(2)
+    session.send(withdrawal={"number": 1})
+    fellow = line.quorum("b:1")
+    news = next(session.news)
+    if news.WhichOneof("kind") == "refusal":  # of the first one, if it got so far
+        assert news.refusal.number == 1
+        news = next(session.news)
+    assert news.WhichOneof("kind") == "quorum"
+    assert members(news) == members(fellow.result()) == ["a:1", "b:1"]
+
+
+def test_a_withdrawn_question_does_not_get_into_the_next_quorum(
+    line: Line, session: RawSession
+) -> None:
+    session.ask(1)
+    session.send(withdrawal={"number": 1})
+    session.send(beat={})
+    line.beat("b:1")
+    asked = [line.quorum("b:1"), line.quorum("c:1")]
+    assert [members(each.result()) for each in asked] == [["b:1", "c:1"]] * 2
