@@ -108,11 +108,13 @@ def main(
     check_options(groups, kills, seconds, steps)
     if steps is None and seconds is None:
         seconds = _DEFAULT_SECONDS
+    fitting_kills = num_kills(groups, kills, kill_interval, seconds)
     script = Script(
         num_groups=groups,
         seconds=seconds,
         steps=steps,
-        num_kills=num_kills(groups, kills, kill_interval, seconds),
+        num_kills=fitting_kills,
+        min_kills=min(fitting_kills, 1) if kills is None else kills,
         kill_interval_s=kill_interval,
         seed=seed,
         max_stall_s=max_stall,

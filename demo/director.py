@@ -24,6 +24,8 @@ _MAX_SILENCE_S = 120.0
 _LEAVE_GRACE_S = 10.0
 # After Ctrl-C everything is gone within two seconds.
 _AT_ONCE_GRACE_S = 1.2
+# A kill in the last seconds could not heal before the run is to end.
+_LAST_HEAL_S = 10.0
 # All groups train for so long before the run may end.
 _CALM_END_S = 2.0
 
@@ -34,12 +36,16 @@ class RunFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Script:
-    """What is to happen: the run ends after ``seconds``, or at ``steps`` commits, and all kills."""
+    """What is to happen: the run ends after ``seconds``, or at ``steps`` commits, and all kills.
+
+    Of its ``num_kills`` those above ``min_kills`` are left out if a slow machine has no time left.
+    """
 
     num_groups: int
     seconds: float | None
     steps: int | None
     num_kills: int
+    min_kills: int
     kill_interval_s: float
     seed: int
     max_stall_s: float
@@ -82,7 +88,7 @@ class Director:
         return Run(
             num_groups=self.script.num_groups,
             events=sorted(self._history, key=lambda event: event.at),
-            num_kills_planned=self.script.num_kills,
+            num_kills_planned=self.script.min_kills,
             max_stall_s=self.script.max_stall_s,
             leftovers=leftovers,
             interrupted=interrupted,
@@ -97,6 +103,9 @@ class Director:
 
     def _tick(self) -> None:
         self._take_events()
+        seconds = self.script.seconds
+        if seconds is not None and self._elapsed_s() > seconds - _LAST_HEAL_S:
+            self._killer.stop_after(self.script.min_kills)
         order = self._killer.order_due(time.monotonic(), self._board)
         if order is not None:
             self.cluster.kill(order.group, whole_group=order.whole_group)

@@ -25,6 +25,7 @@ class Killer:
         self._orders = orders
         self._order = next(orders)
         self._left = num_kills
+        self._num_given = 0
         self._due_at: float | None = None
         self._armed_at: float | None = None
         self._well_since: float | None = None
@@ -39,6 +40,11 @@ class Killer:
     def armed(self) -> bool:
         """Whether the victim's next phases matter, so that the caller should look often."""
         return self._armed_at is not None or self._again is not None
+
+    def stop_after(self, num_kills: int) -> None:
+        """Give no more orders if so many were given; the second kill of the last may still come."""
+        if self._num_given >= num_kills:
+            self._left = 0
 
     def order_due(self, now: float, board: Board) -> KillOrder | None:
         """The order to carry out at this instant, or ``None``.
@@ -63,6 +69,7 @@ class Killer:
             return None
         order, self._order = self._order, next(self._orders)
         self._left -= 1
+        self._num_given += 1
         self._due_at, self._armed_at = now + self._order.after_s, None
         self._again = order if order.again else None
         self._heals_since = None

@@ -28,12 +28,13 @@ def test_a_killed_group_heals_and_every_promise_is_kept(tmp_path: Path) -> None:
     assert status == 0, "\n".join(demo.lines)
     assert "PASS: every promise was kept" in demo.lines
     figures = json.loads(picture.with_suffix(".json").read_text())
-    (incident,) = figures["incidents"]
+    incident, *_ = figures["incidents"]  # a group may be killed once more while it heals
     assert incident["heal_s"] > 0
     assert incident["without_s"] > 0
     assert "FAIL" not in {verdict["outcome"] for verdict in figures["verdicts"]}
     assert picture.stat().st_size > 20_000
-    assert len(list(folder.glob("group-*.jsonl"))) == 4
+    lives = len(list(folder.glob("group-*.jsonl")))
+    assert lives == 3 + len(figures["incidents"])
 
 
 @pytest.mark.timeout(240)

@@ -123,6 +123,16 @@ class TestWhen:
         assert killer.order_due(25.2, board) is None
         assert killer.done
 
+    def test_no_more_after_it_was_told_to_stop(self) -> None:
+        killer, board = Killer(repeat(ORDER), num_kills=9), healthy_board()
+        killer.stop_after(1)
+        given = 0
+        for now in range(100):
+            given += killer.order_due(float(now), board) is not None
+            killer.stop_after(1)
+        assert given == 1
+        assert killer.done
+
     def test_no_more_often_than_asked_for(self) -> None:
         killer, board = Killer(repeat(ORDER), num_kills=2), healthy_board()
         given = [killer.order_due(float(now), board) for now in range(100)]
