@@ -59,6 +59,10 @@ class Pair:
         for trainer in self.trainers:
             trainer.send(f"measure {num_steps + _WARM_UP_STEPS}")
         answers = [json.loads(trainer.read_line(_BLOCK_TIMEOUT_S)) for trainer in self.trainers]
+        for trainer, answer in zip(self.trainers, answers, strict=True):
+            (discarded,) = answer.pop("discarded")
+            if discarded:  # what such steps take says nothing
+                raise trainer.error(f"discarded {discarded:g} steps, though nothing failed")
         for name, used in self._cpu_s().items():
             self.cpu_s[name] += used - before[name]
         self.num_steps += num_steps + _WARM_UP_STEPS

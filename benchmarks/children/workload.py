@@ -109,9 +109,13 @@ class Training:
         return at
 
     def measure(self, num_steps: int) -> dict[str, list[float]]:
-        """Milliseconds of each phase, each lap and the whole step (``total``), for each step."""
+        """Milliseconds of each phase, each lap and the whole step (``total``), for each step.
+
+        ``discarded`` tells how many steps were not committed, as a list of one number.
+        """
         found: dict[str, list[float]] = {phase: [] for phase in (*PHASES, "total")}
         self.lap()  # what was counted before does not belong here
+        before = self.current_step() if self.current_step else 0
         for _ in range(num_steps):
             at = self.step()
             for phase, begin, end in zip(PHASES, at[:-1], at[1:], strict=True):
@@ -119,7 +123,8 @@ class Training:
             found["total"].append((at[-1] - at[0]) / 1e6)
             for part, time_ms in self.lap().items():
                 found.setdefault(part, []).append(time_ms)
-        return found
+        committed = self.current_step() - before if self.current_step else num_steps
+        return {**found, "discarded": [num_steps - committed]}
 
     def train(self) -> None:
         """Train on until standard input ends, and tell every commit."""
