@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -43,6 +45,16 @@ def eventually(holds: Callable[[], Any], within_s: float = 10.0, what: str = "")
             return found
         assert time.monotonic() < deadline, what or f"not within {within_s} s: {holds}"
         time.sleep(0.005)
+
+
+def steady_address() -> str:
+    """A free address below the ports that the system gives to connections: nobody takes it while
+    the service that had it is restarted."""
+    while True:
+        port = random.randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{port}"
 
 
 class Process:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from running import eventually
+from running import eventually, steady_address
 
 from torchft_svc.coordination import (
     LighthouseClient,
@@ -190,7 +190,7 @@ def test_servers_start_and_stop_many_times_without_leaking_threads() -> None:
 
 
 def test_shutting_down_twice_is_allowed_and_frees_the_port() -> None:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    server = LighthouseServer(steady_address(), min_replicas=1)
     address = server.address()
     server.shutdown()
     server.shutdown()

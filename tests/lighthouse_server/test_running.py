@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from running import failure, lighthouse_process, line_to
+from running import failure, lighthouse_process, line_to, steady_address
 
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.core.types import Member, QuorumConfig
@@ -89,7 +89,7 @@ def test_ids_of_a_restarted_lighthouse_are_above_those_before() -> None:
         with line_to(address) as line:
             return line.quorum("a:1").result().quorum.quorum_id  # type: ignore[no-any-return]
 
-    with lighthouse_process() as process:
+    with lighthouse_process(bind=steady_address()) as process:
         before = one_quorum(process.address)
         process.kill()
         with lighthouse_process(bind=process.address) as again:

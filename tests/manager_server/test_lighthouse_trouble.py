@@ -22,6 +22,7 @@ from running import (
     line_to,
     manager_process,
     members,
+    steady_address,
 )
 
 from torchft_svc.coordination import LighthouseServer, ManagerClient, ManagerServer
@@ -97,7 +98,7 @@ def test_the_lighthouses_refusal_reaches_every_worker_with_its_reason() -> None:
 def test_the_next_quorum_waits_for_a_lighthouse_that_restarts() -> None:
     """Trap: reconnecting after a blip backs off longer than the heartbeat timeout."""
     with (
-        lighthouse_process() as first,
+        lighthouse_process(bind=steady_address()) as first,
         manager_process(first.address, "--connect-timeout-ms=20000") as manager,
         ManagerClient(manager.address, LONG) as client,
         ThreadPoolExecutor(1) as thread,
