@@ -87,7 +87,7 @@ def num_kills(groups: int, kills: int | None, interval_s: float, seconds: float 
 )  # fmt: skip
 @click.option("--batch-size", type=click.IntRange(1, 1024), default=8, show_default=True)
 @click.option(
-    "--max-stall", type=click.FloatRange(min=0.01), default=1.0, show_default=True,
+    "--max-stall", type=click.FloatRange(min=0.01), default=1.5, show_default=True,
     help="Seconds within which survivors must commit without the dead: the step that breaks off, a "
     "whole new one, and what else the machine is doing, included.",
 )  # fmt: skip

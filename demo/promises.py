@@ -84,7 +84,7 @@ def judge_completion(run: Run) -> Verdict:
         faults.append(f"only {num_kills} of {run.num_kills_planned} kills took place")
     if not run.commits():
         faults.append("nothing was committed")
-    return _verdict(promise, faults, f"{num_kills} kills")
+    return _verdict(promise, faults, f"kills: {num_kills}")
 
 
 def judge_identity(run: Run) -> Verdict:
