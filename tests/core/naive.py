@@ -30,6 +30,7 @@ class Naive:
     log: list[tuple[Any, ...]] = field(default_factory=list)
     groups: dict[str, float] = field(default_factory=dict)  # last sign of life, the eldest first
     requests: list[Request] = field(default_factory=list)
+    gave_up: list[tuple[Request, float]] = field(default_factory=list)
     stragglers: set[str] = field(default_factory=set)
     veterans: set[str] = field(default_factory=set)
     previous: Quorum | None = None
@@ -46,13 +47,21 @@ class Naive:
                 self._refuse(request, "superseded")
                 asked_at = request.asked_at
         held = self._is_held(member.replica_id)
+        for request, gave_up_at in [] if held else list(self.gave_up):
+            if request.member.replica_id == member.replica_id:
+                self.gave_up.remove((request, gave_up_at))
+                if now - gave_up_at <= self.config.heartbeat_timeout_s:
+                    asked_at = request.asked_at
         if not held:
             self.stragglers.discard(member.replica_id)
         self.requests.append(Request(member, caller, asked_at, held))
         self._settle(now)
 
     def withdraw(self, caller: int, now: float) -> None:
-        self.requests = [request for request in self.requests if request.caller != caller]
+        for request in [each for each in self.requests if each.caller == caller]:
+            self.requests.remove(request)
+            if not request.held:
+                self.gave_up.append((request, now))
         self._settle(now)
 
     def heartbeat(self, replica_id: str, now: float) -> None:
@@ -159,6 +168,7 @@ class Naive:
         del self.groups[replica_id]
         self.stragglers.discard(replica_id)
         self.veterans.discard(replica_id)
+        self.gave_up = [each for each in self.gave_up if each[0].member.replica_id != replica_id]
 
     def _refuse(self, request: Request, word: str) -> None:
         self.requests.remove(request)

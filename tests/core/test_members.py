@@ -170,6 +170,38 @@ def test_rule_4_a_repeated_request_does_not_put_the_deadline_off() -> None:
     assert scene.take_quorums() == [(2, ["a"])]
 
 
+def test_rule_4_giving_up_and_asking_again_does_not_put_the_deadline_off() -> None:
+    scene = formed("a", "b")
+    first = scene.ask("a", step=1)
+    scene.until(105)
+    scene.withdraw(first)  # its patience is shorter than join_timeout
+    scene.until(106)
+    scene.ask("a", step=1)
+    scene.until(109.9)
+    assert scene.take_quorums() == []
+    scene.until(110)
+    assert scene.take_quorums() == [(2, ["a"])]
+
+
+def test_rule_4_giving_up_for_long_is_a_new_beginning() -> None:
+    scene = formed("a", "b", settings=config(join_timeout_s=200))
+    first = scene.ask("a", step=1)
+    scene.until(105)
+    scene.withdraw(first)
+    for now in (150, 200, 205.5):  # longer than the heartbeat timeout of 100 s
+        scene.until(now)
+        scene.beat("b")
+        scene.beat("a")
+    scene.ask("a", step=1)
+    for now in (300, 390):
+        scene.until(now)
+        scene.beat("b")
+        scene.beat("a")
+    assert scene.take_quorums() == []
+    scene.until(405.5)
+    assert scene.take_quorums() == [(2, ["a"])]
+
+
 def test_a_member_that_was_silent_for_too_long_is_a_member_again() -> None:
     """Its successors do not start a second history: deviation b, and rule 7."""
     scene = formed("a", "b", step=7, settings=config(heartbeat_timeout_s=8))

@@ -99,7 +99,7 @@ class Lighthouse:
         state = self._jobs.get(job)
         if state is None:
             return ()
-        state.members.withdrew(caller)
+        state.members.withdrew(caller, now)
         state.held = {key: held for key, held in state.held.items() if held[1] != caller}
         return self._settle(job, state, [], now)
 

@@ -26,6 +26,7 @@ class Membership:
         self._config = config
         self._seen_at: OrderedDict[str, float] = OrderedDict()  # the longest silent first
         self._waiting: dict[str, Waiter] = {}
+        self._gave_up: dict[str, tuple[float, float]] = {}  # since when it asked, until when
         self._callers: dict[str, int] = {}
         self._replica_of: dict[int, str] = {}
         self._incarnations: dict[str, dict[str, None]] = {}  # by stable name, the oldest first
@@ -52,9 +53,13 @@ class Membership:
 
     def asked(self, member: Member, caller: int, now: float) -> int | None:
         """``caller`` asks on behalf of ``member``, which has been seen; returns the caller that it
-        replaces, if any. Whoever repeats a request has asked since the first of them."""
+        replaces, if any. Whoever repeats a request has asked since the first of them, also if
+        it gave up in between: with a patience shorter than ours it would never see a straggler left
+        out."""
         replaced = self._callers.get(member.replica_id)
-        asked_at = now
+        asked_at, gave_up_at = self._gave_up.pop(member.replica_id, (now, now))
+        if now - gave_up_at > self._config.heartbeat_timeout_s:
+            asked_at = now
         if replaced is not None:
             del self._replica_of[replaced]
             asked_at = self._waiting[member.replica_id].asked_at
@@ -65,11 +70,12 @@ class Membership:
         self._awaited.discard(member.replica_id)
         return replaced
 
-    def withdrew(self, caller: int) -> None:
+    def withdrew(self, caller: int, now: float) -> None:
         """``caller`` waits no longer; the group itself is still alive."""
         replica_id = self._replica_of.pop(caller, None)
         if replica_id is None:
             return
+        self._gave_up[replica_id] = (self._waiting[replica_id].asked_at, now)
         del self._waiting[replica_id], self._callers[replica_id]
         if replica_id in self._previous_ids:
             self._awaited.add(replica_id)
@@ -85,6 +91,7 @@ class Membership:
         for ids in (self._veterans, self._straggling, self._awaited):
             ids.discard(replica_id)
         self._waiting.pop(replica_id, None)
+        self._gave_up.pop(replica_id, None)
         caller = self._callers.pop(replica_id, None)
         if caller is not None:
             del self._replica_of[caller]

@@ -118,14 +118,23 @@ class ManagerDriver:
                 log.warning("leaving: %s", order.reason)
                 self._tasks.start(self._link.leave(order.reason), "leave the lighthouse")
             elif isinstance(order, AnswerWorker):
-                self._answer(order.caller, worker_answer(order, self._link.replica_id))
+                self._answer_worker(order)
             elif isinstance(order, AnswerVote):
                 answer = pb.ShouldCommitResponse(should_commit=order.should_commit)
                 self._answer(order.caller, answer.SerializeToString())
             elif isinstance(order, RefuseWorker):
-                waiting = self._answers.pop(order.caller, None)
-                if waiting is not None and not waiting.done():
-                    waiting.set_exception(order.error)
+                self._refuse(order.caller, order.error)
+
+    def _answer_worker(self, order: AnswerWorker) -> None:
+        try:
+            self._answer(order.caller, worker_answer(order, self._link.replica_id))
+        except TorchFTError as error:
+            self._refuse(order.caller, error)
+
+    def _refuse(self, caller: int, error: TorchFTError) -> None:
+        waiting = self._answers.pop(caller, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(error)
 
     def _answer(self, caller: int, encoded: bytes) -> None:
         waiting = self._answers.pop(caller, None)

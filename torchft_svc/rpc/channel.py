@@ -15,7 +15,15 @@ MAX_RECONNECT_MS = 500
 # Longer, and a lighthouse whose packets were lost would be missed for as long when it is back.
 MAX_CONNECTING_MS = 1000
 
+# A host that vanishes closes nothing: ask for a sign of life, and give up without one.
+KEEPALIVE_MS = 5_000
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+)
+
 _OPTIONS = (
+    *KEEPALIVE,
     ("grpc.initial_reconnect_backoff_ms", MIN_RECONNECT_MS),
     # In spite of its name this is the deadline of an attempt, not a pause.
     ("grpc.min_reconnect_backoff_ms", MAX_CONNECTING_MS),

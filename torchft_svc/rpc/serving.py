@@ -16,6 +16,7 @@ from torchft_svc.errors import AddressError
 from torchft_svc.proto import torchft_pb2
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.calls import Calls
+from torchft_svc.rpc.channel import KEEPALIVE
 from torchft_svc.rpc.parsing import parser, refusing_garbage, refusing_garbage_in_stream
 from torchft_svc.rpc.status import Handler, answering_errors
 
@@ -30,6 +31,10 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", -1),
     ("grpc.max_concurrent_streams", 10_000),
+    # A host that vanished without a word must not keep its streams open for ever.
+    *KEEPALIVE,
+    # Clients ask for signs of life as often as they like.
+    ("grpc.http2.max_ping_strikes", 0),
 )
 
 
