@@ -205,6 +205,9 @@ def test_what_needs_a_step_says_so(address: str) -> None:
                 call()
         assert a.manager.participating_rank() is None
         assert a.manager.num_participants() == 0
+        a.step()
+        with pytest.raises(RequestRefused, match="call start_quorum first"):
+            a.manager.should_commit()
 
 
 def test_a_step_that_was_given_up_is_begun_anew(pair_address: str) -> None:

@@ -141,10 +141,11 @@ def resolve_timeouts(
     default_s = DEFAULT_TIMEOUT.total_seconds()
     if quorum_s is None:
         quorum_s = max(default_s, collective_s or 0.0, connect_s or 0.0)
+    fitting_s = min(default_s, quorum_s) if quorum_s > 0 else default_s
     return Timeouts(
-        collective_s=min(default_s, quorum_s) if collective_s is None else collective_s,
+        collective_s=fitting_s if collective_s is None else collective_s,
         quorum_s=quorum_s,
-        connect_s=min(default_s, quorum_s) if connect_s is None else connect_s,
+        connect_s=fitting_s if connect_s is None else connect_s,
         heartbeat_interval_s=heartbeat_interval.total_seconds(),
     )
 
@@ -157,7 +158,10 @@ def resolve_place(
         group_rank = environment.group_rank
     if group_world_size is None:
         group_world_size = environment.group_world_size
-    return GroupPlace(group_rank=group_rank or 0, group_world_size=group_world_size or 1)
+    return GroupPlace(
+        group_rank=0 if group_rank is None else group_rank,
+        group_world_size=1 if group_world_size is None else group_world_size,
+    )
 
 
 def resolve_services(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -338,7 +338,14 @@ class Manager:
 
 
 def _close_in(pid: int, runtime: Runtime) -> None:
-    """At exit; a forked child must not end its parent's services."""
-    if os.getpid() == pid:
-        with contextlib.suppress(Exception):
-            runtime.close(False)
+    """At exit, or when a manager that nobody shut down is collected.
+
+    A forked child must not end its parent's services. A collection may happen on any thread, such
+    as one that the services' end would wait for.
+    """
+    if os.getpid() != pid:
+        return
+    if threading.current_thread() is threading.main_thread():
+        runtime.close(False)
+    else:
+        threading.Thread(target=runtime.close, args=(False,), name="torchft-close").start()

@@ -155,7 +155,7 @@ class Stepper:
     # -- inside ----------------------------------------------------------------------------------
 
     def _current_round(self) -> Round:
-        if self._round is None:
+        if self._round is None or self.state.phase is Phase.IDLE:
             raise RequestRefused("there is no step under way: call start_quorum first")
         return self._round
 

@@ -1,0 +1,313 @@
+"""Tests that gradients are averaged as torch's own DDP would, and what it does not do."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchft_svc.client import DistributedDataParallel, Manager
+from torchft_svc.errors import ConfigError
+
+from .training import TIMEOUT, lighthouse, together
+
+
+class Group:
+    """A manager, a model, and its parallel wrapper; every group begins with the same weights."""
+
+    def __init__(self, address: str, name: str) -> None:
+        self.manager = Manager(
+            lighthouse_addr=address,
+            replica_id=name,
+            in_process=True,
+            timeout=TIMEOUT,
+            quorum_timeout=TIMEOUT,
+            init_sync=False,
+        )
+
+    def wrap(self, build: Callable[[], nn.Module], **options: Any) -> None:
+        torch.manual_seed(7)
+        self.model = build()
+        self.parallel = DistributedDataParallel(self.manager, self.model, **options)
+
+    def run(self, *inputs: torch.Tensor, sync: bool = True) -> None:
+        """One forward and backward pass."""
+        if sync:
+            self.parallel(*inputs).sum().backward()
+            return
+        with self.parallel.no_sync():
+            self.parallel(*inputs).sum().backward()
+
+    def grads(self) -> list[torch.Tensor | None]:
+        return [
+            None if p.grad is None else p.grad.detach().clone() for p in self.model.parameters()
+        ]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., list[Group]]]:
+    with lighthouse(min_replicas=2) as address, contextlib.ExitStack() as stack:
+
+        def make(build: Callable[[], nn.Module], **options: Any) -> list[Group]:
+            groups = [Group(address, name) for name in "ab"]
+            for group in groups:
+                stack.enter_context(group.manager)
+                group.wrap(build, **options)
+            together(*(group.manager.start_quorum for group in groups))
+            together(*(group.manager.wait_quorum for group in groups))
+            return groups
+
+        yield make
+
+
+def expected(build: Callable[[], nn.Module], *batches: torch.Tensor) -> list[torch.Tensor]:
+    """The mean of the gradients that each batch gives."""
+    torch.manual_seed(7)
+    model = build()
+    for batch in batches:
+        (model(batch).sum() / len(batches)).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def assert_gradients(group: Group, wanted: list[torch.Tensor]) -> None:
+    for grad, want in zip(group.grads(), wanted, strict=True):
+        torch.testing.assert_close(grad, want)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+ONE, TWO = torch.full((2, 3), 0.5), torch.full((2, 3), -1.5)
+SMALL = {"bucket_cap_mb": 0.00005}
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize("options", [{}, SMALL], ids=["one bucket", "many buckets"])
+def test_gradients_are_averaged(
+    make: Callable[..., list[Group]], options: dict[str, Any], views: bool
+) -> None:
+    a, b = make(mlp, gradient_as_bucket_view=views, **options)
+    together(lambda: a.run(ONE), lambda: b.run(TWO))
+    wanted = expected(mlp, ONE, TWO)
+    assert_gradients(a, wanted)
+    assert_gradients(b, wanted)
+    assert together(a.manager.should_commit, b.manager.should_commit) == [True, True]
+
+
+def test_accumulating_without_sync(make: Callable[..., list[Group]]) -> None:
+    a, b = make(mlp, **SMALL)
+
+    def passes(group: Group, batch: torch.Tensor) -> None:
+        group.run(batch, sync=False)
+        group.run(2 * batch, sync=False)
+        group.run(3 * batch)
+
+    together(lambda: passes(a, ONE), lambda: passes(b, TWO))
+    one, two = (expected(mlp, k * ONE, k * TWO) for k in (1, 2))
+    three = expected(mlp, 3 * ONE, 3 * TWO)
+    wanted = [x + y + z for x, y, z in zip(one, two, three, strict=True)]
+    assert_gradients(a, wanted)
+    assert_gradients(b, wanted)
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+def test_accumulating_with_a_sync_in_each_pass(
+    make: Callable[..., list[Group]], views: bool
+) -> None:
+    a, b = make(mlp, gradient_as_bucket_view=views, **SMALL)
+
+    def passes(group: Group, batch: torch.Tensor) -> None:
+        group.run(batch)
+        group.run(2 * batch)
+
+    together(lambda: passes(a, ONE), lambda: passes(b, TWO))
+    first, second = expected(mlp, ONE, TWO), expected(mlp, 2 * ONE, 2 * TWO)
+    wanted = [x + y for x, y in zip(first, second, strict=True)]
+    assert_gradients(a, wanted)
+    assert_gradients(b, wanted)
+
+
+class Branches(nn.Module):
+    """Uses one of two layers, as the sign of its input tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positive, self.negative = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.frozen = nn.Linear(3, 2)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        chosen = self.positive if inputs.sum() > 0 else self.negative
+        used: torch.Tensor = chosen(inputs) + self.frozen(inputs)
+        return used
+
+
+def test_a_parameter_that_one_group_did_not_use_gets_the_others_average(
+    make: Callable[..., list[Group]],
+) -> None:
+    a, b = make(Branches, **SMALL)
+    together(lambda: a.run(ONE), lambda: b.run(TWO))
+    for group in (a, b):
+        layers = group.model
+        assert layers.positive.weight.grad.tolist() == [[0.5] * 3] * 2  # type: ignore[union-attr]
+        assert layers.negative.weight.grad.tolist() == [[-1.5] * 3] * 2  # type: ignore[union-attr]
+        assert layers.frozen.weight.grad is None  # type: ignore[union-attr]
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(3, 4), nn.Linear(4, 2).double()
+        self.factor = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.wide(self.narrow(inputs).double()) * self.factor.double()
+
+
+def test_mixed_dtypes(make: Callable[..., list[Group]]) -> None:
+    a, b = make(Mixed, **SMALL)
+    together(lambda: a.run(ONE), lambda: b.run(TWO))
+    for group in (a, b):
+        for grad, want in zip(group.grads(), expected(Mixed, ONE, TWO), strict=True):
+            assert grad is not None
+            assert grad.dtype == want.dtype
+            torch.testing.assert_close(grad, want, rtol=2e-2, atol=1e-2)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.outer = nn.Linear(3, 3)
+        self.outer.weight = self.inner.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.outer(self.inner(inputs))
+        return result
+
+
+def test_tied_weights(make: Callable[..., list[Group]]) -> None:
+    a, b = make(Tied, **SMALL)
+    together(lambda: a.run(ONE), lambda: b.run(TWO))
+    assert_gradients(a, expected(Tied, ONE, TWO))
+    assert_gradients(b, expected(Tied, ONE, TWO))
+
+
+def test_sums_begin_before_the_backward_pass_is_over(make: Callable[..., list[Group]]) -> None:
+    a, b = make(mlp, **SMALL)
+    both_launched = threading.Barrier(2, timeout=20)
+    first_layers = [group.model.get_submodule("0") for group in (a, b)]
+    for group, first in zip((a, b), first_layers, strict=True):
+        # Called when all layers but the first have their gradients.
+        first.weight.register_hook(lambda grad, group=group: check(group, grad))
+
+    def check(group: Group, grad: torch.Tensor) -> torch.Tensor:
+        both_launched.wait()
+        for reduction in group.parallel._reducer._reductions:
+            assert reduction.wait()
+        assert len(group.parallel._reducer._reductions) >= 2
+        return grad
+
+    together(lambda: a.run(ONE), lambda: b.run(TWO))
+    assert_gradients(a, expected(mlp, ONE, TWO))
+
+
+def test_nothing_is_raised_into_the_backward_pass(make: Callable[..., list[Group]]) -> None:
+    a, b = make(mlp, **SMALL)
+    b.manager.shutdown()
+    began_at = time.monotonic()
+    a.run(ONE)
+    assert time.monotonic() - began_at < 3.0  # far below the timeout of 10 s
+    assert a.manager.errored() is not None
+    assert not a.manager.should_commit()
+
+
+def test_memory_of_an_abandoned_sum_is_never_used_again(make: Callable[..., list[Group]]) -> None:
+    a, b = make(mlp)
+    together(lambda: a.run(ONE), lambda: b.run(TWO))
+    together(a.manager.should_commit, b.manager.should_commit)
+    (bucket,) = a.parallel._reducer._buckets
+    memory = bucket.memory
+
+    def loses_its_peer() -> None:
+        a.manager.start_quorum()
+        a.manager.wait_quorum()
+        give_up = threading.Timer(0.3, a.manager.report_error, [RuntimeError("given up")])
+        give_up.start()
+        a.run(ONE)  # waits for the other group, which computes nothing
+        give_up.join()
+
+    def hangs() -> None:
+        b.manager.start_quorum()
+        b.manager.wait_quorum()
+
+    together(loses_its_peer, hangs)
+    assert bucket.memory.data_ptr() != memory.data_ptr()
+    memory.fill_(float("nan"))  # what the abandoned operation may do
+    assert all(torch.isfinite(grad).all() for grad in a.grads() if grad is not None)
+    assert not a.manager.should_commit()
+
+
+def test_a_backward_pass_that_raises_is_followed_by_a_good_one(
+    make: Callable[..., list[Group]],
+) -> None:
+    a, b = make(mlp, **SMALL)
+
+    def fails(group: Group) -> None:
+        handle = group.model.get_submodule("2").weight.register_hook(raises)
+        with pytest.raises(ZeroDivisionError):
+            group.run(ONE)
+        handle.remove()
+        group.model.zero_grad()
+        group.manager.start_quorum()
+        group.run(ONE)
+
+    def raises(_: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    together(lambda: fails(a), lambda: fails(b))
+    assert_gradients(a, expected(mlp, ONE, ONE))
+    assert together(a.manager.should_commit, b.manager.should_commit) == [True, True]
+
+
+@pytest.fixture
+def alone() -> Iterator[Manager]:
+    with lighthouse() as address, Manager(lighthouse_addr=address, in_process=True) as manager:
+        yield manager
+
+
+def test_it_is_a_module_with_torch_s_names(alone: Manager) -> None:
+    model = mlp()
+    parallel = DistributedDataParallel(alone, model)
+    assert parallel.module is model
+    assert list(parallel.state_dict()) == [f"module.{key}" for key in model.state_dict()]
+    assert not parallel.eval().module.training
+
+
+def test_a_model_that_is_only_used_needs_no_step(alone: Manager) -> None:
+    parallel = DistributedDataParallel(alone, mlp())
+    with torch.no_grad():
+        assert parallel(ONE).shape == (2, 2)
+
+
+def test_arguments_that_cannot_be_honored(alone: Manager) -> None:
+    with pytest.raises(ConfigError, match="no parameter to train"):
+        DistributedDataParallel(alone, nn.ReLU())
+    with pytest.raises(ConfigError, match=r"0\.sparse=True.*sparse gradients"):
+        DistributedDataParallel(alone, nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+    with pytest.raises(ConfigError, match=r"process_group=.*brings its own"):
+        DistributedDataParallel(alone, mlp(), process_group=object())
+    with pytest.raises(TypeError, match="no argument 'colour'"):
+        DistributedDataParallel(alone, mlp(), colour="red")
+    with pytest.warns(UserWarning, match="device_ids has no effect"):
+        DistributedDataParallel(alone, mlp(), device_ids=[0])
+    DistributedDataParallel(
+        alone, mlp(), find_unused_parameters=True, broadcast_buffers=False, device_ids=None
+    )

@@ -1,0 +1,92 @@
+"""Tests that the design's own example runs as printed, and that the order of arguments holds."""
+
+from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn, optim
+
+import torchft_svc
+from torchft_svc.client import (
+    DistributedDataParallel,
+    FaultToleranceManager,
+    Manager,
+    OptimizerWrapper,
+    ProcessGroupDummy,
+)
+
+from .training import lighthouse
+
+ORDER = (
+    "pg load_state_dict state_dict min_replica_size use_async_quorum timeout quorum_timeout "
+    "connect_timeout rank world_size world_size_mode store_addr store_port lighthouse_addr "
+    "replica_id port hostname heartbeat_interval checkpoint_transport init_sync max_retries "
+    "quorum_retries"
+)
+
+
+def test_the_example_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 2)
+    criterion = nn.CrossEntropyLoss()
+    dataloader = [(torch.randn(3, 4), torch.tensor([0, 1, 1])) for _ in range(5)]
+
+    def state_dict() -> dict[str, torch.Tensor]:
+        return model.state_dict()
+
+    def load_state_dict(state: dict[str, torch.Tensor]) -> None:
+        model.load_state_dict(state)
+
+    with lighthouse() as address:
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
+        manager = FaultToleranceManager(state_dict, load_state_dict)
+        optimizer = OptimizerWrapper(manager, optim.SGD(model.parameters(), lr=0.1))
+        model = DistributedDataParallel(manager, model)  # type: ignore[assignment]
+        for inputs, labels in dataloader:
+            optimizer.zero_grad()
+            loss = criterion(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            if manager.current_step() >= 3:
+                break
+        assert manager.current_step() == 3
+        manager.step()
+        assert manager.should_commit()
+        manager.shutdown()
+
+
+def test_arguments_come_in_the_familiar_order() -> None:
+    positional = [
+        name
+        for name, parameter in inspect.signature(Manager.__init__).parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    assert positional[1:] == ORDER.split()
+
+
+def test_arguments_by_position() -> None:
+    with lighthouse() as address:
+        manager = Manager(
+            ProcessGroupDummy(),
+            lambda state: None,
+            dict,
+            1,
+            False,
+            timedelta(seconds=5),
+            timedelta(seconds=6),
+            lighthouse_addr=address,
+            in_process=True,
+        )
+        with manager:
+            manager.start_quorum()
+            tensor = torch.tensor([2.0])
+            manager.allreduce(tensor).wait()
+            assert tensor.item() == 2.0
+            assert manager.should_commit()
+
+
+def test_the_names_can_be_imported_from_the_top() -> None:
+    for name in torchft_svc.__all__:
+        assert getattr(torchft_svc, name) is getattr(torchft_svc.client, name)

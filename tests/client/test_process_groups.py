@@ -1,0 +1,233 @@
+"""Tests process groups whose members change: they meet, fail at once, and never block."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from torchft_svc.client import ProcessGroupDummy, ProcessGroupGloo
+from torchft_svc.client.process_groups.graveyard import Graveyard
+from torchft_svc.errors import ConfigError, DeadlineExceeded, QuorumFailed, Unreachable
+
+from .training import together
+
+TIMEOUT = timedelta(seconds=5)
+
+
+class Store:
+    """A store, and groups that meet there."""
+
+    def __init__(self) -> None:
+        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.quorum_id = 0
+
+    def place(self, quorum_id: int) -> str:
+        return f"localhost:{self.store.port}/torchft/{quorum_id}/0"
+
+    def configure(self, *groups: ProcessGroupGloo) -> None:
+        """A new quorum of ``groups``."""
+        self.quorum_id += 1
+        where, number = self.place(self.quorum_id), self.quorum_id
+        together(
+            *(
+                lambda rank=rank, group=group: group.configure(
+                    where, f"group {rank}", rank, len(groups), quorum_id=number
+                )
+                for rank, group in enumerate(groups)
+            )
+        )
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def gloo() -> Iterator[list[ProcessGroupGloo]]:
+    groups = [ProcessGroupGloo(TIMEOUT) for _ in range(3)]
+    yield groups
+    for group in groups:
+        group.shutdown()
+
+
+def total(group: ProcessGroupGloo, value: float) -> float:
+    tensor = torch.tensor([value])
+    group.allreduce([tensor]).wait(TIMEOUT)
+    return tensor.item()
+
+
+def test_members_may_change(store: Store, gloo: list[ProcessGroupGloo]) -> None:
+    a, b, c = gloo
+    store.configure(a, b)
+    assert together(lambda: total(a, 1), lambda: total(b, 2)) == [3, 3]
+    store.configure(a, b, c)
+    assert together(lambda: total(a, 1), lambda: total(b, 2), lambda: total(c, 4)) == [7, 7, 7]
+    assert [(group.rank(), group.size()) for group in gloo] == [(0, 3), (1, 3), (2, 3)]
+    store.configure(c, a)
+    assert together(lambda: total(a, 1), lambda: total(c, 4)) == [5, 5]
+    assert (c.rank(), a.rank(), a.size()) == (0, 1, 2)
+
+
+def test_torch_s_functions_take_it(store: Store, gloo: list[ProcessGroupGloo]) -> None:
+    a, b, _ = gloo
+    store.configure(a, b)
+
+    def use(group: ProcessGroupGloo) -> tuple[float, list[float]]:
+        summed, mine = torch.tensor([1.0]), torch.tensor([float(group.rank())])
+        all_of_them = [torch.zeros(1), torch.zeros(1)]
+        group.allreduce(summed).wait()
+        group.allgather([all_of_them], [mine]).wait()
+        group.broadcast([mine], dist.BroadcastOptions()).wait()
+        group.barrier().wait()
+        return summed.item(), [tensor.item() for tensor in all_of_them]
+
+    assert together(lambda: use(a), lambda: use(b)) == [(2.0, [0.0, 1.0])] * 2
+
+
+def test_without_members_an_operation_is_an_error(gloo: list[ProcessGroupGloo]) -> None:
+    with pytest.raises(QuorumFailed, match="members again with the next quorum"):
+        gloo[0].allreduce([torch.ones(1)])
+
+
+def test_a_group_that_leaves_ends_the_others_waits_at_once(
+    store: Store, gloo: list[ProcessGroupGloo]
+) -> None:
+    a, b, _ = gloo
+    store.configure(a, b)
+    work = a.allreduce([torch.ones(1)])
+    began_at = time.monotonic()
+    b.abort()
+    with pytest.raises(RuntimeError):
+        work.wait(TIMEOUT)
+    assert time.monotonic() - began_at < 1.0
+    assert b.errored() is not None
+
+
+def test_leaving_with_an_operation_under_way_blocks_nobody(
+    store: Store, gloo: list[ProcessGroupGloo]
+) -> None:
+    a, b, c = gloo
+    store.configure(a, b)
+    tensor = torch.ones(1)
+    work = a.allreduce([tensor])
+    began_at = time.monotonic()
+    a.abort()
+    store.configure(a, c)
+    assert together(lambda: total(a, 1), lambda: total(c, 2)) == [3, 3]
+    assert time.monotonic() - began_at < 1.0
+    assert not work.is_completed()
+    b.abort()  # only now the abandoned operation ends, and with it its group
+    with pytest.raises(RuntimeError):
+        work.wait(TIMEOUT)
+    del work
+    assert a._graveyard.clear() == 0
+
+
+def test_a_member_that_does_not_come_is_named(store: Store) -> None:
+    group = ProcessGroupGloo(timedelta(milliseconds=200))
+    with pytest.raises(DeadlineExceeded, match=r"0\.2 s: replica rank 1 did not come"):
+        group.configure(store.place(1), "a", 0, 2, quorum_id=1)
+
+
+def test_news_of_a_loss_ends_the_wait_for_members(store: Store) -> None:
+    group = ProcessGroupGloo(TIMEOUT)
+    news = threading.Timer(0.1, group.lose_member, [1, "b is gone: killed"])
+    news.start()
+    began_at = time.monotonic()
+    with pytest.raises(QuorumFailed, match="b is gone: killed"):
+        group.configure(store.place(1), "a", 0, 2, quorum_id=1)
+    assert time.monotonic() - began_at < 1.0
+    news.join()
+
+
+def test_news_that_comes_before_the_wait_counts_too(store: Store) -> None:
+    group = ProcessGroupGloo(TIMEOUT)
+    group.lose_member(1, "b is gone: killed")
+    with pytest.raises(QuorumFailed, match="b is gone: killed"):
+        group.configure(store.place(1), "a", 0, 2, quorum_id=1)
+    group.configure(store.place(2), "a", 0, 1, quorum_id=2)
+    assert group.errored() is None
+    group.shutdown()
+
+
+def test_a_lost_member_gets_a_moment_for_what_it_has_sent(
+    store: Store, gloo: list[ProcessGroupGloo]
+) -> None:
+    a, b, _ = gloo
+    store.configure(a, b)
+    a.lose_member(store.quorum_id, "b is gone: it has left")
+    assert a.errored() is None
+    assert together(lambda: total(a, 1), lambda: total(b, 2)) == [3, 3]
+    deadline = time.monotonic() + 5
+    while a.errored() is None:
+        assert time.monotonic() < deadline
+    assert "b is gone" in str(a.errored())
+
+
+def test_an_interrupted_configure_ends(store: Store) -> None:
+    group = ProcessGroupGloo(TIMEOUT)
+    stop = threading.Timer(0.1, group.interrupt)
+    stop.start()
+    with pytest.raises(QuorumFailed, match="shut down"):
+        group.configure(store.place(1), "a", 0, 2, quorum_id=1)
+    stop.join()
+
+
+def test_a_store_that_is_gone() -> None:
+    with pytest.raises(Unreachable, match="store at localhost:1"):
+        ProcessGroupGloo(TIMEOUT).configure("localhost:1/torchft/1/0", "a", 0, 2)
+
+
+def test_i7_the_store_forgets_earlier_quorums(store: Store, gloo: list[ProcessGroupGloo]) -> None:
+    store.store.set("torchft/services/0/manager_address", "kept")
+    a, b, _ = gloo
+    counts = []
+    for _ in range(5):
+        store.configure(a, b)
+        counts.append(store.store.num_keys())
+    assert counts[-1] == counts[1]
+    assert store.store.check(["torchft/services/0/manager_address"])
+
+
+class Pending:
+    """An operation that is over when told."""
+
+    over = False
+
+    def is_completed(self) -> bool:
+        return self.over
+
+
+def test_i7_abandoned_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    graves, work = Graveyard(), Pending()
+    for _ in range(16):
+        graves.bury(object(), [work])
+    with pytest.raises(DeadlineExceeded, match="16 abandoned process groups"):
+        graves.make_room(0.05, lambda: None)
+    work.over = True
+    graves.make_room(0.05, lambda: None)
+    assert graves.clear() == 0
+
+
+def test_the_dummy_gives_back_what_it_got() -> None:
+    group = ProcessGroupDummy()
+    group.configure("nowhere:1/x", "a", 1, 3)
+    assert (group.rank(), group.size()) == (1, 3)
+    tensor = torch.tensor([5.0])
+    assert group.allreduce([tensor]).wait()
+    gathered = [torch.zeros(1) for _ in range(3)]
+    group.allgather([gathered], [tensor]).wait()
+    assert [part.item() for part in (tensor, *gathered)] == [5.0] * 4
+
+
+def test_no_time_is_refused() -> None:
+    with pytest.raises(ConfigError, match="timeout"):
+        ProcessGroupGloo(timedelta(0))
