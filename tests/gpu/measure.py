@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ from gpu.healing import NUM_TENSORS, TENSOR_BYTES, make_state
 from gpu.ranks import HERE, START_S, everyone, group_of, variables
 from gpu.stepping import PHASES, SHAPES
 from torchft_svc.client.checkpointing import HTTPTransport
+from torchft_svc.client.checkpointing.memory import allocate
 
 REPEATS = 10
-STEPS = {"small": 200, "17 MB": 40, "400 MB": 6}
-BLOCKS = 5
+STEPS = {"small": 100, "17 MB": 40, "400 MB": 5}
+BLOCKS = 4
 
 
 def script(name: str, rank: str, *flags: str) -> Child:
@@ -54,16 +56,63 @@ def aborts() -> dict[str, str]:
     return {name: spread(values) for name, values in found.items()}
 
 
+def copies() -> dict[str, str]:
+    """GB/s from the device into fresh memory of the host, by 64 MiB, in several ways."""
+    source = make_state(1.0)
+    size_gb = NUM_TENSORS * TENSOR_BYTES / 1e9
+    staging = [torch.empty(TENSOR_BYTES // 8, pin_memory=True) for _ in range(2)]
+
+    def staged() -> list[Any]:
+        kept = []
+        for tensor in source.values():
+            memory = allocate(TENSOR_BYTES)
+            target = torch.frombuffer(memory, dtype=torch.float32)
+            events = [torch.cuda.Event(), torch.cuda.Event()]
+            halves = list(zip(staging, tensor.chunk(2), target.chunk(2), events, strict=True))
+            for pinned, half, _, event in halves:
+                pinned.copy_(half, non_blocking=True)
+                event.record()
+            for pinned, _, place, event in halves:
+                event.synchronize()
+                place.copy_(pinned)
+            kept.append(memory)
+        return kept
+
+    def straight_into_huge_pages() -> list[Any]:
+        kept = [allocate(TENSOR_BYTES) for _ in source]
+        for tensor, memory in zip(source.values(), kept, strict=True):
+            torch.frombuffer(memory, dtype=torch.float32).copy_(tensor)
+        return kept
+
+    ways: dict[str, Callable[[], list[Any]]] = {
+        "tensor.cpu()": lambda: [tensor.cpu() for tensor in source.values()],
+        "copy_ into huge pages": straight_into_huge_pages,
+        "through pinned memory into huge pages": staged,
+        "into freshly pinned memory": lambda: [
+            torch.empty(tensor.shape, pin_memory=True).copy_(tensor) for tensor in source.values()
+        ],
+    }
+    found: dict[str, str] = {}
+    for name, way in ways.items():
+        rates = []
+        for _ in range(3):
+            began_at = time.perf_counter()
+            kept = way()
+            rates.append(size_gb / (time.perf_counter() - began_at))
+            del kept
+        found[name] = spread(rates)
+    return found
+
+
 def step_times() -> list[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         pairs: dict[str, list[Child]] = {}
-        port = f"--store-port={free_port()}"
-        pairs["plain"] = [
-            script("stepping.py", f"{r}", "--kind=plain", f"--rank={r}", port) for r in (0, 1)
-        ]
-        for kind in ("ours", "foreach"):
-            where = lighthouse_address(stack.enter_context(start_lighthouse(min_replicas=2)))
-            flags = (f"--kind={kind}", f"--lighthouse={where}")
+        for kind in ("plain", "synchronized", "ours"):
+            where = f"--store-port={free_port()}"
+            if kind == "ours":
+                lighthouse = stack.enter_context(start_lighthouse(min_replicas=2))
+                where = f"--lighthouse={lighthouse_address(lighthouse)}"
+            flags = (f"--kind={kind}", where)
             pairs[kind] = [script("stepping.py", f"{r}", *flags, f"--rank={r}") for r in (0, 1)]
         for children in pairs.values():
             for child in children:
@@ -132,7 +181,13 @@ def main() -> None:
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
-    for name, measure in (("aborts", aborts), ("healing", healing), ("steps", step_times)):
+    parts: list[tuple[str, Callable[[], Any]]] = [
+        ("aborts", aborts),
+        ("healing", healing),
+        ("copies", copies),
+        ("steps", step_times),
+    ]
+    for name, measure in parts:
         try:
             result[name] = measure()
         except Exception as error:

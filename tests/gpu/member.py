@@ -115,8 +115,10 @@ class Member:
         ok = reduction.wait()
         waited_ms = ms_since(began_at)
         self.group.abort()
+        aborted_ms = ms_since(began_at)
         torch.cuda.synchronize()
-        return {"ok": ok, "waited_ms": waited_ms, "idle_ms": ms_since(began_at)}
+        found = {"ok": ok, "waited_ms": waited_ms, "aborted_ms": aborted_ms}
+        return {**found, "idle_ms": ms_since(began_at), "errors": self.errors}
 
     def forget(self, numel: int = 1 << 20) -> Answer:
         """Reduce alone and hold up the stream only: torch's watchdog has to end it."""
@@ -125,7 +127,12 @@ class Member:
         work = self.group.allreduce([tensor])
         work.wait()
         torch.cuda.synchronize()
-        return {"idle_ms": ms_since(began_at), "completed": work.is_completed()}
+        idle_ms = ms_since(began_at)
+        try:
+            work.wait(timedelta(seconds=1))
+        except TorchFTError as error:
+            return {"idle_ms": idle_ms, "told": str(error), "errored": str(self.group.errored())}
+        return {"idle_ms": idle_ms, "told": "success"}
 
     def every_collective(self) -> Answer:
         """What each collective gives, as lists."""

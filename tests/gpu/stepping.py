@@ -1,5 +1,8 @@
 """A trainer whose step times on a GPU are measured: plain torch DDP over NCCL, or ours.
 
+``synchronized``: torch's DDP that waits for the device before each update, as everybody must who
+wants to know whether the gradients are good before they are applied.
+
 ``measure MODEL STEPS`` is answered with milliseconds for a step, as JSON: ``step`` with the device
 idle at both ends of the whole run, and the time that the CPU spent in each phase.
 """
@@ -105,16 +108,15 @@ def measure(name: str, model: nn.Module, optimizer: Any, num_steps: int) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kind", choices=["plain", "ours", "foreach"], required=True)
+    parser.add_argument("--kind", choices=["plain", "synchronized", "ours"], required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--store-port", type=int, default=0)
     parser.add_argument("--lighthouse", default="")
     options = parser.parse_args()
-    if options.kind == "foreach":
-        import foreach
-
-        foreach.install()
-    ready, close = plain(options) if options.kind == "plain" else ours(options)
+    ready, close = ours(options) if options.kind == "ours" else plain(options)
+    if options.kind == "synchronized":
+        for _, optimizer in ready.values():
+            optimizer.register_step_pre_hook(lambda *_: torch.cuda.synchronize())
     print("ready", flush=True)
     for line in sys.stdin:
         name, _, num_steps = line.strip().rpartition(" ")

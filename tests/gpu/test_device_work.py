@@ -14,7 +14,13 @@ from torch.distributed import HashStore
 
 from torchft_svc.client import ProcessGroupNCCL
 from torchft_svc.client.process_groups.nccl import DeviceWork
-from torchft_svc.errors import ConfigError
+from torchft_svc.errors import ConfigError, QuorumFailed
+
+
+class Link:
+    """The part of a connection that a work looks at."""
+
+    left = False
 
 
 def gloo(store: HashStore, rank: int) -> Any:
@@ -39,27 +45,37 @@ def backends() -> list[Any]:
 
 def test_a_timed_wait_leaves_the_operation_alone(backends: list[Any]) -> None:
     first, second = torch.ones(3), torch.ones(3)
-    work = DeviceWork(backends[0].allreduce([first]))
+    work = DeviceWork(backends[0].allreduce([first]), Link())
     began_at = time.monotonic()
     with pytest.raises(RuntimeError, match=r"not over after 0\.05 s"):
         work.wait(timedelta(seconds=0.05))
     assert 0.05 <= time.monotonic() - began_at < 1
     assert not work.is_completed()
 
-    other = DeviceWork(backends[1].allreduce([second]))
+    other = DeviceWork(backends[1].allreduce([second]), Link())
     assert work.wait(timedelta(seconds=5))
-    assert other.wait()
+    assert other.wait(timedelta(seconds=5))
     assert work.is_completed()
     assert first.tolist() == second.tolist() == [2, 2, 2]
 
 
 def test_a_failure_is_raised_by_the_wait_and_not_by_the_look(backends: list[Any]) -> None:
-    work = DeviceWork(backends[0].allreduce([torch.ones(3)]))
+    work = DeviceWork(backends[0].allreduce([torch.ones(3)]), Link())
     backends.pop()  # closes the connection
     with pytest.raises(RuntimeError) as caught:
         work.wait(timedelta(seconds=4))
     assert "not over" not in str(caught.value)
     assert work.is_completed()
+
+
+def test_an_operation_of_a_group_that_was_left_is_no_success(backends: list[Any]) -> None:
+    link = Link()
+    works = [DeviceWork(backend.allreduce([torch.ones(3)]), link) for backend in backends]
+    assert works[0].wait(timedelta(seconds=5))
+    link.left = True
+    for work in works:
+        with pytest.raises(QuorumFailed, match="was left"):
+            work.wait(timedelta(seconds=5))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

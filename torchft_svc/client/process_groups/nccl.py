@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,37 +15,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchft_svc.client.deadlines import Timer
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.stores import Store
 from torchft_svc.errors import ConfigError, DeadlineExceeded, QuorumFailed
 
 log = logging.getLogger(__name__)
 
-# What torch reads when it makes a group. Its own answer to a hung or failed collective is to end
-# the process; here the communicator is to be aborted and the process to live. A launcher sets some
-# of these, too, so they are overwritten. They hold for every NCCL group that the process makes.
-_TORCH_VARIABLES = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # abort the communicator, do not end the process
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # no second watchdog that ends the process
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # Four times this long torch's watchdog sleeps before it aborts (default: 60 s in all).
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
-    "TORCH_NCCL_BLOCKING_WAIT": "0",  # a wait without a time holds up the stream, not the CPU
-    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",  # seconds, after which an abandoned connection ends
-}
+# Torch's watchdog would end the process when a collective fails or hangs, and where it only aborts
+# it does so while others wait for the same operation, which then look successful. Only this
+# variable, read when a group is made, leaves the watchdog out; it is set for that moment alone, so
+# that other NCCL groups of the process are as their owners want them. It would also make torch's
+# own waits hold up the CPU: they are not used here.
+_NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
+_MAKING = threading.Lock()
+# Torch reads this one once. An abandoned attempt to connect ends after so many seconds.
+_GIVE_UP_CONNECTING = ("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60")
 # A collective that is over so soon is noticed at once; later, sleeping costs less than it saves.
 _SPIN_S = 0.0003
-_FIRST_SLEEP_S, _LONGEST_SLEEP_S = 0.00005, 0.001
+_FIRST_SLEEP_S, _LONGEST_SLEEP_S = 0.00005, 0.0002
 # How often the wait for a connection looks whether it is still wanted.
 _LOOK_S = 0.002
+# How long a program's end waits for groups that are still being taken down.
+_JOIN_S = 2.0
 
 
 class ProcessGroupNCCL(DelegatingProcessGroup):
     """NCCL on one device, with members that change.
 
-    A dead or hung member is noticed only at ``timeout``, unless somebody calls `abort` before: that
-    ends the operations under way on the device within a moment. At ``timeout`` torch's watchdog
-    does the same, so nothing waits forever even if nobody waits on the CPU.
+    A dead member is noticed when NCCL notices it, a hung one at ``timeout``, and both at once when
+    somebody calls `abort`: that ends the operations under way on the device within a moment. At
+    ``timeout`` it happens by itself, so nothing waits forever although nobody waits on the CPU.
 
     A work's ``wait()`` holds up the current stream, as torch's does; ``wait(timeout)`` holds up the
     caller until the operation is over on the device, and raises if it is not in time or has failed.
@@ -73,7 +75,9 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         self._high_priority = high_priority
         self._trace_folder = trace_folder
         self._wanted_quorum_id: int | None = None
-        os.environ.update(_TORCH_VARIABLES)
+        self._timer = Timer("torchft-nccl-timer")
+        self._endings: list[threading.Thread] = []
+        os.environ.setdefault(*_GIVE_UP_CONNECTING)
 
     def configure(
         self,
@@ -94,17 +98,15 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         options = dist.ProcessGroupNCCL.Options(self._high_priority)
         options._timeout = self._timeout
         options.config.blocking = 0  # or a connection that hangs could not be given up
-        backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        with _without_watchdog():
+            backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
         opening = _Opening(backend, self._device)
         try:
             self._await(opening)
         except BaseException:
-            # It may wait for the connection itself: nobody waits for that any more.
-            threading.Thread(
-                target=_try_abort, args=(backend,), name="nccl-end", daemon=True
-            ).start()
+            self._take_down(backend)
             raise
-        return backend
+        return _Link(backend, store, rank, world_size)
 
     def _await(self, opening: _Opening) -> None:
         """Wait for the connection, unless it is not wanted any more.
@@ -128,21 +130,68 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
     def abort(self) -> None:
         """See `ProcessGroup.abort`; ends operations under way on the device, on any thread."""
         # Not under the lock: a launch may hold it, waiting for the very thing that is ended here.
-        backend = self._backend
-        if backend is not None:
-            self._leave_trace()
-            _try_abort(backend)
-        del backend
+        link = self._backend
+        if link is not None and not link.left:
+            self._leave_trace(link)
+            # First: an aborted operation ends on the device as a successful one does.
+            link.left = True
+            self._take_down(link.backend)
+        del link
         super().abort()
 
-    def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
-        return DeviceWork(super()._launch(name, args, kwargs))
+    def shutdown(self) -> None:
+        """See `ProcessGroup.shutdown`."""
+        super().shutdown()
+        self._timer.close(_JOIN_S)
+        deadline = time.monotonic() + _JOIN_S
+        for ending in self._endings:
+            ending.join(max(0.0, deadline - time.monotonic()))
+        self.tidy()
 
-    def _leave_trace(self) -> None:
+    def _take_down(self, backend: Any) -> None:
+        """Operations end within milliseconds; nobody waits for the rest, which takes longer."""
+        self._endings = [ending for ending in self._endings if ending.is_alive()]
+        ending = threading.Thread(target=_abort, args=(backend,), name="nccl-end", daemon=True)
+        ending.start()
+        self._endings.append(ending)
+
+    def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
+        with self._lock:
+            link = self._backend
+            self._works = [work for work in self._works if not work.is_completed()]
+        work = super()._launch(name, args, kwargs)
+        if link is not None:
+            with self._lock:
+                link.add(work, time.monotonic() + self._timeout.total_seconds())
+                self._watch(link)
+        return DeviceWork(work, link)
+
+    def _watch(self, link: _Link) -> None:
+        """Look again when the oldest operation has to be over."""
+        if not link.watched and link.pending:
+            link.watched = True
+            self._timer.call_at(link.pending[0][0], lambda: self._look(link))
+
+    def _look(self, link: _Link) -> None:
+        with self._lock:
+            link.watched = False
+            link.forget_completed()
+            overdue = bool(link.pending) and link.pending[0][0] <= time.monotonic()
+            if link.left:
+                return
+            if not overdue:
+                self._watch(link)
+                return
+        limit_s = self._timeout.total_seconds()
+        log.warning("a collective is not over after %.3g s: it is aborted", limit_s)
+        self.abort()
+        self._error = DeadlineExceeded("a collective", limit_s, "a member does not take part")
+
+    def _leave_trace(self, link: _Link) -> None:
         dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
         if self._trace_folder is None or dump is None:
             return
-        if all(work.is_completed() for work in list(self._works)):
+        if all(work.is_completed() for _, work in link.pending):
             return
         name = f"quorum-{self._quorum_id}-rank-{self._rank}.json"
         try:
@@ -152,22 +201,76 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
             log.warning("the flight recorder of %s cannot be written: %s", name, error)
 
 
-class DeviceWork(dist.Work):
-    """An operation on the device's own stream for collectives."""
+class _Link:
+    """The present members; ``left`` once they are not, ``pending``: what must be over by when."""
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, backend: Any, store: Store, rank: int, world_size: int) -> None:
+        self.backend = backend
+        self.left = False
+        self.watched = False
+        self.pending: list[tuple[float, Any]] = []
+        # Torch offers some of the backend's operations to C++ only, but all of them through this.
+        self._group = dist.ProcessGroup(store, rank, world_size)
+        kind = dist.ProcessGroup.BackendType.NCCL
+        self._group._set_default_backend(kind)
+        self._group._register_backend(torch.device("cuda"), kind, backend)
+
+    def add(self, work: Any, deadline: float) -> None:
+        """``work`` has to be over by ``deadline`` (monotonic)."""
+        self.forget_completed()
+        self.pending.append((deadline, work))
+
+    def forget_completed(self) -> None:
+        """A finished work may hold on to much of the device's memory."""
+        self.pending = [entry for entry in self.pending if not entry[1].is_completed()]
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_sizes: list[int],
+        source_sizes: list[int],
+        *_: Any,
+    ) -> Any:
+        """In parts: torch's own fails when a non-blocking communicator is still in progress.
+
+        ``output_sizes`` and ``source_sizes`` are rows for each member; empty: as many for each.
+        """
+        size = self.backend.size()
+        return self.backend.alltoall(
+            list(torch.split(output, output_sizes or output.size(0) // size)),
+            list(torch.split(source, source_sizes or source.size(0) // size)),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend if hasattr(self.backend, name) else self._group, name)
+
+
+class DeviceWork(dist.Work):
+    """An operation on the device's own stream for collectives, among the members of ``link``."""
+
+    def __init__(self, work: Any, link: Any) -> None:
         super().__init__()
         self._work = work
+        self._link = link
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Without a time: order the current stream behind the operation. Else: wait here.
 
         Raises:
             RuntimeError: it failed, or is not over in time; `is_completed` tells which.
+            QuorumFailed: the group was left meanwhile.
         """
         if timeout:
             _wait_on_cpu(self._work, timeout.total_seconds())
-        return bool(self._work.wait())
+        # Looked at after the end: an aborted operation ends, too.
+        if self._link is None or self._link.left:
+            raise QuorumFailed("the process group was left while a collective was under way")
+        if not self._work.is_success():
+            raise dist.DistBackendError("a collective failed: a member is gone or not reachable")
+        if not timeout:
+            self._work.synchronize()
+        return True
 
     def is_completed(self) -> bool:
         """Whether it is over on the device, or has failed."""
@@ -226,11 +329,23 @@ class _Opening:
         return True
 
 
-def _try_abort(backend: Any) -> None:
+def _abort(backend: Any) -> None:
     try:
         backend.abort()
     except RuntimeError as error:
         log.warning("NCCL could not be aborted: %s", error)
+
+
+@contextlib.contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Changing a variable that exists does not move the others, which other threads may read."""
+    with _MAKING:
+        before = os.environ.setdefault(_NO_WATCHDOG, "0")
+        os.environ[_NO_WATCHDOG] = "1"
+        try:
+            yield
+        finally:
+            os.environ[_NO_WATCHDOG] = before
 
 
 def _wait_on_cpu(work: Any, timeout_s: float) -> None:
