@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -67,8 +68,10 @@ def test_the_part_of_a_member_that_is_behind() -> None:
     [(0, {1: 0, 3: 2, 4: 0}), (1, {1: 2, 3: 0, 4: 2}), (2, {1: 0, 3: 2, 4: 0})],
 )
 def test_who_heals_from_whom(group_rank: int, plan: dict[int, int]) -> None:
-    assert heal_plan(list(MIXED.participants), group_rank, init_sync=True) == plan
-    assert heal_plan(list(MIXED.participants), group_rank, init_sync=False) == plan
+    assert heal_plan(5, [0, 2], group_rank, from_one=False) == plan
+    for init_sync in (True, False):
+        parts = [assign(MIXED, name, group_rank, init_sync) for name in "abcde"]
+        assert {part.replica_rank: part.heal_source for part in parts} == {0: None, 2: None} | plan
 
 
 @pytest.mark.parametrize("group_rank", [0, 1, 2, 5])
@@ -85,6 +88,31 @@ def test_at_step_0_without_init_sync_nobody_heals() -> None:
     for name in "abc":
         part = assign(AT_START, name, 0, init_sync=False)
         assert (part.heal_source, part.heal_targets) == (None, ())
+
+
+def test_i3_a_group_that_was_left_out_heals_though_its_step_is_the_same() -> None:
+    # a committed step 6 and was frozen; b had discarded it, and did it again alone.
+    parts = [assign(joined("a", "b", "c", steps=(6, 6, 5), joining="a"), name, 0) for name in "abc"]
+    assert [part.heal_source for part in parts] == [1, None, 1]
+    assert [part.heal_targets for part in parts] == [(), (0, 2), ()]
+    assert [part.max_replica_rank for part in parts] == [None, 0, None]
+    assert {part.max_world_size for part in parts} == {1}
+    assert {part.store_address for part in parts} == {"b:2"}
+
+
+def test_groups_that_join_count_where_no_other_is_as_far() -> None:
+    parts = [assign(joined("a", "b", steps=(6, 5), joining="a"), name, 0) for name in "ab"]
+    assert [part.heal_source for part in parts] == [None, 0]
+    at_start = [
+        assign(joined("a", "b", steps=(0, 0), joining="b"), name, 0, False) for name in "ab"
+    ]
+    assert [part.heal_source for part in at_start] == [None, None]
+    assert [part.max_world_size for part in at_start] == [2, 2]
+
+
+def joined(*names: str, steps: tuple[int, ...], joining: str) -> Quorum:
+    members = [member(name, step) for name, step in zip(names, steps, strict=True)]
+    return replace(quorum(3, *members), joining=frozenset(joining))
 
 
 def test_alone_nobody_heals() -> None:
@@ -105,9 +133,8 @@ def test_who_is_not_a_member_gets_no_part() -> None:
 
 
 def test_a_plan_for_ten_thousand_groups_is_quick() -> None:
-    members = [member(f"group-{number:05}", number % 2) for number in range(10_000)]
     started = time.process_time()
-    plan = heal_plan(members, 0, init_sync=True)
+    plan = heal_plan(10_000, list(range(1, 10_000, 2)), 0, from_one=False)
     assert time.process_time() - started < 0.1  # it takes 3 ms; with a square in it, 0.5 s
     assert len(plan) == 5000
 
@@ -119,8 +146,17 @@ groups = st.builds(
     st.integers(0, 2),
     st.integers(0, 2),
 )
-quorums = st.lists(groups, min_size=1, max_size=8, unique_by=lambda each: each.replica_id).map(
-    lambda members: quorum(3, *members)
+
+
+def some_join(members: list[Member]) -> st.SearchStrategy[Quorum]:
+    ids = [each.replica_id for each in members]
+    return st.frozensets(st.sampled_from(ids)).map(
+        lambda joining: replace(quorum(3, *members), joining=joining)
+    )
+
+
+quorums = st.lists(groups, min_size=1, max_size=8, unique_by=lambda each: each.replica_id).flatmap(
+    some_join
 )
 
 
@@ -131,7 +167,8 @@ def test_i2_agreement(seen: Quorum, group_rank: int, init_sync: bool, data: st.D
     ids = sorted(each.replica_id for each in seen.participants)
     parts = []
     for replica_id in ids:
-        shuffled = quorum(3, *data.draw(st.permutations(seen.participants)))
+        order = data.draw(st.permutations(seen.participants))
+        shuffled = replace(seen, participants=tuple(order))
         part = assign(shuffled, replica_id, group_rank, init_sync)
         assert part == twin.assign(seen, replica_id, group_rank, init_sync)
         parts.append(part)
@@ -139,12 +176,14 @@ def test_i2_agreement(seen: Quorum, group_rank: int, init_sync: bool, data: st.D
     assert all(part.replica_ids == tuple(ids) for part in parts)
     shared = {(part.max_step, part.max_world_size, part.store_address) for part in parts}
     assert len(shared) == 1
-    check_healing(sorted(seen.participants, key=lambda each: each.replica_id), parts, init_sync)
+    check_healing(seen, parts, init_sync)
 
 
-def check_healing(members: list[Member], parts: list[Assignment], init_sync: bool) -> None:
+def check_healing(seen: Quorum, parts: list[Assignment], init_sync: bool) -> None:
     """Sources and targets are inverse; every member that is behind has one source; fair loads."""
+    members = sorted(seen.participants, key=lambda each: each.replica_id)
     top = max(each.step for each in members)
+    current = {rank for rank, each in enumerate(members) if each in seen.up_to_date}
     pairs = {
         (part.heal_source, part.replica_rank) for part in parts if part.heal_source is not None
     }
@@ -153,9 +192,9 @@ def check_healing(members: list[Member], parts: list[Assignment], init_sync: boo
     if top == 0:
         assert healing == (set(range(1, len(members))) if init_sync else set())
         return
-    assert healing == {rank for rank, each in enumerate(members) if each.step < top}
+    assert healing == set(range(len(members))) - current
     assert all(members[source or 0].step == top for source, _ in pairs)
-    loads = Counter({rank: 0 for rank, each in enumerate(members) if each.step == top})
+    loads = Counter(dict.fromkeys(current, 0))
     loads.update(source for source, _ in pairs if source is not None)
     assert max(loads.values()) - min(loads.values()) <= 1
 

@@ -68,6 +68,16 @@ def test_rule_2_a_newcomer_that_asks_is_in() -> None:
     assert scene.take_quorums() == [(2, ["a", "b", "c"])]
 
 
+def test_who_joins_is_told_apart_from_who_stays() -> None:
+    scene = formed("a", "b")
+    scene.ask_all("c", "a", "b", step=1)
+    (order,) = scene.take()
+    assert order.quorum.joining == {"c"}
+    scene.ask_all("c", "a", "b", step=2)
+    (order,) = scene.take()
+    assert order.quorum.joining == frozenset()
+
+
 def test_rule_3_a_missing_member_is_waited_for_until_the_deadline() -> None:
     scene = formed("a", "b")
     scene.until(150)

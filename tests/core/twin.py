@@ -66,8 +66,15 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) ->
     ids = [member.replica_id for member in ordered]
     me = ids.index(replica_id)
     top = max(member.step for member in ordered)
-    up_to_date = [i for i in range(len(ordered)) if ordered[i].step == top]
-    behind = [i for i in range(len(ordered)) if ordered[i].step < top]
+    up_to_date = []
+    for joins in (False, True):
+        for i in range(len(ordered)):
+            wanted = top == 0 or (ids[i] in quorum.joining) == joins
+            if ordered[i].step == top and wanted and i not in up_to_date:
+                up_to_date.append(i)
+        if up_to_date:
+            break
+    behind = [i for i in range(len(ordered)) if i not in up_to_date]
     source_of: dict[int, int] = {}
     if top == 0:
         for i in range(1, len(ordered)):

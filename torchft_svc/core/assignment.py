@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchft_svc.core.types import Member, Quorum
+from torchft_svc.core.types import Quorum
 from torchft_svc.errors import QuorumFailed
 
 
@@ -46,8 +46,8 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool = T
         raise QuorumFailed(f"quorum {quorum.quorum_id} was formed without {replica_id!r}")
     replica_rank = ranks[replica_id]
     max_step = quorum.max_step
-    current = [rank for rank, member in enumerate(members) if member.step == max_step]
-    sources = heal_plan(members, group_rank, init_sync)
+    current = sorted(ranks[member.replica_id] for member in quorum.up_to_date)
+    sources = heal_plan(len(members), current, group_rank, init_sync and max_step == 0)
     source = sources.get(replica_rank)
     store = members[current[group_rank % len(current)]].store_address
     return Assignment(
@@ -66,17 +66,17 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool = T
     )
 
 
-def heal_plan(members: list[Member], group_rank: int, init_sync: bool) -> dict[int, int]:
+def heal_plan(
+    world_size: int, current: list[int], group_rank: int, from_one: bool
+) -> dict[int, int]:
     """Which replica rank heals from which, for the workers with this group rank.
 
-    Groups that are behind are dealt out round robin to the groups at ``max_step``, beginning with
-    number ``group_rank``, so that the ranks of one group load different sources. At step 0 nobody
-    is behind, but nobody is equal either: with ``init_sync`` all take the state of one and the same
+    Groups that are not in ``current`` are dealt out round robin to those that are, beginning with
+    number ``group_rank``, so that the ranks of one group load different sources. ``from_one``: at
+    step 0 nobody is behind, but nobody is equal either, so all take the state of one and the same
     primary, on every group rank, since a model's shards only fit together if they come from one.
     """
-    max_step = max(member.step for member in members)
-    current = [rank for rank, member in enumerate(members) if member.step == max_step]
-    if max_step == 0:
-        return dict.fromkeys(range(1, len(members)), 0) if init_sync else {}
-    behind = [rank for rank, member in enumerate(members) if member.step != max_step]
+    if from_one:
+        return {rank: current[0] for rank in range(world_size) if rank != current[0]}
+    behind = sorted(set(range(world_size)) - set(current))
     return {rank: current[(index + group_rank) % len(current)] for index, rank in enumerate(behind)}

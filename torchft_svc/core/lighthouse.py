@@ -237,7 +237,11 @@ class Lighthouse:
         )
         if not may_keep_id:
             state.last_id = max(state.last_id, state.heard_id) + 1
-        quorum = Quorum(quorum_id=state.last_id, participants=formed.members)
+        quorum = Quorum(
+            quorum_id=state.last_id,
+            participants=formed.members,
+            joining=state.members.joining(formed.members),
+        )
         callers = state.members.publish(quorum)
         return AnswerQuorum(job, callers, quorum, formed.lost_from)
 

@@ -172,6 +172,13 @@ class Membership:
             return []
         return [key for key in self._previous_ids if key in self._seen_at and key != replica_id]
 
+    def joining(self, members: tuple[Member, ...]) -> frozenset[str]:
+        """Those of ``members`` that were not in the last quorum (nobody, if there was none)."""
+        if self.previous is None:
+            return frozenset()
+        ids = (member.replica_id for member in members)
+        return frozenset(key for key in ids if key not in self._previous_ids)
+
     def knows(self, replica_id: str) -> bool:
         return replica_id in self._seen_at
 

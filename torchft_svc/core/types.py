@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -71,14 +72,27 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quorum:
-    """The groups that train together; ``participants`` are sorted by replica id."""
+    """The groups that train together; ``participants`` are sorted by replica id.
+
+    ``joining`` are those that were not in the quorum before. One of them may be at the same step as
+    the others with another state: it committed the step that they discarded, and was left out while
+    they did it again. So its state counts as up to date only if no other group's does.
+    """
 
     quorum_id: int
     participants: tuple[Member, ...]
+    joining: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
 
     @property
     def max_step(self) -> int:
         return max(member.step for member in self.participants)
+
+    @property
+    def up_to_date(self) -> tuple[Member, ...]:
+        """The members that the others heal from."""
+        at_max = [member for member in self.participants if member.step == self.max_step]
+        staying = [member for member in at_max if member.replica_id not in self.joining]
+        return tuple(staying if staying and self.max_step > 0 else at_max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,8 @@ def quorum_answer(quorum: Quorum, created_s: float) -> bytes:
     message = pb.LighthouseQuorumResponse()
     message.quorum.quorum_id = quorum.quorum_id
     message.quorum.participants.extend(map(member_to_wire, quorum.participants))
+    for participant in message.quorum.participants if quorum.joining else ():
+        participant.joining = participant.replica_id in quorum.joining
     message.quorum.created.FromNanoseconds(int(created_s * 1e9))
     return message.SerializeToString()
 
@@ -85,8 +87,11 @@ def quorum_from_wire(message: pb.Quorum) -> Quorum:
     """Raises `QuorumFailed` if the quorum has no members."""
     if not message.participants:
         raise QuorumFailed("the lighthouse answered with a quorum without members")
-    participants = tuple(map(member_from_wire, message.participants))
-    return Quorum(quorum_id=message.quorum_id, participants=participants)
+    return Quorum(
+        quorum_id=message.quorum_id,
+        participants=tuple(map(member_from_wire, message.participants)),
+        joining=frozenset(each.replica_id for each in message.participants if each.joining),
+    )
 
 
 def worker_request_from_wire(message: pb.ManagerQuorumRequest) -> WorkerRequest:
