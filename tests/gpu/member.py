@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,8 +57,6 @@ class Member:
         self.errors: list[str] = []
 
     def make(self, timeout_s: float = 30.0, **options: Any) -> Answer:
-        if "trace_folder" in options:
-            options["trace_folder"] = Path(options["trace_folder"])
         torch.zeros(1, device=DEVICE)
         self.pg = ProcessGroupNCCL(timedelta(seconds=timeout_s), device=DEVICE, **options)
         return {}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -109,14 +107,6 @@ def test_a_member_that_dies_before_it_connects_costs_the_timeout_at_most() -> No
         assert all("ms" in answer for answer in group.configure())
         for answer in everyone(group.ranks, "allreduce", numel=1000, value=1.0):
             assert answer["ends"] == [2.0, 2.0]
-
-
-def test_the_flight_recorder_is_left_for_a_group_that_hung(tmp_path: Path) -> None:
-    with group_of(2, trace_folder=str(tmp_path)) as group:
-        group.configure()
-        group.ranks[0].call("hang", abort_after_s=0.2)
-        trace = json.loads((tmp_path / "quorum-1-rank-0.json").read_text())
-        assert any("all_reduce" in str(entry) for entry in trace["entries"])
 
 
 def test_use_before_configure_after_abort_and_twice_shut_down(pair: Group) -> None:

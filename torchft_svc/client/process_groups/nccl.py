@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from torchft_svc.client.deadlines import Timer
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
+from torchft_svc.client.process_groups.device_work import DeviceWork
 from torchft_svc.client.process_groups.stores import Store
 from torchft_svc.errors import ConfigError, DeadlineExceeded, QuorumFailed
 
@@ -25,15 +25,13 @@ log = logging.getLogger(__name__)
 # Torch's watchdog would end the process when a collective fails or hangs, and where it only aborts
 # it does so while others wait for the same operation, which then look successful. Only this
 # variable, read when a group is made, leaves the watchdog out; it is set for that moment alone, so
-# that other NCCL groups of the process are as their owners want them. It would also make torch's
-# own waits hold up the CPU: they are not used here.
+# that other NCCL groups of the process are as their owners want them. It also makes torch's own
+# waits hold up the CPU: `DeviceWork` does not use them. And the flight recorder must not be dumped:
+# without a watchdog it keeps pointers to the events of operations that are over.
 _NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 _MAKING = threading.Lock()
 # Torch reads this one once. An abandoned attempt to connect ends after so many seconds.
 _GIVE_UP_CONNECTING = ("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60")
-# A collective that is over so soon is noticed at once; later, sleeping costs less than it saves.
-_SPIN_S = 0.0003
-_FIRST_SLEEP_S, _LONGEST_SLEEP_S = 0.00005, 0.0002
 # How often the wait for a connection looks whether it is still wanted.
 _LOOK_S = 0.002
 # How long a program's end waits for groups that are still being taken down.
@@ -54,8 +52,6 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         timeout: the longest time for a collective, and for connecting.
         device: where the tensors are (default: the current CUDA device).
         high_priority: run the collectives before other work on the device.
-        trace_folder: where to leave NCCL's flight recorder when a group is left with operations
-            under way: ``quorum-{id}-rank-{rank}.json``.
 
     Raises:
         ConfigError: there is no CUDA device, or torch was built without NCCL.
@@ -67,13 +63,11 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         *,
         device: torch.device | int | None = None,
         high_priority: bool = False,
-        trace_folder: Path | None = None,
     ) -> None:
         super().__init__(timeout)
         _check_support()
         self._device = _resolve(device)
         self._high_priority = high_priority
-        self._trace_folder = trace_folder
         self._wanted_quorum_id: int | None = None
         self._timer = Timer("torchft-nccl-timer")
         self._endings: list[threading.Thread] = []
@@ -132,7 +126,6 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         # Not under the lock: a launch may hold it, waiting for the very thing that is ended here.
         link = self._backend
         if link is not None and not link.left:
-            self._leave_trace(link)
             # First: an aborted operation ends on the device as a successful one does.
             link.left = True
             self._take_down(link.backend)
@@ -187,19 +180,6 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         self.abort()
         self._error = DeadlineExceeded("a collective", limit_s, "a member does not take part")
 
-    def _leave_trace(self, link: _Link) -> None:
-        dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
-        if self._trace_folder is None or dump is None:
-            return
-        if all(work.is_completed() for _, work in link.pending):
-            return
-        name = f"quorum-{self._quorum_id}-rank-{self._rank}.json"
-        try:
-            self._trace_folder.mkdir(parents=True, exist_ok=True)
-            (self._trace_folder / name).write_bytes(dump(True, False))
-        except OSError as error:
-            log.warning("the flight recorder of %s cannot be written: %s", name, error)
-
 
 class _Link:
     """The present members; ``left`` once they are not, ``pending``: what must be over by when."""
@@ -209,11 +189,8 @@ class _Link:
         self.left = False
         self.watched = False
         self.pending: list[tuple[float, Any]] = []
-        # Torch offers some of the backend's operations to C++ only, but all of them through this.
-        self._group = dist.ProcessGroup(store, rank, world_size)
-        kind = dist.ProcessGroup.BackendType.NCCL
-        self._group._set_default_backend(kind)
-        self._group._register_backend(torch.device("cuda"), kind, backend)
+        self._place = store, rank, world_size
+        self._group: Any = None
 
     def add(self, work: Any, deadline: float) -> None:
         """``work`` has to be over by ``deadline`` (monotonic)."""
@@ -243,55 +220,15 @@ class _Link:
         )
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.backend if hasattr(self.backend, name) else self._group, name)
-
-
-class DeviceWork(dist.Work):
-    """An operation on the device's own stream for collectives, among the members of ``link``."""
-
-    def __init__(self, work: Any, link: Any) -> None:
-        super().__init__()
-        self._work = work
-        self._link = link
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Without a time: order the current stream behind the operation. Else: wait here.
-
-        Raises:
-            RuntimeError: it failed, or is not over in time; `is_completed` tells which.
-            QuorumFailed: the group was left meanwhile.
-        """
-        if timeout:
-            _wait_on_cpu(self._work, timeout.total_seconds())
-        # Looked at after the end: an aborted operation ends, too.
-        if self._link is None or self._link.left:
-            raise QuorumFailed("the process group was left while a collective was under way")
-        if not self._work.is_success():
-            raise dist.DistBackendError("a collective failed: a member is gone or not reachable")
-        if not timeout:
-            self._work.synchronize()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether it is over on the device, or has failed."""
-        return bool(self._work.is_completed())
-
-    def is_success(self) -> bool:
-        """Whether it is over and has not failed."""
-        return bool(self._work.is_success())
-
-    def synchronize(self) -> None:
-        """Order the current stream behind the operation."""
-        self._work.synchronize()
-
-    def result(self) -> Any:
-        """The tensors."""
-        return self._work.result()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Torch's own; its callbacks run on a stream behind the operation."""
-        future: torch.futures.Future[Any] = self._work.get_future()
-        return future
+        """An operation; torch offers some to Python only through a group that has the backend."""
+        if hasattr(self.backend, name):
+            return getattr(self.backend, name)
+        if self._group is None:
+            kind = dist.ProcessGroup.BackendType.NCCL
+            self._group = dist.ProcessGroup(*self._place)
+            self._group._set_default_backend(kind)
+            self._group._register_backend(torch.device("cuda"), kind, self.backend)
+        return getattr(self._group, name)
 
 
 class _Opening:
@@ -346,19 +283,6 @@ def _without_watchdog() -> Iterator[None]:
             yield
         finally:
             os.environ[_NO_WATCHDOG] = before
-
-
-def _wait_on_cpu(work: Any, timeout_s: float) -> None:
-    """Torch's own timed wait would abort the communicator when the time is over."""
-    began_at = time.monotonic()
-    sleep_s = _FIRST_SLEEP_S
-    while not work.is_completed():
-        waited_s = time.monotonic() - began_at
-        if waited_s >= timeout_s:
-            raise dist.DistBackendError(f"a collective is not over after {timeout_s:.3g} s")
-        if waited_s > _SPIN_S:
-            time.sleep(min(sleep_s, timeout_s - waited_s))
-            sleep_s = min(sleep_s * 1.2, _LONGEST_SLEEP_S)
 
 
 def _check_support() -> None:
