@@ -231,3 +231,21 @@ def test_the_dummy_gives_back_what_it_got() -> None:
 def test_no_time_is_refused() -> None:
     with pytest.raises(ConfigError, match="timeout"):
         ProcessGroupGloo(timedelta(0))
+
+
+def test_the_connection_to_the_store_is_kept(store: Store, gloo: list[ProcessGroupGloo]) -> None:
+    a, b, _ = gloo
+    store.configure(a, b)
+    kept = a._line._store
+    store.configure(b, a)
+    assert a._line._store is kept
+    other = Store()
+    other.configure(a, b)
+    assert a._line._store is not kept
+
+
+def test_a_connection_that_broke_is_not_kept(store: Store) -> None:
+    group = ProcessGroupGloo(timedelta(milliseconds=100))
+    with pytest.raises(DeadlineExceeded):
+        group.configure(store.place(1), "a", 0, 2, quorum_id=1)
+    assert group._line._store is None

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.graveyard import Graveyard
-from torchft_svc.client.process_groups.meeting import meet
+from torchft_svc.client.process_groups.meeting import StoreLine, meet
 from torchft_svc.client.process_groups.stores import Store
 from torchft_svc.errors import PeerError, QuorumFailed
 
@@ -59,6 +59,7 @@ class DelegatingProcessGroup(ProcessGroup):
         self._loss: _Loss | None = None
         self._stopped = False
         self._graveyard = Graveyard()
+        self._line = StoreLine()
 
     # Every collective, once. Each returns a work that is waited for in the caller's own way.
     allgather = _forwarded("allgather")
@@ -106,9 +107,13 @@ class DelegatingProcessGroup(ProcessGroup):
 
         self._graveyard.make_room(timeout_s, check)
         try:
-            store = meet(store_addr, rank, world_size, timeout_s, check)
+            store = meet(self._line, store_addr, rank, world_size, timeout_s, check)
             backend = self._make_backend(store, rank, world_size)
+        except PeerError:
+            self._line.drop()
+            raise
         except RuntimeError as error:  # torch's only class for what its backends meet
+            self._line.drop()
             raise QuorumFailed(
                 f"{replica_id} could not connect to the members of quorum {quorum_id}: {error}"
             ) from error

@@ -22,8 +22,41 @@ _PRESENT = "1"
 CONNECT_TIMEOUT_S = 5.0
 
 
+class StoreLine:
+    """The connection to the store where the members met last.
+
+    Usually the next meeting is there, too. Connecting anew is not free: torch looks up the name of
+    the other end, and a slow name server makes that seconds.
+    """
+
+    def __init__(self) -> None:
+        self._address = ""
+        self._store: TCPStore | None = None
+
+    def to(self, address: str, timeout_s: float) -> TCPStore:
+        """The store at ``address``.
+
+        Raises:
+            Unreachable: nobody answers there.
+        """
+        if self._store is None or self._address != address:
+            self.drop()
+            self._store = _connect(address, timeout_s)
+            self._address = address
+        return self._store
+
+    def drop(self) -> None:
+        """Forget the connection, because it does not work."""
+        self._store = None
+
+
 def meet(
-    store_addr: str, rank: int, world_size: int, timeout_s: float, check: Callable[[], None]
+    line: StoreLine,
+    store_addr: str,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    check: Callable[[], None],
 ) -> Store:
     """The store of the members at ``store_addr`` (``host:port/prefix``), once all are there.
 
@@ -39,7 +72,7 @@ def meet(
         return HashStore()
     address, _, prefix = store_addr.partition("/")
     deadline = time.monotonic() + timeout_s
-    shared = _connect(address, timeout_s)
+    shared = line.to(address, timeout_s)
     store = PrefixStore(prefix, shared)
     store.set(_key(rank), _PRESENT)
     for other in range(world_size):
