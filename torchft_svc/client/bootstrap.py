@@ -183,20 +183,22 @@ def _join(where: HostPort, timeout_s: float) -> GroupStore:
     while True:
         try:
             socket.create_connection((where.host, where.port), timeout=1.0).close()
-            break
-        except OSError as error:
+            return GroupStore(_connect(where, timeout_s), where)
+        except (OSError, RuntimeError) as error:  # torch's errors are runtime errors
             if time.monotonic() + _SLICE_S > deadline:
                 reason = f"{error} (tried for {timeout_s:g} s)"
                 raise Unreachable("store", str(where), reason) from None
         time.sleep(_SLICE_S)
-    store = TCPStore(
+
+
+def _connect(where: HostPort, timeout_s: float) -> TCPStore:
+    return TCPStore(
         where.host,
         where.port,
         is_master=False,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
     )
-    return GroupStore(store, where)
 
 
 def _read(store: Store, key: str, deadline: float, timeout_s: float) -> str:
