@@ -26,7 +26,12 @@ from benchmarks.processes import (
 from benchmarks.table import Column, Result, hand_over
 
 _KINDS = ("trainer", "trainer and manager")
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # torch looks up the name of whoever connects; a lost answer must not cost 5 s.
+    "RES_OPTIONS": "timeout:1 attempts:1",
+}
 # Well above the public release's heartbeat timeout (5 s) and a start of Python with torch on a
 # machine that is busy with other work.
 _PATIENCE_S = 150.0

@@ -29,7 +29,12 @@ _BLOCK_TIMEOUT_S = 120.0
 # The two trainers of a pair begin a block at slightly different times.
 _WARM_UP_STEPS = 3
 # Each trainer has one thread for its sums: two trainers, two cores.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # torch looks up the name of whoever connects; a lost answer must not cost 5 s.
+    "RES_OPTIONS": "timeout:1 attempts:1",
+}
 _CPU: tuple[str, ...] = ("trainer", "manager", "lighthouse")
 _COLUMNS = (
     Column("trainer", "trainer"),

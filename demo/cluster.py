@@ -133,6 +133,8 @@ class Cluster:
         # One thread each: three trainers share the cores, and sums keep one order.
         return os.environ | {
             "OMP_NUM_THREADS": "1",
+            # torch looks up the name of whoever connects; a lost answer must not cost 5 s.
+            "RES_OPTIONS": "timeout:1 attempts:1",
             "PYTHONUNBUFFERED": "1",
             "TORCHFT_LIGHTHOUSE": self._lighthouse_address,
             _MARK: self._mark,

@@ -15,6 +15,8 @@ import pytest
 
 # What a test has asked to end gets so long to be gone.
 ENDING_S = 3.0
+# torch looks up the name of whoever connects; a name server's lost answer must not cost 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Inherited by all that a test starts: it is found again even after its parent has died.
 _MARK = "TORCHFT_TEST_SESSION"
 # multiprocessing keeps these for the whole session on purpose.

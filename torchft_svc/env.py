@@ -5,9 +5,10 @@ Argument beats environment beats default, everywhere. An empty variable counts a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torchft_svc.errors import ConfigError
@@ -24,6 +25,25 @@ def keep_grpc_out_of_forks() -> None:
     to stderr for each of them. gRPC reads the variable once, when it is imported.
     """
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+
+def set_default(name: str, value: str) -> None:
+    """Set a variable that torch reads, unless the user has decided otherwise."""
+    os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def switched_on(name: str) -> Iterator[None]:
+    """Inside this block ``name``, which torch reads, is ``1``; afterwards what it was, or ``0``.
+
+    Changing a variable that exists does not move the others, which other threads may read.
+    """
+    before = os.environ.setdefault(name, "0")
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ[name] = before
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
@@ -11,12 +13,16 @@ import grpc
 
 from torchft_svc.core.types import check_name
 from torchft_svc.errors import ConfigError, RequestRefused, Unreachable
+from torchft_svc.rpc.address import parse_address
 from torchft_svc.rpc.channel import open_channel
 from torchft_svc.rpc.codec import JOB_KEY
 from torchft_svc.rpc.status import to_error
 
 Answer = TypeVar("Answer")
 Self = TypeVar("Self", bound="Client")
+
+# A service that starts is asked again after so long.
+RETRY_S = 0.05
 
 _SERVICES = {"lighthouse": "LighthouseService", "manager": "ManagerService"}
 
@@ -39,12 +45,21 @@ class Client:
         self._channel.close()
 
     def _connect(self) -> None:
+        """Find out now whether somebody listens; gRPC's own way to ask takes 0.2 s to end."""
         timeout_s = self._connect_timeout_s
-        try:
-            grpc.channel_ready_future(self._channel).result(timeout_s)
-        except grpc.FutureTimeoutError:
-            reason = f"no connection within {timeout_s:g} s"
-            raise Unreachable(self._peer, self._addr, reason) from None
+        where = parse_address(self._addr)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(deadline - time.monotonic(), 0.001)
+            try:
+                socket.create_connection((where.host, where.port), left_s).close()
+                return
+            except OSError as error:
+                if time.monotonic() + RETRY_S > deadline:
+                    self.close()
+                    reason = f"no connection within {timeout_s:g} s ({error})"
+                    raise Unreachable(self._peer, self._addr, reason) from None
+            time.sleep(RETRY_S)
 
     def _method(self, name: str, answer: Callable[[bytes], Answer]) -> Callable[..., Answer]:
         call = self._channel.unary_unary(

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +65,7 @@ class SessionLine:
         self._number = 0
         self._answer: asyncio.Future[Quorum] | None = None
         self._timeout_s = 0.0
+        self._asked_at = -math.inf
         self._welcomed = False
         self._left = False
 
@@ -100,6 +103,7 @@ class SessionLine:
             raise Unreachable("lighthouse", address, self._why_not)
         self._number = number = next(self._numbers)
         self._timeout_s = timeout_s
+        self._asked_at = time.monotonic()
         answer: asyncio.Future[Quorum] = asyncio.get_running_loop().create_future()
         self._answer = answer
         question = pb.SessionQuestion(
@@ -174,8 +178,11 @@ class SessionLine:
         beat = pb.SessionRequest(beat=pb.SessionBeat())
         with contextlib.suppress(*_BROKEN):
             while True:
-                await asyncio.sleep(interval_s * random.uniform(0.9, 1.0))  # noqa: S311
-                await self._send(stream, beat)
+                silent_s = time.monotonic() - self._asked_at  # a question is a sign of life, too
+                wait_s = interval_s - silent_s if silent_s < interval_s else interval_s
+                await asyncio.sleep(wait_s * random.uniform(0.9, 1.0))  # noqa: S311
+                if time.monotonic() - self._asked_at >= 0.9 * interval_s:
+                    await self._send(stream, beat)
 
     async def _send(self, stream: Stream, request: pb.SessionRequest) -> None:
         async with self._writing:  # a stream takes one message at a time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import click
+import uvloop
 
 from torchft_svc.errors import UsageError
 from torchft_svc.rpc.address import HostPort, parse_address
@@ -56,12 +58,21 @@ def run(
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
+    _spare_the_collector()
     try:
-        status = asyncio.run(_until_stopped(service, heeds_ctrl_c))
+        status = uvloop.run(_until_stopped(service, heeds_ctrl_c))
     except UsageError as error:
         click.echo(f"Error: {error}", err=True)
         status = 2
     sys.exit(status)
+
+
+def _spare_the_collector() -> None:
+    """What was imported stays, and a round of a thousand groups makes few cycles but many objects:
+    looking through all of them costs a lighthouse a tenth of its time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 async def _until_stopped(

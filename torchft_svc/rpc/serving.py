@@ -31,6 +31,8 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", -1),
     ("grpc.max_concurrent_streams", 10_000),
+    # Estimating the bandwidth costs pings, and these messages are small.
+    ("grpc.http2.bdp_probe", 0),
     # A host that vanished without a word must not keep its streams open for ever.
     *KEEPALIVE,
     # Clients ask for signs of life as often as they like.

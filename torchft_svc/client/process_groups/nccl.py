@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from torchft_svc.client.deadlines import Timer
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.device_work import DeviceWork
 from torchft_svc.client.process_groups.stores import Store
+from torchft_svc.env import set_default, switched_on
 from torchft_svc.errors import ConfigError, DeadlineExceeded, QuorumFailed
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         self._wanted_quorum_id: int | None = None
         self._timer = Timer("torchft-nccl-timer")
         self._endings: list[threading.Thread] = []
-        os.environ.setdefault(*_GIVE_UP_CONNECTING)
+        set_default(*_GIVE_UP_CONNECTING)
 
     def configure(
         self,
@@ -275,14 +275,8 @@ def _abort(backend: Any) -> None:
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Changing a variable that exists does not move the others, which other threads may read."""
-    with _MAKING:
-        before = os.environ.setdefault(_NO_WATCHDOG, "0")
-        os.environ[_NO_WATCHDOG] = "1"
-        try:
-            yield
-        finally:
-            os.environ[_NO_WATCHDOG] = before
+    with _MAKING, switched_on(_NO_WATCHDOG):
+        yield
 
 
 def _check_support() -> None:
