@@ -75,14 +75,24 @@ class Program:
     def check_children(self) -> None:
         """No manager is left."""
         assert self.children, "no manager was started"
-        _, alive = psutil.wait_procs(self.children, DEADLINE_S)
-        assert not alive
+        deadline = time.monotonic() + DEADLINE_S
+        while alive := [child for child in self.children if _lives(child)]:
+            assert time.monotonic() < deadline, alive
+            time.sleep(0.01)
 
     def ends(self) -> int:
         """The exit status of a program that ends by itself."""
         status = self.process.wait(DEADLINE_S)
         self.check_children()
         return status
+
+
+def _lives(process: psutil.Process) -> bool:
+    """An orphan that has ended stays a zombie until the system's first process looks."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextlib.contextmanager
