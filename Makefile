@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_FLAGS ?=
+SEED ?= 0
 
 .PHONY: demo test check proto proto-check bench soak clean
 
@@ -23,7 +24,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 soak: $(READY)
-	$(BIN)/python -m pytest -m soak -o addopts= tests/processes
+	$(BIN)/python -m demo --kills 50 --kill-interval 3 --seed $(SEED) --report demo-report-soak.png
 
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=torchft_svc/proto --pyi_out=torchft_svc/proto proto/torchft.proto
