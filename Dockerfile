@@ -4,10 +4,11 @@ FROM python:3.11-slim
 WORKDIR /app
 ENV PYTHONUNBUFFERED=1
 
-# The CPU build of torch is a tenth of the default one's size; with GPUs, leave the index out.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# The CPU build of torch is a tenth of the default one's size: name its index with
+# --build-arg PIP_FLAGS="--index-url ...", as torch's installation page says.
+ARG PIP_FLAGS=""
 COPY constraints.txt ./
-RUN pip install --no-cache-dir -c constraints.txt --index-url "$TORCH_INDEX" torch
+RUN pip install --no-cache-dir -c constraints.txt $PIP_FLAGS torch
 
 COPY pyproject.toml README.md LICENSE ./
 COPY torchft_svc torchft_svc
