@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from benchmarks.children.healing_ends import MATRIX_BYTES
+from benchmarks.children.healing_ends import MATRIX_BYTES, PLAIN_KINDS
 from benchmarks.processes import START_TIMEOUT_S, Child, peer_python, program
 from benchmarks.table import Column, Result, hand_over
 
@@ -22,7 +22,8 @@ _PUBLIC_CHUNKS = (0, 4)
 _COLUMNS = (
     Column("way", "way"),
     Column("gb_per_s", "GB/s", 2),
-    Column("ratio", "plain copy = 1", 2),
+    Column("kept_ratio", "kept = 1", 2),
+    Column("ratio", "thrown away = 1", 2),
     Column("best_gb_per_s", "best GB/s", 2),
     Column("worst_gb_per_s", "worst GB/s", 2),
     Column("offer_ms", "offer ms", 1),
@@ -52,7 +53,7 @@ class Course:
         self.receiver.send(f"{self.kind} {address} {step}")
         wall_s, cpu_s = self.receiver.read_line(_TRANSFER_TIMEOUT_S).split()
         cpu_after_s = self.sender.cpu_s()
-        if self.kind != "plain":
+        if self.kind not in PLAIN_KINDS:
             self.sender.send(f"end {self.kind}")
             self.sender.read_line(_TRANSFER_TIMEOUT_S)
         if is_counted:
@@ -61,11 +62,12 @@ class Course:
             self.receiver_cpu_s.append(float(cpu_s))
             self.sender_cpu_s.append(cpu_after_s - cpu_before_s)
 
-    def row(self, num_bytes: int, plain: Course) -> dict[str, Any]:
+    def row(self, num_bytes: int, plain: Course, kept: Course) -> dict[str, Any]:
         gigabytes = num_bytes / 1e9
         return {
             "way": self.title,
             "gb_per_s": gigabytes / statistics.median(self.walls_s),
+            "kept_ratio": statistics.median(kept.walls_s) / statistics.median(self.walls_s),
             "ratio": statistics.median(plain.walls_s) / statistics.median(self.walls_s),
             "best_gb_per_s": gigabytes / min(self.walls_s),
             "worst_gb_per_s": gigabytes / max(self.walls_s),
@@ -90,7 +92,10 @@ def measure(num_matrices: int, repeat: int, connections: tuple[int, ...]) -> lis
             return send, receive
 
         ours = ends("benchmarks.children.healing_ours")
-        courses = [Course("plain", "plain copy, 1 connection", *ours)]
+        courses = [
+            Course("plain", "plain copy, thrown away", *ours),
+            Course("kept", "plain copy, kept", *ours),
+        ]
         courses += [
             Course(f"ours-{n}", f"ours, {_count(n, 'connection')}", *ours) for n in connections
         ]
@@ -107,7 +112,8 @@ def measure(num_matrices: int, repeat: int, connections: tuple[int, ...]) -> lis
         for step in range(repeat + 1):
             for course in courses if step % 2 == 0 else courses[::-1]:
                 course.run(step, is_counted=step > 0)
-        return [course.row(num_matrices * MATRIX_BYTES, courses[0]) for course in courses]
+        num_bytes = num_matrices * MATRIX_BYTES
+        return [course.row(num_bytes, courses[0], courses[1]) for course in courses]
 
 
 def _count(number: int, what: str) -> str:
@@ -132,7 +138,8 @@ def main(gb: float, repeat: int, connections: tuple[int, ...], json_file: Path |
         settings={"bytes": num_bytes, "repeat": repeat, "cores": os.cpu_count()},
         notes=[
             "from the offer until the receiver has the state; median of all transfers, in turns",
-            "the plain copy has no checksums and writes into the same 1 MiB again and again",
+            "plain: over one connection, without checksums; kept: all bytes are there in the end, in",
+            "fresh memory, as a state has to be; thrown away: into the same 1 MiB again and again",
         ],
     )
     result.rows += measure(num_matrices, repeat, connections)

@@ -16,6 +16,8 @@ import torch
 # Matrices and vectors of a transformer; most bytes are in the matrices.
 MATRIX_BYTES = 64 << 20
 _NUM_VECTORS = 500
+# A plain copy over one connection: into one small buffer again and again, or into fresh memory.
+PLAIN_KINDS = ("plain", "kept")
 
 State = dict[str, Any]
 

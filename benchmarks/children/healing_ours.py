@@ -6,8 +6,11 @@ import socket
 import threading
 from datetime import timedelta
 
+import torch
+
 from benchmarks.children.healing_ends import (
     MATRIX_BYTES,
+    PLAIN_KINDS,
     State,
     flags,
     make_state,
@@ -18,7 +21,7 @@ from torchft_svc.client.checkpointing import HTTPTransport
 
 _TIMEOUT = timedelta(seconds=60)
 _HOST = "127.0.0.1"
-# What a plain copy reads at once, again and again into the same memory.
+# What a plain copy reads at once.
 _PLAIN_BYTES = 1 << 20
 
 
@@ -32,7 +35,7 @@ class OurSender:
         threading.Thread(target=self._send_plain, name="bench-plain", daemon=True).start()
 
     def offer(self, kind: str, step: int) -> str:
-        if kind == "plain":
+        if kind in PLAIN_KINDS:
             return f"{_HOST}:{self._listener.getsockname()[1]}"
         self._transport.send_checkpoint([1], step, self._state, _TIMEOUT)
         return self._transport.metadata()
@@ -49,27 +52,30 @@ class OurSender:
 
 
 class OurReceiver:
-    """Fetches either way; a kind is ``plain`` or ``ours-CONNECTIONS``."""
+    """Fetches either way; a kind is one of the plain ones or ``ours-CONNECTIONS``."""
 
     def __init__(self, num_matrices: int) -> None:
         self._num_bytes = num_matrices * MATRIX_BYTES
         self._buffer = memoryview(bytearray(_PLAIN_BYTES))
 
     def fetch(self, kind: str, address: str, step: int) -> State | None:
-        if kind == "plain":
-            self._fetch_plain(address)
+        if kind in PLAIN_KINDS:
+            self._fetch_plain(address, keep=kind == "kept")
             return None
         num_connections = int(kind.removeprefix("ours-"))
         transport: HTTPTransport[State]
         with HTTPTransport(_TIMEOUT, num_connections, _HOST) as transport:
             return transport.recv_checkpoint(0, address, step, _TIMEOUT)
 
-    def _fetch_plain(self, address: str) -> None:
+    def _fetch_plain(self, address: str, keep: bool) -> None:
         host, _, port = address.rpartition(":")
-        missing = self._num_bytes
+        kept = memoryview(torch.empty(self._num_bytes if keep else 0, dtype=torch.uint8).numpy())
+        done = 0
         with socket.create_connection((host, int(port))) as connection:
-            while missing:
-                missing -= connection.recv_into(self._buffer, min(missing, _PLAIN_BYTES))
+            while done < self._num_bytes:
+                count = min(self._num_bytes - done, _PLAIN_BYTES)
+                target = kept[done : done + count] if keep else self._buffer
+                done += connection.recv_into(target, count)
 
 
 def main() -> None:
