@@ -138,8 +138,8 @@ def main(gb: float, repeat: int, connections: tuple[int, ...], json_file: Path |
         settings={"bytes": num_bytes, "repeat": repeat, "cores": os.cpu_count()},
         notes=[
             "from the offer until the receiver has the state; median of all transfers, in turns",
-            "plain: over one connection, without checksums; kept: all bytes are there in the end, in",
-            "fresh memory, as a state has to be; thrown away: into the same 1 MiB again and again",
+            "plain: one connection, no checksums; kept: all bytes are there in the end, in fresh",
+            "memory, as a state has to be; thrown away: into the same 1 MiB again and again",
         ],
     )
     result.rows += measure(num_matrices, repeat, connections)
