@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 from torchft_svc.client.config import GroupPlace, ServiceOptions, Timeouts
 from torchft_svc.client.process_groups.stores import PrefixStore, Store, TCPStore
@@ -23,10 +22,6 @@ log = logging.getLogger(__name__)
 
 # A wait inside torch cannot be interrupted: nothing waits longer than this in one go.
 _SLICE_S = 0.1
-
-
-class _Closes(Protocol):
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

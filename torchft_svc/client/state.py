@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -121,8 +120,3 @@ class StateRegistry:
 
 def _names(keys: set[str]) -> str:
     return ", ".join(repr(key) for key in sorted(keys)) or "nothing"
-
-
-def seconds_left(deadline: float) -> float:
-    """Until ``deadline`` (monotonic), never negative."""
-    return max(0.0, deadline - time.monotonic())
