@@ -1,5 +1,6 @@
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -7,8 +8,23 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PHASE_UNKNOWN: _ClassVar[Phase]
+    PHASE_IDLE: _ClassVar[Phase]
+    PHASE_WAITING: _ClassVar[Phase]
+    PHASE_HEALING: _ClassVar[Phase]
+    PHASE_TRAINING: _ClassVar[Phase]
+    PHASE_VOTING: _ClassVar[Phase]
+PHASE_UNKNOWN: Phase
+PHASE_IDLE: Phase
+PHASE_WAITING: Phase
+PHASE_HEALING: Phase
+PHASE_TRAINING: Phase
+PHASE_VOTING: Phase
+
 class QuorumMember(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "seen_quorum_id", "joining")
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "seen_quorum_id", "joining", "min_replicas")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +35,7 @@ class QuorumMember(_message.Message):
     COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
     SEEN_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     JOINING_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -29,7 +46,8 @@ class QuorumMember(_message.Message):
     commit_failures: int
     seen_quorum_id: int
     joining: bool
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., seen_quorum_id: _Optional[int] = ..., joining: bool = ...) -> None: ...
+    min_replicas: int
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., seen_quorum_id: _Optional[int] = ..., joining: bool = ..., min_replicas: _Optional[int] = ...) -> None: ...
 
 class Quorum(_message.Message):
     __slots__ = ("quorum_id", "participants", "created")
@@ -98,8 +116,14 @@ class SessionHello(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
 
 class SessionBeat(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("phase", "step", "phase_ms")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PHASE_MS_FIELD_NUMBER: _ClassVar[int]
+    phase: Phase
+    step: int
+    phase_ms: int
+    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., phase_ms: _Optional[int] = ...) -> None: ...
 
 class SessionWithdrawal(_message.Message):
     __slots__ = ("number",)
@@ -124,16 +148,24 @@ class SessionQuestion(_message.Message):
     def __init__(self, requester: _Optional[_Union[QuorumMember, _Mapping]] = ..., number: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
 
 class SessionNews(_message.Message):
-    __slots__ = ("quorum", "welcome", "refusal", "lost")
+    __slots__ = ("quorum", "welcome", "refusal", "lost", "kill", "drain", "waiting", "answers")
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    KILL_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
     quorum: Quorum
     welcome: SessionWelcome
     refusal: SessionRefusal
     lost: MemberLost
-    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., welcome: _Optional[_Union[SessionWelcome, _Mapping]] = ..., refusal: _Optional[_Union[SessionRefusal, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ...) -> None: ...
+    kill: Kill
+    drain: Drain
+    waiting: MemberWaiting
+    answers: int
+    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., welcome: _Optional[_Union[SessionWelcome, _Mapping]] = ..., refusal: _Optional[_Union[SessionRefusal, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ..., answers: _Optional[int] = ...) -> None: ...
 
 class SessionWelcome(_message.Message):
     __slots__ = ("min_interval_ms",)
@@ -159,8 +191,110 @@ class MemberLost(_message.Message):
     reason: str
     def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class MemberWaiting(_message.Message):
+    __slots__ = ("replica_id",)
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
+
+class Kill(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class LighthouseStatusRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class LighthouseStatusResponse(_message.Message):
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
+    def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ...) -> None: ...
+
+class JobStatus(_message.Message):
+    __slots__ = ("job", "quorum_id", "committed_step", "min_replicas", "waiting_for", "groups")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    quorum_id: int
+    committed_step: int
+    min_replicas: int
+    waiting_for: str
+    groups: _containers.RepeatedCompositeFieldContainer[GroupStatus]
+    def __init__(self, job: _Optional[str] = ..., quorum_id: _Optional[int] = ..., committed_step: _Optional[int] = ..., min_replicas: _Optional[int] = ..., waiting_for: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ...) -> None: ...
+
+class GroupStatus(_message.Message):
+    __slots__ = ("replica_id", "address", "in_quorum", "asking", "step", "phase", "phase_ms", "silent_ms", "hung")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    IN_QUORUM_FIELD_NUMBER: _ClassVar[int]
+    ASKING_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    PHASE_MS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_MS_FIELD_NUMBER: _ClassVar[int]
+    HUNG_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    address: str
+    in_quorum: bool
+    asking: bool
+    step: int
+    phase: Phase
+    phase_ms: int
+    silent_ms: int
+    hung: bool
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., in_quorum: bool = ..., asking: bool = ..., step: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., phase_ms: _Optional[int] = ..., silent_ms: _Optional[int] = ..., hung: bool = ...) -> None: ...
+
+class AcceptLossRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AcceptLossResponse(_message.Message):
+    __slots__ = ("committed_step",)
+    COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    committed_step: int
+    def __init__(self, committed_step: _Optional[int] = ...) -> None: ...
+
+class LighthouseKillRequest(_message.Message):
+    __slots__ = ("replica_id", "reason")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    reason: str
+    def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class LighthouseKillResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LighthouseDrainRequest(_message.Message):
+    __slots__ = ("replica_id", "reason")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    reason: str
+    def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class LighthouseDrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ManagerQuorumRequest(_message.Message):
-    __slots__ = ("rank", "step", "checkpoint_server_addr", "shrink_only", "commit_failures", "init_sync", "worker_id")
+    __slots__ = ("rank", "step", "checkpoint_server_addr", "shrink_only", "commit_failures", "init_sync", "worker_id", "draining")
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_SERVER_ADDR_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +302,7 @@ class ManagerQuorumRequest(_message.Message):
     COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
     INIT_SYNC_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     rank: int
     step: int
     checkpoint_server_addr: str
@@ -175,7 +310,8 @@ class ManagerQuorumRequest(_message.Message):
     commit_failures: int
     init_sync: bool
     worker_id: str
-    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_server_addr: _Optional[str] = ..., shrink_only: bool = ..., commit_failures: _Optional[int] = ..., init_sync: bool = ..., worker_id: _Optional[str] = ...) -> None: ...
+    draining: bool
+    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_server_addr: _Optional[str] = ..., shrink_only: bool = ..., commit_failures: _Optional[int] = ..., init_sync: bool = ..., worker_id: _Optional[str] = ..., draining: bool = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
     __slots__ = ("quorum_id", "address", "store_address", "max_step", "max_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "recover_src_replica_rank", "recover_dst_replica_ranks", "commit_failures", "replica_ids", "round")
@@ -251,13 +387,25 @@ class KillResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class DrainRequest(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "detach")
+    __slots__ = ("hello", "detach", "phase")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DETACH_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
     hello: AttachHello
     detach: AttachDetach
-    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., detach: _Optional[_Union[AttachDetach, _Mapping]] = ...) -> None: ...
+    phase: AttachPhase
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., detach: _Optional[_Union[AttachDetach, _Mapping]] = ..., phase: _Optional[_Union[AttachPhase, _Mapping]] = ...) -> None: ...
 
 class AttachHello(_message.Message):
     __slots__ = ("rank", "worker_id")
@@ -271,13 +419,27 @@ class AttachDetach(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class AttachPhase(_message.Message):
+    __slots__ = ("phase", "step")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    phase: Phase
+    step: int
+    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ...) -> None: ...
+
 class AttachNews(_message.Message):
-    __slots__ = ("welcome", "lost")
+    __slots__ = ("welcome", "lost", "kill", "drain", "waiting")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    KILL_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     welcome: AttachWelcome
     lost: MemberLost
-    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ...) -> None: ...
+    kill: Kill
+    drain: Drain
+    waiting: MemberWaiting
+    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ...) -> None: ...
 
 class AttachWelcome(_message.Message):
     __slots__ = ()
