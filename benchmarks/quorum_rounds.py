@@ -1,4 +1,4 @@
-"""Measures rounds of unary quorum calls: wall time and the lighthouse's CPU time per round."""
+"""Measures quorum rounds over sessions and unary calls: wall time, and the lighthouse's CPU time."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _NEVER_MS = 600_000
 _COLUMNS = (
     Column("callers", "callers", 0),
     Column("lighthouse", "lighthouse"),
+    Column("over", "over"),
     Column("wall_ms", "wall ms", 2),
     Column("wall_worst_ms", "worst ms", 2),
     Column("server_cpu_ms", "server CPU ms", 2),
@@ -41,6 +42,7 @@ class Course:
     """One lighthouse with its callers; filled by alternating with the other one."""
 
     name: str
+    over: str
     lighthouse: Child
     load: list[Child]
     step: int = 0
@@ -77,6 +79,7 @@ class Course:
         return {
             "callers": callers,
             "lighthouse": self.name,
+            "over": self.over,
             "rounds": rounds,
             "wall_ms": statistics.median(self.walls_ms),
             "wall_worst_ms": max(self.walls_ms),
@@ -86,8 +89,8 @@ class Course:
 
 
 @contextmanager
-def course(name: str, callers: int, processes: int, peer: str | None) -> Iterator[Course]:
-    """Start a lighthouse and its callers, and let them meet once."""
+def course(over: str, callers: int, processes: int, peer: str | None) -> Iterator[Course]:
+    """Start a lighthouse (with ``peer``, the public release's) and its callers, all connected."""
     with ExitStack() as stack:
         flags = {"join_timeout_ms": _NEVER_MS, "heartbeat_timeout_ms": _NEVER_MS}
         lighthouse = start_lighthouse(min_replicas=callers, peer=peer, **flags)
@@ -95,12 +98,13 @@ def course(name: str, callers: int, processes: int, peer: str | None) -> Iterato
         address = lighthouse_address(lighthouse)
         load = []
         for first, count in shares(callers, processes):
-            flags_of_load = (f"--address={address}", f"--first={first}", f"--count={count}")
-            child = Child(program("benchmarks.children.callers", *flags_of_load))
+            flags_of_load = (f"--address={address}", f"--over={over}", f"--first={first}")
+            command = program("benchmarks.children.callers", *flags_of_load, f"--count={count}")
+            child = Child(command)
             load.append(stack.enter_context(child))
         for child in load:
             child.read_line(START_TIMEOUT_S)
-        yield Course(name, lighthouse, load)
+        yield Course("ours" if peer is None else "public", over, lighthouse, load)
 
 
 def shares(callers: int, processes: int) -> list[tuple[int, int]]:
@@ -111,12 +115,11 @@ def shares(callers: int, processes: int) -> list[tuple[int, int]]:
 
 
 def measure(callers: int, rounds: int, blocks: int, processes: int) -> list[dict[str, object]]:
-    """Rows of ours and, where installed, of the public release, measured in turns."""
+    """Rows of ours, both ways, and where installed of the public release, measured in turns."""
     peer = peer_python()
     with ExitStack() as stack:
-        courses = [stack.enter_context(course("ours", callers, processes, None))]
-        if peer is not None:
-            courses.append(stack.enter_context(course("public", callers, processes, peer)))
+        plan = [("sessions", None), ("unary", None), *([("unary", peer)] if peer else [])]
+        courses = [stack.enter_context(course(over, callers, processes, by)) for over, by in plan]
         for each in courses:
             each.round()
             each.round()
@@ -159,10 +162,13 @@ def rounds_for(callers: int, seconds: float) -> int:
 def main(
     sizes: tuple[int, ...], seconds: float, blocks: int, load_processes: int, json_file: Path | None
 ) -> None:
-    """Quorum rounds over unary calls: every caller on its own connection, all asking at once."""
+    """Quorum rounds: every caller on its own connection, all asking at once.
+
+    Over sessions (ours alone has them) and over the unary call of the public release.
+    """
     result = Result(
         name="quorum_rounds",
-        title="Quorum rounds over unary calls",
+        title="Quorum rounds",
         columns=_COLUMNS,
         settings={"seconds": seconds, "blocks": blocks, "load_processes": load_processes},
         notes=[

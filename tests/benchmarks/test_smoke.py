@@ -42,7 +42,8 @@ def test_quorum_rounds(run: Run) -> None:
         quorum_rounds.main, "--callers=1", "--callers=5", "--seconds=0.05", "--blocks=2"
     )
     assert "server CPU ms" in output
-    assert [row["callers"] for row in result["rows"]] == [1, 5]
+    told = [(row["callers"], row["over"]) for row in result["rows"]]
+    assert told == [(1, "sessions"), (1, "unary"), (5, "sessions"), (5, "unary")]
     for row in result["rows"]:
         assert row["rounds"] >= 2
         assert row.keys() >= {"wall_ms", "wall_worst_ms", "server_cpu_ms", "load_cpu_ms"}
