@@ -1,4 +1,4 @@
-"""Measures quorum rounds over sessions and unary calls: wall time, and the lighthouse's CPU time."""
+"""Measures quorum rounds over sessions and unary calls: wall time, lighthouse CPU time."""
 
 from __future__ import annotations
 
