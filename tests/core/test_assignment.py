@@ -132,6 +132,14 @@ def test_who_is_not_a_member_gets_no_part() -> None:
     assert str(refused.value) == "no quorum: quorum 7 was formed without 'f'"
 
 
+def test_a_part_among_ten_thousand_groups_is_quick() -> None:
+    seen = quorum(1, *(member(f"g{number:05}", 5) for number in range(10_000)))
+    started = time.process_time()
+    part = assign(seen, "g00007", 0)
+    assert time.process_time() - started < 0.5  # it takes 20 ms; with a square in it, seconds
+    assert part.replica_rank == 7
+
+
 def test_a_plan_for_ten_thousand_groups_is_quick() -> None:
     started = time.process_time()
     plan = heal_plan(10_000, list(range(1, 10_000, 2)), 0, from_one=False)

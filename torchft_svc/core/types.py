@@ -90,9 +90,10 @@ class Quorum:
     @property
     def up_to_date(self) -> tuple[Member, ...]:
         """The members that the others heal from."""
-        at_max = [member for member in self.participants if member.step == self.max_step]
+        max_step = self.max_step
+        at_max = [member for member in self.participants if member.step == max_step]
         staying = [member for member in at_max if member.replica_id not in self.joining]
-        return tuple(staying if staying and self.max_step > 0 else at_max)
+        return tuple(staying if staying and max_step > 0 else at_max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
