@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import grpc
+import psutil
 
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import open_channel
@@ -233,6 +234,17 @@ def failure(future: Any) -> tuple[grpc.StatusCode, str]:
     error = future.exception(timeout=30)
     assert error is not None, f"answered {future.result()}"
     return error.code(), error.details()
+
+
+def end_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill a launcher and everything below it, also what has a session of its own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(process.pid)
+        root.suspend()  # or it would restart what is killed below it
+        for descendant in [*root.children(recursive=True), root]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                descendant.kill()
+    process.wait()
 
 
 def is_alive(pid: int) -> bool:

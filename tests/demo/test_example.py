@@ -1,4 +1,4 @@
-"""Tests examples/train_ddp.py as a user starts it: alone, beside others, resumed, by a launcher."""
+"""Tests the examples as a user starts them: alone, beside others, resumed, by a launcher."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from programs import Program
 pytestmark = pytest.mark.processes
 
 EXAMPLE = "examples/train_ddp.py"
+SHARDED = "examples/train_hsdp.py"
 
 
 @pytest.fixture
@@ -65,3 +66,22 @@ def test_a_launcher_may_start_it(environment: dict[str, str]) -> None:
     with Program([*command, EXAMPLE, "--steps", "20"], environment) as launcher:
         assert launcher.wait() == 0, launcher.lines
     assert any(line.startswith("step 20 ") for line in launcher.lines)
+
+
+def test_sharded_groups_train_together(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with ExitStack() as stack:
+        groups = [
+            stack.enter_context(
+                Program(
+                    [*command, SHARDED, "--steps", "60"],
+                    environment | {"REPLICA_GROUP_ID": str(number), "OMP_NUM_THREADS": "1"},
+                )
+            )
+            for number in range(2)
+        ]
+        for group in groups:
+            assert group.wait() == 0, group.lines
+    for group in groups:
+        assert any(line.endswith("groups 2") for line in group.lines), group.lines
+        assert losses(group.lines)[-1] < losses(group.lines)[0]

@@ -4,6 +4,7 @@ from torchft_svc.client.checkpointing import CheckpointTransport, HTTPTransport
 from torchft_svc.client.config import WorldSizeMode
 from torchft_svc.client.data import DistributedSampler
 from torchft_svc.client.ddp import DistributedDataParallel
+from torchft_svc.client.hsdp import replicate_across_groups, sharded_state_dict
 from torchft_svc.client.manager import Manager
 from torchft_svc.client.optim import Optimizer, OptimizerWrapper
 from torchft_svc.client.process_groups import (
@@ -28,4 +29,6 @@ __all__ = [
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
     "WorldSizeMode",
+    "replicate_across_groups",
+    "sharded_state_dict",
 ]

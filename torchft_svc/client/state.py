@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torchft_svc.client.shards import put_together, take_apart
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded
 
 DEFAULT_KEY = "default"
@@ -90,9 +91,9 @@ class StateRegistry:
         self._pieces[key] = _Piece(load, save)
 
     def collect(self, counters: dict[str, int], timeout_s: float) -> dict[str, Any]:
-        """The whole state, as others heal by it; the values are the live objects, not copies."""
+        """The whole state, as others heal by it; its tensors are the live ones, not copies."""
         with self.gate.reading(timeout_s):
-            pieces = {key: piece.save() for key, piece in self._pieces.items()}
+            pieces = {key: take_apart(piece.save()) for key, piece in self._pieces.items()}
         return {USER_KEY: pieces, MANAGER_KEY: counters}
 
     def check(self, state: Any, source: str) -> dict[str, int]:
@@ -113,9 +114,13 @@ class StateRegistry:
         return counters
 
     def load(self, state: dict[str, Any]) -> None:
-        """Put a checked state in place; what a load function raises is passed on."""
+        """Put a checked state in place; what a load function raises is passed on.
+
+        Raises:
+            CheckpointError: it is sharded in another way than this worker's.
+        """
         for key, piece in self._pieces.items():
-            piece.load(state[USER_KEY][key])
+            piece.load(put_together(state[USER_KEY][key], piece.save, "the group healed from"))
 
 
 def _names(keys: set[str]) -> str:

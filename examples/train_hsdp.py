@@ -1,0 +1,131 @@
+"""Trains a small transformer, sharded inside each replica group and replicated across the groups.
+
+    lighthouse --bind :29510
+    export TORCHFT_LIGHTHOUSE=localhost:29510
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # see the README, "Groups of several workers"
+    REPLICA_GROUP_ID=0 torchrun --standalone --nproc-per-node=2 --max-restarts=9 \\
+        examples/train_hsdp.py
+    REPLICA_GROUP_ID=1 torchrun --standalone --nproc-per-node=2 --max-restarts=9 \\
+        examples/train_hsdp.py
+
+Kill any worker: its launcher restarts that group, whose workers heal each from the worker with the
+same rank in the other group, while that one goes on. On CPUs (gloo), or one GPU a worker (NCCL).
+"""
+
+import argparse
+import os
+import sysconfig
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+
+from torchft_svc.client import (
+    Manager,
+    OptimizerWrapper,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+    replicate_across_groups,
+    sharded_state_dict,
+)
+
+CONTEXT, BATCH, WIDTH, VOCABULARY = 32, 16, 64, 128
+TIMEOUT = timedelta(seconds=60)
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        """Logits (batch, context, vocabulary) of what follows each of ``characters``."""
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            characters.shape[1], device=characters.device
+        )
+        hidden = self.embedding(characters)
+        for block in self.blocks:
+            hidden = block(hidden, src_mask=mask, is_causal=True)
+        return self.head(hidden)
+
+
+def read_text() -> Tensor:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))[:60])
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long().clamp(max=VOCABULARY - 1)
+
+
+def draw_batch(text: Tensor, seed: int) -> Tensor:
+    """(BATCH, CONTEXT + 1) characters: a function of the seed only, so nothing has to be saved."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - CONTEXT - 1, (BATCH, 1), generator=generator)
+    return text[starts + torch.arange(CONTEXT + 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train one worker of a replica group.")
+    parser.add_argument("--steps", type=int, default=500, help="updates to commit")
+    options = parser.parse_args()
+
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+    rank, workers = dist.get_rank(), dist.get_world_size()
+
+    mesh = init_device_mesh(device.type, (workers,), mesh_dim_names=("shard",))
+    model = Transformer().to(device)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def state_dict() -> dict[str, object]:
+        return {"model": sharded_state_dict(model), "optimizer": adam.state_dict()}
+
+    def load_state_dict(state: dict[str, dict[str, object]]) -> None:
+        model.load_state_dict(state["model"])
+        adam.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupNCCL(TIMEOUT) if on_gpu else ProcessGroupGloo(TIMEOUT),
+        state_dict=state_dict,
+        load_state_dict=load_state_dict,
+        timeout=TIMEOUT,
+        quorum_timeout=TIMEOUT,
+    )
+    replicate_across_groups(manager, model)
+    optimizer = OptimizerWrapper(manager, adam)
+
+    text = read_text()
+    while (step := manager.current_step()) < options.steps:
+        optimizer.zero_grad()  # starts to agree on who takes part
+        group = manager.participating_rank() or 0  # None while this group heals; not counted then
+        batch = draw_batch(text, (step * 1_000 + group) * workers + rank).to(device)
+        logits = model(batch[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()  # reduced and scattered in the group, then averaged over the groups
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()  # commits, or changes nothing
+
+        step = manager.current_step()
+        if rank == 0 and step % 20 == 0:
+            groups = manager.num_participants()
+            print(f"step {step} loss {loss.item():.3f} groups {groups}", flush=True)
+    manager.shutdown()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Tests what keeps sharded models safe: their state on other threads, and their way to others."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from torchft_svc.client import replicate_across_groups, sharded_state_dict
+from torchft_svc.client.checkpointing.serialization import describe, parse
+from torchft_svc.client.shards import put_together, take_apart
+from torchft_svc.errors import CheckpointError, ConfigError, RequestRefused
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    finally:
+        dist.destroy_process_group()
+
+
+class Averages:
+    """The manager's part that a sharded model uses: it doubles instead of averaging."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def allreduce(self, tensor: torch.Tensor) -> Any:
+        self.num_calls += 1
+        tensor.mul_(2)
+        return self
+
+    def wait(self) -> bool:
+        return True
+
+
+class Tied(nn.Module):
+    """Shared parameters, both kinds of buffers, a state of its own, and a part within a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+        self.first = nn.Linear(3, 3, bias=False)
+        self.last = nn.Linear(3, 3, bias=False)
+        self.last.weight = self.first.weight
+        self.register_buffer("kept", torch.arange(2.0))
+        self.register_buffer("dropped", torch.zeros(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(self.inner(x)))
+
+    def get_extra_state(self) -> int:
+        return 7
+
+    def set_extra_state(self, state: int) -> None:
+        assert state == 7
+
+
+def tied(mesh: DeviceMesh) -> Tied:
+    model = Tied()
+    fully_shard(model.inner, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def on_another_thread(action: Any) -> Any:
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(action())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return outcome[0]
+
+
+def test_the_state_is_that_of_torch_s_own_function(mesh: DeviceMesh) -> None:
+    model = tied(mesh)
+    ours, theirs = sharded_state_dict(model), model.state_dict()
+    assert list(ours) == list(theirs)
+    for key, value in ours.items():
+        if isinstance(value, torch.Tensor):
+            assert isinstance(value, DTensor) == isinstance(theirs[key], DTensor)
+            assert value.data_ptr() == theirs[key].data_ptr()
+    model.load_state_dict(ours)
+
+
+def test_the_state_is_whole_while_the_model_is_in_use(mesh: DeviceMesh) -> None:
+    model = tied(mesh)
+    seen: list[Any] = []
+    model.last.register_forward_hook(lambda *_: seen.append(sharded_state_dict(model)))
+    model(torch.ones(1, 3)).sum().backward()
+    assert not isinstance(seen[0]["kept"], DTensor)
+    assert isinstance(seen[0]["first.weight"], DTensor)
+    assert model.first.weight.grad is not None
+
+
+def test_torch_s_own_function_is_refused_on_another_thread(mesh: DeviceMesh) -> None:
+    model = tied(mesh)
+    replicate_across_groups(Averages(), model)  # type: ignore[arg-type]
+    error = on_another_thread(model.state_dict)
+    assert isinstance(error, RequestRefused)
+    assert "sharded_state_dict" in str(error)
+    assert model.state_dict()
+    assert on_another_thread(lambda: sharded_state_dict(model))
+
+
+def test_every_sharded_part_is_averaged_once(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model, plain = tied(mesh), Tied()
+    plain.load_state_dict(
+        OrderedDict(
+            (key, value.full_tensor() if isinstance(value, DTensor) else value)
+            for key, value in sharded_state_dict(model).items()
+        )
+    )
+    averages = Averages()
+    replicate_across_groups(averages, model)  # type: ignore[arg-type]
+    for each in (model, plain):
+        each(torch.ones(2, 3)).sum().backward()
+    assert averages.num_calls == 2
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        torch.testing.assert_close(parameter.grad.to_local(), 2 * gradients[name])
+
+
+def test_accumulated_gradients_are_averaged_at_their_end(mesh: DeviceMesh) -> None:
+    model, averages = tied(mesh), Averages()
+    replicate_across_groups(averages, model)  # type: ignore[arg-type]
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 3)).sum().backward()
+    assert averages.num_calls == 0
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 3)).sum().backward()
+    assert averages.num_calls == 2
+
+
+def test_a_model_that_is_not_sharded_is_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(ConfigError, match="call fully_shard first"):
+        replicate_across_groups(Averages(), nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_a_parameter_outside_is_named(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0], mesh=mesh)
+    with pytest.raises(ConfigError, match=r"1\.weight='outside of FSDP'"):
+        replicate_across_groups(Averages(), model)  # type: ignore[arg-type]
+
+
+def sent(state: Any) -> Any:
+    """Through the HTTP transport's own description and bytes."""
+    described = describe(state)
+    memory = described.memory.copy(0, described.memory.size)
+    return parse(described.description, "a").rebuild(memory, "a")
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), Partial("sum")])
+def test_a_sharded_tensor_survives_the_way(mesh: DeviceMesh, placement: Any) -> None:
+    local = torch.arange(6.0).reshape(2, 3)
+    tensor = DTensor.from_local(local, mesh, [placement], run_check=False)
+    state = {"a": [tensor, (1, tensor)], "b": OrderedDict(c=torch.ones(1)), "d": None}
+    back = put_together(sent(take_apart(state)), lambda: state, "a")
+    for got in (back["a"][0], back["a"][1][1]):
+        assert isinstance(got, DTensor)
+        assert (got.placements, got.shape, got.stride()) == (
+            tensor.placements,
+            tensor.shape,
+            tensor.stride(),
+        )
+        assert got.device_mesh is mesh
+        assert torch.equal(got.to_local(), local)
+    assert back["b"] == OrderedDict(c=torch.ones(1))
+    assert back["d"] is None
+
+
+def test_a_mesh_that_is_not_here_is_named(mesh: DeviceMesh) -> None:
+    state = {"w": distribute_tensor(torch.ones(2), mesh, [Shard(0)])}
+    other = init_device_mesh("cpu", (1,), mesh_dim_names=("other",))
+    own = {"w": distribute_tensor(torch.ones(2), other, [Shard(0)])}
+    with pytest.raises(CheckpointError, match=r"'shard'.*here there is.*'other'.*equal meshes"):
+        put_together(take_apart(state), lambda: own, "group a")
+
+
+def test_a_malformed_part_is_an_error_of_the_source(mesh: DeviceMesh) -> None:
+    state = take_apart({"w": distribute_tensor(torch.ones(2), mesh, [Shard(0)])})
+    state["w"]["torchft.dtensor"]["placements"] = [["nowhere", 1]]
+    with pytest.raises(CheckpointError, match=r"group a.*malformed"):
+        put_together(state, dict, "group a")
+
+
+def test_without_shards_nothing_is_asked() -> None:
+    state = {"w": torch.ones(2)}
+
+    def own_state() -> Any:
+        raise AssertionError("asked for nothing")
+
+    assert put_together(state, own_state, "a")["w"] is state["w"]

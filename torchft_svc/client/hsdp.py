@@ -1,0 +1,118 @@
+"""Fully sharded models: sharded inside the group by FSDP2, averaged across groups here."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torchft_svc.errors import ConfigError, RequestRefused
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+    from torchft_svc.client.manager import Manager
+
+
+def replicate_across_groups(manager: Manager, model: nn.Module) -> None:
+    """Average the gradients of an FSDP2 model over the groups that contribute.
+
+    To be called after ``fully_shard``, on the training thread. Each module that FSDP reduces gets
+    torch's all-reduce hook: once its gradients are reduced and scattered inside the group, each
+    worker averages its part with the workers of the same group rank in the other groups. Mixed
+    precision, gradient accumulation (``set_requires_gradient_sync``), clipping and tensor
+    parallelism inside the group stay as they are.
+
+    Saving the state for others (``state_dict`` of the `Manager`) happens on another thread while
+    the forward pass runs. FSDP's own ``state_dict()`` would take the weights away from under it:
+    use `sharded_state_dict`.
+
+    Raises:
+        ConfigError: there is no FSDP module, or a parameter is outside of all of them.
+    """
+    groups = [group for module in _fsdp_modules(model) for group in _param_groups(module)]
+    if not groups:
+        raise ConfigError(
+            "model", type(model).__name__, "no part of it was sharded: call fully_shard first"
+        )
+    sharded = {id(param.sharded_param) for group in groups for param in group.fsdp_params}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in sharded:
+            raise ConfigError(
+                name, "outside of FSDP", "nobody would average it: shard the module it belongs to"
+            )
+
+    def average(reduced: torch.Tensor) -> None:
+        manager.allreduce(reduced).wait()
+
+    trainer = threading.current_thread()
+    for group in groups:
+        group._all_reduce_hook = average
+    for module in _fsdp_modules(model):
+        module.register_state_dict_pre_hook(_guard(trainer))  # type: ignore[attr-defined]
+
+
+def sharded_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
+    """``model.state_dict()`` with the sharded parameters, on any thread, at any moment.
+
+    The values are the live parameters (DTensors) and buffers. For ``model.load_state_dict``.
+    """
+    sharded = {
+        (id(owner), name): param.sharded_param
+        for module in _fsdp_modules(model)
+        for group in _param_groups(module)
+        for param in group.fsdp_params
+        for owner, name in _places(param)
+    }
+    state: OrderedDict[str, Any] = OrderedDict()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                state[dot + name] = sharded.get((id(module), name), parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                state[dot + name] = buffer
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            state[f"{dot}_extra_state"] = module.get_extra_state()
+    return state
+
+
+def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    """FSDP's communication groups; a module has several if its parameters are on several meshes.
+
+    Torch's ``set_all_reduce_hook`` refuses those, because its hooks differ by mesh. Ours does not.
+    """
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch before 2.12
+
+
+def _places(param: Any) -> list[tuple[nn.Module, str]]:
+    """The modules that the parameter hangs in, and its name there; several if it is shared."""
+    info = param._module_info
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [(info.module, info.param_name), *shared]
+
+
+def _guard(trainer: threading.Thread) -> Any:
+    """A hook that refuses FSDP's own saving on a thread that would disturb the training."""
+
+    def refuse(*_: Any) -> None:
+        if threading.current_thread() is not trainer:
+            raise RequestRefused(
+                "model.state_dict() of an FSDP model was called while it may be in use: in the "
+                "state_dict function of the Manager, use sharded_state_dict(model)"
+            )
+
+    return refuse

@@ -1,0 +1,156 @@
+"""Takes DTensors in a state apart into what any transport can carry, and puts them together again.
+
+A worker heals from the worker with its own group rank, so only the local part travels, with a
+description of the whole. The device mesh does not: the receiver has one like it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torchft_svc.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+# The only key of a dict that stands for a DTensor.
+_MARK = "torchft.dtensor"
+
+MeshKey = tuple[str, tuple[str, ...], tuple[int, ...]]
+
+
+def take_apart(state: Any) -> Any:
+    """``state`` with every DTensor replaced by its local part and a description."""
+    if not _has_dtensors():
+        return state
+    from torch.distributed.tensor import DTensor
+
+    def describe(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        kind, names, sizes = mesh_key(value.device_mesh)
+        return {
+            _MARK: {
+                "local": value._local_tensor.detach(),
+                "shape": tuple(value.shape),
+                "stride": tuple(value.stride()),
+                "placements": [_placement_to_plain(place) for place in value.placements],
+                "mesh": [kind, list(names), list(sizes)],
+            }
+        }
+
+    return _map(state, describe)
+
+
+def put_together(state: Any, own_state: Callable[[], Any], source: str) -> Any:
+    """``state`` with the DTensors that `take_apart` had replaced.
+
+    ``own_state`` gives this worker's state, whose DTensors lead to the meshes; it is asked only if
+    there is something to put together.
+
+    Raises:
+        CheckpointError: there is no such mesh here; ``source`` is named in it.
+    """
+    meshes: dict[MeshKey, DeviceMesh] | None = None
+
+    def rebuild(value: Any) -> Any:
+        nonlocal meshes
+        if type(value) is not dict or value.keys() != {_MARK}:
+            return value
+        if meshes is None:
+            meshes = _meshes_of(own_state())
+        return _rebuild(value[_MARK], meshes, source)
+
+    return _map(state, rebuild)
+
+
+def mesh_key(mesh: DeviceMesh) -> MeshKey:
+    """What is the same on all groups: device type, names and sizes of the dimensions."""
+    return mesh.device_type, tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.shape)
+
+
+def _has_dtensors() -> bool:
+    """Nobody has a DTensor without its module; importing it here would cost time for nothing."""
+    return "torch.distributed.tensor" in sys.modules
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``value`` with ``change`` made to every node; containers are copied, leaves are not."""
+    changed = change(value)
+    if changed is not value:
+        return changed
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return kind((key, _map(item, change)) for key, item in value.items())
+    if kind in (list, tuple):
+        return kind(_map(item, change) for item in value)
+    return value
+
+
+def _meshes_of(state: Any) -> dict[MeshKey, DeviceMesh]:
+    if not _has_dtensors():
+        return {}
+    from torch.distributed.tensor import DTensor
+
+    meshes: dict[MeshKey, DeviceMesh] = {}
+
+    def note(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            meshes[mesh_key(value.device_mesh)] = value.device_mesh
+        return value
+
+    _map(state, note)
+    return meshes
+
+
+def _rebuild(part: Any, meshes: dict[MeshKey, DeviceMesh], source: str) -> DTensor:
+    try:
+        kind, names, sizes = part["mesh"]
+        key = (kind, tuple(names), tuple(sizes))
+        shape, stride, local = part["shape"], part["stride"], part["local"]
+        placements = [_placement_from_plain(place) for place in part["placements"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(source, f"a sharded tensor is malformed: {error}") from error
+    if key not in meshes:
+        ours = ", ".join(map(str, meshes)) or "none"
+        raise CheckpointError(
+            source, f"it is sharded over a mesh {key}, here there is {ours}: use equal meshes"
+        )
+    from torch.distributed.tensor import DTensor
+
+    mesh = meshes[key]
+    return DTensor.from_local(
+        local.to(mesh.device_type), mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def _placement_to_plain(place: Placement) -> list[Any]:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if isinstance(place, _StridedShard):  # FSDP over tensor parallelism; first: older torch derives
+        return ["strided", place.dim, place.split_factor]  # it from Shard
+    if place.is_shard():
+        return ["shard", place.dim]  # type: ignore[attr-defined]
+    if place.is_replicate():
+        return ["replicate"]
+    return ["partial", place.reduce_op]  # type: ignore[attr-defined]
+
+
+def _placement_from_plain(plain: list[Any]) -> Placement:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    name, *values = plain
+    if name == "strided":
+        dim, split_factor = values
+        return _StridedShard(dim, split_factor=split_factor)
+    kinds: dict[str, type[Placement]] = {
+        "shard": Shard,
+        "replicate": Replicate,
+        "partial": Partial,
+    }
+    return kinds[name](*values)
