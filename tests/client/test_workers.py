@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -24,14 +25,16 @@ def address() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def workers(address: str, name: str, num: int, seed: int = 0) -> Iterator[list[Trainer]]:
+def workers(
+    address: str, name: str, num: int, seed: int = 0, **options: Any
+) -> Iterator[list[Trainer]]:
     """One group of ``num`` workers, each with a model of its own."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     place = {"store_addr": "localhost", "store_port": store.port, "world_size": num}
     with contextlib.ExitStack() as stack:
         made = together(
             *(
-                lambda rank=rank: Trainer(address, name, seed + rank, rank=rank, **place)
+                lambda rank=rank: Trainer(address, name, seed + rank, rank=rank, **place, **options)
                 for rank in range(num)
             )
         )

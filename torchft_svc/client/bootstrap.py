@@ -11,17 +11,20 @@ from datetime import timedelta
 
 from torchft_svc.client.config import GroupPlace, ServiceOptions, Timeouts
 from torchft_svc.client.process_groups.stores import PrefixStore, Store, TCPStore
-from torchft_svc.coordination import ManagerServer
+from torchft_svc.coordination import ManagerServer, Whereabouts
 from torchft_svc.env import Environment
 from torchft_svc.errors import AddressError, ConfigError, DeadlineExceeded, Unreachable
-from torchft_svc.manager_server.child import ManagerProcess
 from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.keeper import ManagerKeeper
 from torchft_svc.rpc.address import HostPort, advertised_host, parse_address
 
 log = logging.getLogger(__name__)
 
 # A wait inside torch cannot be interrupted: nothing waits longer than this in one go.
 _SLICE_S = 0.1
+# A manager that is started anew is back within a second, on a busy machine within a few; whoever
+# waits longer waits for a rank 0 that is dead.
+RESTART_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +37,10 @@ class GroupStore:
 
 @dataclass(frozen=True, slots=True)
 class GroupServices:
-    """The manager's address, the group's name, and how to stop what was started here."""
+    """Where the manager is, the group's name, and how to stop what was started here."""
 
     manager_address: str
+    whereabouts: Whereabouts
     replica_name: str
     close: Callable[[], None]
 
@@ -100,22 +104,33 @@ def open_services(
         deadline = time.monotonic() + timeouts.connect_s
         address = _read(store, "manager_address", deadline, timeouts.connect_s)
         name = _read(store, "replica_name", deadline, timeouts.connect_s)
-        return GroupServices(address, name, _nothing)
-    address, close = _start_manager(place, options, timeouts, group_store.address)
+        whereabouts = Whereabouts(lambda: _look_up(store), RESTART_PATIENCE_S)
+        return GroupServices(address, whereabouts, name, _nothing)
+
+    def publish(address: str) -> None:
+        store.set("manager_address", address)
+
+    services = _start_manager(place, options, timeouts, group_store.address, publish)
     try:
         store.set("replica_name", options.replica_name)
-        store.set("manager_address", address)
+        publish(services.manager_address)
     except BaseException:
-        close()
+        services.close()
         raise
-    return GroupServices(address, options.replica_name, close)
+    return services
 
 
 def _start_manager(
-    place: GroupPlace, options: ServiceOptions, timeouts: Timeouts, store: HostPort
-) -> tuple[str, Callable[[], None]]:
+    place: GroupPlace,
+    options: ServiceOptions,
+    timeouts: Timeouts,
+    store: HostPort,
+    publish: Callable[[str], None],
+) -> GroupServices:
     if options.manager_address is not None:
-        return str(parse_address(options.manager_address)), _nothing
+        address = str(parse_address(options.manager_address))
+        steady = Whereabouts(lambda: address, timeouts.connect_s)
+        return GroupServices(address, steady, options.replica_name, _nothing)
     bind = f":{options.port}"
     if options.in_process:
         server = ManagerServer(
@@ -130,7 +145,9 @@ def _start_manager(
             quorum_retries=options.quorum_retries,
             job_id=options.job_id,
         )
-        return str(parse_address(server.address())), server.shutdown
+        address = str(parse_address(server.address()))
+        here = Whereabouts(lambda: address, RESTART_PATIENCE_S)
+        return GroupServices(address, here, options.replica_name, server.shutdown)
     config = ManagerConfig(
         lighthouse_address=options.lighthouse_address,
         replica_name=options.replica_name,
@@ -143,9 +160,12 @@ def _start_manager(
         quorum_retries=options.quorum_retries,
         job_id=options.job_id,
     )
-    child = ManagerProcess.start(config, timeouts.connect_s)
-    log.info("manager of %s at %s, process %d", options.replica_name, child.address, child.pid)
-    return child.address, child.close
+    keeper = ManagerKeeper(config, timeouts.connect_s, publish)
+    first = keeper.address
+    assert first is not None, "it has just been started"
+    log.info("manager of %s at %s, process %d", options.replica_name, first, keeper.pid)
+    kept = Whereabouts(lambda: keeper.address, RESTART_PATIENCE_S)
+    return GroupServices(first, kept, options.replica_name, keeper.close)
 
 
 def _both(addr_name: str, addr: str | None, port_name: str, port: int | None) -> HostPort:
@@ -194,6 +214,15 @@ def _connect(where: HostPort, timeout_s: float) -> TCPStore:
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
     )
+
+
+def _look_up(store: Store) -> str | None:
+    """Where rank 0 has started the present manager; None if the store is gone, and it as well."""
+    try:
+        address: str = store.get("manager_address").decode()
+    except RuntimeError:
+        return None
+    return address
 
 
 def _read(store: Store, key: str, deadline: float, timeout_s: float) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.state import StateRegistry
 from torchft_svc.coordination import ManagerClient, QuorumResult
 from torchft_svc.core.step import Phase, Standing, StepMachine, StepState, participation
-from torchft_svc.errors import QuorumFailed, TorchFTError
+from torchft_svc.errors import QuorumFailed, TorchFTError, Unreachable
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +191,17 @@ class Round:
             self._links.pg.abort()
 
     def _ask(self) -> QuorumResult:
+        """The quorum; a manager that is being started anew is asked again."""
+        deadline = time.monotonic() + self._request.timeout_s
+        patience = self._links.client.patience(deadline)
+        while True:
+            try:
+                return self._ask_once(max(0.001, deadline - time.monotonic()))
+            except Unreachable as error:
+                if not patience.pause(error):
+                    raise
+
+    def _ask_once(self, timeout_s: float) -> QuorumResult:
         state = self._step.state
         # A group without its connections needs new ones, and only a new quorum id brings them.
         must_reconnect = (
@@ -200,7 +212,7 @@ class Round:
             step=state.step,
             checkpoint_metadata=self._links.transport.metadata(),
             shrink_only=self._request.shrink_only,
-            timeout=timedelta(seconds=self._request.timeout_s),
+            timeout=timedelta(seconds=timeout_s),
             commit_failures=max(state.failures, int(must_reconnect)),
             init_sync=self._rules.init_sync,
         )

@@ -92,7 +92,9 @@ def start_runtime(
         store = open_store(rules.place, options, environment, timeouts, *where)
         services = open_services(rules.place, options, environment, timeouts, store)
         undo.callback(services.close)
-        client = ManagerClient(services.manager_address, timedelta(seconds=timeouts.connect_s))
+        client = ManagerClient(
+            services.manager_address, timedelta(seconds=timeouts.connect_s), services.whereabouts
+        )
         undo.callback(client.close)
         transport = brought.transport
         if transport is None:

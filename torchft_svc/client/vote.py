@@ -12,9 +12,6 @@ from torchft_svc.errors import CommitFailed, TorchFTError, Unreachable
 
 log = logging.getLogger(__name__)
 
-# A manager that is being restarted is back soon; this is the pause between two attempts.
-_RETRY_S = 0.05
-
 
 def ask_decision(
     client: ManagerClient, place: GroupPlace, step: int, vote: bool, timeout_s: float
@@ -22,7 +19,8 @@ def ask_decision(
     """Whether the group commits ``step``, given this worker's ``vote``.
 
     A group of one worker decides alone. A vote against needs no answer: it decides. Where no
-    decision was made, nobody got a yes, so no is safe.
+    decision was made, nobody got a yes, so no is safe. A manager that is started anew is asked
+    again: it finds out what the one before had decided.
 
     Raises:
         PeerError: a decision was made, or may have been made, and did not arrive here.
@@ -30,6 +28,7 @@ def ask_decision(
     if place.group_world_size == 1:
         return vote
     deadline = time.monotonic() + timeout_s
+    patience = client.patience(deadline)
     while True:
         left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
@@ -37,14 +36,14 @@ def ask_decision(
         except CommitFailed as error:
             log.warning("step %d: %s", step, error)
             return False
-        except Unreachable:
-            if vote and time.monotonic() + _RETRY_S >= deadline:
+        except Unreachable as error:
+            if patience.pause(error):
+                continue
+            if vote:
                 raise
-            if not vote:
-                return False
+            return False
         except TorchFTError as error:
             if vote:
                 raise
             log.warning("step %d: the vote against it was not heard: %s", step, error)
             return False
-        time.sleep(_RETRY_S)

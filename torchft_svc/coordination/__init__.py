@@ -9,6 +9,7 @@ from torchft_svc.coordination.lighthouse_client import LighthouseClient
 from torchft_svc.coordination.manager_client import ManagerClient
 from torchft_svc.coordination.servers import LighthouseServer, ManagerServer
 from torchft_svc.coordination.types import Quorum, QuorumMember, QuorumResult, Timestamp
+from torchft_svc.coordination.whereabouts import Whereabouts
 
 __all__ = [
     "LighthouseClient",
@@ -19,4 +20,5 @@ __all__ = [
     "QuorumMember",
     "QuorumResult",
     "Timestamp",
+    "Whereabouts",
 ]

@@ -23,22 +23,21 @@ JOIN_TIMEOUT_S = 2.0
 class Attachment:
     """Reads news on a thread of its own, ``torchft-news``; opened again when it breaks.
 
-    ``on_loss`` hears, on that thread, of members of the last quorum that are dead or have left
-    (replica id, reason).
+    ``channel`` tells the one to use, whenever the line is opened. ``on_loss`` hears, on that
+    thread, of members of the last quorum that are dead or have left (replica id, reason),
+    ``on_break`` that the manager could not be reached.
     """
 
     def __init__(
         self,
-        channel: grpc.Channel,
+        channel: Callable[[], grpc.Channel],
         group_rank: int,
         worker_id: str,
         on_loss: Callable[[str, str], None],
+        on_break: Callable[[], None],
     ) -> None:
-        self._open: Any = channel.stream_stream(
-            "/torchft.ManagerService/Attach",
-            request_serializer=pb.AttachRequest.SerializeToString,
-            response_deserializer=pb.AttachNews.FromString,
-        )
+        self._channel = channel
+        self._on_break = on_break
         self._hello = pb.AttachHello(rank=group_rank, worker_id=worker_id)
         self._on_loss = on_loss
         self._closing = threading.Event()
@@ -78,6 +77,10 @@ class Attachment:
                 if not self._failing and not self._closing.is_set():
                     log.warning("the line to the manager broke: %s", error.details())
                 self._failing = True
+                if not self._closing.is_set():
+                    self._on_break()
+            except ValueError:  # the channel was closed, because the manager is elsewhere now
+                self._failing = True
             self._closing.wait(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - only jitter
             longer_s = min(2 * pause_s, MAX_RECONNECT_MS / 1000)
             pause_s = longer_s if self._failing else MIN_RECONNECT_MS / 1000
@@ -85,7 +88,12 @@ class Attachment:
     def _read(self) -> None:
         """One stream, from hello to its end."""
         self._requests.put(pb.AttachRequest(hello=self._hello))
-        self._stream = self._open(self._outgoing(self._requests))
+        attach: Any = self._channel().stream_stream(
+            "/torchft.ManagerService/Attach",
+            request_serializer=pb.AttachRequest.SerializeToString,
+            response_deserializer=pb.AttachNews.FromString,
+        )
+        self._stream = attach(self._outgoing(self._requests))
         try:
             for news in self._stream:
                 self._failing = False

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +20,8 @@ from torchft_svc.rpc.address import parse_address
 from torchft_svc.rpc.channel import open_channel
 from torchft_svc.rpc.codec import JOB_KEY
 from torchft_svc.rpc.status import to_error
+
+log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 Self = TypeVar("Self", bound="Client")
@@ -38,11 +43,25 @@ class Client:
         self._metadata = ((JOB_KEY, job_id),)
         self._channel = open_channel(addr)
         self._closed = False
+        self._lock = threading.Lock()
 
     def close(self) -> None:
         """Cancel what is under way and close the connection; may be called twice."""
-        self._closed = True
-        self._channel.close()
+        with self._lock:
+            self._closed = True
+            self._channel.close()
+
+    def _move(self, addr: str) -> None:
+        """Go on at ``addr``; calls that are under way elsewhere fail as `Unreachable`."""
+        with self._lock:
+            if self._closed or addr == self._addr:
+                return
+            left, self._channel, self._addr = self._channel, open_channel(addr), addr
+        log.warning("the %s is at %s now", self._peer, addr)
+        left.close()
+
+    def _lost_contact(self) -> None:
+        """A call could not reach the service."""
 
     def _connect(self) -> None:
         """Find out now whether somebody listens; gRPC's own way to ask takes 0.2 s to end."""
@@ -62,29 +81,36 @@ class Client:
             time.sleep(RETRY_S)
 
     def _method(self, name: str, answer: Callable[[bytes], Answer]) -> Callable[..., Answer]:
-        call = self._channel.unary_unary(
-            f"/torchft.{_SERVICES[self._peer]}/{name}",
-            request_serializer=_serialize,
-            response_deserializer=answer,
-        )
+        path = f"/torchft.{_SERVICES[self._peer]}/{name}"
+
+        @functools.lru_cache(maxsize=1)
+        def method_of(channel: grpc.Channel) -> Callable[..., Answer]:
+            method: Callable[..., Answer] = channel.unary_unary(
+                path, request_serializer=_serialize, response_deserializer=answer
+            )
+            return method
 
         def invoke(request: Any, timeout: timedelta) -> Answer:
-            timeout_s = timeout.total_seconds()
+            channel, addr, timeout_s = self._channel, self._addr, timeout.total_seconds()
             try:
-                result: Answer = call(request, timeout=timeout_s, metadata=self._metadata)
-            except ValueError:  # that is how gRPC says it
-                if not self._closed:
+                return method_of(channel)(request, timeout=timeout_s, metadata=self._metadata)
+            except ValueError:  # that is how gRPC says that the channel is closed
+                if self._closed:
+                    raise RequestRefused(f"this client is closed: {self._peer}") from None
+                if channel is self._channel:
                     raise
-                raise RequestRefused(f"this client is closed: {self._peer}") from None
+                raise Unreachable(self._peer, addr, "it is elsewhere now") from None
             except grpc.RpcError as error:
-                raise to_error(
+                failure = to_error(
                     error,
                     peer=self._peer,
-                    address=self._addr,
+                    address=addr,
                     action=f"{self._peer}'s {name}",
                     timeout_s=timeout_s,
-                ) from None
-            return result
+                )
+            if isinstance(failure, Unreachable) and failure.peer == self._peer:
+                self._lost_contact()
+            raise failure
 
         return invoke
 

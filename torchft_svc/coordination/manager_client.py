@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,6 +9,7 @@ from datetime import timedelta
 from torchft_svc.coordination.attachment import Attachment
 from torchft_svc.coordination.client import Client
 from torchft_svc.coordination.types import QuorumResult
+from torchft_svc.coordination.whereabouts import Patience, Whereabouts
 from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.errors import QuorumFailed
 from torchft_svc.proto import torchft_pb2 as pb
@@ -18,15 +18,20 @@ from torchft_svc.proto import torchft_pb2 as pb
 class ManagerClient(Client):
     """A worker's line to the manager of its group, or of another group.
 
+    With ``whereabouts`` it follows a manager that is started anew: the call that could not reach
+    it fails, the next one goes where it is then.
+
     Raises:
         Unreachable: nobody answers at ``addr`` within ``connect_timeout``.
     """
 
-    def __init__(self, addr: str, connect_timeout: timedelta) -> None:
+    def __init__(
+        self, addr: str, connect_timeout: timedelta, whereabouts: Whereabouts | None = None
+    ) -> None:
         super().__init__("manager", addr, connect_timeout, DEFAULT_JOB)
+        self._whereabouts = whereabouts or Whereabouts(lambda: None, 0.0)
         self._worker_id = str(uuid.uuid4())
         self._round = 0
-        self._lock = threading.Lock()
         self._attachment: Attachment | None = None
         self._ask_quorum = self._method("Quorum", pb.ManagerQuorumResponse.FromString)
         self._address = self._method("CheckpointAddress", pb.CheckpointAddressResponse.FromString)
@@ -42,13 +47,24 @@ class ManagerClient(Client):
         member of the last quorum that is dead or has left, and the reason.
         """
         assert self._attachment is None, "a client has one attachment"
-        self._attachment = Attachment(self._channel, group_rank, self._worker_id, on_loss)
+        self._attachment = Attachment(
+            lambda: self._channel, group_rank, self._worker_id, on_loss, self._lost_contact
+        )
+
+    def patience(self, deadline: float) -> Patience:
+        """For a call that is to be repeated while the manager is being started anew."""
+        return Patience(self._whereabouts, deadline)
 
     def close(self) -> None:
         """Detach, cancel what is under way, close the connection; may be called twice."""
         if self._attachment is not None:
             self._attachment.close()
         super().close()
+
+    def _lost_contact(self) -> None:
+        addr = self._whereabouts.find()
+        if addr is not None:
+            self._move(addr)
 
     def _quorum(
         self,

@@ -106,6 +106,7 @@ class Group:
         if world_size < 1:
             raise ConfigError("group_world_size", world_size, "a group has at least one worker")
         self.world_size = world_size
+        self._first_round = first_round
         self._round = first_round - 1
         self._asking = False
         self._requests: dict[int, tuple[WorkerRequest, int]] = {}  # by group rank
@@ -158,7 +159,7 @@ class Group:
         waiting = self._requests.get(request.group_rank)
         if waiting and waiting[0].worker_id != request.worker_id:
             raise self._taken(request.group_rank)
-        orders = self._drop_votes(
+        orders = self._end_inherited_votes(request.step) or self._drop_votes(
             f"group rank {request.group_rank} asked for a new quorum instead of voting"
         )
         if waiting:
@@ -220,12 +221,19 @@ class Group:
     def voted(self, vote: Vote, caller: int) -> tuple[Order, ...]:
         """A worker votes. One no decides at once, a yes needs all.
 
+        A vote in a round of the manager before this one, which died, is taken up: what that one
+        told the other workers shows in the step that they ask for by now, and if they were told
+        nothing they vote again, too.
+
         Raises:
             RequestRefused: the rank does not exist or is taken by another worker, or the vote
                 belongs to another round.
         """
         self._check_rank(vote.group_rank)
-        self._check_round(vote)
+        if not self._is_inherited(vote):
+            self._check_round(vote)
+        elif self._requests:
+            return (AnswerVote(caller, self._has_committed(vote.step)),)
         earlier = self._votes.get(vote.group_rank)
         if earlier and (earlier[0].worker_id, earlier[0].should_commit) != (
             vote.worker_id,
@@ -301,6 +309,20 @@ class Group:
             raise RequestRefused(
                 f"the vote is for step {vote.step}, the group is at step {expected}"
             )
+
+    def _is_inherited(self, vote: Vote) -> bool:
+        return self._round < self._first_round and 0 < vote.round < self._first_round
+
+    def _has_committed(self, step: int) -> bool:
+        """Whether the workers that ask for a quorum were told to commit ``step``."""
+        return any(request.step > step for request, _ in self._requests.values())
+
+    def _end_inherited_votes(self, asked_step: int) -> list[Order]:
+        """A worker asks at ``asked_step``, so it had an answer; the others get the same."""
+        if self._round >= self._first_round or self._decision is not None:
+            return []
+        votes, self._votes = self._votes, {}
+        return [AnswerVote(who, asked_step > vote.step) for vote, who in votes.values()]
 
     def _meet(self, request: WorkerRequest) -> None:
         """Note who the worker is; another one at a known rank makes this another incarnation."""

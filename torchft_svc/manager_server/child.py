@@ -51,6 +51,10 @@ class ManagerProcess:
         """The exit status, or None while it runs."""
         return self._process.poll()
 
+    def wait(self) -> int:
+        """The exit status, once it has ended."""
+        return self._process.wait()
+
     def close(self) -> None:
         """Let it leave the lighthouse, and wait for its end; may be called twice."""
         with contextlib.suppress(ProcessLookupError):

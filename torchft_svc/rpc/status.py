@@ -83,6 +83,8 @@ def to_error(
     name = dict(trailing).get(ERROR_KEY, "")
     if name in _BY_NAME:
         return _BY_NAME[name](details)
+    if name == Unreachable.__name__:
+        return _unreachable_behind(peer, address, details)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return late(action, timeout_s, "" if details == "Deadline Exceeded" else details)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
@@ -92,6 +94,13 @@ def to_error(
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return RequestRefused(f"there is no {peer} at {address}: it does not know this request")
     return Unreachable(peer, address, f"{code.name}: {details}")
+
+
+def _unreachable_behind(peer: str, address: str, told: str) -> Unreachable:
+    """The peer answers, but not the one that it needed itself, whom its sentence names."""
+    who, _, reason = told.partition(" cannot be reached: ")
+    role, _, where = who.partition(" at ")
+    return Unreachable(role, where, reason) if reason else Unreachable(peer, address, told)
 
 
 def error_from_wire(name: str, reason: str, action: str, timeout_s: float) -> TorchFTError:

@@ -1,0 +1,153 @@
+"""Tests that a manager's death costs at most the step under way: rank 0 starts another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from torchft_svc.errors import TorchFTError
+
+from .test_workers import workers
+from .training import DEADLINE_S, Trainer, assert_identical, lighthouse, together, trainers
+
+pytestmark = pytest.mark.processes
+# What the architecture promises, on a machine with a core to spare.
+BACK_S = 2.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with lighthouse(min_replicas=1) as address:
+        yield address
+
+
+def manager_of(name: str) -> psutil.Process:
+    """The manager process of group ``name``."""
+    (found,) = [
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and f"--replica-name={name}" in child.cmdline()
+    ]
+    return found
+
+
+def kill_manager(name: str) -> float:
+    """SIGKILL; when that was."""
+    process = manager_of(name)
+    process.send_signal(signal.SIGKILL)
+    return time.monotonic()
+
+
+def goes_on(workers: list[Trainer], until: int) -> float:
+    """Train until all have committed step ``until``; when the first one has committed again."""
+    again_at: list[float] = []
+
+    def trains(worker: Trainer) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while worker.manager.current_step() < until:
+            assert time.monotonic() < deadline
+            if worker.step():
+                again_at.append(time.monotonic())
+
+    together(*(lambda worker=worker: trains(worker) for worker in workers))
+    return min(again_at)
+
+
+def test_the_manager_of_one_group_dies_in_the_forward_pass() -> None:
+    with (
+        lighthouse(min_replicas=2) as address,
+        trainers(address, 2, in_process=False) as groups,
+    ):
+        a, _ = groups
+        together(*(lambda group=group: group.steps(2) for group in groups))
+        together(*(group.optimizer.zero_grad for group in groups))
+        a.manager.wait_quorum()
+        killed_at = kill_manager("a")
+        together(*(lambda group=group: finishes(group) for group in groups))
+        again_at = goes_on(groups, until=6)
+        assert again_at - killed_at < BACK_S
+        assert_identical(groups)
+        assert a.manager.num_participants() == 2
+
+
+def finishes(group: Trainer) -> bool:
+    group.loss().backward()
+    return group.optimizer.step()
+
+
+def test_the_manager_of_the_only_group_dies_and_no_state_is_lost(address: str) -> None:
+    with Trainer(address, "a", 0, in_process=False) as a:
+        a.steps(3)
+        for _ in range(2):
+            killed_at = kill_manager("a")
+            assert goes_on([a], a.manager.current_step() + 2) - killed_at < BACK_S
+        assert a.manager.current_step() == 7
+
+
+def test_the_manager_dies_while_the_quorum_is_asked_for() -> None:
+    with lighthouse(min_replicas=2) as address, trainers(address, 2, in_process=False) as groups:
+        a, b = groups
+        together(*(lambda group=group: group.steps(2) for group in groups))
+        a.optimizer.zero_grad()  # asks, and b does not
+        killed_at = kill_manager("a")
+
+        def a_goes_on() -> float:
+            finishes(a)
+            return goes_on([a], until=5)
+
+        again_at = min(together(a_goes_on, lambda: goes_on([b], until=5)))
+        assert again_at - killed_at < BACK_S
+        assert_identical(groups)
+
+
+def test_all_workers_of_a_group_follow_its_manager(address: str) -> None:
+    with workers(address, "a", 2, in_process=False) as group:
+        together(*(worker.step for worker in group))
+        killed_at = kill_manager("a")
+        assert goes_on(group, until=4) - killed_at < BACK_S
+        assert [worker.manager.current_step() for worker in group] == [4, 4]
+
+
+@pytest.mark.parametrize("votes", [(True, True), (True, False)], ids=["commits", "discards"])
+def test_the_manager_dies_while_the_workers_vote(address: str, votes: tuple[bool, bool]) -> None:
+    with workers(address, "a", 2, in_process=False) as group:
+        together(*(worker.step for worker in group))
+        together(*(worker.backward for worker in group))
+        killed = threading.Event()
+        waits = threading.Event()
+
+        def first() -> bool:
+            waits.set()
+            return group[0].optimizer.step()
+
+        def second() -> bool:
+            assert killed.wait(DEADLINE_S)
+            if not votes[1]:
+                group[1].manager.report_error(RuntimeError("only here"))
+            return group[1].optimizer.step()
+
+        def kill() -> bool:
+            assert waits.wait(DEADLINE_S)
+            kill_manager("a")
+            killed.set()
+            return True
+
+        decisions = together(first, second, kill)[:2]
+        assert decisions == [all(votes)] * 2, "all get one decision"
+        goes_on(group, until=4)
+
+
+def test_who_has_no_rank_0_any_more_is_told_at_once(address: str) -> None:
+    """Rank 0 stops for good, and with it the manager; no other is started."""
+    with workers(address, "a", 2, in_process=False) as group:
+        together(*(worker.step for worker in group))
+        group[0].manager.shutdown()
+        group[1].manager.start_quorum()
+        with pytest.raises(TorchFTError):
+            group[1].manager.wait_quorum()

@@ -1,0 +1,99 @@
+"""A manager dies while its workers vote: those that had an answer and those that had none agree."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+
+import pytest
+
+from torchft_svc.core.group import AnswerVote, AskLighthouse, Group, Order
+from torchft_svc.errors import RequestRefused
+
+from .barriers import QUORUM, asks, request, vote
+
+STEP = 5
+OLD_ROUND = 3
+
+
+def successor(world_size: int) -> Group:
+    """The manager that follows one which died after it had opened round 3."""
+    return Group(world_size, first_round=40)
+
+
+def test_a_vote_without_an_answer_gets_what_the_others_were_told() -> None:
+    for asked, decision in ((STEP + 1, True), (STEP, False)):
+        group = successor(2)
+        assert group.quorum_requested(request(0, asked), 10) == ()
+        assert group.voted(vote(1, round=OLD_ROUND), 11) == (AnswerVote(11, decision),)
+        assert group.quorum_requested(request(1, asked), 12) == (asks(40, asked),)
+
+
+def test_the_same_if_the_vote_comes_first() -> None:
+    for asked, decision in ((STEP + 1, True), (STEP, False)):
+        group = successor(3)
+        assert group.voted(vote(1, round=OLD_ROUND), 10) == ()
+        assert group.voted(vote(2, round=OLD_ROUND), 11) == ()
+        assert group.quorum_requested(request(0, asked), 12) == (
+            AnswerVote(10, decision),
+            AnswerVote(11, decision),
+        )
+
+
+def test_only_the_first_round_of_a_manager_takes_up_older_votes() -> None:
+    group = successor(1)
+    group.quorum_requested(request(0), 10)
+    group.quorum_formed(40, QUORUM)
+    with pytest.raises(RequestRefused, match="belongs to round 3, this is round 40"):
+        group.voted(vote(0, round=OLD_ROUND), 11)
+
+
+def test_a_vote_that_names_no_round_is_not_taken_up() -> None:
+    with pytest.raises(RequestRefused, match="nothing to vote on"):
+        successor(1).voted(vote(0), 10)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("all_yes", [True, False])
+def test_in_any_order_all_workers_go_on_at_the_same_step(world_size: int, all_yes: bool) -> None:
+    """Every subset was told, the others were not; the last one voted no unless ``all_yes``."""
+    ranks = range(world_size)
+    for num_told in range(world_size + 1):
+        for told in itertools.combinations(ranks, num_told):
+            for order in itertools.permutations(ranks):
+                asked = carry_on(world_size, order, set(told), all_yes)
+                assert len(asked) == world_size, "I5: everybody goes on"
+                assert len(set(asked.values())) == 1, (told, order)
+                if not all_yes:
+                    assert asked[0] == STEP
+                elif told:
+                    assert asked[0] == STEP + 1
+
+
+def carry_on(
+    world_size: int, order: tuple[int, ...], told: set[int], all_yes: bool
+) -> dict[int, int]:
+    """The step at which each worker asks the new manager for a quorum."""
+    group = successor(world_size)
+    asked: dict[int, int] = {}
+    questions: list[AskLighthouse] = []
+    no_voter = None if all_yes else world_size - 1
+    todo: deque[tuple[int, bool | None]] = deque(
+        (rank, all_yes if rank in told else False if rank == no_voter else None) for rank in order
+    )
+    while todo:
+        rank, decision = todo.popleft()
+        orders: tuple[Order, ...]
+        if decision is None:
+            orders = group.voted(vote(rank, round=OLD_ROUND), 10 + rank)
+        else:
+            asked[rank] = STEP + decision
+            orders = group.quorum_requested(request(rank, asked[rank]), 20 + rank)
+        for each in orders:
+            if isinstance(each, AnswerVote):
+                todo.append((each.caller - 10, each.should_commit))
+            else:
+                assert isinstance(each, AskLighthouse)
+                questions.append(each)
+    assert len(questions) == 1
+    return asked

@@ -1,0 +1,108 @@
+"""Keeps a trainer's manager running: one that dies is followed by another."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from torchft_svc.errors import TorchFTError
+from torchft_svc.manager_server.child import STOP_TIMEOUT_S, ManagerProcess
+from torchft_svc.manager_server.config import ManagerConfig
+
+log = logging.getLogger(__name__)
+
+# A manager that dies more often than that does not die by accident, and another would not help.
+MAX_STARTS = 5
+STARTS_WINDOW_S = 60.0
+# Between two attempts in a row; the first one is made at once.
+FIRST_PAUSE_S = 0.1
+
+
+class ManagerKeeper:
+    """A child process that is started again when it ends; leaves nothing behind once closed.
+
+    ``on_move`` hears the address of each further one, on the keeper's thread, before `address`
+    tells it.
+
+    Raises:
+        Unreachable, DeadlineExceeded: the first one does not start.
+    """
+
+    def __init__(
+        self, config: ManagerConfig, timeout_s: float, on_move: Callable[[str], None]
+    ) -> None:
+        self._config = config
+        self._timeout_s = timeout_s
+        self._on_move = on_move
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._child = ManagerProcess.start(config, timeout_s)
+        self._address: str | None = self._child.address
+        self._thread = threading.Thread(target=self._keep, name="torchft-manager", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str | None:
+        """Where the manager is, or was; None if there will be no other."""
+        return self._address
+
+    @property
+    def pid(self) -> int:
+        """Of the present one."""
+        return self._child.pid
+
+    def close(self) -> None:
+        """Stop the manager and start no other; may be called twice."""
+        with self._lock:
+            self._closing.set()
+        self._child.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(STOP_TIMEOUT_S)
+
+    def _keep(self) -> None:
+        ends: collections.deque[float] = collections.deque(maxlen=MAX_STARTS)
+        while True:
+            status = self._child.wait()
+            if self._closing.is_set():
+                return
+            log.error("the manager, process %d, ended with status %d", self._child.pid, status)
+            if not self._start_another(ends):
+                self._address = None
+                return
+
+    def _start_another(self, ends: collections.deque[float]) -> bool:
+        """Whether there is another one, or none is needed any more."""
+        pause_s = 0.0
+        while not self._closing.wait(pause_s):
+            now = time.monotonic()
+            if len(ends) == MAX_STARTS and now - ends[0] < STARTS_WINDOW_S:
+                log.error(
+                    "the manager ended %d times within %g s: no other is started",
+                    MAX_STARTS,
+                    STARTS_WINDOW_S,
+                )
+                return False
+            ends.append(now)
+            try:
+                child = ManagerProcess.start(self._config, self._timeout_s)
+            except (TorchFTError, OSError) as error:
+                log.error("no other manager: %s", error)
+                pause_s = max(FIRST_PAUSE_S, 2 * pause_s)
+                continue
+            self._take(child)
+            return True
+        return True
+
+    def _take(self, child: ManagerProcess) -> None:
+        with self._lock:
+            self._child = child
+            is_late = self._closing.is_set()
+        if is_late:
+            child.close()
+            return
+        self._on_move(child.address)
+        self._address = child.address
+        log.warning("another manager at %s, process %d", child.address, child.pid)
