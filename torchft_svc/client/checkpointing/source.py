@@ -77,7 +77,7 @@ class Source:
         wire.read_into(memoryview(reason))
         if head.length > _MAX_REASON_BYTES or head.headers.get("connection") == "close":
             self.drop(connection)
-        raise Refused(int(status), reason.decode("ascii", "replace").strip())
+        raise Refused(int(status), _sentence(reason))
 
     def drop(self, connection: int) -> None:
         """Close ``connection``; the next request over it opens another."""
@@ -117,6 +117,12 @@ class Source:
 
     def _unreachable(self, reason: str) -> Unreachable:
         return Unreachable("checkpoint source", self.address, reason)
+
+
+def _sentence(reason: bytearray) -> str:
+    """What the source said, fit for a line of a log."""
+    text = reason.decode("ascii", "replace").strip()
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _split(url: str) -> tuple[str, int, str]:
