@@ -22,6 +22,7 @@ import psutil
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import open_channel
 from torchft_svc.rpc.codec import JOB_KEY
+from torchft_svc.rpc.security import PLAIN, Security
 
 ROOT = Path(__file__).parents[1]
 START_S = 30.0
@@ -138,7 +139,7 @@ def lighthouse_process(*flags: str, bind: str = "127.0.0.1:0") -> Process:
     return Process("lighthouse_server", f"--bind={bind}", *flags)
 
 
-def manager_process(lighthouse: str, *flags: str, name: str = "group") -> Process:
+def manager_process(lighthouse: str, *flags: str, name: str = "group", **variables: str) -> Process:
     return Process(
         "manager_server",
         f"--lighthouse={lighthouse}",
@@ -146,6 +147,7 @@ def manager_process(lighthouse: str, *flags: str, name: str = "group") -> Proces
         "--store-address=127.0.0.1:1",
         "--bind=127.0.0.1:0",
         *flags,
+        **variables,
     )
 
 
@@ -165,8 +167,9 @@ def command(module: str, *flags: str, **variables: str) -> subprocess.CompletedP
 class Line:
     """A raw line to a service: calls are futures, so a test can cancel one or have many at once."""
 
-    def __init__(self, address: str) -> None:
-        self.channel = open_channel(address)
+    def __init__(self, address: str, security: Security = PLAIN) -> None:
+        self.channel = open_channel(address, security)
+        self._metadata = security.metadata
 
     def call(self, method: str, request: Any, timeout_s: float | None, job: str | None) -> Any:
         """The future of ``Service/Method``; its result is the parsed answer."""
@@ -177,7 +180,7 @@ class Line:
             request_serializer=type(request).SerializeToString,
             response_deserializer=getattr(pb, described.output_type.name).FromString,
         )
-        metadata = None if job is None else ((JOB_KEY, job),)
+        metadata = self._metadata if job is None else (*self._metadata, (JOB_KEY, job))
         return invoke.future(request, timeout=timeout_s, metadata=metadata)
 
     def quorum(
@@ -216,8 +219,8 @@ class Line:
 
 
 @contextlib.contextmanager
-def line_to(address: str) -> Iterator[Line]:
-    line = Line(address)
+def line_to(address: str, security: Security = PLAIN) -> Iterator[Line]:
+    line = Line(address, security)
     try:
         yield line
     finally:

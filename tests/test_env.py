@@ -34,6 +34,11 @@ from torchft_svc.errors import ConfigError
         ("restart_count", "TORCHELASTIC_RESTART_COUNT", "2", 2),
         ("job_id", "TORCHFT_JOB_ID", "run-7", "run-7"),
         ("replica_group_id", "REPLICA_GROUP_ID", "3", "3"),
+        ("tls_cert_file", "TORCHFT_TLS_CERT", "/c.pem", "/c.pem"),
+        ("tls_key_file", "TORCHFT_TLS_KEY", "/k.pem", "/k.pem"),
+        ("tls_ca_file", "TORCHFT_TLS_CA", "/ca.pem", "/ca.pem"),
+        ("token", "TORCHFT_TOKEN", "secret", "secret"),
+        ("token_file", "TORCHFT_TOKEN_FILE", "/token", "/token"),
     ],
 )
 def test_each_variable(field: str, name: str, text: str, value: object) -> None:

@@ -26,6 +26,11 @@ EVERY_ERROR = [
         (errors.UsageError,),
     ),
     (
+        errors.Unauthorized("the token is wrong"),
+        "not authorized: the token is wrong",
+        (errors.UsageError,),
+    ),
+    (
         errors.Unreachable("lighthouse", "host:29510", "connection refused"),
         "lighthouse at host:29510 cannot be reached: connection refused",
         (errors.PeerError, ConnectionError),

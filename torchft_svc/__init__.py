@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torchft_svc.env import keep_grpc_out_of_forks
+from torchft_svc.env import keep_grpc_out_of_forks, keep_grpc_quiet
 
 if TYPE_CHECKING:
     from torchft_svc.client import (
@@ -43,7 +43,8 @@ __all__ = [
 ]
 
 
-keep_grpc_out_of_forks()  # here, because it counts only before the first import of gRPC
+keep_grpc_out_of_forks()  # here, because both count only before the first import of gRPC
+keep_grpc_quiet()
 
 
 def __getattr__(name: str) -> Any:

@@ -27,9 +27,24 @@ def keep_grpc_out_of_forks() -> None:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
+def keep_grpc_quiet() -> None:
+    """Have gRPC's core log errors only, unless the user has decided otherwise.
+
+    It writes a line to stderr for each connection that fails to agree on TLS, so a peer with a
+    wrong certificate that keeps trying would fill the log. Our own errors name the cause.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
 def set_default(name: str, value: str) -> None:
     """Set a variable that torch reads, unless the user has decided otherwise."""
     os.environ.setdefault(name, value)
+
+
+def for_child(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """This process' environment with ``changes``; None takes a variable away."""
+    changed = {**os.environ, **changes}
+    return {name: value for name, value in changed.items() if value is not None}
 
 
 @contextlib.contextmanager
@@ -135,6 +150,31 @@ class Environment:
     def replica_group_id(self) -> str | None:
         """``REPLICA_GROUP_ID``: the stable name of this replica group."""
         return self._text("REPLICA_GROUP_ID")
+
+    @property
+    def tls_cert_file(self) -> str | None:
+        """``TORCHFT_TLS_CERT``: this party's certificate and its intermediates, a PEM file."""
+        return self._text("TORCHFT_TLS_CERT")
+
+    @property
+    def tls_key_file(self) -> str | None:
+        """``TORCHFT_TLS_KEY``: the certificate's private key, a PEM file."""
+        return self._text("TORCHFT_TLS_KEY")
+
+    @property
+    def tls_ca_file(self) -> str | None:
+        """``TORCHFT_TLS_CA``: the certificates that sign those of the others, a PEM file."""
+        return self._text("TORCHFT_TLS_CA")
+
+    @property
+    def token(self) -> str | None:
+        """``TORCHFT_TOKEN``: the secret that every call must carry."""
+        return self._text("TORCHFT_TOKEN")
+
+    @property
+    def token_file(self) -> str | None:
+        """``TORCHFT_TOKEN_FILE``: the file that holds it."""
+        return self._text("TORCHFT_TOKEN_FILE")
 
     def _text(self, name: str) -> str | None:
         variables = os.environ if self.variables is None else self.variables

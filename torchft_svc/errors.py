@@ -4,7 +4,8 @@
     ├── UsageError                  the caller's mistake: repeat it and it fails again
     │   ├── ConfigError             a value or a pair of values that cannot work   (ValueError)
     │   ├── AddressError            an address that cannot be parsed or bound      (ValueError)
-    │   └── RequestRefused          a request that breaks the protocol: wrong step, wrong rank, ...
+    │   ├── RequestRefused          a request that breaks the protocol: wrong step, wrong rank, ...
+    │   └── Unauthorized            a token or certificate that the other side does not take
     └── PeerError                   a peer's or the network's: trying again may help
         ├── Unreachable             nobody answers at that address                 (ConnectionError)
         ├── DeadlineExceeded        an answer did not come in time                 (TimeoutError)
@@ -74,6 +75,16 @@ class RequestRefused(UsageError):
 
     def __str__(self) -> str:
         return self.reason
+
+
+@dataclass(eq=False)
+class Unauthorized(UsageError):
+    """The two sides do not trust each other; ``reason`` says what to set."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"not authorized: {self.reason}"
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ from torchft_svc.coordination.manager_client import ManagerClient
 from torchft_svc.coordination.servers import LighthouseServer, ManagerServer
 from torchft_svc.coordination.types import Quorum, QuorumMember, QuorumResult, Timestamp
 from torchft_svc.coordination.whereabouts import Whereabouts
+from torchft_svc.rpc.security import Security
 
 __all__ = [
     "LighthouseClient",
@@ -19,6 +20,7 @@ __all__ = [
     "Quorum",
     "QuorumMember",
     "QuorumResult",
+    "Security",
     "Timestamp",
     "Whereabouts",
 ]

@@ -6,7 +6,7 @@ import logging
 import queue
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 # The thread ends with its stream, which ends when it is cancelled.
 JOIN_TIMEOUT_S = 2.0
+# Asking again would not help.
+_REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
 
 
 class Attachment:
@@ -31,12 +33,14 @@ class Attachment:
     def __init__(
         self,
         channel: Callable[[], grpc.Channel],
+        metadata: Sequence[tuple[str, str]],
         group_rank: int,
         worker_id: str,
         on_loss: Callable[[str, str], None],
         on_break: Callable[[], None],
     ) -> None:
         self._channel = channel
+        self._metadata = metadata
         self._on_break = on_break
         self._hello = pb.AttachHello(rank=group_rank, worker_id=worker_id)
         self._on_loss = on_loss
@@ -71,7 +75,7 @@ class Attachment:
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     return  # an older manager: this worker goes without news
-                if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                if error.code() in _REFUSED:
                     log.error("the manager does not accept this worker: %s", error.details())
                     return
                 if not self._failing and not self._closing.is_set():
@@ -93,7 +97,7 @@ class Attachment:
             request_serializer=pb.AttachRequest.SerializeToString,
             response_deserializer=pb.AttachNews.FromString,
         )
-        self._stream = attach(self._outgoing(self._requests))
+        self._stream = attach(self._outgoing(self._requests), metadata=self._metadata)
         try:
             for news in self._stream:
                 self._failing = False

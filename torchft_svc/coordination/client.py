@@ -15,10 +15,12 @@ from typing import Any, TypeVar
 import grpc
 
 from torchft_svc.core.types import check_name
+from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError, RequestRefused, Unreachable
 from torchft_svc.rpc.address import parse_address
 from torchft_svc.rpc.channel import open_channel
 from torchft_svc.rpc.codec import JOB_KEY
+from torchft_svc.rpc.security import Security, resolve_security
 from torchft_svc.rpc.status import to_error
 
 log = logging.getLogger(__name__)
@@ -35,13 +37,23 @@ _SERVICES = {"lighthouse": "LighthouseService", "manager": "ManagerService"}
 class Client:
     """A blocking client of one service: calls with deadlines, errors in our words."""
 
-    def __init__(self, peer: str, addr: str, connect_timeout: timedelta, job_id: str) -> None:
+    def __init__(
+        self,
+        peer: str,
+        addr: str,
+        connect_timeout: timedelta,
+        job_id: str,
+        security: Security | None,
+    ) -> None:
         _check_job(job_id)
+        if security is None:
+            security = resolve_security(Environment())
         self._peer = peer
         self._addr = addr
         self._connect_timeout_s = connect_timeout.total_seconds()
-        self._metadata = ((JOB_KEY, job_id),)
-        self._channel = open_channel(addr)
+        self._metadata = ((JOB_KEY, job_id), *security.metadata)
+        self._security = security
+        self._channel = open_channel(addr, security)
         self._closed = False
         self._lock = threading.Lock()
 
@@ -56,7 +68,8 @@ class Client:
         with self._lock:
             if self._closed or addr == self._addr:
                 return
-            left, self._channel, self._addr = self._channel, open_channel(addr), addr
+            left, self._channel = self._channel, open_channel(addr, self._security)
+            self._addr = addr
         log.warning("the %s is at %s now", self._peer, addr)
         left.close()
 

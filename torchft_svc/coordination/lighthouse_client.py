@@ -11,17 +11,28 @@ from torchft_svc.coordination.types import Quorum, QuorumMember, Timestamp
 from torchft_svc.core.types import DEFAULT_JOB, Member
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import member_to_wire
+from torchft_svc.rpc.security import Security
 
 
 class LighthouseClient(Client):
     """Asks a lighthouse directly, as a manager does.
 
+    ``security``: TLS files and token (default: those of the environment).
+
     Raises:
         Unreachable: nobody answers at ``addr`` within ``connect_timeout``.
+        Unauthorized: from each call, if the lighthouse does not trust this client, or it the other.
     """
 
-    def __init__(self, addr: str, connect_timeout: timedelta, *, job_id: str = DEFAULT_JOB) -> None:
-        super().__init__("lighthouse", addr, connect_timeout, job_id)
+    def __init__(
+        self,
+        addr: str,
+        connect_timeout: timedelta,
+        *,
+        job_id: str = DEFAULT_JOB,
+        security: Security | None = None,
+    ) -> None:
+        super().__init__("lighthouse", addr, connect_timeout, job_id, security)
         self._quorum = self._method("Quorum", pb.LighthouseQuorumResponse.FromString)
         self._heartbeat = self._method("Heartbeat", pb.LighthouseHeartbeatResponse.FromString)
         self._leave = self._method("Leave", pb.LighthouseLeaveResponse.FromString)

@@ -13,6 +13,7 @@ from torchft_svc.coordination.whereabouts import Patience, Whereabouts
 from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.errors import QuorumFailed
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.security import Security
 
 
 class ManagerClient(Client):
@@ -20,15 +21,22 @@ class ManagerClient(Client):
 
     With ``whereabouts`` it follows a manager that is started anew: the call that could not reach
     it fails, the next one goes where it is then.
+    ``security``: TLS files and token (default: those of the environment).
 
     Raises:
         Unreachable: nobody answers at ``addr`` within ``connect_timeout``.
+        Unauthorized: from each call, if the manager does not trust this client, or it the other.
     """
 
     def __init__(
-        self, addr: str, connect_timeout: timedelta, whereabouts: Whereabouts | None = None
+        self,
+        addr: str,
+        connect_timeout: timedelta,
+        whereabouts: Whereabouts | None = None,
+        *,
+        security: Security | None = None,
     ) -> None:
-        super().__init__("manager", addr, connect_timeout, DEFAULT_JOB)
+        super().__init__("manager", addr, connect_timeout, DEFAULT_JOB, security)
         self._whereabouts = whereabouts or Whereabouts(lambda: None, 0.0)
         self._worker_id = str(uuid.uuid4())
         self._round = 0
@@ -48,7 +56,12 @@ class ManagerClient(Client):
         """
         assert self._attachment is None, "a client has one attachment"
         self._attachment = Attachment(
-            lambda: self._channel, group_rank, self._worker_id, on_loss, self._lost_contact
+            lambda: self._channel,
+            self._metadata,
+            group_rank,
+            self._worker_id,
+            on_loss,
+            self._lost_contact,
         )
 
     def patience(self, deadline: float) -> Patience:

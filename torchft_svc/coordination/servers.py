@@ -7,11 +7,13 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from torchft_svc.core.types import DEFAULT_JOB, QuorumConfig
+from torchft_svc.env import Environment
 from torchft_svc.lighthouse_server.app import run_lighthouse
 from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.rpc.address import HostPort, parse_address, reachable_host
 from torchft_svc.rpc.loop import Background
+from torchft_svc.rpc.security import Security, resolve_security
 
 Self = TypeVar("Self", bound="_Server")
 
@@ -41,7 +43,8 @@ class LighthouseServer(_Server):
     """A lighthouse inside this process, for tests and small jobs.
 
     ``bind`` is ``host:port`` (``:0``: any free port on every interface). Durations are
-    milliseconds. ``quorum_tick_ms`` is accepted and has no effect: nothing polls.
+    milliseconds. ``quorum_tick_ms`` is accepted and has no effect: nothing polls. ``security``: TLS
+    files and token (default: those of the environment).
 
     Raises:
         AddressError: nothing can be bound there.
@@ -57,6 +60,7 @@ class LighthouseServer(_Server):
         heartbeat_timeout_ms: int | None = None,
         *,
         startup_timeout_ms: int | None = None,
+        security: Security | None = None,
     ) -> None:
         told = {
             "join_timeout_s": join_timeout_ms,
@@ -68,7 +72,7 @@ class LighthouseServer(_Server):
         }
         config = QuorumConfig(min_replicas=min_replicas, **durations)
         where = parse_address(bind, may_bind=True)
-        self._running = Background(run_lighthouse(config, where))
+        self._running = Background(run_lighthouse(config, where, _or_environment(security)))
 
     def address(self) -> str:
         """``http://host:port``, to be given to managers."""
@@ -100,6 +104,7 @@ class ManagerServer(_Server):
         quorum_retries: int,
         *,
         job_id: str = DEFAULT_JOB,
+        security: Security | None = None,
     ) -> None:
         config = ManagerConfig(
             lighthouse_address=lighthouse_addr,
@@ -112,9 +117,14 @@ class ManagerServer(_Server):
             connect_timeout_s=connect_timeout.total_seconds(),
             quorum_retries=quorum_retries,
             job_id=job_id,
+            security=_or_environment(security),
         )
         self._running = Background(run_manager(config))
 
     def address(self) -> str:
         """``http://host:port``, to be given to the group's workers."""
         return f"http://{self._running.value.address}"
+
+
+def _or_environment(security: Security | None) -> Security:
+    return resolve_security(Environment()) if security is None else security

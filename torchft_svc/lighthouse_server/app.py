@@ -9,11 +9,14 @@ from torchft_svc.core.types import QuorumConfig
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.servicer import lighthouse_service
 from torchft_svc.rpc.address import HostPort
+from torchft_svc.rpc.security import PLAIN, Security
 from torchft_svc.rpc.serving import serve
 
 
 @contextlib.asynccontextmanager
-async def run_lighthouse(config: QuorumConfig, bind: HostPort) -> AsyncIterator[HostPort]:
+async def run_lighthouse(
+    config: QuorumConfig, bind: HostPort, security: Security = PLAIN
+) -> AsyncIterator[HostPort]:
     """Serve until the block is left; gives the address that was bound.
 
     Raises:
@@ -21,7 +24,7 @@ async def run_lighthouse(config: QuorumConfig, bind: HostPort) -> AsyncIterator[
     """
     driver = LighthouseDriver(config)
     try:
-        async with serve(lambda _: lighthouse_service(driver), bind) as bound:
+        async with serve(lambda _: lighthouse_service(driver), bind, security) as bound:
             yield bound
     finally:
         driver.close()

@@ -10,7 +10,8 @@ from torchft_svc.core.types import QuorumConfig
 from torchft_svc.errors import ConfigError
 from torchft_svc.lighthouse_server.app import run_lighthouse
 from torchft_svc.rpc.address import HostPort
-from torchft_svc.rpc.cli import Address, option, run
+from torchft_svc.rpc.cli import Address, option, run, security_options
+from torchft_svc.rpc.security import Security
 
 
 @click.command(context_settings={"show_default": True})
@@ -48,6 +49,7 @@ from torchft_svc.rpc.cli import Address, option, run
     default="info",
     help="What to log, to stderr.",
 )
+@security_options
 def main(
     bind: HostPort,
     min_replicas: int,
@@ -57,6 +59,7 @@ def main(
     on_step_regression: str,
     quorum_tick_ms: int | None,
     log_level: str,
+    security: Security,
 ) -> None:
     """Decide for every step which replica groups train together."""
     if quorum_tick_ms is not None:
@@ -73,7 +76,7 @@ def main(
         raise click.UsageError(str(error)) from None
 
     async def serve(stop: asyncio.Event) -> int:
-        async with run_lighthouse(config, bind) as bound:
+        async with run_lighthouse(config, bind, security) as bound:
             click.echo(f"lighthouse listening on {bound}")
             await stop.wait()
         return 0

@@ -49,7 +49,7 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
     bind = parse_address(config.bind, may_bind=True)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(link.close)
-        await stack.enter_async_context(serve(build, bind))
+        await stack.enter_async_context(serve(build, bind, config.security))
         await stack.enter_async_context(tasks)
         stack.push_async_callback(link.leave, "its manager stops")
         link.start()

@@ -10,6 +10,7 @@ import sys
 import time
 from types import TracebackType
 
+from torchft_svc.env import for_child
 from torchft_svc.errors import DeadlineExceeded, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
 
@@ -34,7 +35,11 @@ class ManagerProcess:
             DeadlineExceeded: it does not serve within ``timeout_s`` seconds.
         """
         process = subprocess.Popen(
-            _command(config), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+            _command(config),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            # Everybody can read a command line; an environment, only its user.
+            env=for_child(config.security.variables()),
         )
         try:
             return cls(process, _read_address(process, timeout_s))

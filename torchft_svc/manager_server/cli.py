@@ -16,7 +16,8 @@ from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.owner import watch_owner
 from torchft_svc.rpc.address import HostPort
-from torchft_svc.rpc.cli import Address, option, run
+from torchft_svc.rpc.cli import Address, option, run, security_options
+from torchft_svc.rpc.security import Security
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ log = logging.getLogger(__name__)
     default="info",
     help="What to log, to stderr.",
 )
+@security_options
 def main(
     lighthouse: HostPort,
     replica_name: str,
@@ -85,6 +87,7 @@ def main(
     job_id: str,
     owner_pid: int | None,
     log_level: str,
+    security: Security,
 ) -> None:
     """Speak for one replica group: forward its quorum requests, collect its votes."""
     try:
@@ -100,6 +103,7 @@ def main(
             quorum_retries=quorum_retries,
             job_id=job_id,
             owner_pid=owner_pid,
+            security=security,
         )
     except UsageError as error:
         raise click.UsageError(str(error)) from None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torchft_svc.core.types import DEFAULT_JOB, MAX_NAME_LENGTH, MAX_WORLD_SIZE
 from torchft_svc.errors import AddressError, ConfigError
 from torchft_svc.rpc.address import HostPort, parse_address
+from torchft_svc.rpc.security import PLAIN, Security
 
 # An incarnation is a uuid behind the name and a colon.
 _INCARNATION_LENGTH = 37
@@ -36,6 +37,7 @@ class ManagerConfig:
     quorum_retries: int = 0
     job_id: str = DEFAULT_JOB
     owner_pid: int | None = None
+    security: Security = PLAIN
 
     def __post_init__(self) -> None:
         parse_address(self.lighthouse_address)

@@ -35,7 +35,7 @@ class LighthouseLink:
         self.on_loss: Callable[[str, str], None] = _not_listening
         self.address = ""
         self._seen_quorum_id = 0
-        self._channel = open_aio_channel(config.lighthouse_address)
+        self._channel = open_aio_channel(config.lighthouse_address, config.security)
         self._holding: asyncio.Task[None] | None = None
         self._new_incarnation()
 

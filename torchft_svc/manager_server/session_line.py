@@ -15,14 +15,21 @@ from typing import Any
 import grpc
 
 from torchft_svc.core.types import Member, Quorum
-from torchft_svc.errors import DeadlineExceeded, QuorumFailed, Unreachable
+from torchft_svc.errors import (
+    DeadlineExceeded,
+    QuorumFailed,
+    TorchFTError,
+    Unauthorized,
+    Unreachable,
+)
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.line import LEAVE_TIMEOUT_S, NotSupported
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import MAX_RECONNECT_MS, MIN_RECONNECT_MS
 from torchft_svc.rpc.codec import JOB_KEY, member_to_wire, quorum_from_wire
-from torchft_svc.rpc.status import error_from_wire
+from torchft_svc.rpc.status import error_from_wire, to_distrust
 from torchft_svc.rpc.tasks import Tasks
+from torchft_svc.rpc.tls_reasons import closing_hint
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +59,7 @@ class SessionLine:
         self._replica_id = replica_id
         self._tasks = tasks
         self._on_loss = on_loss
-        self._metadata = ((JOB_KEY, config.job_id),)
+        self._metadata = ((JOB_KEY, config.job_id), *config.security.metadata)
         self._open_stream: Any = channel.stream_stream(
             "/torchft.LighthouseService/Session",
             request_serializer=pb.SessionRequest.SerializeToString,
@@ -60,6 +67,7 @@ class SessionLine:
         )
         self._stream: Stream | None = None
         self._why_not = "there is no session yet"
+        self._distrust: Unauthorized | None = None
         self._writing = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._number = 0
@@ -80,9 +88,9 @@ class SessionLine:
         while not self._left:
             try:
                 await self._session()
-                reason = "the lighthouse ended the session"
+                reason, self._distrust = "the lighthouse ended the session", None
             except _BROKEN as error:
-                reason = _why(error)
+                reason, self._distrust = _why(error), self._to_distrust(error)
             finally:
                 self._stream = None
             if self._welcomed:
@@ -90,7 +98,7 @@ class SessionLine:
             if not failing and not self._left:
                 log.warning("session with %s lost: %s", self._config.lighthouse_address, reason)
             failing, self._why_not = True, reason
-            self._fail(Unreachable("lighthouse", self._config.lighthouse_address, reason))
+            self._fail(self._no_session())
             # Jitter: a thousand managers must not come back in the same millisecond.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
             pause_s = min(2 * pause_s, MAX_RECONNECT_MS / 1000)
@@ -99,8 +107,7 @@ class SessionLine:
         """See `Line.ask`."""
         stream = self._stream
         if stream is None:
-            address = self._config.lighthouse_address
-            raise Unreachable("lighthouse", address, self._why_not)
+            raise self._no_session()
         self._number = number = next(self._numbers)
         self._timeout_s = timeout_s
         self._asked_at = time.monotonic()
@@ -125,6 +132,16 @@ class SessionLine:
                 self._tasks.start(self._withdraw(stream, number), "withdraw a question")
             if self._answer is answer:
                 self._answer = None
+
+    def _no_session(self) -> TorchFTError:
+        if self._distrust is not None:
+            return Unauthorized(self._distrust.reason)
+        return Unreachable("lighthouse", self._config.lighthouse_address, self._why_not)
+
+    def _to_distrust(self, error: Exception) -> Unauthorized | None:
+        if not isinstance(error, grpc.aio.AioRpcError):
+            return None
+        return to_distrust(error, "lighthouse", self._config.lighthouse_address)
 
     async def _withdraw(self, stream: Stream, number: int) -> None:
         with contextlib.suppress(*_BROKEN):
@@ -170,6 +187,8 @@ class SessionLine:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise NotSupported from None
             raise
+        except asyncio.InvalidStateError:  # it ended before the hello was sent: say why
+            await _raise_status(stream)
         finally:
             stream.cancel()
 
@@ -217,5 +236,6 @@ async def _raise_status(stream: Stream) -> None:
 
 def _why(error: Exception) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
+        details = error.details() or ""
+        return f"{error.code().name}: {details}{closing_hint(details)}"
     return "it does not answer" if isinstance(error, asyncio.TimeoutError) else str(error)

@@ -31,7 +31,7 @@ class UnaryLine:
     def __init__(self, config: ManagerConfig, channel: grpc.aio.Channel, replica_id: str) -> None:
         self._config = config
         self._replica_id = replica_id
-        self._metadata = ((JOB_KEY, config.job_id),)
+        self._metadata = ((JOB_KEY, config.job_id), *config.security.metadata)
         self._quorum = channel.unary_unary(
             _SERVICE + "Quorum",
             request_serializer=pb.LighthouseQuorumRequest.SerializeToString,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 
 from torchft_svc.rpc.address import parse_address
+from torchft_svc.rpc.security import PLAIN, Security
 
 # A quorum of 10,000 groups takes about 2 MB; what is larger is not an answer of ours.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
@@ -36,11 +37,20 @@ _OPTIONS = (
 )
 
 
-def open_channel(address: str) -> grpc.Channel:
-    """A blocking channel, for the trainer's side; connects when it is first used."""
-    return grpc.insecure_channel(parse_address(address).target, options=_OPTIONS)
+def open_channel(address: str, security: Security = PLAIN) -> grpc.Channel:
+    """A blocking channel, for the trainer's side; connects when it is first used.
+
+    The calls over it have to carry ``security.metadata``.
+    """
+    target, credentials = parse_address(address).target, security.channel_credentials()
+    if credentials is None:
+        return grpc.insecure_channel(target, options=_OPTIONS)
+    return grpc.secure_channel(target, credentials, options=_OPTIONS)
 
 
-def open_aio_channel(address: str) -> grpc.aio.Channel:
-    """A channel for the services' event loop; connects when it is first used."""
-    return grpc.aio.insecure_channel(parse_address(address).target, options=_OPTIONS)
+def open_aio_channel(address: str, security: Security = PLAIN) -> grpc.aio.Channel:
+    """The same for the services' event loop."""
+    target, credentials = parse_address(address).target, security.channel_credentials()
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=_OPTIONS)
+    return grpc.aio.secure_channel(target, credentials, options=_OPTIONS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 import signal
@@ -13,8 +14,10 @@ from typing import Any, TypeVar
 import click
 import uvloop
 
+from torchft_svc.env import Environment
 from torchft_svc.errors import UsageError
 from torchft_svc.rpc.address import HostPort, parse_address
+from torchft_svc.rpc.security import resolve_security
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,6 +26,48 @@ def option(name: str, **attrs: Any) -> Callable[[F], F]:
     """A click option that is also known with underscores, as in the public release's scripts."""
     spellings = [name, "--" + name[2:].replace("-", "_")]
     return click.option(*sorted(set(spellings)), **attrs)
+
+
+def security_options(main: Callable[..., None]) -> Callable[..., None]:
+    """The flags for TLS and the token, handed to ``main`` as one argument, ``security``.
+
+    The token itself has no flag: everybody on the machine can read a command line.
+    """
+
+    @option("--tls-cert", help="Certificate with its intermediates, PEM.  [env: TORCHFT_TLS_CERT]")
+    @option("--tls-key", help="The certificate's private key, PEM.  [env: TORCHFT_TLS_KEY]")
+    @option(
+        "--tls-ca",
+        help="CA that signs the others' certificates, PEM; a server then wants one from every "
+        "caller (mutual TLS).  [env: TORCHFT_TLS_CA]",
+    )
+    @option(
+        "--token-file",
+        help="File with the token that every call must carry; the token itself is taken from "
+        "TORCHFT_TOKEN only, because a command line is not secret.  [env: TORCHFT_TOKEN_FILE]",
+    )
+    @functools.wraps(main)
+    def secured(
+        *,
+        tls_cert: str | None,
+        tls_key: str | None,
+        tls_ca: str | None,
+        token_file: str | None,
+        **others: Any,
+    ) -> None:
+        try:
+            security = resolve_security(
+                Environment(),
+                cert_file=tls_cert,
+                key_file=tls_key,
+                ca_file=tls_ca,
+                token_file=token_file,
+            )
+        except UsageError as error:
+            raise click.UsageError(str(error)) from None
+        main(security=security, **others)
+
+    return secured
 
 
 class Address(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since 8.4

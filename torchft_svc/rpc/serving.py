@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,8 +18,12 @@ from torchft_svc.proto import torchft_pb2
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.calls import Calls
 from torchft_svc.rpc.channel import KEEPALIVE
+from torchft_svc.rpc.guard import TokenGuard
 from torchft_svc.rpc.parsing import parser, refusing_garbage, refusing_garbage_in_stream
+from torchft_svc.rpc.security import PLAIN, Security
 from torchft_svc.rpc.status import Handler, answering_errors
+
+log = logging.getLogger(__name__)
 
 # The largest request is a quorum request: a few addresses, and at most 16 KB of `data`.
 MAX_REQUEST_BYTES = 256 * 1024
@@ -85,18 +90,28 @@ def _as_is(answer: bytes) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def serve(build: Callable[[HostPort], Service], bind: HostPort) -> AsyncIterator[HostPort]:
+async def serve(
+    build: Callable[[HostPort], Service], bind: HostPort, security: Security = PLAIN
+) -> AsyncIterator[HostPort]:
     """Serve until the block is left; gives the address with the port that was really bound.
 
     ``build`` makes the service once that address is known.
 
     Raises:
         AddressError: nothing can be bound there (port in use, not an address of this machine, ...).
+        ConfigError: a file of ``security`` is gone, or it has a CA and no certificate.
     """
     _check_bindable(bind)
-    server = grpc.aio.server(options=_OPTIONS)
+    credentials = security.server_credentials()
+    guards = () if security.token is None else (TokenGuard(security),)
+    if security.token is not None and credentials is None:
+        log.warning("the token travels unencrypted: set TORCHFT_TLS_CERT and TORCHFT_TLS_KEY")
+    server = grpc.aio.server(options=_OPTIONS, interceptors=guards)
     try:
-        port = server.add_insecure_port(bind.target)
+        if credentials is None:
+            port = server.add_insecure_port(bind.target)
+        else:
+            port = server.add_secure_port(bind.target, credentials)
     except RuntimeError as error:
         raise AddressError(str(bind), f"cannot be bound: {error}") from None
     bound = HostPort(bind.host, port)

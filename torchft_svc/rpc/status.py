@@ -15,8 +15,10 @@ from torchft_svc.errors import (
     QuorumFailed,
     RequestRefused,
     TorchFTError,
+    Unauthorized,
     Unreachable,
 )
+from torchft_svc.rpc.tls_reasons import closing_hint, tls_reason
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +31,11 @@ _CODES: dict[type[TorchFTError], grpc.StatusCode] = {
     CommitFailed: grpc.StatusCode.ABORTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     Unreachable: grpc.StatusCode.UNAVAILABLE,
+    Unauthorized: grpc.StatusCode.UNAUTHENTICATED,
 }
-_BY_NAME = {kind.__name__: kind for kind in (RequestRefused, QuorumFailed, CommitFailed)}
+_BY_NAME = {
+    kind.__name__: kind for kind in (RequestRefused, QuorumFailed, CommitFailed, Unauthorized)
+}
 
 Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[bytes | None]]
 
@@ -70,8 +75,9 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchFTError
 
 def error_to_wire(error: TorchFTError) -> tuple[str, str]:
     """The error's name, and its reason without the sentence that the receiver wraps around it."""
-    reason = error.reason if isinstance(error, QuorumFailed | CommitFailed) else str(error)
-    return type(error).__name__, reason
+    if isinstance(error, QuorumFailed | CommitFailed | Unauthorized):
+        return type(error).__name__, error.reason
+    return type(error).__name__, str(error)
 
 
 def to_error(
@@ -87,13 +93,27 @@ def to_error(
         return _unreachable_behind(peer, address, details)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return late(action, timeout_s, "" if details == "Deadline Exceeded" else details)
+    distrust = to_distrust(error, peer, address)
+    if distrust is not None:
+        return distrust
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return RequestRefused(details)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return RequestRefused(f"{action} at {address} is too large: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return RequestRefused(f"there is no {peer} at {address}: it does not know this request")
-    return Unreachable(peer, address, f"{code.name}: {details}")
+    return Unreachable(peer, address, f"{code.name}: {details}{closing_hint(details)}")
+
+
+def to_distrust(error: grpc.RpcError, peer: str, address: str) -> Unauthorized | None:
+    """The error that asking again will not mend: one side does not trust the other."""
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return Unauthorized(f"{peer} at {address}: {details}")
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        reason = tls_reason(details)
+        return None if reason is None else Unauthorized(f"{peer} at {address}: {reason}")
+    return None
 
 
 def _unreachable_behind(peer: str, address: str, told: str) -> Unreachable:
