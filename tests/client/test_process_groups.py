@@ -10,44 +10,20 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
 
 from torchft_svc.client import ProcessGroupDummy, ProcessGroupGloo
 from torchft_svc.client.process_groups.graveyard import Graveyard
 from torchft_svc.errors import ConfigError, DeadlineExceeded, QuorumFailed, Unreachable
 
+from .meeting_place import MeetingPlace
 from .training import together
 
 TIMEOUT = timedelta(seconds=5)
 
 
-class Store:
-    """A store, and groups that meet there."""
-
-    def __init__(self) -> None:
-        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        self.quorum_id = 0
-
-    def place(self, quorum_id: int) -> str:
-        return f"localhost:{self.store.port}/torchft/{quorum_id}/0"
-
-    def configure(self, *groups: ProcessGroupGloo) -> None:
-        """A new quorum of ``groups``."""
-        self.quorum_id += 1
-        where, number = self.place(self.quorum_id), self.quorum_id
-        together(
-            *(
-                lambda rank=rank, group=group: group.configure(
-                    where, f"group {rank}", rank, len(groups), quorum_id=number
-                )
-                for rank, group in enumerate(groups)
-            )
-        )
-
-
 @pytest.fixture
-def store() -> Store:
-    return Store()
+def store() -> MeetingPlace:
+    return MeetingPlace()
 
 
 @pytest.fixture
@@ -64,7 +40,7 @@ def total(group: ProcessGroupGloo, value: float) -> float:
     return tensor.item()
 
 
-def test_members_may_change(store: Store, gloo: list[ProcessGroupGloo]) -> None:
+def test_members_may_change(store: MeetingPlace, gloo: list[ProcessGroupGloo]) -> None:
     a, b, c = gloo
     store.configure(a, b)
     assert together(lambda: total(a, 1), lambda: total(b, 2)) == [3, 3]
@@ -76,7 +52,7 @@ def test_members_may_change(store: Store, gloo: list[ProcessGroupGloo]) -> None:
     assert (c.rank(), a.rank(), a.size()) == (0, 1, 2)
 
 
-def test_torch_s_functions_take_it(store: Store, gloo: list[ProcessGroupGloo]) -> None:
+def test_torch_s_functions_take_it(store: MeetingPlace, gloo: list[ProcessGroupGloo]) -> None:
     a, b, _ = gloo
     store.configure(a, b)
 
@@ -98,7 +74,7 @@ def test_without_members_an_operation_is_an_error(gloo: list[ProcessGroupGloo]) 
 
 
 def test_a_group_that_leaves_ends_the_others_waits_at_once(
-    store: Store, gloo: list[ProcessGroupGloo]
+    store: MeetingPlace, gloo: list[ProcessGroupGloo]
 ) -> None:
     a, b, _ = gloo
     store.configure(a, b)
@@ -112,7 +88,7 @@ def test_a_group_that_leaves_ends_the_others_waits_at_once(
 
 
 def test_leaving_with_an_operation_under_way_blocks_nobody(
-    store: Store, gloo: list[ProcessGroupGloo]
+    store: MeetingPlace, gloo: list[ProcessGroupGloo]
 ) -> None:
     a, b, c = gloo
     store.configure(a, b)
@@ -131,13 +107,13 @@ def test_leaving_with_an_operation_under_way_blocks_nobody(
     assert a._graveyard.clear() == 0
 
 
-def test_a_member_that_does_not_come_is_named(store: Store) -> None:
+def test_a_member_that_does_not_come_is_named(store: MeetingPlace) -> None:
     group = ProcessGroupGloo(timedelta(milliseconds=200))
     with pytest.raises(DeadlineExceeded, match=r"0\.2 s: replica rank 1 did not come"):
         group.configure(store.place(1), "a", 0, 2, quorum_id=1)
 
 
-def test_news_of_a_loss_ends_the_wait_for_members(store: Store) -> None:
+def test_news_of_a_loss_ends_the_wait_for_members(store: MeetingPlace) -> None:
     group = ProcessGroupGloo(TIMEOUT)
     news = threading.Timer(0.1, group.lose_member, [1, "b is gone: killed"])
     news.start()
@@ -148,7 +124,7 @@ def test_news_of_a_loss_ends_the_wait_for_members(store: Store) -> None:
     news.join()
 
 
-def test_news_that_comes_before_the_wait_counts_too(store: Store) -> None:
+def test_news_that_comes_before_the_wait_counts_too(store: MeetingPlace) -> None:
     group = ProcessGroupGloo(TIMEOUT)
     group.lose_member(1, "b is gone: killed")
     with pytest.raises(QuorumFailed, match="b is gone: killed"):
@@ -159,7 +135,7 @@ def test_news_that_comes_before_the_wait_counts_too(store: Store) -> None:
 
 
 def test_a_lost_member_gets_a_moment_for_what_it_has_sent(
-    store: Store, gloo: list[ProcessGroupGloo]
+    store: MeetingPlace, gloo: list[ProcessGroupGloo]
 ) -> None:
     a, b, _ = gloo
     store.configure(a, b)
@@ -172,7 +148,7 @@ def test_a_lost_member_gets_a_moment_for_what_it_has_sent(
     assert "b is gone" in str(a.errored())
 
 
-def test_an_interrupted_configure_ends(store: Store) -> None:
+def test_an_interrupted_configure_ends(store: MeetingPlace) -> None:
     group = ProcessGroupGloo(TIMEOUT)
     stop = threading.Timer(0.1, group.interrupt)
     stop.start()
@@ -186,7 +162,9 @@ def test_a_store_that_is_gone() -> None:
         ProcessGroupGloo(TIMEOUT).configure("localhost:1/torchft/1/0", "a", 0, 2)
 
 
-def test_i7_the_store_forgets_earlier_quorums(store: Store, gloo: list[ProcessGroupGloo]) -> None:
+def test_i7_the_store_forgets_earlier_quorums(
+    store: MeetingPlace, gloo: list[ProcessGroupGloo]
+) -> None:
     store.store.set("torchft/services/0/manager_address", "kept")
     a, b, _ = gloo
     counts = []
@@ -233,18 +211,20 @@ def test_no_time_is_refused() -> None:
         ProcessGroupGloo(timedelta(0))
 
 
-def test_the_connection_to_the_store_is_kept(store: Store, gloo: list[ProcessGroupGloo]) -> None:
+def test_the_connection_to_the_store_is_kept(
+    store: MeetingPlace, gloo: list[ProcessGroupGloo]
+) -> None:
     a, b, _ = gloo
     store.configure(a, b)
     kept = a._line._store
     store.configure(b, a)
     assert a._line._store is kept
-    other = Store()
+    other = MeetingPlace()
     other.configure(a, b)
     assert a._line._store is not kept
 
 
-def test_a_connection_that_broke_is_not_kept(store: Store) -> None:
+def test_a_connection_that_broke_is_not_kept(store: MeetingPlace) -> None:
     group = ProcessGroupGloo(timedelta(milliseconds=100))
     with pytest.raises(DeadlineExceeded):
         group.configure(store.place(1), "a", 0, 2, quorum_id=1)

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from calls import DEVICE, Calls
+from collective_calls import Calls
 from torch.distributed import ReduceOp
 
 from torchft_svc.client import ProcessGroupNCCL
 from torchft_svc.client.reduction import Reduction
 from torchft_svc.errors import TorchFTError
 
+DEVICE = torch.device("cuda", 0)
 Answer = dict[str, Any]
 
 
@@ -133,7 +134,7 @@ class Member:
 
     def every_collective(self) -> Answer:
         """What each collective gives, as lists."""
-        return Calls(self.group).all()
+        return Calls(self.group, DEVICE).all()
 
     def ordered(self, rounds: int) -> Answer:
         """Fill, reduce and read on streams, without waiting on the CPU in between."""

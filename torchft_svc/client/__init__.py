@@ -8,10 +8,13 @@ from torchft_svc.client.hsdp import replicate_across_groups, sharded_state_dict
 from torchft_svc.client.manager import Manager
 from torchft_svc.client.optim import Optimizer, OptimizerWrapper
 from torchft_svc.client.process_groups import (
+    ErrorSwallowingProcessGroupWrapper,
+    ManagedProcessGroup,
     ProcessGroup,
     ProcessGroupDummy,
     ProcessGroupGloo,
     ProcessGroupNCCL,
+    ProcessGroupWrapper,
 )
 from torchft_svc.client.simple import FaultToleranceManager
 
@@ -19,8 +22,10 @@ __all__ = [
     "CheckpointTransport",
     "DistributedDataParallel",
     "DistributedSampler",
+    "ErrorSwallowingProcessGroupWrapper",
     "FaultToleranceManager",
     "HTTPTransport",
+    "ManagedProcessGroup",
     "Manager",
     "Optimizer",
     "OptimizerWrapper",
@@ -28,6 +33,7 @@ __all__ = [
     "ProcessGroupDummy",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
+    "ProcessGroupWrapper",
     "WorldSizeMode",
     "replicate_across_groups",
     "sharded_state_dict",

@@ -3,6 +3,17 @@
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.dummy import ProcessGroupDummy
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
+from torchft_svc.client.process_groups.managed import ManagedProcessGroup
 from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
+from torchft_svc.client.process_groups.swallowing import ErrorSwallowingProcessGroupWrapper
+from torchft_svc.client.process_groups.wrapper import ProcessGroupWrapper
 
-__all__ = ["ProcessGroup", "ProcessGroupDummy", "ProcessGroupGloo", "ProcessGroupNCCL"]
+__all__ = [
+    "ErrorSwallowingProcessGroupWrapper",
+    "ManagedProcessGroup",
+    "ProcessGroup",
+    "ProcessGroupDummy",
+    "ProcessGroupGloo",
+    "ProcessGroupNCCL",
+    "ProcessGroupWrapper",
+]

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
+from torchft_svc.client.process_groups.operations import OLDER_NAMES
 from torchft_svc.errors import ConfigError
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    """A method that hands its arguments to `ProcessGroup._launch`."""
+    handed_on = OLDER_NAMES.get(name, name)
+
+    def forward(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        return self._launch(handed_on, args, kwargs)
+
+    forward.__name__ = name
+    return forward
 
 
 class ProcessGroup(dist.ProcessGroup):
     """A process group that can be built anew, with other members, as often as the quorum changes.
 
-    Usable wherever torch takes ``group=``. It has no members until `configure` was called.
+    Usable wherever torch takes ``group=``; where torch wants to know it by name (``DeviceMesh``,
+    functional collectives), `register` it. It has no members until `configure` was called.
     """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
@@ -21,6 +36,37 @@ class ProcessGroup(dist.ProcessGroup):
         if timeout <= timedelta(0):
             raise ConfigError("timeout", timeout, "a collective needs more than no time")
         self._timeout = timeout
+        self._group_name = ""
+
+    # Every collective, once. Each returns a work that is waited for in the caller's own way.
+    _allgather_base = _forwarded("_allgather_base")
+    _reduce_scatter_base = _forwarded("_reduce_scatter_base")
+    all_gather_single = _forwarded("all_gather_single")
+    all_gather_single_coalesced = _forwarded("all_gather_single_coalesced")
+    all_to_all_single = _forwarded("all_to_all_single")
+    allgather = _forwarded("allgather")
+    allgather_coalesced = _forwarded("allgather_coalesced")
+    allgather_into_tensor_coalesced = _forwarded("allgather_into_tensor_coalesced")
+    allreduce = _forwarded("allreduce")
+    allreduce_coalesced = _forwarded("allreduce_coalesced")
+    alltoall = _forwarded("alltoall")
+    alltoall_base = _forwarded("alltoall_base")
+    barrier = _forwarded("barrier")
+    broadcast = _forwarded("broadcast")
+    gather = _forwarded("gather")
+    recv = _forwarded("recv")
+    recv_anysource = _forwarded("recv_anysource")
+    reduce = _forwarded("reduce")
+    reduce_scatter = _forwarded("reduce_scatter")
+    reduce_scatter_single = _forwarded("reduce_scatter_single")
+    reduce_scatter_single_coalesced = _forwarded("reduce_scatter_single_coalesced")
+    reduce_scatter_tensor_coalesced = _forwarded("reduce_scatter_tensor_coalesced")
+    scatter = _forwarded("scatter")
+    send = _forwarded("send")
+
+    @abc.abstractmethod
+    def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Start collective ``name`` of `operations.COLLECTIVES`; the work."""
 
     @abc.abstractmethod
     def configure(
@@ -77,6 +123,31 @@ class ProcessGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """How long the collectives of later `configure` calls may take."""
         self._timeout = timeout
+
+    def register(self, name: str) -> None:
+        """Make the group known to torch, so that it can be found by name: once, on every worker.
+
+        ``torch.distributed`` must be initialized. To torch, this worker is the group's only rank:
+        where a rank of the group is meant, use ``group_src`` and ``group_dst``, not global ranks.
+
+        Raises:
+            ConfigError: the name is taken, or ``torch.distributed`` is not initialized.
+        """
+        if not dist.is_initialized():
+            raise ConfigError("register", name, "call torch.distributed.init_process_group first")
+        if hasattr(dist.Backend, name.upper()):
+            raise ConfigError("register", name, "torch knows another backend by this name")
+        dist.Backend.register_backend(name, lambda *_: self, devices=["cpu", "cuda"])
+        dist.new_group([dist.get_rank()], backend=name, use_local_synchronization=True)
+
+    @property
+    def group_name(self) -> Any:
+        """The name that torch gave it when it was registered; empty before."""
+        return self._group_name
+
+    def _set_group_name(self, name: str) -> None:
+        """Called by torch, whose own implementation needs a backend that is not replaced."""
+        self._group_name = name
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Which torch looks up by name."""

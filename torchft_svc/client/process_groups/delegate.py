@@ -6,7 +6,6 @@ import abc
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -34,16 +33,6 @@ class _Loss:
     error: QuorumFailed
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
-    """A method that hands its arguments to the backend's method ``name``."""
-
-    def forward(self: DelegatingProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        return self._launch(name, args, kwargs)
-
-    forward.__name__ = name
-    return forward
-
-
 class DelegatingProcessGroup(ProcessGroup):
     """A process group whose members and backend change; subclasses make the backend."""
 
@@ -60,25 +49,6 @@ class DelegatingProcessGroup(ProcessGroup):
         self._stopped = False
         self._graveyard = Graveyard()
         self._line = StoreLine()
-
-    # Every collective, once. Each returns a work that is waited for in the caller's own way.
-    allgather = _forwarded("allgather")
-    allgather_into_tensor_coalesced = _forwarded("allgather_into_tensor_coalesced")
-    _allgather_base = _forwarded("_allgather_base")
-    allreduce = _forwarded("allreduce")
-    allreduce_coalesced = _forwarded("allreduce_coalesced")
-    alltoall = _forwarded("alltoall")
-    alltoall_base = _forwarded("alltoall_base")
-    barrier = _forwarded("barrier")
-    broadcast = _forwarded("broadcast")
-    gather = _forwarded("gather")
-    recv = _forwarded("recv")
-    reduce = _forwarded("reduce")
-    reduce_scatter = _forwarded("reduce_scatter")
-    _reduce_scatter_base = _forwarded("_reduce_scatter_base")
-    reduce_scatter_tensor_coalesced = _forwarded("reduce_scatter_tensor_coalesced")
-    scatter = _forwarded("scatter")
-    send = _forwarded("send")
 
     @abc.abstractmethod
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:

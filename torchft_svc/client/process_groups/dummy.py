@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
+from torchft_svc.client.process_groups.operations import INTO_OUTPUT, flat
 from torchft_svc.client.process_groups.stores import Store
 from torchft_svc.client.work import CompletedWork
 
@@ -37,13 +38,17 @@ class ProcessGroupDummy(DelegatingProcessGroup):
         return _Alone()
 
 
+# A member that is alone receives from nobody.
+_COPIED = INTO_OUTPUT - {"recv", "recv_anysource"}
+
+
 class _Alone:
     """Every collective of a group with one member."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _same if name in _IN_PLACE else _copy
+        return _copy if name in _COPIED else _same
 
 
 def _same(tensors: Any = None, *_: Any, **__: Any) -> CompletedWork:
@@ -51,24 +56,11 @@ def _same(tensors: Any = None, *_: Any, **__: Any) -> CompletedWork:
 
 
 def _copy(output: Any, source: Any, *_: Any, **__: Any) -> CompletedWork:
-    for target, value in zip(
-        _flat(output), _repeat(_flat(source), len(_flat(output))), strict=True
-    ):
+    for target, value in zip(flat(output), _repeat(flat(source), len(flat(output))), strict=True):
         target.copy_(value)
     return CompletedWork(output)
-
-
-def _flat(tensors: Any) -> list[torch.Tensor]:
-    if isinstance(tensors, torch.Tensor):
-        return [tensors]
-    return [tensor for part in tensors for tensor in _flat(part)]
 
 
 def _repeat(tensors: list[torch.Tensor], num: int) -> list[torch.Tensor]:
     """An all-gather among many gives every place what this member sent."""
     return [tensors[i * len(tensors) // num] for i in range(num)]
-
-
-_IN_PLACE = frozenset(
-    {"allreduce", "allreduce_coalesced", "broadcast", "barrier", "reduce", "send", "recv"}
-)

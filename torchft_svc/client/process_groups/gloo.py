@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchft_svc.client.process_groups.backend import WholeBackend
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.meeting import CONNECT_TIMEOUT_S
 from torchft_svc.client.process_groups.stores import Store
@@ -16,7 +17,8 @@ class ProcessGroupGloo(DelegatingProcessGroup):
     """gloo, with members that change.
 
     A dead member's peers notice at once. A member that hangs is noticed at ``timeout``, and an
-    operation that was abandoned may write to its tensors until then.
+    operation that was abandoned may write to its tensors until then. Members that disagree on the
+    size of an operation are a mistake that gloo answers by ending their processes.
     """
 
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
@@ -24,4 +26,9 @@ class ProcessGroupGloo(DelegatingProcessGroup):
         connect_timeout = min(timedelta(seconds=CONNECT_TIMEOUT_S), self._timeout)
         backend = dist.ProcessGroupGloo(store, rank, world_size, connect_timeout)
         backend._set_default_timeout(self._timeout)
-        return backend
+        return _Link(backend, store, rank, world_size)
+
+
+class _Link(WholeBackend):
+    kind = dist.ProcessGroup.BackendType.GLOO
+    device_type = "cpu"

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchft_svc.client.deadlines import Timer
+from torchft_svc.client.process_groups.backend import WholeBackend
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.device_work import DeviceWork
 from torchft_svc.client.process_groups.stores import Store
@@ -181,16 +182,17 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         self._error = DeadlineExceeded("a collective", limit_s, "a member does not take part")
 
 
-class _Link:
+class _Link(WholeBackend):
     """The present members; ``left`` once they are not, ``pending``: what must be over by when."""
 
+    kind = dist.ProcessGroup.BackendType.NCCL
+    device_type = "cuda"
+
     def __init__(self, backend: Any, store: Store, rank: int, world_size: int) -> None:
-        self.backend = backend
+        super().__init__(backend, store, rank, world_size)
         self.left = False
         self.watched = False
         self.pending: list[tuple[float, Any]] = []
-        self._place = store, rank, world_size
-        self._group: Any = None
 
     def add(self, work: Any, deadline: float) -> None:
         """``work`` has to be over by ``deadline`` (monotonic)."""
@@ -218,17 +220,6 @@ class _Link:
             list(torch.split(output, output_sizes or output.size(0) // size)),
             list(torch.split(source, source_sizes or source.size(0) // size)),
         )
-
-    def __getattr__(self, name: str) -> Any:
-        """An operation; torch offers some to Python only through a group that has the backend."""
-        if hasattr(self.backend, name):
-            return getattr(self.backend, name)
-        if self._group is None:
-            kind = dist.ProcessGroup.BackendType.NCCL
-            self._group = dist.ProcessGroup(*self._place)
-            self._group._set_default_backend(kind)
-            self._group._register_backend(torch.device("cuda"), kind, self.backend)
-        return getattr(self._group, name)
 
 
 class _Opening:

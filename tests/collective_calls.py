@@ -1,4 +1,4 @@
-"""Every collective on small CUDA tensors that hold the member's rank + 1."""
+"""Every collective on small tensors that hold the member's rank + 1."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from typing import Any
 
 import torch
 
-DEVICE = torch.device("cuda", 0)
 NAMES = (
     "allreduce",
     "allreduce_coalesced",
     "allgather",
     "allgather_base",
+    "allgather_coalesced",
     "allgather_into_tensor_coalesced",
     "reduce_scatter",
     "reduce_scatter_base",
     "reduce_scatter_tensor_coalesced",
+    "alltoall",
     "alltoall_base",
     "broadcast",
+    "gather",
     "reduce",
+    "scatter",
     "send_and_recv",
     "barrier",
 )
@@ -28,9 +31,12 @@ NAMES = (
 class Calls:
     """Each method gives what its collective has left in this member's tensors."""
 
-    def __init__(self, pg: Any) -> None:
+    def __init__(
+        self, pg: Any, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
         self.pg = pg
         self.rank, self.size = pg.rank(), pg.size()
+        self._options = {"device": device, "dtype": dtype}
 
     def all(self) -> dict[str, list[float] | str]:
         """By name; an error is a string."""
@@ -51,44 +57,63 @@ class Calls:
         return _done(self.pg.allreduce_coalesced(tensors), *tensors)
 
     def allgather(self) -> list[float]:
-        outputs = [_zeros(2) for _ in range(self.size)]
+        outputs = [self._zeros(2) for _ in range(self.size)]
         return _done(self.pg.allgather([outputs], [self._own()]), *outputs)
 
     def allgather_base(self) -> list[float]:
-        output = _zeros(2 * self.size)
+        output = self._zeros(2 * self.size)
         return _done(self.pg._allgather_base(output, self._own()), output)
 
+    def allgather_coalesced(self) -> list[float]:
+        outputs = [[self._zeros(2), self._zeros(1)] for _ in range(self.size)]
+        work = self.pg.allgather_coalesced(outputs, [self._own(), self._own(1)])
+        return _done(work, *[part for parts in outputs for part in parts])
+
     def allgather_into_tensor_coalesced(self) -> list[float]:
-        output = _zeros(2 * self.size)
+        output = self._zeros(2 * self.size)
         work = self.pg.allgather_into_tensor_coalesced([output], [self._own()])
         return _done(work, output)
 
     def reduce_scatter(self) -> list[float]:
-        output = _zeros(2)
+        output = self._zeros(2)
         parts = [self._own() for _ in range(self.size)]
         return _done(self.pg.reduce_scatter([output], [parts]), output)
 
     def reduce_scatter_base(self) -> list[float]:
-        output = _zeros(2)
+        output = self._zeros(2)
         return _done(self.pg._reduce_scatter_base(output, self._own(2 * self.size)), output)
 
     def reduce_scatter_tensor_coalesced(self) -> list[float]:
-        output = _zeros(2)
+        output = self._zeros(2)
         source = self._own(2 * self.size)
         return _done(self.pg.reduce_scatter_tensor_coalesced([output], [source]), output)
 
+    def alltoall(self) -> list[float]:
+        outputs = [self._zeros(2) for _ in range(self.size)]
+        return _done(self.pg.alltoall(outputs, [self._own() for _ in outputs]), *outputs)
+
     def alltoall_base(self) -> list[float]:
-        output = _zeros(self.size)
+        output = self._zeros(self.size)
         return _done(self.pg.alltoall_base(output, self._own(self.size), [], []), output)
 
     def broadcast(self) -> list[float]:
         tensor = self._own()
         return _done(self.pg.broadcast([tensor]), tensor)
 
+    def gather(self) -> list[float]:
+        outputs = [[self._zeros(2) for _ in range(self.size)]] if self.rank == 0 else []
+        work = self.pg.gather(outputs, [self._own()])
+        return _done(work, *[part for parts in outputs for part in parts])
+
     def reduce(self) -> list[float]:
         tensor = self._own()
         found = _done(self.pg.reduce([tensor]), tensor)
         return found if self.rank == 0 else []
+
+    def scatter(self) -> list[float]:
+        output = self._zeros(2)
+        parts = [[self._own() for _ in range(self.size)]] if self.rank == 0 else []
+        return _done(self.pg.scatter([output], parts), output)
 
     def send_and_recv(self) -> list[float]:
         tensor = self._own()
@@ -102,7 +127,10 @@ class Calls:
         return _done(self.pg.barrier())
 
     def _own(self, numel: int = 2) -> torch.Tensor:
-        return torch.full((numel,), float(self.rank + 1), device=DEVICE)
+        return torch.full((numel,), self.rank + 1, **self._options)
+
+    def _zeros(self, numel: int) -> torch.Tensor:
+        return torch.zeros(numel, **self._options)
 
 
 def expected(rank: int, size: int) -> dict[str, list[float]]:
@@ -115,20 +143,20 @@ def expected(rank: int, size: int) -> dict[str, list[float]]:
         "allreduce_coalesced": [total] * 3,
         "allgather": gathered,
         "allgather_base": gathered,
+        "allgather_coalesced": [value for value in everyone for _ in range(3)],
         "allgather_into_tensor_coalesced": gathered,
         "reduce_scatter": [total] * 2,
         "reduce_scatter_base": [total] * 2,
         "reduce_scatter_tensor_coalesced": [total] * 2,
+        "alltoall": gathered,
         "alltoall_base": everyone,
         "broadcast": [1.0] * 2,
+        "gather": gathered if rank == 0 else [],
         "reduce": [total] * 2 if rank == 0 else [],
+        "scatter": [1.0] * 2,
         "send_and_recv": [1.0] * 2 if rank < 2 else [],
         "barrier": [],
     }
-
-
-def _zeros(numel: int) -> torch.Tensor:
-    return torch.zeros(numel, device=DEVICE)
 
 
 def _done(work: Any, *tensors: torch.Tensor) -> list[float]:

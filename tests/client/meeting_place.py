@@ -1,0 +1,33 @@
+"""A store at which process groups of one process meet."""
+
+from __future__ import annotations
+
+from torch.distributed import TCPStore
+
+from torchft_svc.client import ProcessGroup
+
+from .training import together
+
+
+class MeetingPlace:
+    """A store, and groups that meet there."""
+
+    def __init__(self) -> None:
+        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.quorum_id = 0
+
+    def place(self, quorum_id: int) -> str:
+        return f"localhost:{self.store.port}/torchft/{quorum_id}/0"
+
+    def configure(self, *groups: ProcessGroup) -> None:
+        """A new quorum of ``groups``."""
+        self.quorum_id += 1
+        where, number = self.place(self.quorum_id), self.quorum_id
+        together(
+            *(
+                lambda rank=rank, group=group: group.configure(
+                    where, f"group {rank}", rank, len(groups), quorum_id=number
+                )
+                for rank, group in enumerate(groups)
+            )
+        )

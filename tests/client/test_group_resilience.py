@@ -1,0 +1,117 @@
+"""Tests what every class of process group does when its members fail, hang, change or misuse it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from torchft_svc.client import (
+    ErrorSwallowingProcessGroupWrapper,
+    ProcessGroup,
+    ProcessGroupGloo,
+)
+from torchft_svc.errors import TorchFTError
+from torchft_svc.testing import FakeProcessGroupWrapper
+
+from .meeting_place import MeetingPlace
+from .training import together
+
+# Nothing here may take longer, whatever fails.
+pytestmark = pytest.mark.timeout(60)
+TIMEOUT = timedelta(seconds=3)
+KINDS: dict[str, Callable[[], ProcessGroup]] = {
+    "gloo": lambda: ProcessGroupGloo(TIMEOUT),
+    "fake": lambda: FakeProcessGroupWrapper(ProcessGroupGloo(TIMEOUT)),
+    "swallowing": lambda: ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(TIMEOUT)),
+}
+Failure = (RuntimeError, TorchFTError)
+
+
+@pytest.fixture
+def place() -> MeetingPlace:
+    return MeetingPlace()
+
+
+@pytest.fixture(params=KINDS)
+def groups(request: pytest.FixtureRequest) -> Iterator[list[ProcessGroup]]:
+    groups = [KINDS[request.param]() for _ in range(3)]
+    yield groups
+    for group in groups:
+        group.shutdown()
+        group.shutdown()  # twice is harmless
+
+
+def total(group: ProcessGroup, value: float) -> float:
+    tensor = torch.tensor([value])
+    group.allreduce([tensor]).wait(TIMEOUT)
+    return tensor.item()
+
+
+def fails(group: ProcessGroup, action: Callable[[], Any]) -> bool:
+    """Whether ``action`` raises, or is swallowed and leaves an error."""
+    try:
+        action()
+    except Failure:
+        return True
+    return group.errored() is not None
+
+
+def test_a_peer_leaves_in_the_middle(place: MeetingPlace, groups: list[ProcessGroup]) -> None:
+    a, b, c = groups
+    place.configure(*groups)
+    began_at = time.monotonic()
+    together(
+        lambda: fails(a, lambda: total(a, 1)),
+        lambda: fails(b, lambda: total(b, 1)),
+        lambda: c.abort() is None,
+    )
+    assert time.monotonic() - began_at < 10
+    assert c.errored() is not None
+    place.configure(a, b)
+    assert together(lambda: total(a, 1), lambda: total(b, 2)) == [3, 3]
+
+
+def test_a_peer_hangs(place: MeetingPlace, groups: list[ProcessGroup]) -> None:
+    a, b, _ = groups
+    place.configure(a, b)
+    began_at = time.monotonic()
+    assert fails(a, lambda: total(a, 1))
+    assert time.monotonic() - began_at < TIMEOUT.total_seconds() + 3
+
+
+@pytest.mark.parametrize("num_members", [1, 2, 3])
+def test_reconfigured_with_fewer_more_or_the_same(
+    place: MeetingPlace, groups: list[ProcessGroup], num_members: int
+) -> None:
+    place.configure(*groups[:2])
+    for _ in range(3):
+        members = groups[:num_members]
+        place.configure(*members)
+        sums = together(*(lambda member=member: total(member, 1) for member in members))
+        assert sums == [num_members] * num_members
+
+
+def test_use_before_configure(groups: list[ProcessGroup]) -> None:
+    for group in groups:
+        assert fails(group, lambda group=group: total(group, 1))  # type: ignore[misc]
+
+
+def test_use_after_abort(place: MeetingPlace, groups: list[ProcessGroup]) -> None:
+    place.configure(*groups)
+    for group in groups:
+        group.abort()
+        group.abort()
+        assert group.errored() is not None
+        assert fails(group, lambda group=group: total(group, 1))  # type: ignore[misc]
+
+
+def test_use_after_shutdown(place: MeetingPlace, groups: list[ProcessGroup]) -> None:
+    place.configure(*groups)
+    for group in groups:
+        group.shutdown()
+        assert fails(group, lambda group=group: total(group, 1))  # type: ignore[misc]

@@ -1,0 +1,209 @@
+"""Tests groups that change what another group, or a manager, does; and torch's use of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore, ReduceOp
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from torchft_svc.client import (
+    ErrorSwallowingProcessGroupWrapper,
+    ManagedProcessGroup,
+    Manager,
+    ProcessGroupGloo,
+)
+from torchft_svc.errors import ConfigError, QuorumFailed, RequestRefused
+from torchft_svc.testing import FakeProcessGroupWrapper
+
+from .meeting_place import MeetingPlace
+from .training import TIMEOUT, lighthouse, together
+
+
+@pytest.fixture
+def pair() -> Iterator[list[FakeProcessGroupWrapper]]:
+    groups = [FakeProcessGroupWrapper(ProcessGroupGloo(TIMEOUT)) for _ in range(2)]
+    yield groups
+    for group in groups:
+        group.shutdown()
+
+
+def test_a_fault_comes_where_it_was_asked_for(pair: list[FakeProcessGroupWrapper]) -> None:
+    place, (a, b) = MeetingPlace(), pair
+    a.report_configure_error(QuorumFailed("asked for"))
+    with pytest.raises(QuorumFailed, match="asked for"):
+        a.configure(place.place(1), "a", 0, 1)
+    place.configure(a, b)
+    a.report_launch_error(RuntimeError("not begun"))
+    with pytest.raises(RuntimeError, match="not begun"):
+        a.allreduce([torch.ones(1)])
+    a.report_future_error(RuntimeError("not ended"))
+    works = [group.allreduce([torch.ones(1)]) for group in (a, b)]
+    with pytest.raises(RuntimeError, match="not ended"):
+        works[0].wait()
+    assert works[1].wait()
+    a.report_future_error(RuntimeError("not ended"))
+    futures = [group.allreduce([torch.ones(1)]).get_future() for group in (a, b)]
+    with pytest.raises(RuntimeError, match="not ended"):
+        futures[0].wait()
+    works = [group.allreduce([torch.ones(1)]) for group in (a, b)]
+    assert all(work.wait() for work in works)  # each fault comes once
+
+
+def test_after_an_error_collectives_succeed_and_do_nothing(
+    pair: list[FakeProcessGroupWrapper],
+) -> None:
+    place, (a, b) = MeetingPlace(), pair
+    group = ErrorSwallowingProcessGroupWrapper(a)
+    place.configure(group, b)
+    a.report_future_error(RuntimeError("a peer died"))
+    first = [each.allreduce([torch.ones(1)]) for each in (group, b)]
+    assert group.error() is None
+    assert all(work.wait() for work in first)
+    assert str(group.error()) == "a peer died"
+    assert group.errored() is group.error()
+
+    kept, filled = torch.full((2,), 5.0), torch.full((4,), 5.0)
+    assert group.allreduce([kept]).wait()  # b takes no part in it
+    assert group._allgather_base(filled, kept).get_future().wait() is not None
+    assert (kept.tolist(), filled.tolist()) == ([5.0] * 2, [0.0] * 4)
+    group.report_error(RuntimeError("a second one"))
+    assert str(group.error()) == "a peer died"
+
+    place.configure(group, b)
+    assert group.error() is None
+    tensors = [torch.ones(1), torch.ones(1)]
+    for work in [group.allreduce([tensors[0]]), b.allreduce([tensors[1]])]:
+        work.wait()
+    assert [tensor.item() for tensor in tensors] == [2, 2]
+
+
+def test_a_swallowed_error_of_a_future(pair: list[FakeProcessGroupWrapper]) -> None:
+    place, (a, b) = MeetingPlace(), pair
+    group = ErrorSwallowingProcessGroupWrapper(a)
+    place.configure(group, b)
+    a.report_future_error(RuntimeError("a peer died"))
+    tensor = torch.ones(1)
+    future, other = group.allreduce([tensor]).get_future(), b.allreduce([torch.ones(1)])
+    assert future.wait() is not None
+    other.wait()
+    assert str(group.error()) == "a peer died"
+
+
+@pytest.fixture
+def alone_in_torch() -> Iterator[None]:
+    """Torch's own world, of this process alone."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone_in_torch")
+def test_torch_finds_a_registered_group_by_name() -> None:
+    group = ProcessGroupGloo(TIMEOUT)
+    group.register("across_groups")
+    with pytest.raises(ConfigError, match="another backend by this name"):
+        group.register("across_groups")
+    MeetingPlace().configure(group)
+    try:
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor, group=group)
+        dist.broadcast(tensor, group_src=0, group=group)
+        gathered = torch.zeros(2)
+        dist.all_gather_into_tensor(gathered, tensor, group=group)
+        assert gathered.tolist() == [1, 1]
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("replicate",))
+        assert mesh.get_group("replicate") is group
+        assert all_reduce(torch.ones(2), "sum", mesh).tolist() == [1, 1]
+        assert all_reduce(torch.ones(2), "sum", group).tolist() == [1, 1]
+    finally:
+        dist.destroy_process_group(group)
+        group.shutdown()
+
+
+def test_without_torch_s_world_nothing_can_be_registered() -> None:
+    with pytest.raises(ConfigError, match="init_process_group first"):
+        ProcessGroupGloo(TIMEOUT).register("nowhere")
+
+
+def manager_of(address: str, name: str) -> Manager:
+    return Manager(
+        lighthouse_addr=address,
+        replica_id=name,
+        hostname="127.0.0.1",
+        in_process=True,
+        timeout=timedelta(seconds=10),
+        quorum_timeout=timedelta(seconds=20),
+    )
+
+
+def test_a_manager_in_the_shape_of_a_group() -> None:
+    with lighthouse(min_replicas=2) as address:
+        managers = [manager_of(address, name) for name in ("a", "b")]
+
+        def use(manager: Manager, value: float) -> Any:
+            group = ManagedProcessGroup(manager)
+            manager.start_quorum()
+            assert (group.size(), group.rank()) == (2, manager.participating_rank())
+            average, total = torch.tensor([float(value)]), torch.tensor([float(value)])
+            options = dist.AllreduceOptions()
+            options.reduceOp = ReduceOp.AVG  # type: ignore[assignment]
+            group.allreduce([average], options).wait()
+            assert group.allreduce([total]).get_future().wait()
+            group.barrier().wait()
+            with pytest.raises(ConfigError, match="can be reduced over"):
+                group.broadcast([average])
+            with pytest.raises(RequestRefused, match="from its manager"):
+                group.configure("x", "y", 0, 1)
+            assert group.errored() is None
+            assert manager.should_commit()
+            return average.item(), total.item()
+
+        try:
+            found = together(lambda: use(managers[0], 1), lambda: use(managers[1], 5))
+            assert found == [(3, 6), (3, 6)]
+        finally:
+            for manager in managers:
+                manager.shutdown()
+
+
+@pytest.mark.usefixtures("alone_in_torch")
+def test_torch_s_own_data_parallel_works_over_it() -> None:
+    with lighthouse(min_replicas=2) as address:
+        managers = [manager_of(address, name) for name in ("c", "d")]
+
+        def train(manager: Manager, value: float) -> list[float]:
+            net = nn.Linear(2, 1, bias=False)
+            nn.init.ones_(net.weight)
+            group = ManagedProcessGroup(manager, averages_sums=True)
+            ddp = DistributedDataParallel(
+                net,
+                process_group=group,
+                init_sync=False,
+                broadcast_buffers=False,
+                find_unused_parameters=True,
+            )
+            sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+            for _ in range(3):
+                manager.start_quorum()
+                sgd.zero_grad()
+                ddp(torch.full((1, 2), float(value))).sum().backward()
+                assert manager.should_commit()
+                sgd.step()
+            return net.weight.flatten().tolist()
+
+        try:
+            found = together(lambda: train(managers[0], 1), lambda: train(managers[1], 3))
+        finally:
+            for manager in managers:
+                manager.shutdown()
+    # The average of the gradients is 2: three steps of 0.1 take away 0.6.
+    assert found == [pytest.approx([0.4, 0.4])] * 2

@@ -1,0 +1,51 @@
+"""Every collective that a process group of torch offers, and where its result goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+# The result is in the first argument, which also is what this member brings.
+IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce", "send", "barrier"})
+# The first argument is for the result alone, so is the whole of a receive.
+INTO_OUTPUT = frozenset(
+    {
+        "_allgather_base",
+        "_reduce_scatter_base",
+        "allgather",
+        "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+        "alltoall",
+        "alltoall_base",
+        "gather",
+        "recv",
+        "recv_anysource",
+        "reduce_scatter",
+        "reduce_scatter_tensor_coalesced",
+        "scatter",
+    }
+)
+COLLECTIVES = IN_PLACE | INTO_OUTPUT
+# Torch 2.12 gave some of them other names. Both are offered, the older one is handed on.
+OLDER_NAMES: Mapping[str, str] = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+
+
+def result_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that collective ``name`` writes its result to, in order."""
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    return flat(first) if name != "barrier" else []
+
+
+def flat(tensors: Any) -> list[torch.Tensor]:
+    """The tensors in nested lists, in order."""
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    return [tensor for part in tensors or () for tensor in flat(part)]

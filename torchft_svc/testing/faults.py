@@ -1,0 +1,76 @@
+"""A process group that fails when told to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.wrapper import ProcessGroupWrapper
+
+
+class FakeProcessGroupWrapper(ProcessGroupWrapper):
+    """Hands everything to ``pg``, save for the failures that a test asks for; each comes once."""
+
+    def __init__(self, pg: ProcessGroup) -> None:
+        super().__init__(pg)
+        self._configure_error: Exception | None = None
+        self._launch_error: Exception | None = None
+        self._future_error: Exception | None = None
+
+    def report_configure_error(self, error: Exception) -> None:
+        """The next `configure` raises ``error``."""
+        self._configure_error = error
+
+    def report_launch_error(self, error: Exception) -> None:
+        """The next collective raises ``error`` instead of beginning."""
+        self._launch_error = error
+
+    def report_future_error(self, error: Exception) -> None:
+        """The next collective is carried out, but who waits for it gets ``error``."""
+        self._future_error = error
+
+    def configure(self, *args: Any, **kwargs: Any) -> None:
+        """See `ProcessGroup.configure`."""
+        error, self._configure_error = self._configure_error, None
+        if error is not None:
+            raise error
+        super().configure(*args, **kwargs)
+
+    def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
+        error, self._launch_error = self._launch_error, None
+        if error is not None:
+            raise error
+        work = super()._launch(name, args, kwargs)
+        error, self._future_error = self._future_error, None
+        return work if error is None else _FailingWork(work, error)
+
+
+class _FailingWork(dist.Work):
+    """Ends with the operation, and then fails."""
+
+    def __init__(self, work: Any, error: Exception) -> None:
+        super().__init__()
+        self._work = work
+        self._error = error
+
+    def wait(self, *args: Any) -> bool:
+        """Wait for the operation.
+
+        Raises:
+            Exception: the one that was asked for.
+        """
+        self._work.wait(*args)
+        raise self._error
+
+    def is_completed(self) -> bool:
+        """Whether the operation is over."""
+        return bool(self._work.is_completed())
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that fails once the operation is over."""
+        failed: torch.futures.Future[Any] = torch.futures.Future()
+        self._work.get_future().add_done_callback(lambda _: failed.set_exception(self._error))
+        return failed
