@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torchft_svc.core.activity import Activity
 from torchft_svc.core.group import RefuseWorker
 from torchft_svc.core.lighthouse import (
     AnswerQuorum,
@@ -14,6 +15,7 @@ from torchft_svc.core.lighthouse import (
     RefuseRequest,
     ReportLoss,
 )
+from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 
 JOB = "job"
@@ -96,6 +98,11 @@ class Scene:
     def beat(self, *replica_ids: str, job: str = JOB) -> None:
         for replica_id in replica_ids:
             self._note(self.house.heartbeat(job, replica_id, self.now))
+
+    def does(self, replica_id: str, phase: Phase, step: int = 0, for_s: float = 0.0) -> None:
+        """A beat that tells what the group does, and for how long already."""
+        doing = Activity(phase, step, self.now - for_s)
+        self._note(self.house.heartbeat(JOB, replica_id, self.now, doing))
 
     def withdraw(self, caller: int, job: str = JOB) -> None:
         self._note(self.house.withdraw(job, caller, self.now))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import pytest
 
 from torchft_svc.errors import RequestRefused
@@ -141,6 +143,8 @@ def snapshot(scene: Scene) -> object:
             return [(key, dump(each)) for key, each in value.items()]
         if isinstance(value, set | frozenset):
             return sorted(value)
+        if isinstance(value, Enum):
+            return value.value
         return {key: dump(each) for key, each in fields.items()} if fields else repr(value)
 
     return dump(scene.house)

@@ -30,6 +30,7 @@ class Groups(RuleBasedStateMachine):
         startup_timeout_s=st.sampled_from([None, 1.0, 6.0]),
         policy=st.sampled_from(["auto", "hold", "warn"]),
         num_groups=st.integers(1, 4),
+        hang_timeout_s=st.sampled_from([None, 3.0]),
     )
     def begin(
         self,
@@ -38,6 +39,7 @@ class Groups(RuleBasedStateMachine):
         startup_timeout_s: float | None,
         policy: str,
         num_groups: int,
+        hang_timeout_s: float | None,
     ) -> None:
         self.world = World(
             QuorumConfig(
@@ -46,6 +48,7 @@ class Groups(RuleBasedStateMachine):
                 startup_timeout_s=startup_timeout_s,
                 heartbeat_timeout_s=4.0,
                 on_step_regression=policy,  # type: ignore[arg-type]
+                hang_timeout_s=hang_timeout_s,
                 max_jobs=2,
             )
         )
@@ -147,6 +150,17 @@ class Groups(RuleBasedStateMachine):
             assert at == math.inf or (wake_at is not None and world.now < wake_at <= at)
 
     @invariant()
+    def who_hangs_is_told(self) -> None:
+        world = self.world
+        timeout_s = world.config.hang_timeout_s
+        for (job, replica_id), group in world.groups.items():
+            stands_s = 0 if group.quorum is None else world.now - group.trains_since
+            hangs = timeout_s is not None and stands_s >= timeout_s
+            known = world.house.activity(job, replica_id)
+            if known == group.activity(world.now) and not group.is_frozen:
+                assert world.house.is_hung(job, replica_id) == hangs
+
+    @invariant()
     def i7_only_the_living_are_remembered(self) -> None:
         house = self.world.house
         assert len(house._ended) <= self.world.config.max_jobs
@@ -165,6 +179,7 @@ class Groups(RuleBasedStateMachine):
             assert waiting | members._veterans | members._straggling | members._awaited <= living
             assert set(state.held) <= living - waiting
             assert not waiting & members._straggling
+            assert state.hangs._hung <= state.hangs._groups.keys() <= living
 
     def teardown(self) -> None:
         """I5: once the hung and the dead are gone and all others ask, nobody waits for long."""

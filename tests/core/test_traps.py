@@ -7,6 +7,7 @@ the client.
 from __future__ import annotations
 
 import time
+from enum import Enum
 
 from torchft_svc.core.group import Group, WorkerRequest
 from torchft_svc.core.lighthouse import Lighthouse
@@ -69,6 +70,8 @@ def size(value: object) -> int:
         return sum(1 + size(each) for each in value.values())
     if isinstance(value, list | tuple | set | frozenset):
         return sum(1 + size(each) for each in value)
+    if isinstance(value, Enum):
+        return 1
     fields = getattr(value, "__dict__", None)
     if fields is None:
         fields = {name: getattr(value, name) for name in getattr(value, "__slots__", ())}

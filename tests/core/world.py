@@ -6,10 +6,20 @@ them as it arrives: I1, I2, I4 and that nobody is answered twice (I5).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+from torchft_svc.core.activity import Activity
 from torchft_svc.core.assignment import assign
-from torchft_svc.core.lighthouse import AnswerQuorum, Lighthouse, Order, RefuseRequest, ReportLoss
+from torchft_svc.core.lighthouse import (
+    AnswerQuorum,
+    Lighthouse,
+    Order,
+    RefuseRequest,
+    ReportHang,
+    ReportLoss,
+)
+from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 from torchft_svc.errors import RequestRefused
 
@@ -31,6 +41,13 @@ class Group:
     caller: int | None = None
     asked: Member | None = None
     quorum: Quorum | None = None
+    trains_since: int = 0  # while it has a quorum
+
+    def activity(self, now: int) -> Activity:
+        """What its beats tell."""
+        if self.quorum is not None:
+            return Activity(Phase.TRAINING, self.step, self.trains_since)
+        return Activity(Phase.IDLE if self.caller is None else Phase.QUORUM, self.step, now)
 
     def request(self, shrink_only: bool) -> Member:
         return member(
@@ -63,6 +80,7 @@ class World:
     books: dict[str, JobBooks] = field(default_factory=dict)
     callers: int = 0
     asked_by: dict[int, tuple[str, str]] = field(default_factory=dict)  # callers not yet told
+    hangs_told: dict[tuple[str, str], set[float]] = field(default_factory=dict)  # since when
     num_starts: int = 0
     num_quorums: int = 0
 
@@ -79,7 +97,8 @@ class World:
 
     def beat(self, group: Group) -> None:
         self.live(group)
-        self.carry_out(self.house.heartbeat(group.job, group.replica_id, self.now))
+        doing = group.activity(self.now)
+        self.carry_out(self.house.heartbeat(group.job, group.replica_id, self.now, doing))
 
     def ask(self, group: Group, shrink_only: bool) -> None:
         self.callers += 1
@@ -126,6 +145,7 @@ class World:
         first_id = max((books.last_id for books in self.books.values()), default=0)
         self.house = Lighthouse(self.config, first_id)
         self.seen_at.clear()
+        self.hangs_told.clear()
         for books in self.books.values():
             books.committed_step = 0
             books.took_part.clear()
@@ -155,6 +175,8 @@ class World:
         for order in orders:
             if isinstance(order, ReportLoss):
                 self.lose(order)
+            elif isinstance(order, ReportHang):
+                self.hang(order)
             elif isinstance(order, RefuseRequest):
                 self.refuse(order)
             else:
@@ -166,6 +188,16 @@ class World:
             assert seen_at is not None
             assert self.now - seen_at >= self.config.heartbeat_timeout_s, "rule 8"
         self.books.get(order.job, JobBooks()).took_part.discard(order.replica_id)
+
+    def hang(self, order: ReportHang) -> None:
+        group = self.groups.get((order.job, order.replica_id))
+        told = self.hangs_told.setdefault((order.job, order.replica_id), set())
+        assert order.for_s >= (self.config.hang_timeout_s or math.inf)
+        since = self.now - order.for_s
+        assert since not in told, "a hang is told once"
+        told.add(since)
+        if group is not None and not group.is_frozen:
+            assert group.activity(self.now) == Activity(order.phase, order.step, since)
 
     def refuse(self, order: RefuseRequest) -> None:
         key = self.asked_by.pop(order.caller)  # fails if the caller has been told before
@@ -191,7 +223,7 @@ class World:
                 continue  # killed a moment ago, and nobody has noticed yet
             assert (group.caller, group.asked) == (caller, each), "rule 1: nobody who gave up"
             group.caller = group.asked = None
-            group.quorum = order.quorum
+            group.quorum, group.trains_since = order.quorum, self.now
             group.seen_quorum_id = order.quorum.quorum_id
         check_i2_agreement(order.quorum)
 

@@ -143,6 +143,7 @@ class Manager:
             store_port=store_port,
         )
         runtime = self._runtime = start_runtime(self._rules, services, environment, brought)
+        self._step.on_phase = runtime.links.client.tell_phase
         self._stepper = Stepper(
             runtime.links, self._rules, self._step, runtime.membership, runtime.thread
         )

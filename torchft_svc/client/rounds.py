@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,9 +31,13 @@ _MAX_LOSSES = 256
 
 
 class SharedStep:
-    """The one door to a step machine that two threads use."""
+    """The one door to a step machine that two threads use.
+
+    ``on_phase`` hears of each new phase, with its step; it must not wait.
+    """
 
     def __init__(self, machine: StepMachine) -> None:
+        self.on_phase: Callable[[Phase, int], None] = _nobody_listens
         self._machine = machine
         self._lock = threading.RLock()
 
@@ -46,7 +50,17 @@ class SharedStep:
     def changing(self) -> Iterator[StepMachine]:
         """The machine, for this thread alone."""
         with self._lock:
-            yield self._machine
+            before = self._machine.state.phase
+            try:
+                yield self._machine
+            finally:
+                after = self._machine.state
+                if after.phase is not before:
+                    self.on_phase(after.phase, after.step)
+
+
+def _nobody_listens(phase: Phase, step: int) -> None:
+    """Before the manager can be told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

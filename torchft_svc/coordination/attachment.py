@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import queue
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
 
+from torchft_svc.coordination.outgoing import Outgoing
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import MAX_RECONNECT_MS, MIN_RECONNECT_MS
 
@@ -45,18 +45,23 @@ class Attachment:
         self._hello = pb.AttachHello(rank=group_rank, worker_id=worker_id)
         self._on_loss = on_loss
         self._closing = threading.Event()
-        self._requests: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
+        self._outgoing = Outgoing(self._hello)
+        self._phase: pb.AttachPhase | None = None
         self._stream: Any = None
         self._thread = threading.Thread(target=self._run, name="torchft-news", daemon=True)
         self._thread.start()
+
+    def tell_phase(self, phase: pb.AttachPhase) -> None:
+        """Let the manager know what this worker does; only stores it."""
+        self._phase = phase  # first, for a stream that is being opened
+        self._outgoing.tell(phase)
 
     def close(self) -> None:
         """Tell the manager that this worker stops in good order; may be called twice."""
         if self._closing.is_set():
             return
         self._closing.set()
-        self._requests.put(pb.AttachRequest(detach=pb.AttachDetach()))
-        self._requests.put(None)
+        self._outgoing.end(detaches=True)
         self._thread.join(JOIN_TIMEOUT_S)
         stream = self._stream
         if stream is not None and self._thread.is_alive():
@@ -67,11 +72,13 @@ class Attachment:
         pause_s = MIN_RECONNECT_MS / 1000
         self._failing = False
         while True:
-            self._requests = queue.SimpleQueue()
-            if self._closing.is_set():  # looked at after the queue that `close` writes to is there
+            outgoing = self._outgoing = Outgoing(self._hello)
+            if self._closing.is_set():  # looked at after that which `close` ends is there
                 return
+            if self._phase is not None:
+                outgoing.tell(self._phase)
             try:
-                self._read()
+                self._read(outgoing)
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     return  # an older manager: this worker goes without news
@@ -89,27 +96,18 @@ class Attachment:
             longer_s = min(2 * pause_s, MAX_RECONNECT_MS / 1000)
             pause_s = longer_s if self._failing else MIN_RECONNECT_MS / 1000
 
-    def _read(self) -> None:
+    def _read(self, outgoing: Outgoing) -> None:
         """One stream, from hello to its end."""
-        self._requests.put(pb.AttachRequest(hello=self._hello))
         attach: Any = self._channel().stream_stream(
             "/torchft.ManagerService/Attach",
             request_serializer=pb.AttachRequest.SerializeToString,
             response_deserializer=pb.AttachNews.FromString,
         )
-        self._stream = attach(self._outgoing(self._requests), metadata=self._metadata)
+        self._stream = attach(outgoing.messages(), metadata=self._metadata)
         try:
             for news in self._stream:
                 self._failing = False
                 if news.WhichOneof("kind") == "lost":
                     self._on_loss(news.lost.replica_id, news.lost.reason)
         finally:
-            self._requests.put(None)  # or the thread that sends would wait for more
-
-    @staticmethod
-    def _outgoing(
-        requests: queue.SimpleQueue[pb.AttachRequest | None],
-    ) -> Iterator[pb.AttachRequest]:
-        """What is to be sent; ends the stream's outgoing side with None."""
-        while (request := requests.get()) is not None:
-            yield request
+            outgoing.end(detaches=False)  # or the thread that sends would wait for more

@@ -103,6 +103,8 @@ class Client:
             )
             return method
 
+        method_of(self._channel)  # now, not when the first call is in a hurry
+
         def invoke(request: Any, timeout: timedelta) -> Answer:
             channel, addr, timeout_s = self._channel, self._addr, timeout.total_seconds()
             try:

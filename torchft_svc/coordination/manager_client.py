@@ -10,9 +10,11 @@ from torchft_svc.coordination.attachment import Attachment
 from torchft_svc.coordination.client import Client
 from torchft_svc.coordination.types import QuorumResult
 from torchft_svc.coordination.whereabouts import Patience, Whereabouts
+from torchft_svc.core.step import Phase
 from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.errors import QuorumFailed
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.codec import phase_to_wire
 from torchft_svc.rpc.security import Security
 
 
@@ -63,6 +65,11 @@ class ManagerClient(Client):
             on_loss,
             self._lost_contact,
         )
+
+    def tell_phase(self, phase: Phase, step: int) -> None:
+        """Let the manager know what this worker does, if it is attached; only stores it."""
+        if self._attachment is not None:
+            self._attachment.tell_phase(pb.AttachPhase(phase=phase_to_wire(phase), step=step))
 
     def patience(self, deadline: float) -> Patience:
         """For a call that is to be repeated while the manager is being started anew."""

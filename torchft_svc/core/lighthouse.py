@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from torchft_svc.core.activity import Activity, HangWatch
 from torchft_svc.core.membership import Membership
 from torchft_svc.core.quorum import Formed
+from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Member, Quorum, QuorumConfig, check_name
 from torchft_svc.errors import QuorumFailed, RequestRefused, TorchFTError
 
@@ -47,20 +49,36 @@ class ReportLoss:
     reason: str
 
 
-Order = AnswerQuorum | RefuseRequest | ReportLoss
+@dataclass(frozen=True, slots=True)
+class ReportHang:
+    """``replica_id`` has stood in ``phase`` of ``step`` for ``for_s`` seconds; told once.
+
+    ``kill``: its processes are to be ended.
+    """
+
+    job: str
+    replica_id: str
+    phase: Phase
+    step: int
+    for_s: float
+    kill: bool
+
+
+Order = AnswerQuorum | RefuseRequest | ReportLoss | ReportHang
 
 
 @dataclass(slots=True)
 class _Job:
     members: Membership
+    hangs: HangWatch
     last_id: int
     heard_id: int = 0  # the highest id that a group was told, maybe by another lighthouse
     # Requests of groups whose name is still held by an earlier incarnation.
     held: dict[str, tuple[Member, int]] = field(default_factory=dict)
 
     def next_deadline(self) -> float | None:
-        times = [at for at in (self.members.next_death(), self.members.look_at()) if at is not None]
-        return min(times, default=None)
+        looks = (self.members.next_death(), self.members.look_at(), self.hangs.look_at())
+        return min((at for at in looks if at is not None), default=None)
 
 
 class Lighthouse:
@@ -83,6 +101,7 @@ class Lighthouse:
         state.heard_id = max(state.heard_id, member.seen_quorum_id)
         orders = self._sign_of_life(state, member.replica_id, now)
         state.members.seen(member.replica_id, now)
+        state.hangs.told(member.replica_id, Activity(Phase.QUORUM, member.step, now), now)
         if state.members.earlier_incarnations(member.replica_id):
             held_before = state.held.pop(member.replica_id, None)
             if held_before is not None:
@@ -103,13 +122,19 @@ class Lighthouse:
         state.held = {key: held for key, held in state.held.items() if held[1] != caller}
         return self._settle(job, state, [], now)
 
-    def heartbeat(self, job: str, replica_id: str, now: float) -> tuple[Order, ...]:
-        """A sign of life without a request."""
+    def heartbeat(
+        self, job: str, replica_id: str, now: float, activity: Activity | None = None
+    ) -> tuple[Order, ...]:
+        """A sign of life without a request; ``activity`` is what the group does, if it tells."""
         check_name("replica_id", replica_id)
         state = self._job(job, replica_id)
         is_new = not state.members.knows(replica_id)
         orders = self._sign_of_life(state, replica_id, now)
         state.members.seen(replica_id, now)
+        if activity is not None:
+            state.hangs.told(replica_id, activity, now)
+            orders += self._report_hangs(job, state, now)
+            self._wake(state.hangs.look_at())
         if is_new or orders:
             return self._settle(job, state, orders, now)
         return ()
@@ -130,6 +155,7 @@ class Lighthouse:
             silent = f"no sign of life for {self._config.heartbeat_timeout_s:g} s"
             for replica_id in state.members.dead(now):
                 orders += self._remove(name, state, replica_id, silent)
+            orders += self._report_hangs(name, state, now)
             orders += self._settle(name, state, [], now)
         return tuple(orders)
 
@@ -154,6 +180,16 @@ class Lighthouse:
         state = self._jobs.get(job)
         return state.members.fellows(replica_id) if state else []
 
+    def activity(self, job: str, replica_id: str) -> Activity | None:
+        """What a living group does (None: it does not tell)."""
+        state = self._jobs.get(job)
+        return state.hangs.activity(replica_id) if state else None
+
+    def is_hung(self, job: str, replica_id: str) -> bool:
+        """Whether a living group has been reported as hung, and still is."""
+        state = self._jobs.get(job)
+        return state is not None and state.hangs.is_hung(replica_id)
+
     def beat_interval_s(self, job: str) -> float:
         """How often a group of ``job`` should beat at the most."""
         state = self._jobs.get(job)
@@ -176,7 +212,11 @@ class Lighthouse:
                 f"job {name!r} has to go to another one"
             )
         committed_step = self._ended.pop(name, 0)
-        state = _Job(Membership(self._config, committed_step), self._first_id)
+        state = _Job(
+            Membership(self._config, committed_step),
+            HangWatch(self._config.hang_timeout_s),
+            self._first_id,
+        )
         self._jobs[name] = state
         return state
 
@@ -194,6 +234,7 @@ class Lighthouse:
                 continue
             _, caller = state.held.pop(rival)
             state.members.gone(rival)
+            state.hangs.gone(rival)
             reason = (
                 f"the name of {rival!r} is taken: {replica_id!r} is alive; "
                 "give every replica group a name of its own"
@@ -205,10 +246,18 @@ class Lighthouse:
         orders: list[Order] = [ReportLoss(job, replica_id, reason)]
         held = state.held.pop(replica_id, None)
         caller = state.members.gone(replica_id)
+        state.hangs.gone(replica_id)
         for lost in (caller, held[1] if held else None):
             if lost is not None:
                 orders.append(RefuseRequest(lost, QuorumFailed(f"{replica_id!r} is out: {reason}")))
         return orders
+
+    def _report_hangs(self, job: str, state: _Job, now: float) -> list[Order]:
+        kill = self._config.on_hang == "kill"
+        return [
+            ReportHang(job, replica_id, hang.phase, hang.step, now - hang.since, kill)
+            for replica_id, hang in state.hangs.newly_hung(now)
+        ]
 
     def _settle(self, job: str, state: _Job, orders: list[Order], now: float) -> tuple[Order, ...]:
         """Draw all conclusions for one job."""

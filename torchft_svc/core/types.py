@@ -102,7 +102,9 @@ class QuorumConfig:
 
     ``on_step_regression`` decides what happens to a quorum that would lose committed steps:
     ``hold`` keeps it back, ``warn`` lets it pass with a warning; ``auto`` holds it back while a
-    group that took part in the job is alive, and warns when none is left.
+    group that took part in the job is alive, and warns when none is left. A group that stands in
+    one phase of its own work for ``hang_timeout_s`` (None: however long) is reported, and ended if
+    ``on_hang`` is ``kill``.
     """
 
     min_replicas: int = 1
@@ -110,6 +112,8 @@ class QuorumConfig:
     startup_timeout_s: float | None = None
     heartbeat_timeout_s: float = 5.0
     on_step_regression: Literal["auto", "hold", "warn"] = "auto"
+    hang_timeout_s: float | None = None
+    on_hang: Literal["report", "kill"] = "report"
     # One lighthouse serves many jobs, but a client that invents names must not fill its memory.
     max_jobs: int = 1000
     max_members_per_job: int = 20_000
@@ -127,6 +131,14 @@ class QuorumConfig:
                 )
         if self.heartbeat_timeout_s == 0:
             raise ConfigError("heartbeat_timeout_s", 0, "every group would be dead at once")
+        if self.hang_timeout_s is not None and not (
+            math.isfinite(self.hang_timeout_s) and self.hang_timeout_s > 0
+        ):
+            raise ConfigError(
+                "hang_timeout_s", self.hang_timeout_s, "use a finite time above 0 seconds, or None"
+            )
+        if self.on_hang not in ("report", "kill"):
+            raise ConfigError("on_hang", self.on_hang, "use report or kill")
         if self.on_step_regression not in ("auto", "hold", "warn"):
             raise ConfigError(
                 "on_step_regression", self.on_step_regression, "use auto, hold or warn"
@@ -146,6 +158,12 @@ def check_name(field: str, value: str) -> None:
     if not value:
         raise RequestRefused(f"{field} is empty")
     check_text(field, value, MAX_NAME_LENGTH)
+
+
+def check_step(step: int) -> None:
+    """Refuse a step that cannot be."""
+    if not 0 <= step <= MAX_INT64:
+        raise RequestRefused(f"step is {step}, must be 0 or more")
 
 
 def check_text(field: str, value: str, limit: int) -> None:

@@ -42,6 +42,19 @@ from torchft_svc.rpc.security import Security
     help="A quorum that would lose committed steps: hold it back, or warn and go on; "
     "auto holds it back while any group of the job is left.",
 )
+@option(
+    "--hang-timeout-ms",
+    type=int,
+    default=None,
+    help="A group whose step stands still for so long, while it trains or votes, has hung.  "
+    "[default: none ever has]",
+)
+@option(
+    "--on-hang",
+    type=click.Choice(["report", "kill"]),
+    default="report",
+    help="What to do with a group that has hung: only report it, or end its processes.",
+)
 @option("--quorum-tick-ms", type=int, default=None, help="Accepted and ignored: nothing polls.")
 @option(
     "--log-level",
@@ -57,6 +70,8 @@ def main(
     startup_timeout_ms: int | None,
     heartbeat_timeout_ms: int,
     on_step_regression: str,
+    hang_timeout_ms: int | None,
+    on_hang: str,
     quorum_tick_ms: int | None,
     log_level: str,
     security: Security,
@@ -71,6 +86,8 @@ def main(
             startup_timeout_s=None if startup_timeout_ms is None else startup_timeout_ms / 1000,
             heartbeat_timeout_s=heartbeat_timeout_ms / 1000,
             on_step_regression=on_step_regression,  # type: ignore[arg-type]  # click checked it
+            hang_timeout_s=None if hang_timeout_ms is None else hang_timeout_ms / 1000,
+            on_hang=on_hang,  # type: ignore[arg-type]  # click checked it
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None

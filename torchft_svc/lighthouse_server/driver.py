@@ -8,10 +8,18 @@ import logging
 import time
 from collections.abc import Sequence
 
-from torchft_svc.core.lighthouse import AnswerQuorum, Lighthouse, Order, RefuseRequest, ReportLoss
+from torchft_svc.core.lighthouse import (
+    AnswerQuorum,
+    Lighthouse,
+    Order,
+    RefuseRequest,
+    ReportHang,
+    ReportLoss,
+)
 from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded
-from torchft_svc.rpc.codec import member_lost, quorum_answer
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.codec import beat_from_wire, member_lost, quorum_answer
 from torchft_svc.rpc.outbox import Outbox
 
 log = logging.getLogger(__name__)
@@ -62,9 +70,11 @@ class LighthouseDriver:
             why = self._core.why(job, time.monotonic())
             answer.set_exception(DeadlineExceeded("quorum", timeout_s, why))
 
-    def heartbeat(self, job: str, replica_id: str) -> float:
+    def heartbeat(self, job: str, replica_id: str, doing: pb.SessionBeat | None = None) -> float:
         """A sign of life; returns how long the group may stay silent, in seconds."""
-        self._carry_out(self._core.heartbeat(job, replica_id, time.monotonic()))
+        now = time.monotonic()
+        activity = None if doing is None else beat_from_wire(doing, now)
+        self._carry_out(self._core.heartbeat(job, replica_id, now, activity))
         return self._core.beat_interval_s(job)
 
     def leave(self, job: str, replica_id: str, reason: str) -> None:
@@ -101,6 +111,8 @@ class LighthouseDriver:
                     answer.set_exception(order.error)
             elif isinstance(order, ReportLoss):
                 self._tell_loss(order)
+            elif isinstance(order, ReportHang):
+                self._report_hang(order)
         self._arm()
 
     def _tell_loss(self, loss: ReportLoss) -> None:
@@ -110,6 +122,16 @@ class LighthouseDriver:
             session = self._sessions.get((loss.job, fellow))
             if session is not None:
                 session.tell(news)
+
+    def _report_hang(self, hang: ReportHang) -> None:
+        log.warning(
+            "group hangs job=%s replica=%s phase=%s step=%d for %.1f s",
+            hang.job,
+            hang.replica_id,
+            hang.phase.value,
+            hang.step,
+            hang.for_s,
+        )
 
     def _publish(self, order: AnswerQuorum) -> None:
         encoded = quorum_answer(order.quorum, time.time())

@@ -71,7 +71,7 @@ class Session:
         async for message in requests:
             kind = message.WhichOneof("kind")
             if kind == "beat":
-                self._driver.heartbeat(self._job, self._replica_id)
+                self._driver.heartbeat(self._job, self._replica_id, message.beat)
             elif kind == "question":
                 self._ask(message.question)
             elif kind == "withdrawal":

@@ -43,7 +43,7 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
     def build(bound: HostPort) -> Service:
         link.address = str(HostPort(host, bound.port))
         driver = ManagerDriver(group, link, tasks)
-        link.on_loss = driver.tell_loss
+        link.on_loss, link.activity = driver.tell_loss, driver.activity
         return manager_service(driver, killed)
 
     bind = parse_address(config.bind, may_bind=True)

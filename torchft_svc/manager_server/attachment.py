@@ -41,15 +41,20 @@ async def attach(
     reason = "its process ended"
     try:
         outbox.tell(pb.AttachNews(welcome=pb.AttachWelcome()).SerializeToString())
-        await outbox.exchange(_read(requests), context)
+        await outbox.exchange(_read(driver, group_rank, requests), context)
         reason = "it has stopped"
     finally:
         driver.detach(group_rank, worker_id, outbox, reason)
 
 
-async def _read(requests: AsyncIterator[pb.AttachRequest]) -> None:
+async def _read(
+    driver: ManagerDriver, group_rank: int, requests: AsyncIterator[pb.AttachRequest]
+) -> None:
     async for message in requests:
         kind = message.WhichOneof("kind")
         if kind == "detach":
             return
+        if kind == "phase":
+            driver.hear_phase(group_rank, message.phase)
+            continue
         raise RequestRefused(f"an attachment has no place for {kind or 'an empty message'}")

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from torchft_svc.core.activity import Activity, WorkerActivities
 from torchft_svc.core.group import (
     AnswerVote,
     AnswerWorker,
@@ -20,10 +21,11 @@ from torchft_svc.core.group import (
     Vote,
     WorkerRequest,
 )
+from torchft_svc.core.types import check_step
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed, TorchFTError
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import member_lost, worker_answer
+from torchft_svc.rpc.codec import member_lost, phase_from_wire, worker_answer
 from torchft_svc.rpc.outbox import Outbox
 from torchft_svc.rpc.tasks import Tasks
 
@@ -45,6 +47,7 @@ class ManagerDriver:
         self._deadlines: dict[int, float] = {}
         self._asking: asyncio.Task[None] | None = None
         self._workers: dict[int, Outbox] = {}
+        self._activities = WorkerActivities()
 
     async def quorum(self, request: WorkerRequest, timeout_s: float) -> bytes:
         """Wait until all workers have asked and the lighthouse has answered; the encoded answer."""
@@ -75,7 +78,23 @@ class ManagerDriver:
         """The worker's stream has ended; nothing, if it has another one already."""
         if self._workers.get(group_rank) is outbox:
             del self._workers[group_rank]
+            self._activities.gone(group_rank)
             self._carry_out(self._core.detached(group_rank, worker_id, reason))
+
+    def hear_phase(self, group_rank: int, message: pb.AttachPhase) -> None:
+        """An attached worker does something else now.
+
+        Raises:
+            RequestRefused: the step cannot be.
+        """
+        check_step(message.step)
+        phase = phase_from_wire(message.phase)
+        if phase is not None:
+            self._activities.told(group_rank, phase, message.step, time.monotonic())
+
+    def activity(self) -> Activity | None:
+        """What the group does, if its workers tell."""
+        return self._activities.slowest()
 
     def tell_loss(self, replica_id: str, reason: str) -> None:
         """A member of the last quorum is gone: every worker hears of it at once."""

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 
+from torchft_svc.core.activity import Activity
 from torchft_svc.core.group import AskLighthouse
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, Unreachable
@@ -26,13 +27,15 @@ class LighthouseLink:
     """To be used on one event loop.
 
     ``address`` is where others reach this manager; ``on_loss`` hears of members of the last quorum
-    that are gone (replica id, reason). Both are set before `start`.
+    that are gone (replica id, reason); ``activity`` tells what the group does. All are set before
+    `start`.
     """
 
     def __init__(self, config: ManagerConfig, tasks: Tasks) -> None:
         self._config = config
         self._tasks = tasks
         self.on_loss: Callable[[str, str], None] = _not_listening
+        self.activity: Callable[[], Activity | None] = _not_telling
         self.address = ""
         self._seen_quorum_id = 0
         self._channel = open_aio_channel(config.lighthouse_address, config.security)
@@ -76,7 +79,12 @@ class LighthouseLink:
     def _new_incarnation(self) -> None:
         self.replica_id = f"{self._config.replica_name}:{uuid.uuid4()}"
         self._line: Line = SessionLine(
-            self._config, self._channel, self.replica_id, self._tasks, self._tell_loss
+            self._config,
+            self._channel,
+            self.replica_id,
+            self._tasks,
+            self._tell_loss,
+            lambda: self.activity(),
         )
 
     def _tell_loss(self, replica_id: str, reason: str) -> None:
@@ -133,3 +141,7 @@ class LighthouseLink:
 
 def _not_listening(replica_id: str, reason: str) -> None:
     """Before the manager serves there is nobody to be told."""
+
+
+def _not_telling() -> Activity | None:
+    """Nor to say what it does."""

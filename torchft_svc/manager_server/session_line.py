@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 
+from torchft_svc.core.activity import Activity
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import (
     DeadlineExceeded,
@@ -26,7 +27,7 @@ from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.line import LEAVE_TIMEOUT_S, NotSupported
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import MAX_RECONNECT_MS, MIN_RECONNECT_MS
-from torchft_svc.rpc.codec import JOB_KEY, member_to_wire, quorum_from_wire
+from torchft_svc.rpc.codec import JOB_KEY, beat_to_wire, member_to_wire, quorum_from_wire
 from torchft_svc.rpc.status import error_from_wire, to_distrust
 from torchft_svc.rpc.tasks import Tasks
 from torchft_svc.rpc.tls_reasons import closing_hint
@@ -45,7 +46,10 @@ _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 class SessionLine:
-    """To be used on one event loop; ``on_loss`` hears of lost members (replica id, reason)."""
+    """To be used on one event loop; ``on_loss`` hears of lost members (replica id, reason).
+
+    ``activity`` is what the beats tell.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,9 @@ class SessionLine:
         replica_id: str,
         tasks: Tasks,
         on_loss: Callable[[str, str], None],
+        activity: Callable[[], Activity | None],
     ) -> None:
+        self._activity = activity
         self._config = config
         self._replica_id = replica_id
         self._tasks = tasks
@@ -194,14 +200,14 @@ class SessionLine:
 
     async def _beat(self, stream: Stream, min_interval_s: float) -> None:
         interval_s = max(self._config.heartbeat_interval_s, min_interval_s)
-        beat = pb.SessionRequest(beat=pb.SessionBeat())
         with contextlib.suppress(*_BROKEN):
             while True:
                 silent_s = time.monotonic() - self._asked_at  # a question is a sign of life, too
                 wait_s = interval_s - silent_s if silent_s < interval_s else interval_s
                 await asyncio.sleep(wait_s * random.uniform(0.9, 1.0))  # noqa: S311
                 if time.monotonic() - self._asked_at >= 0.9 * interval_s:
-                    await self._send(stream, beat)
+                    beat = beat_to_wire(self._activity(), time.monotonic())
+                    await self._send(stream, pb.SessionRequest(beat=beat))
 
     async def _send(self, stream: Stream, request: pb.SessionRequest) -> None:
         async with self._writing:  # a stream takes one message at a time

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from torchft_svc.core.activity import Activity
 from torchft_svc.core.assignment import assign
 from torchft_svc.core.group import AnswerWorker, Vote, WorkerRequest
-from torchft_svc.core.types import Member, Quorum
+from torchft_svc.core.step import Phase
+from torchft_svc.core.types import Member, Quorum, check_step
 from torchft_svc.errors import QuorumFailed, TorchFTError
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.status import error_to_wire
@@ -81,6 +83,45 @@ def refusal(error: TorchFTError, number: int) -> pb.SessionRefusal:
     """``error`` as the answer to question ``number``."""
     name, text = error_to_wire(error)
     return pb.SessionRefusal(number=number, error=name, reason=text)
+
+
+_PHASES: dict[Phase, pb.Phase] = {
+    Phase.IDLE: pb.PHASE_IDLE,
+    Phase.QUORUM: pb.PHASE_WAITING,
+    Phase.HEALING: pb.PHASE_HEALING,
+    Phase.TRAINING: pb.PHASE_TRAINING,
+    Phase.VOTING: pb.PHASE_VOTING,
+}
+_PHASES_OF_WIRE = {number: phase for phase, number in _PHASES.items()}
+
+
+def phase_to_wire(phase: Phase) -> pb.Phase:
+    return _PHASES[phase]
+
+
+def phase_from_wire(number: pb.Phase) -> Phase | None:
+    """None: it was not told, or this version does not know it."""
+    return _PHASES_OF_WIRE.get(number)
+
+
+def beat_to_wire(activity: Activity | None, now: float) -> pb.SessionBeat:
+    """A sign of life, and what the group does (None: not known)."""
+    if activity is None:
+        return pb.SessionBeat()
+    return pb.SessionBeat(
+        phase=phase_to_wire(activity.phase),
+        step=activity.step,
+        phase_ms=max(0, int((now - activity.since) * 1000)),
+    )
+
+
+def beat_from_wire(message: pb.SessionBeat, now: float) -> Activity | None:
+    """None: the group does not tell what it does."""
+    phase = phase_from_wire(message.phase)
+    if phase is None:
+        return None
+    check_step(message.step)
+    return Activity(phase, message.step, now - max(0, message.phase_ms) / 1000)
 
 
 def quorum_from_wire(message: pb.Quorum) -> Quorum:

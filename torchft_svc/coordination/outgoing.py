@@ -1,0 +1,50 @@
+"""What a worker says on its line to the manager."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from torchft_svc.proto import torchft_pb2 as pb
+
+# A worker's phase is told at most so often: it is for people and for hang timeouts of seconds, and
+# a fast trainer would otherwise spend its time with it.
+PHASE_INTERVAL_S = 0.1
+
+
+class Outgoing:
+    """One stream's messages, for the thread that sends them: hello, phases, maybe a goodbye.
+
+    The other methods may be called on any thread, and only store something.
+    """
+
+    def __init__(self, hello: pb.AttachHello) -> None:
+        self._hello = hello
+        self._phase: pb.AttachPhase | None = None
+        self._changed = threading.Event()
+        self._over = threading.Event()
+        self._detaches = False
+
+    def tell(self, phase: pb.AttachPhase) -> None:
+        """Send ``phase`` soon; only the latest one counts."""
+        self._phase = phase
+        self._changed.set()
+
+    def end(self, detaches: bool) -> None:
+        """Say no more, at the most goodbye; may be called twice, the first time counts."""
+        if not self._over.is_set():
+            self._detaches = detaches
+            self._over.set()
+        self._changed.set()
+
+    def messages(self) -> Iterator[pb.AttachRequest]:
+        """To be read once."""
+        yield pb.AttachRequest(hello=self._hello)
+        while not self._over.is_set():
+            self._changed.wait()
+            self._changed.clear()  # before the look at what has changed
+            if self._phase is not None and not self._over.is_set():
+                yield pb.AttachRequest(phase=self._phase)
+                self._over.wait(PHASE_INTERVAL_S)
+        if self._detaches:
+            yield pb.AttachRequest(detach=pb.AttachDetach())

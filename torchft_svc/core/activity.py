@@ -1,0 +1,104 @@
+"""What workers and groups are doing, since when, and which of them have hung.
+
+``now`` and ``since`` are monotonic seconds of whoever keeps these books.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchft_svc.core.step import Phase
+
+# A group hangs only in phases that it has to end by itself. Waiting for a quorum is waiting for
+# others, a heal has a deadline of its own, and what is done between two steps (an evaluation, a
+# checkpoint) is the user's and may take long.
+HANGING_PHASES = frozenset({Phase.TRAINING, Phase.VOTING})
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """In ``phase`` of ``step`` since ``since``, without a change."""
+
+    phase: Phase
+    step: int
+    since: float
+
+
+class WorkerActivities:
+    """A group does what that worker does which has stood still the longest."""
+
+    def __init__(self) -> None:
+        self._workers: dict[int, Activity] = {}
+
+    def told(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
+        """A worker has changed to ``phase``, maybe through others back to the same one."""
+        self._workers[group_rank] = Activity(phase, step, now)
+
+    def gone(self, group_rank: int) -> None:
+        self._workers.pop(group_rank, None)
+
+    def slowest(self) -> Activity | None:
+        """None: no worker has told anything."""
+        return min(self._workers.values(), key=lambda each: each.since, default=None)
+
+
+class HangWatch:
+    """The activities of a job's groups; a hang is one that lasts for ``timeout_s`` (None: never).
+
+    All costs are constant, except for one look at all groups about once in ``timeout_s``.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._groups: dict[str, Activity] = {}
+        self._hung: set[str] = set()
+        self._look_at: float | None = None
+
+    def told(self, replica_id: str, activity: Activity, now: float) -> None:
+        """What a living group does."""
+        self._groups[replica_id] = activity
+        ends_at = self._hangs_at(activity)
+        if ends_at is None or ends_at > now:
+            self._hung.discard(replica_id)
+        if replica_id in self._hung or ends_at is None:
+            return
+        if self._look_at is None or ends_at < self._look_at:
+            self._look_at = ends_at
+
+    def gone(self, replica_id: str) -> None:
+        self._groups.pop(replica_id, None)
+        self._hung.discard(replica_id)
+
+    def activity(self, replica_id: str) -> Activity | None:
+        """None: it has not told."""
+        return self._groups.get(replica_id)
+
+    def is_hung(self, replica_id: str) -> bool:
+        return replica_id in self._hung
+
+    def look_at(self) -> float | None:
+        """When to call `newly_hung`; may be too early, never too late."""
+        return self._look_at
+
+    def newly_hung(self, now: float) -> list[tuple[str, Activity]]:
+        """The groups that have hung since the last call, each with what it hangs in."""
+        if self._look_at is None or now < self._look_at:
+            return []
+        found = []
+        later = []
+        for replica_id, activity in self._groups.items():
+            ends_at = self._hangs_at(activity)
+            if ends_at is None or replica_id in self._hung:
+                continue
+            if ends_at > now:
+                later.append(ends_at)
+            else:
+                self._hung.add(replica_id)
+                found.append((replica_id, activity))
+        self._look_at = min(later, default=None)
+        return found
+
+    def _hangs_at(self, activity: Activity) -> float | None:
+        if self._timeout_s is None or activity.phase not in HANGING_PHASES:
+            return None
+        return activity.since + self._timeout_s
