@@ -33,6 +33,7 @@ from torchft_svc.errors import ConfigError
         ("uses_agent_store", "TORCHELASTIC_USE_AGENT_STORE", "0", False),
         ("restart_count", "TORCHELASTIC_RESTART_COUNT", "2", 2),
         ("job_id", "TORCHFT_JOB_ID", "run-7", "run-7"),
+        ("min_replicas", "TORCHFT_MIN_REPLICAS", "2", 2),
         ("replica_group_id", "REPLICA_GROUP_ID", "3", "3"),
         ("tls_cert_file", "TORCHFT_TLS_CERT", "/c.pem", "/c.pem"),
         ("tls_key_file", "TORCHFT_TLS_KEY", "/k.pem", "/k.pem"),

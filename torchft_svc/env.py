@@ -147,6 +147,11 @@ class Environment:
         return self._text("TORCHFT_JOB_ID")
 
     @property
+    def min_replicas(self) -> int | None:
+        """``TORCHFT_MIN_REPLICAS``: the fewest groups that the job trains with; 0: not told."""
+        return self._int("TORCHFT_MIN_REPLICAS", 0)
+
+    @property
     def replica_group_id(self) -> str | None:
         """``REPLICA_GROUP_ID``: the stable name of this replica group."""
         return self._text("REPLICA_GROUP_ID")

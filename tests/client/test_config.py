@@ -29,6 +29,7 @@ ALL_SET = Environment(
         "TORCHFT_MANAGER_PORT": "3",
         "TORCHFT_QUORUM_RETRIES": "4",
         "TORCHFT_JOB_ID": "job",
+        "TORCHFT_MIN_REPLICAS": "5",
         "REPLICA_GROUP_ID": "group",
     }
 )
@@ -115,6 +116,7 @@ def services(environment: Environment, **given: object) -> object:
         "port",
         "hostname",
         "quorum_retries",
+        "min_replicas",
     )
     options: dict[str, object] = dict.fromkeys(names)
     return resolve_services(environment, **{**options, "in_process": False, **given})  # type: ignore[arg-type]
@@ -127,6 +129,8 @@ def test_the_services() -> None:
     assert (result.port, result.quorum_retries) == (3, 4)  # type: ignore[attr-defined]
     assert (result.replica_name, result.job_id) == ("group", "job")  # type: ignore[attr-defined]
     assert services(ALL_SET, lighthouse_addr="other:1").lighthouse_address == "other:1"  # type: ignore[attr-defined]
+    assert result.min_replicas == 5  # type: ignore[attr-defined]
+    assert services(ALL_SET, min_replicas=0).min_replicas == 0  # type: ignore[attr-defined]
     # Who asks for a manager of his own does not get the environment's.
     assert services(ALL_SET, in_process=True).manager_address is None  # type: ignore[attr-defined]
 
@@ -140,3 +144,5 @@ def test_contradictions_are_refused() -> None:
         services(NOTHING, in_process=True, manager_addr="manager:2")
     with pytest.raises(ConfigError, match="quorum_retries=-1"):
         services(NOTHING, quorum_retries=-1)
+    with pytest.raises(ConfigError, match="min_replicas=-1"):
+        services(NOTHING, min_replicas=-1)

@@ -88,6 +88,7 @@ class Naive:
             straggling=set(self.stragglers),
             previous=self.previous,
             committed_step=self.committed_step,
+            told_min_replicas=max((each.member.min_replicas for each in asking), default=0),
         )
 
     def _settle(self, now: float) -> None:

@@ -60,11 +60,16 @@ class Groups(RuleBasedStateMachine):
         found = [key for key, group in self.world.groups.items() if able(group)]
         return self.world.groups[data.draw(st.sampled_from(found))] if found else None
 
-    @rule(job=st.sampled_from(JOBS), name=st.sampled_from("abcd"), step=st.integers(0, 2))
+    @rule(
+        job=st.sampled_from(JOBS),
+        name=st.sampled_from("abcd"),
+        step=st.integers(0, 2),
+        min_replicas=st.sampled_from([0, 0, 0, 1, 2]),
+    )
     @precondition(lambda self: len(self.world.groups) < 6)
-    def a_group_starts(self, job: str, name: str, step: int) -> None:
+    def a_group_starts(self, job: str, name: str, step: int, min_replicas: int) -> None:
         """Maybe under the name of another that lives; maybe from a checkpoint."""
-        self.world.start(job, name, step)
+        self.world.start(job, name, step, min_replicas)
 
     @rule(data=st.data(), shrink_only=st.sampled_from([False, False, False, True]))
     def a_group_asks(self, data: st.DataObject, shrink_only: bool) -> None:
@@ -176,6 +181,7 @@ class Groups(RuleBasedStateMachine):
             assert all(members._incarnations.values())
             waiting = set(members._waiting)
             assert waiting == set(members._callers) == set(members._replica_of.values())
+            assert sum(members._told_min_replicas.values()) == len(waiting)
             assert waiting | members._veterans | members._straggling | members._awaited <= living
             assert set(state.held) <= living - waiting
             assert not waiting & members._straggling
@@ -202,7 +208,8 @@ class Groups(RuleBasedStateMachine):
             if group.caller is not None and group.caller in waiting:
                 why = world.house.why(group.job, world.now)
                 assert "of at least" in why or "the job has committed step" in why, why
-                assert world.config.min_replicas > 1 or "committed" in why
+                told = [each.min_replicas for each in world.groups.values()]
+                assert max(world.config.min_replicas, *told) > 1 or "committed" in why
         self.i5_nobody_waits_without_a_reason()
         self.i7_only_the_living_are_remembered()
 

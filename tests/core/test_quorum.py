@@ -40,6 +40,7 @@ def view(
         straggling=set(straggling),
         previous=quorum(5, *before) if before else None,
         committed_step=committed_step,
+        told_min_replicas=max((each.min_replicas for each, _ in asking), default=0),
     )
 
 
@@ -149,6 +150,18 @@ TABLE: dict[str, tuple[JobView, dict[str, Any], float, Formed | Waiting]] = {
         Waiting("1 of at least 2 groups ask"),
     ),
     "3: min_replicas are enough": (view((A, 0), (B, 0)), {"min_replicas": 2}, 0, Formed((A, B))),
+    "3: the largest min_replicas that the job tells counts": (
+        view((member("a", min_replicas=2), 0), (member("b", min_replicas=3), 0)),
+        {"min_replicas": 1},
+        0,
+        Waiting("2 of at least 3 groups ask"),
+    ),
+    "3: and it counts instead of the lighthouse's": (
+        view((member("a", min_replicas=1), 0), (B, 0)),
+        {"min_replicas": 3},
+        0,
+        Formed((member("a", min_replicas=1), B)),
+    ),
     "4: a straggler is not waited for": (
         view((A, 3), silent="b", veterans="ab", straggling="b", previous="ab"),
         {},

@@ -39,6 +39,7 @@ def views(draw: st.DrawFn) -> JobView:
                 name,
                 draw(st.integers(0, 3)),
                 shrink_only=draw(st.sampled_from([False] * 3 + [True])),
+                min_replicas=draw(st.sampled_from([0] * 3 + [1, 2, 4])),
             ),
             draw(st.integers(0, 9)),
         )
@@ -54,6 +55,7 @@ def views(draw: st.DrawFn) -> JobView:
         straggling={name for name in names if states[name] == "late"},
         previous=quorum(1, *[member(name) for name in sorted(before)]) if before else None,
         committed_step=draw(st.integers(0, 4)),
+        told_min_replicas=max((each.member.min_replicas for each in waiting.values()), default=0),
     )
 
 
@@ -77,6 +79,7 @@ members = st.builds(
     shrink_only=st.sampled_from([False, False, False, True]),
     commit_failures=st.sampled_from([0, 0, 0, 1]),
     seen_quorum_id=st.sampled_from([0, 0, 0, 3, 9]),
+    min_replicas=st.sampled_from([0, 0, 0, 1, 3]),
     address=st.sampled_from(["x:1", "x:1", "x:1", "y:1"]),
 )
 events = st.one_of(
@@ -160,6 +163,7 @@ class Side:
         assert (set(view.living), set(view.veterans)) == (expected.living, expected.veterans)
         assert set(view.straggling) == expected.straggling
         assert (view.previous, view.committed_step) == (expected.previous, expected.committed_step)
+        assert view.told_min_replicas == expected.told_min_replicas
         awaited = expected.previous_ids() & expected.living - expected.waiting.keys()
         assert state.members._awaited == awaited - expected.straggling
 

@@ -47,6 +47,8 @@ ABOVE_IT: list[tuple[dict[str, Any], str]] = [
     ({"seen_quorum_id": MAX_INT64 // 2 + 1}, f"seen_quorum_id {2**62} was never given out"),
     ({"world_size": MAX_WORLD_SIZE + 1}, "world_size is 1000001, must be 0 to 1000000"),
     ({"world_size": -1}, "world_size is -1, must be 0 to 1000000"),
+    ({"min_replicas": MAX_WORLD_SIZE + 1}, "min_replicas is 1000001, must be 0 to 1000000"),
+    ({"min_replicas": -1}, "min_replicas is -1, must be 0 to 1000000"),
 ]
 
 

@@ -49,7 +49,8 @@ def decide(
     asking = [view.waiting[replica_id].member for replica_id in sorted(view.waiting)]
     if any(member.shrink_only and member.replica_id in previous for member in asking):
         asking = [member for member in asking if member.replica_id in previous]
-    if len(asking) < config.min_replicas:
+    told = [waiter.member.min_replicas for waiter in view.waiting.values()]
+    if len(asking) < (max(told) or config.min_replicas):
         return math.inf
     if all(member.step < view.committed_step for member in asking):
         if config.on_step_regression == "hold":

@@ -33,6 +33,7 @@ class Group:
     job: str
     replica_id: str
     step: int = 0
+    min_replicas: int = 0
     commit_failures: int = 0
     seen_quorum_id: int = 0
     address: str = "here:1"
@@ -57,6 +58,7 @@ class Group:
             shrink_only=shrink_only,
             commit_failures=self.commit_failures,
             seen_quorum_id=self.seen_quorum_id,
+            min_replicas=self.min_replicas,
         )
 
 
@@ -89,9 +91,9 @@ class World:
 
     # -- what happens ----------------------------------------------------------------------------
 
-    def start(self, job: str, name: str, step: int) -> None:
+    def start(self, job: str, name: str, step: int, min_replicas: int = 0) -> None:
         self.num_starts += 1
-        group = Group(job, f"{name}:{self.num_starts}", step)
+        group = Group(job, f"{name}:{self.num_starts}", step, min_replicas)
         self.groups[job, group.replica_id] = group
         self.beat(group)
 
@@ -242,7 +244,10 @@ class World:
     def check_i4_progress(self, order: AnswerQuorum, books: JobBooks) -> None:
         """The committed step never goes back, unless the policy accepts it and the loss is told."""
         max_step, living = order.quorum.max_step, self.living(order.job)
-        assert len(order.callers) >= self.config.min_replicas
+        told = [group.min_replicas for group in self.groups.values() if group.job == order.job]
+        if not any(told):
+            assert len(order.callers) >= self.config.min_replicas
+        assert len(order.callers) >= max(each.min_replicas for each in order.quorum.participants)
         if max_step < books.committed_step:
             assert order.lost_from == books.committed_step, "I4: a loss is told"
             assert self.config.on_step_regression != "hold", "I4"

@@ -212,3 +212,13 @@ def test_200_callers_at_once_get_one_quorum() -> None:
             answers = [asked.result() for asked in [line.quorum(name) for name in names]]
             assert members(answers[0]) == names
             assert all(answer == answers[0] for answer in answers)
+
+
+def test_a_job_may_tell_its_own_minimum(line: Line) -> None:
+    """The lighthouse's is two; another job on it keeps that."""
+    small = line.quorum("a:1", job="small", min_replicas=1)
+    assert members(small.result()) == ["a:1"]
+    large = [line.quorum(key, job="large", min_replicas=3) for key in ("a:1", "b:1")]
+    line.beat("a:1", job="large")
+    large.append(line.quorum("c:1", job="large"))
+    assert members(large[0].result()) == members(large[2].result()) == ["a:1", "b:1", "c:1"]

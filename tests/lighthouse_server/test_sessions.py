@@ -30,8 +30,8 @@ class RawSession:
     def send(self, **fields: Any) -> None:
         self._outgoing.put(pb.SessionRequest(**fields))
 
-    def ask(self, number: int) -> None:
-        asked = {"requester": {"replica_id": "a:1"}, "number": number, "timeout_ms": 10_000}
+    def ask(self, number: int, timeout_ms: int = 10_000) -> None:
+        asked = {"requester": {"replica_id": "a:1"}, "number": number, "timeout_ms": timeout_ms}
         self.send(question=asked)
 
     def close(self) -> None:
@@ -55,19 +55,23 @@ def session(line: Line) -> Iterator[RawSession]:
     session.close()
 
 
-def test_a_withdrawal_that_was_overtaken_leaves_the_newer_question(
-    line: Line, session: RawSession
-) -> None:
-    session.ask(1)
-    session.ask(2)
-    session.send(withdrawal={"number": 1})
-    fellow = line.quorum("b:1")
-    news = next(session.news)
-    if news.WhichOneof("kind") == "refusal":  # of the first one, if it got so far
-        assert news.refusal.number == 1
+def test_an_answer_names_its_question(line: Line, session: RawSession) -> None:
+    for number in (1, 2):
+        session.ask(number)
+        fellow = line.quorum("b:1")
         news = next(session.news)
-    assert news.WhichOneof("kind") == "quorum"
-    assert members(news) == members(fellow.result()) == ["a:1", "b:1"]
+        assert (news.WhichOneof("kind"), news.answers) == ("quorum", number)
+        assert members(news) == members(fellow.result()) == ["a:1", "b:1"]
+
+
+def test_a_withdrawal_that_was_overtaken_leaves_the_newer_question(session: RawSession) -> None:
+    """A question that was withdrawn is not refused at its deadline: it is forgotten."""
+    session.ask(1)
+    session.ask(2, timeout_ms=300)
+    session.send(withdrawal={"number": 1})
+    news = next(session.news)
+    assert news.refusal.number == 2
+    assert "1 of at least 2 groups ask" in news.refusal.reason
 
 
 def test_a_withdrawn_question_does_not_get_into_the_next_quorum(

@@ -144,6 +144,7 @@ def _start_manager(
             connect_timeout=timedelta(seconds=timeouts.connect_s),
             quorum_retries=options.quorum_retries,
             job_id=options.job_id,
+            min_replicas=options.min_replicas,
         )
         address = str(parse_address(server.address()))
         here = Whereabouts(lambda: address, RESTART_PATIENCE_S)
@@ -159,6 +160,7 @@ def _start_manager(
         connect_timeout_s=timeouts.connect_s,
         quorum_retries=options.quorum_retries,
         job_id=options.job_id,
+        min_replicas=options.min_replicas,
     )
     keeper = ManagerKeeper(config, timeouts.connect_s, publish)
     first = keeper.address

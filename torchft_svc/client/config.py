@@ -108,7 +108,8 @@ class GroupPlace:
 class ServiceOptions:
     """Where the group's services are and how they are started.
 
-    Addresses are ``host:port``. ``manager_address``: use a manager that runs already.
+    Addresses are ``host:port``. ``min_replicas`` is what the group tells the lighthouse (0:
+    nothing). ``manager_address``: use a manager that runs already.
     ``in_process``: run the manager inside the trainer instead of as a process of its own.
     """
 
@@ -119,6 +120,7 @@ class ServiceOptions:
     port: int
     hostname: str | None
     quorum_retries: int
+    min_replicas: int
     in_process: bool
 
 
@@ -174,6 +176,7 @@ def resolve_services(
     port: int | None,
     hostname: str | None,
     quorum_retries: int | None,
+    min_replicas: int | None,
     in_process: bool,
 ) -> ServiceOptions:
     """Argument, else environment, else default (a lighthouse on this machine)."""
@@ -181,6 +184,10 @@ def resolve_services(
         quorum_retries = environment.quorum_retries or 0
     if quorum_retries < 0:
         raise ConfigError("quorum_retries", quorum_retries, "use 0 or more")
+    if min_replicas is None:
+        min_replicas = environment.min_replicas or 0
+    if min_replicas < 0:
+        raise ConfigError("min_replicas", min_replicas, "use 0 or more")
     if port is None:
         port = environment.manager_port or 0
     manager_address = manager_addr or environment.manager_address
@@ -194,6 +201,7 @@ def resolve_services(
         port=port,
         hostname=hostname,
         quorum_retries=quorum_retries,
+        min_replicas=min_replicas,
         in_process=in_process,
     )
 

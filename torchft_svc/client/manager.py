@@ -66,6 +66,9 @@ class Manager:
         max_retries: how many steps in a row may be discarded (default: any number).
         quorum_retries: how often the manager asks again for a quorum that failed.
         job_id: the training run, on a lighthouse that serves many (``TORCHFT_JOB_ID``).
+        min_replicas: the fewest groups that the job trains with, told to the lighthouse
+            (``TORCHFT_MIN_REPLICAS``; default: as the lighthouse says). Below it training pauses;
+            below ``min_replica_size`` it goes on, and discards its steps.
         manager_addr: a manager that runs already (``TORCHFT_MANAGER_ADDR``).
         in_process: run the manager inside this process instead of as a child of it.
 
@@ -100,6 +103,7 @@ class Manager:
         quorum_retries: int | None = None,
         *,
         job_id: str | None = None,
+        min_replicas: int | None = None,
         manager_addr: str | None = None,
         in_process: bool = False,
     ) -> None:
@@ -128,6 +132,7 @@ class Manager:
             port=port,
             hostname=hostname,
             quorum_retries=quorum_retries,
+            min_replicas=min_replicas,
             in_process=in_process,
         )
         machine = StepMachine(min_replica_size=min_replica_size, max_retries=max_retries)

@@ -105,6 +105,7 @@ class ManagerServer(_Server):
         *,
         job_id: str = DEFAULT_JOB,
         security: Security | None = None,
+        min_replicas: int = 0,
     ) -> None:
         config = ManagerConfig(
             lighthouse_address=lighthouse_addr,
@@ -118,6 +119,7 @@ class ManagerServer(_Server):
             quorum_retries=quorum_retries,
             job_id=job_id,
             security=_or_environment(security),
+            min_replicas=min_replicas,
         )
         self._running = Background(run_manager(config))
 

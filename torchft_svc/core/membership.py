@@ -6,7 +6,7 @@ member of the previous quorum is missing, an arrival costs the same for ten grou
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from torchft_svc.core.quorum import (
     Formed,
@@ -26,6 +26,7 @@ class Membership:
         self._config = config
         self._seen_at: OrderedDict[str, float] = OrderedDict()  # the longest silent first
         self._waiting: dict[str, Waiter] = {}
+        self._told_min_replicas: Counter[int] = Counter()  # by those who wait; few different ones
         self._gave_up: dict[str, tuple[float, float]] = {}  # since when it asked, until when
         self._callers: dict[str, int] = {}
         self._replica_of: dict[int, str] = {}
@@ -62,8 +63,9 @@ class Membership:
             asked_at = now
         if replaced is not None:
             del self._replica_of[replaced]
-            asked_at = self._waiting[member.replica_id].asked_at
+            asked_at = self._no_longer_waits(member.replica_id).asked_at
         self._waiting[member.replica_id] = Waiter(member, asked_at)
+        self._told_min_replicas[member.min_replicas] += 1
         self._callers[member.replica_id] = caller
         self._replica_of[caller] = member.replica_id
         self._straggling.discard(member.replica_id)
@@ -75,8 +77,8 @@ class Membership:
         replica_id = self._replica_of.pop(caller, None)
         if replica_id is None:
             return
-        self._gave_up[replica_id] = (self._waiting[replica_id].asked_at, now)
-        del self._waiting[replica_id], self._callers[replica_id]
+        self._gave_up[replica_id] = (self._no_longer_waits(replica_id).asked_at, now)
+        del self._callers[replica_id]
         if replica_id in self._previous_ids:
             self._awaited.add(replica_id)
 
@@ -90,7 +92,8 @@ class Membership:
             del self._incarnations[name]
         for ids in (self._veterans, self._straggling, self._awaited):
             ids.discard(replica_id)
-        self._waiting.pop(replica_id, None)
+        if replica_id in self._waiting:
+            self._no_longer_waits(replica_id)
         self._gave_up.pop(replica_id, None)
         caller = self._callers.pop(replica_id, None)
         if caller is not None:
@@ -101,7 +104,7 @@ class Membership:
         """``quorum`` is the answer to its members; returns their callers, in member order."""
         callers = []
         for member in quorum.participants:
-            del self._waiting[member.replica_id]
+            self._no_longer_waits(member.replica_id)
             caller = self._callers.pop(member.replica_id)
             del self._replica_of[caller]
             callers.append(caller)
@@ -111,6 +114,14 @@ class Membership:
         self._veterans |= self._previous_ids
         self.committed_step = quorum.max_step  # lower than before only if that is accepted (7)
         return tuple(callers)
+
+    def _no_longer_waits(self, replica_id: str) -> Waiter:
+        waiter = self._waiting.pop(replica_id)
+        told = waiter.member.min_replicas
+        self._told_min_replicas[told] -= 1
+        if not self._told_min_replicas[told]:
+            del self._told_min_replicas[told]
+        return waiter
 
     # -- what follows ----------------------------------------------------------------------------
 
@@ -193,6 +204,7 @@ class Membership:
             straggling=self._straggling,
             previous=self.previous,
             committed_step=self.committed_step,
+            told_min_replicas=max(self._told_min_replicas, default=0),
         )
 
 

@@ -28,7 +28,7 @@ class JobView:
     """All that a decision depends on; save for ``previous``, all ids are of groups in ``living``.
 
     ``veterans`` took part in a quorum of this job, ``straggling`` were waited for in vain (and are
-    not in ``waiting``).
+    not in ``waiting``). ``told_min_replicas`` is the largest that those who wait tell (0: none).
     """
 
     waiting: Mapping[str, Waiter]
@@ -37,6 +37,7 @@ class JobView:
     straggling: Set[str]
     previous: Quorum | None
     committed_step: int
+    told_min_replicas: int = 0
 
     def previous_ids(self) -> frozenset[str]:
         if self.previous is None:
@@ -71,12 +72,13 @@ def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
         until = min(absent.values())
         why = f"waiting for {name_some(absent)}: alive, but has not asked"
         return Waiting(why, None if until == math.inf else until)
-    if len(view.waiting) < config.min_replicas:  # at a cold start, most decisions end here
-        return Waiting(f"{len(view.waiting)} of at least {config.min_replicas} groups ask")
+    min_replicas = view.told_min_replicas or config.min_replicas
+    if len(view.waiting) < min_replicas:  # at a cold start, most decisions end here
+        return Waiting(f"{len(view.waiting)} of at least {min_replicas} groups ask")
     candidates = _candidates(view, view.previous_ids())
-    if len(candidates) < config.min_replicas:
+    if len(candidates) < min_replicas:
         note = f"{len(view.waiting) - len(candidates)} more kept out by shrink_only"
-        return Waiting(f"{len(candidates)} of at least {config.min_replicas} groups ask, {note}")
+        return Waiting(f"{len(candidates)} of at least {min_replicas} groups ask, {note}")
     return _check_progress(view, config, candidates)
 
 

@@ -27,8 +27,9 @@ class Member:
     """One replica group, as it asks for a quorum.
 
     ``step`` counts committed optimizer updates, ``commit_failures`` the steps discarded since,
-    ``seen_quorum_id`` is the highest quorum id that the group has been told (0: none). ``unknown``
-    is what a newer client says about itself, encoded; its fellows get it as it came.
+    ``seen_quorum_id`` is the highest quorum id that the group has been told (0: none),
+    ``min_replicas`` the fewest groups that its job trains with (0: the lighthouse knows).
+    ``unknown`` is what a newer client says about itself, encoded; its fellows get it as it came.
     """
 
     replica_id: str
@@ -40,6 +41,7 @@ class Member:
     data: str = ""
     commit_failures: int = 0
     seen_quorum_id: int = 0
+    min_replicas: int = 0
     unknown: bytes = b""
 
     def check(self) -> None:
@@ -61,8 +63,11 @@ class Member:
         # The clock-derived base of a lighthouse is far below this; more would exhaust the ids.
         if self.seen_quorum_id > MAX_INT64 // 2:
             raise RequestRefused(f"seen_quorum_id {self.seen_quorum_id} was never given out")
-        if not 0 <= self.world_size <= MAX_WORLD_SIZE:
-            raise RequestRefused(f"world_size is {self.world_size}, must be 0 to {MAX_WORLD_SIZE}")
+        for field in ("world_size", "min_replicas"):
+            if not 0 <= getattr(self, field) <= MAX_WORLD_SIZE:
+                raise RequestRefused(
+                    f"{field} is {getattr(self, field)}, must be 0 to {MAX_WORLD_SIZE}"
+                )
 
     @property
     def place(self) -> tuple[str, str, str]:

@@ -55,6 +55,8 @@ from torchft_svc.rpc.security import Security
     default="report",
     help="What to do with a group that has hung: only report it, or end its processes.",
 )
+@option("--max-jobs", type=int, default=1000, help="Most jobs that are served at a time.")
+@option("--max-members-per-job", type=int, default=20_000, help="Most groups that a job may have.")
 @option("--quorum-tick-ms", type=int, default=None, help="Accepted and ignored: nothing polls.")
 @option(
     "--log-level",
@@ -72,6 +74,8 @@ def main(
     on_step_regression: str,
     hang_timeout_ms: int | None,
     on_hang: str,
+    max_jobs: int,
+    max_members_per_job: int,
     quorum_tick_ms: int | None,
     log_level: str,
     security: Security,
@@ -88,6 +92,8 @@ def main(
             on_step_regression=on_step_regression,  # type: ignore[arg-type]  # click checked it
             hang_timeout_s=None if hang_timeout_ms is None else hang_timeout_ms / 1000,
             on_hang=on_hang,  # type: ignore[arg-type]  # click checked it
+            max_jobs=max_jobs,
+            max_members_per_job=max_members_per_job,
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None

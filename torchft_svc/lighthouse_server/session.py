@@ -12,7 +12,7 @@ from torchft_svc.core.types import check_name, check_text
 from torchft_svc.errors import PeerError, RequestRefused, TorchFTError
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import member_from_wire, refusal
+from torchft_svc.rpc.codec import answers, member_from_wire, refusal
 from torchft_svc.rpc.deadline import MAX_WAIT_S
 from torchft_svc.rpc.outbox import Outbox
 from torchft_svc.rpc.tasks import Tasks
@@ -102,7 +102,8 @@ class Session:
         member = member_from_wire(question.requester)
         timeout_s = min(max(question.timeout_ms, 0) / 1000, MAX_WAIT_S)
         try:
-            self._outbox.tell(await self._driver.quorum(self._job, member, timeout_s))
+            answer = await self._driver.quorum(self._job, member, timeout_s)
+            self._outbox.tell(answer + answers(question.number))
         except (RequestRefused, PeerError) as error:
-            answer = pb.SessionNews(refusal=refusal(error, question.number))
-            self._outbox.tell(answer.SerializeToString())
+            news = pb.SessionNews(refusal=refusal(error, question.number))
+            self._outbox.tell(news.SerializeToString())

@@ -94,6 +94,7 @@ def _command(config: ManagerConfig) -> list[str]:
         "connect-timeout-ms": max(1, round(config.connect_timeout_s * 1000)),
         "quorum-retries": config.quorum_retries,
         "job-id": config.job_id,
+        "min-replicas": config.min_replicas,
         "owner-pid": os.getpid(),
         "log-level": "warning",
     }

@@ -65,6 +65,14 @@ log = logging.getLogger(__name__)
 )
 @option("--job-id", envvar="TORCHFT_JOB_ID", default=DEFAULT_JOB, help="The training run.")
 @option(
+    "--min-replicas",
+    type=int,
+    envvar="TORCHFT_MIN_REPLICAS",
+    default=0,
+    help="Fewest groups that the job trains with: the largest that its groups tell; 0: as the "
+    "lighthouse says.",
+)
+@option(
     "--owner-pid", type=int, default=None, help="Process to die with; a Kill request ends it too."
 )
 @option(
@@ -85,6 +93,7 @@ def main(
     connect_timeout_ms: int,
     quorum_retries: int,
     job_id: str,
+    min_replicas: int,
     owner_pid: int | None,
     log_level: str,
     security: Security,
@@ -102,6 +111,7 @@ def main(
             connect_timeout_s=connect_timeout_ms / 1000,
             quorum_retries=quorum_retries,
             job_id=job_id,
+            min_replicas=min_replicas,
             owner_pid=owner_pid,
             security=security,
         )

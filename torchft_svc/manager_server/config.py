@@ -23,7 +23,9 @@ class ManagerConfig:
     ``advertise_host`` is the host under which other groups reach this manager (None: the one that
     the route to the lighthouse leaves from). ``connect_timeout_s`` is how long a lighthouse may be
     unreachable before those who wait are told, ``quorum_retries`` how often a failed quorum is
-    asked for again before they are. ``owner_pid`` is the process to die with.
+    asked for again before they are. ``min_replicas`` is the fewest groups that the job trains with
+    (0: the lighthouse knows; else the largest that its groups tell counts). ``owner_pid`` is the
+    process to die with.
     """
 
     lighthouse_address: str
@@ -36,6 +38,7 @@ class ManagerConfig:
     connect_timeout_s: float = 10.0
     quorum_retries: int = 0
     job_id: str = DEFAULT_JOB
+    min_replicas: int = 0
     owner_pid: int | None = None
     security: Security = PLAIN
 
@@ -62,6 +65,10 @@ class ManagerConfig:
         if not 0 <= self.quorum_retries <= MAX_QUORUM_RETRIES:
             raise ConfigError(
                 "quorum_retries", self.quorum_retries, f"use 0 to {MAX_QUORUM_RETRIES}"
+            )
+        if not 0 <= self.min_replicas <= MAX_WORLD_SIZE:
+            raise ConfigError(
+                "min_replicas", self.min_replicas, f"use 0 to {MAX_WORLD_SIZE} groups"
             )
         for field in ("heartbeat_interval_s", "connect_timeout_s"):
             value = getattr(self, field)

@@ -131,6 +131,7 @@ class LighthouseLink:
             shrink_only=question.shrink_only,
             commit_failures=question.commit_failures,
             seen_quorum_id=self._seen_quorum_id,
+            min_replicas=self._config.min_replicas,
         )
         quorum = await self._line.ask(member, timeout_s)
         if all(self.replica_id != member.replica_id for member in quorum.participants):

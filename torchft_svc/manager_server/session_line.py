@@ -220,6 +220,9 @@ class SessionLine:
         elif kind == "refusal" and news.refusal.number == self._number:
             refusal = news.refusal
             self._fail(error_from_wire(refusal.error, refusal.reason, "quorum", self._timeout_s))
+        elif kind == "quorum" and news.answers not in (0, self._number):  # 0: not told
+            # The others may go on with a quorum that this group gave up; the next reunites them.
+            log.info("dropped the answer to question %d, which was given up", news.answers)
         elif kind == "quorum" and self._answer is not None and not self._answer.done():
             try:
                 self._answer.set_result(quorum_from_wire(news.quorum))

@@ -27,6 +27,7 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         data=message.data,
         commit_failures=message.commit_failures,
         seen_quorum_id=message.seen_quorum_id,
+        min_replicas=message.min_replicas,
         unknown=_unknown_fields(message),
     )
 
@@ -53,6 +54,7 @@ def member_to_wire(member: Member) -> pb.QuorumMember:
         data=member.data,
         commit_failures=member.commit_failures,
         seen_quorum_id=member.seen_quorum_id,
+        min_replicas=member.min_replicas,
     )
     if member.unknown:
         message.MergeFromString(member.unknown)
@@ -62,7 +64,7 @@ def member_to_wire(member: Member) -> pb.QuorumMember:
 def quorum_answer(quorum: Quorum, created_s: float) -> bytes:
     """The lighthouse's answer, made once for all members. ``created_s``: seconds since 1970.
 
-    The bytes are a `LighthouseQuorumResponse`, and just so the `SessionNews` of a session.
+    The bytes are a `LighthouseQuorumResponse`; with `answers` behind them, a `SessionNews`.
     """
     message = pb.LighthouseQuorumResponse()
     message.quorum.quorum_id = quorum.quorum_id
@@ -71,6 +73,14 @@ def quorum_answer(quorum: Quorum, created_s: float) -> bytes:
         participant.joining = participant.replica_id in quorum.joining
     message.quorum.created.FromNanoseconds(int(created_s * 1e9))
     return message.SerializeToString()
+
+
+def answers(number: int) -> bytes:
+    """What makes an encoded quorum the answer to question ``number`` of a session.
+
+    Encoded messages that follow each other are one: the long part is shared by all sessions.
+    """
+    return pb.SessionNews(answers=number).SerializeToString()
 
 
 def member_lost(replica_id: str, reason: str) -> bytes:

@@ -1,0 +1,46 @@
+"""Tests which question of a manager the lighthouse's answer belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from running import Process, line_to, manager_process
+from scripted import Script
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    script = Script()
+    yield script
+    script.close()
+
+
+@pytest.fixture
+def manager(script: Script) -> Iterator[Process]:
+    with manager_process(script.address) as manager:
+        yield manager
+
+
+def test_the_answer_to_a_question_that_was_given_up_is_not_taken_for_the_next_ones(
+    script: Script, manager: Process
+) -> None:
+    with line_to(manager.address) as line:
+        given_up = line.ask_manager(worker_id="w")
+        first = script.hear("question")
+        given_up.cancel()
+        assert script.hear("withdrawal").number == first.number
+        asked = line.ask_manager(worker_id="w")
+        second = script.hear("question")
+        script.answer(first, quorum_id=7, answers=first.number)  # was published a moment before
+        script.answer(second, quorum_id=8, answers=second.number)
+        assert asked.result().quorum_id == 8
+
+
+def test_a_lighthouse_that_does_not_number_its_answers_is_believed(
+    script: Script, manager: Process
+) -> None:
+    with line_to(manager.address) as line:
+        asked = line.ask_manager(worker_id="w")
+        script.answer(script.hear("question"), quorum_id=7, answers=0)
+        assert asked.result().quorum_id == 7
