@@ -144,8 +144,7 @@ class Manager:
             pg=pg,
             transport=checkpoint_transport,
             registry=self._registry,
-            store_addr=store_addr,
-            store_port=store_port,
+            store=(store_addr, store_port),
         )
         runtime = self._runtime = start_runtime(self._rules, services, environment, brought)
         self._step.on_phase = runtime.links.client.tell_phase

@@ -36,8 +36,7 @@ class Brought:
     pg: ProcessGroup | None
     transport: CheckpointTransport[Any] | None
     registry: StateRegistry
-    store_addr: str | None
-    store_port: int | None
+    store: tuple[str | None, int | None]  # host and port
 
 
 @dataclass(slots=True)
@@ -88,8 +87,7 @@ def start_runtime(
     timeouts = rules.timeouts
     timeout = timedelta(seconds=timeouts.collective_s)
     with contextlib.ExitStack() as undo:
-        where = (brought.store_addr, brought.store_port)
-        store = open_store(rules.place, options, environment, timeouts, *where)
+        store = open_store(rules.place, options, environment, timeouts, *brought.store)
         services = open_services(rules.place, options, environment, timeouts, store)
         undo.callback(services.close)
         client = ManagerClient(
