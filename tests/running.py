@@ -135,8 +135,8 @@ class Process:
         self._errors.close()
 
 
-def lighthouse_process(*flags: str, bind: str = "127.0.0.1:0") -> Process:
-    return Process("lighthouse_server", f"--bind={bind}", *flags)
+def lighthouse_process(*flags: str, bind: str = "127.0.0.1:0", **variables: str) -> Process:
+    return Process("lighthouse_server", f"--bind={bind}", *flags, **variables)
 
 
 def manager_process(lighthouse: str, *flags: str, name: str = "group", **variables: str) -> Process:

@@ -117,6 +117,7 @@ def services(environment: Environment, **given: object) -> object:
         "hostname",
         "quorum_retries",
         "min_replicas",
+        "security",
     )
     options: dict[str, object] = dict.fromkeys(names)
     return resolve_services(environment, **{**options, "in_process": False, **given})  # type: ignore[arg-type]

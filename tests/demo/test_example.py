@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from papers import TOKEN, papers, variables
 from programs import Program
 
 pytestmark = pytest.mark.processes
@@ -85,3 +88,24 @@ def test_sharded_groups_train_together(environment: dict[str, str]) -> None:
     for group in groups:
         assert any(line.endswith("groups 2") for line in group.lines), group.lines
         assert losses(group.lines)[-1] < losses(group.lines)[0]
+
+
+def test_a_training_with_mutual_tls_and_a_token_heals(tmp_path: Path) -> None:
+    """Nothing but the environment is different, in every process."""
+    settings = variables(replace(papers(tmp_path).local, token=TOKEN))
+    with ExitStack() as stack:
+
+        def start(*command: str, **more: str) -> Program:
+            return stack.enter_context(Program([sys.executable, *command], settings | more))
+
+        lighthouse = start("-m", "torchft_svc.lighthouse_server", "--bind", "127.0.0.1:0")
+        settings["TORCHFT_LIGHTHOUSE"] = lighthouse.wait_for("listening on").rsplit(" ", 1)[1]
+        example = (EXAMPLE, "--steps", "100000")
+        first = start(*example, REPLICA_GROUP_ID="0")
+        second = start(*example, REPLICA_GROUP_ID="1")
+        first.wait_for("groups 2")
+        second.signal(signal.SIGKILL)
+        first.wait_for("groups 1")
+        again = start(*example, REPLICA_GROUP_ID="1")
+        line = again.wait_for("groups 2")
+        assert int(line.split()[1]) > 20, "it began anew instead of being healed"

@@ -145,6 +145,7 @@ def _start_manager(
             quorum_retries=options.quorum_retries,
             job_id=options.job_id,
             min_replicas=options.min_replicas,
+            security=options.security,
         )
         address = str(parse_address(server.address()))
         here = Whereabouts(lambda: address, RESTART_PATIENCE_S)
@@ -161,6 +162,7 @@ def _start_manager(
         quorum_retries=options.quorum_retries,
         job_id=options.job_id,
         min_replicas=options.min_replicas,
+        security=options.security,
     )
     keeper = ManagerKeeper(config, timeouts.connect_s, publish)
     first = keeper.address

@@ -12,6 +12,7 @@ from datetime import timedelta
 from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
+from torchft_svc.rpc.security import Security, resolve_security
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 DEFAULT_HEARTBEAT_INTERVAL = timedelta(milliseconds=100)
@@ -122,6 +123,7 @@ class ServiceOptions:
     quorum_retries: int
     min_replicas: int
     in_process: bool
+    security: Security
 
 
 def resolve_timeouts(
@@ -178,6 +180,7 @@ def resolve_services(
     quorum_retries: int | None,
     min_replicas: int | None,
     in_process: bool,
+    security: Security | None,
 ) -> ServiceOptions:
     """Argument, else environment, else default (a lighthouse on this machine)."""
     if quorum_retries is None:
@@ -203,6 +206,7 @@ def resolve_services(
         quorum_retries=quorum_retries,
         min_replicas=min_replicas,
         in_process=in_process,
+        security=resolve_security(environment) if security is None else security,
     )
 
 

@@ -7,13 +7,17 @@ from datetime import timedelta
 from typing import Any
 
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
-from torchft_svc.coordination import ManagerClient, QuorumResult
+from torchft_svc.coordination import ManagerClient, QuorumResult, Security
 
 log = logging.getLogger(__name__)
 
 
 def fetch_state(
-    transport: CheckpointTransport[Any], quorum: QuorumResult, group_rank: int, timeout_s: float
+    transport: CheckpointTransport[Any],
+    quorum: QuorumResult,
+    group_rank: int,
+    timeout_s: float,
+    security: Security,
 ) -> Any:
     """The state of ``quorum.max_step``, from the group that the quorum assigned.
 
@@ -24,7 +28,7 @@ def fetch_state(
     """
     assert quorum.recover_src_replica_rank is not None
     timeout = timedelta(seconds=timeout_s)
-    with ManagerClient(quorum.recover_src_manager_address, timeout) as source:
+    with ManagerClient(quorum.recover_src_manager_address, timeout, security=security) as source:
         metadata = source._checkpoint_metadata(group_rank, timeout)
     log.info(
         "healing to step %d from replica rank %d at %s",

@@ -30,6 +30,7 @@ from torchft_svc.client.rounds import RoundRequest, RoundRules, SharedStep
 from torchft_svc.client.runtime import Brought, Runtime, start_runtime
 from torchft_svc.client.state import DEFAULT_KEY, StateRegistry
 from torchft_svc.client.stepper import Stepper
+from torchft_svc.coordination import Security
 from torchft_svc.core.step import StepMachine
 from torchft_svc.env import Environment
 
@@ -71,6 +72,8 @@ class Manager:
             below ``min_replica_size`` it goes on, and discards its steps.
         manager_addr: a manager that runs already (``TORCHFT_MANAGER_ADDR``).
         in_process: run the manager inside this process instead of as a child of it.
+        security: TLS files and token (``TORCHFT_TLS_CERT``, ``TORCHFT_TLS_KEY``,
+            ``TORCHFT_TLS_CA``, ``TORCHFT_TOKEN`` or ``TORCHFT_TOKEN_FILE``; default: neither).
 
     Raises:
         ConfigError: a value, or a pair of values, that cannot work.
@@ -106,6 +109,7 @@ class Manager:
         min_replicas: int | None = None,
         manager_addr: str | None = None,
         in_process: bool = False,
+        security: Security | None = None,
     ) -> None:
         environment = Environment()
         timeouts = resolve_timeouts(
@@ -134,6 +138,7 @@ class Manager:
             quorum_retries=quorum_retries,
             min_replicas=min_replicas,
             in_process=in_process,
+            security=security,
         )
         machine = StepMachine(min_replica_size=min_replica_size, max_retries=max_retries)
         self._step = SharedStep(machine)
@@ -209,6 +214,7 @@ class Manager:
 
         Raises:
             CommitFailed: more than ``max_retries`` steps in a row were discarded.
+            Unauthorized: this worker was never let into a quorum; says what to set.
             PeerError: the group's decision was lost; this worker may not go on.
         """
         limit = self._rules.timeouts.collective_s if timeout is None else timeout.total_seconds()

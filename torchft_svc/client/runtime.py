@@ -91,12 +91,17 @@ def start_runtime(
         services = open_services(rules.place, options, environment, timeouts, store)
         undo.callback(services.close)
         client = ManagerClient(
-            services.manager_address, timedelta(seconds=timeouts.connect_s), services.whereabouts
+            services.manager_address,
+            timedelta(seconds=timeouts.connect_s),
+            services.whereabouts,
+            security=options.security,
         )
         undo.callback(client.close)
         transport = brought.transport
         if transport is None:
-            transport = HTTPTransport(timeout=timeout, hostname=_host(options, environment))
+            transport = HTTPTransport(
+                timeout, hostname=_host(options, environment), security=options.security
+            )
             undo.callback(transport.shutdown, False)
         pg = ProcessGroupGloo(timeout=timeout) if brought.pg is None else brought.pg
         membership = Membership(pg)

@@ -22,7 +22,7 @@ from torchft_svc.client.rounds import (
 from torchft_svc.client.state import MANAGER_KEY
 from torchft_svc.client.vote import ask_decision
 from torchft_svc.core.step import Phase, StepState
-from torchft_svc.errors import RequestRefused
+from torchft_svc.errors import RequestRefused, Unauthorized
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +137,7 @@ class Stepper:
                 machine.decide(committed)
             if not committed:
                 self._links.registry.gate.open()
+        self._check_trust()
         return committed
 
     def hear_error(self, error: Exception, epoch: int) -> None:
@@ -158,6 +159,15 @@ class Stepper:
         if self._round is None or self.state.phase is Phase.IDLE:
             raise RequestRefused("there is no step under way: call start_quorum first")
         return self._round
+
+    def _check_trust(self) -> None:
+        """A worker that was never let in would discard its steps for ever: raise why.
+
+        One that trains already goes on trying: its service may be restarted as it was before.
+        """
+        error = None if self._round is None else self._round.error
+        if isinstance(error, Unauthorized) and self._membership.quorum is None:
+            raise error
 
     def _wait_for_task(self) -> None:
         while self._task is not None and not self._task.wait(_LOOK_S):

@@ -52,7 +52,7 @@ class Client:
         self._addr = addr
         self._connect_timeout_s = connect_timeout.total_seconds()
         self._metadata = ((JOB_KEY, job_id), *security.metadata)
-        self._security = security
+        self.security = security
         self._channel = open_channel(addr, security)
         self._closed = False
         self._lock = threading.Lock()
@@ -68,7 +68,7 @@ class Client:
         with self._lock:
             if self._closed or addr == self._addr:
                 return
-            left, self._channel = self._channel, open_channel(addr, self._security)
+            left, self._channel = self._channel, open_channel(addr, self.security)
             self._addr = addr
         log.warning("the %s is at %s now", self._peer, addr)
         left.close()

@@ -127,8 +127,8 @@ class Security:
         """For a server on plain sockets; None: it speaks without TLS."""
         if not self.serves_tls:
             return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context = _context(ssl.PROTOCOL_TLS_SERVER)
+        context.num_tickets = 0  # nobody resumes a session
         self._add_own_certificate(context)
         if self.ca_file is not None:
             self._add_ca(context)
@@ -139,8 +139,7 @@ class Security:
         """For a client on plain sockets, which checks the server's name too; None: without TLS."""
         if not self.dials_tls:
             return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context = _context(ssl.PROTOCOL_TLS_CLIENT)
         if self.ca_file is None:
             context.load_default_certs()
         else:
@@ -214,6 +213,13 @@ def resolve_security(
         ca_file=ca_file or environment.tls_ca_file,
         token=_token(environment, token_file),
     )
+
+
+def _context(protocol: ssl._SSLMethod) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    return context
 
 
 def _token(environment: Environment, token_file: str | None) -> str | None:

@@ -24,7 +24,7 @@ _REASONS = (
         "or take the settings away here",
     ),
     (
-        ("certificate_required", "certificate required", "unknown_ca", "unknown ca"),
+        ("alert certificate", "alert unknown ca", "alert bad certificate", "alert unknown_ca"),
         "it does not take the certificate of this side: set TORCHFT_TLS_CERT and TORCHFT_TLS_KEY "
         "to one that its CA has signed",
     ),

@@ -23,6 +23,7 @@ from torchft_svc.client.checkpointing.serialization import MAX_DESCRIPTION_BYTES
 from torchft_svc.client.checkpointing.source import Answer, Refused, Source
 from torchft_svc.client.checkpointing.wire import DIGEST_BYTES, BadHead, Corrupt
 from torchft_svc.errors import CheckpointError, DeadlineExceeded, PeerError, Unreachable
+from torchft_svc.rpc.security import PLAIN, Security
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Order:
     step: int
     timeout_s: float
     num_connections: int
+    security: Security = PLAIN
     receiver: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
@@ -53,7 +55,7 @@ class Fetch:
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._source = Source(order.url, order.timeout_s)
+        self._source = Source(order.url, order.timeout_s, order.security)
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._error: PeerError | None = None
@@ -67,6 +69,7 @@ class Fetch:
 
         Raises:
             Unreachable: nobody answers there.
+            Unauthorized: the two sides do not trust each other; says what to set.
             DeadlineExceeded: no byte came for ``timeout_s``.
             CheckpointError: it is gone, malformed, or keeps arriving damaged.
         """

@@ -20,7 +20,9 @@ from torchft_svc.client.checkpointing.serialization import describe
 from torchft_svc.client.checkpointing.served import Offer, ServedState
 from torchft_svc.client.checkpointing.server import CheckpointServer
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
+from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
+from torchft_svc.rpc.security import Security, resolve_security
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -50,9 +52,10 @@ class HTTPTransport(CheckpointTransport[T]):
         port: the port to listen at; any free one if 0.
         chunk_bytes: the unit of transfer, checking and repeating; chosen by the state's size if
             not given.
+        security: TLS files and token, for both directions; those of the environment if not given.
 
     Raises:
-        ConfigError: a number that cannot work.
+        ConfigError: a number, file or token that cannot work.
         AddressError: the port cannot be bound.
     """
 
@@ -65,6 +68,7 @@ class HTTPTransport(CheckpointTransport[T]):
         bind_host: str = "",
         port: int = 0,
         chunk_bytes: int | None = None,
+        security: Security | None = None,
     ) -> None:
         _check("num_connections", num_connections, 1, MAX_NUM_CONNECTIONS)
         if chunk_bytes is not None:
@@ -73,7 +77,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self._num_connections = num_connections
         self._chunk_bytes = chunk_bytes
         self._board = Board()
-        self._server = CheckpointServer(self._board, bind_host, port)
+        self._security = resolve_security(Environment()) if security is None else security
+        self._server = CheckpointServer(self._board, bind_host, port, self._security)
         self._host = hostname or bind_host or _own_host()
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
@@ -82,7 +87,8 @@ class HTTPTransport(CheckpointTransport[T]):
     def metadata(self) -> str:
         """The URL under which this worker serves; whoever knows it can read the state."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._server.port}/{self._server.secret}"
+        scheme = "https" if self._security.serves_tls else "http"
+        return f"{scheme}://{host}:{self._server.port}/{self._server.secret}"
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta | None = None
@@ -104,7 +110,9 @@ class HTTPTransport(CheckpointTransport[T]):
             state.detach()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
-        order = Order(metadata, step, _seconds(timeout), self._num_connections)
+        order = Order(
+            metadata, step, _seconds(timeout), self._num_connections, security=self._security
+        )
         fetch = Fetch(order)
         with self._lock:
             if self._is_shut_down:

@@ -6,7 +6,8 @@
     GET /<secret>/done/<state id>?receiver=x&verified=n            the end: nothing
 
 ``verified`` names the chunk that arrived before on this connection. The secret is new in every
-process: who does not know a worker's metadata can not read its weights.
+process: who does not know a worker's metadata can not read its weights. Where there is a token it
+is looked at first.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from urllib.parse import parse_qsl, urlsplit
 from torchft_svc.client.checkpointing.board import Board, NotYet
 from torchft_svc.client.checkpointing.served import Gone, ServedState
 from torchft_svc.client.checkpointing.wire import DIGEST_BYTES, BadHead, Head, Wire, seal
+from torchft_svc.rpc.security import TOKEN_KEY, Security
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +34,10 @@ MAX_WAIT_MS = 20_000
 DESCRIPTION_SEED = 1 << 63  # no chunk has this number
 
 MAX_FIRST_LINE_BYTES = 64
-TOO_EARLY, GONE, BUSY = 425, 410, 503
+TOO_EARLY, GONE, BUSY, UNAUTHORIZED = 425, 410, 503, 401
 _REASONS = {
     400: "Bad Request",
+    UNAUTHORIZED: "Unauthorized",
     404: "Not Found",
     405: "Method Not Allowed",
     GONE: "Gone",
@@ -99,7 +102,8 @@ def parse_request(head: Head) -> Request:
 class Conversation:
     """Answers one connection's requests until it ends."""
 
-    def __init__(self, wire: Wire, board: Board, secret: str) -> None:
+    def __init__(self, wire: Wire, board: Board, secret: str, security: Security) -> None:
+        self._security = security
         self._wire = wire
         self._board = board
         self._secret = secret
@@ -116,6 +120,9 @@ class Conversation:
                 head = self._wire.read_head(begin_within_s=IDLE_TIMEOUT_S)
                 if head is None:
                     return
+                refusal = self._security.refusal(head.headers.get(TOKEN_KEY))
+                if refusal is not None:
+                    raise BadHead(refusal, UNAUTHORIZED)
                 self._answer(parse_request(head))
                 if head.headers.get("connection", "").lower() == "close":
                     return
@@ -183,6 +190,8 @@ def refuse(wire: Wire, status: int, reason: str, *, close: bool = False) -> None
     """Answer with ``status`` and a sentence as the body."""
     body = f"{reason}\n".encode("ascii", "replace")
     closing = "Connection: close\r\n" if close else ""
+    if status == UNAUTHORIZED:
+        closing += "WWW-Authenticate: Bearer\r\n"
     head = (
         f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: text/plain\r\n"
         f"{closing}Content-Length: {len(body)}\r\n\r\n"

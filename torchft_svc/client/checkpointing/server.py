@@ -12,10 +12,12 @@ import time
 import weakref
 
 from torchft_svc.client.checkpointing.board import Board
-from torchft_svc.client.checkpointing.requests import BUSY, Conversation, refuse
+from torchft_svc.client.checkpointing.requests import BUSY, HEAD_TIMEOUT_S, Conversation, refuse
 from torchft_svc.client.checkpointing.served import ServedState
+from torchft_svc.client.checkpointing.tls import wrap
 from torchft_svc.client.checkpointing.wire import Wire
 from torchft_svc.errors import AddressError
+from torchft_svc.rpc.security import PLAIN, Security
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +38,14 @@ class CheckpointServer:
 
     Raises:
         AddressError: it cannot be bound.
+        ConfigError: what ``security`` names cannot be read, or is not enough for a server.
     """
 
-    def __init__(self, board: Board, bind_host: str = "", port: int = 0) -> None:
+    def __init__(
+        self, board: Board, bind_host: str = "", port: int = 0, security: Security = PLAIN
+    ) -> None:
+        self._security = security
+        self._tls = security.server_context()
         self.secret = secrets.token_urlsafe(16)
         self._board = board
         self._listener = _listen(bind_host, port)
@@ -104,7 +111,7 @@ class CheckpointServer:
             return
         if _is_on_same_host(sock):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_BUFFER_BYTES)
-        wire = Wire(sock, timeout_s=1.0)
+        wire = Wire(sock if self._tls is None else wrap(sock, self._tls, None), timeout_s=1.0)
         with self._lock:
             if self._closing:
                 wire.close()
@@ -116,13 +123,14 @@ class CheckpointServer:
                 )
                 self._connections[wire] = thread
         if is_full:
-            _turn_away(wire)
+            self._turn_away(wire)
         else:
             thread.start()
 
     def _converse(self, wire: Wire) -> None:
         try:
-            Conversation(wire, self._board, self.secret).run()
+            wire.shake_hands(HEAD_TIMEOUT_S)
+            Conversation(wire, self._board, self.secret, self._security).run()
         except OSError as error:
             log.info("a checkpoint connection broke: %s", error)
         except Exception:
@@ -130,6 +138,15 @@ class CheckpointServer:
         finally:
             with self._lock:
                 self._connections.pop(wire, None)
+            wire.close()
+
+    def _turn_away(self, wire: Wire) -> None:
+        try:
+            if self._tls is None:  # agreeing on TLS would hold up the thread that accepts
+                refuse(wire, BUSY, f"{MAX_CONNECTIONS} connections are open", close=True)
+        except OSError as error:
+            log.debug("could not tell a peer that this worker is busy: %s", error)
+        finally:
             wire.close()
 
     def _drop_descriptors(self) -> None:
@@ -144,15 +161,6 @@ def _is_on_same_host(sock: socket.socket) -> bool:
         return bool(sock.getpeername()[0] == sock.getsockname()[0])
     except OSError:
         return False  # the peer is gone again
-
-
-def _turn_away(wire: Wire) -> None:
-    try:
-        refuse(wire, BUSY, f"{MAX_CONNECTIONS} connections are open", close=True)
-    except OSError as error:
-        log.debug("could not tell a peer that this worker is busy: %s", error)
-    finally:
-        wire.close()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import ssl
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from torchft_svc.client.checkpointing.requests import BUSY, UNAUTHORIZED
+from torchft_svc.client.checkpointing.tls import wrap
 from torchft_svc.client.checkpointing.wire import BadHead, Wire
-from torchft_svc.errors import AddressError, Unreachable
+from torchft_svc.errors import AddressError, Unauthorized, Unreachable
+from torchft_svc.rpc.security import Security
+from torchft_svc.rpc.tls_reasons import tls_reason
 
 # A sentence; whatever is longer does not come from us.
 _MAX_REASON_BYTES = 1000
+# By the scheme of the source, where this side is set to the other.
+_ONE_SIDED = {
+    "http": "it does not speak TLS, and TLS is set here: set TORCHFT_TLS_CERT and TORCHFT_TLS_KEY "
+    "there",
+    "https": "it speaks TLS: set TORCHFT_TLS_CA, TORCHFT_TLS_CERT and TORCHFT_TLS_KEY here",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +49,16 @@ class Source:
 
     Raises:
         AddressError: ``url`` is not the metadata of a worker.
+        Unauthorized: one of the two sides is set to TLS, the other is not.
     """
 
-    def __init__(self, url: str, timeout_s: float) -> None:
-        self._host, self._port, self._path = _split(url)
+    def __init__(self, url: str, timeout_s: float, security: Security) -> None:
+        scheme, self._host, self._port, self._path = _split(url)
+        self._tls = security.client_context()
+        if (scheme == "https") != (self._tls is not None):
+            raise Unauthorized(f"checkpoint source at {self.address}: {_ONE_SIDED[scheme]}")
+        shown = "" if security.token is None else f"Authorization: {security.authorization}\r\n"
+        self._headers = f"Host: {self.address}\r\n{shown}\r\n"
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._wires: dict[int, Wire] = {}
@@ -59,12 +78,19 @@ class Source:
             Refused: the status is not 200.
             BadHead: the response makes no sense; drop the connection.
             Unreachable: no connection could be made.
+            Unauthorized: the two sides do not trust each other; says what to set.
             ConnectionError, TimeoutError: it broke, or nothing came.
         """
         wire = self._wire(connection)
-        request = f"GET {self._path}/{path} HTTP/1.1\r\nHost: {self.address}\r\n\r\n"
-        wire.send(request.encode("ascii"))
-        head = wire.read_head(begin_within_s=max(wait_s, self._timeout_s))
+        request = f"GET {self._path}/{path} HTTP/1.1\r\n{self._headers}"
+        with self._naming_distrust():
+            try:
+                wire.send(request.encode("ascii"))
+            except (ssl.SSLEOFError, ConnectionError):
+                if self._tls is None:
+                    raise
+                # A source that does not take our certificate says so, and hangs up: read that.
+            head = wire.read_head(begin_within_s=max(wait_s, self._timeout_s))
         if head is None:
             raise ConnectionResetError("the source closed the connection")
         version, _, rest = head.line.partition(" ")
@@ -77,6 +103,8 @@ class Source:
         wire.read_into(memoryview(reason))
         if head.length > _MAX_REASON_BYTES or head.headers.get("connection") == "close":
             self.drop(connection)
+        if int(status) == UNAUTHORIZED:
+            raise Unauthorized(f"checkpoint source at {self.address}: {_sentence(reason)}")
         raise Refused(int(status), _sentence(reason))
 
     def drop(self, connection: int) -> None:
@@ -108,12 +136,40 @@ class Source:
             raise self._unreachable(f"no answer within {self._timeout_s:.3g} s") from error
         except (OSError, UnicodeError) as error:
             raise self._unreachable(str(error)) from error
-        wire = Wire(sock, self._timeout_s)
+        wire = self._greeted(sock)
         with self._lock:
             self._wires[connection] = wire
             if self._interrupted:
                 wire.interrupt()
         return wire
+
+    def _greeted(self, sock: socket.socket) -> Wire:
+        if self._tls is None:
+            return Wire(sock, self._timeout_s)
+        wire = Wire(wrap(sock, self._tls, self._host), self._timeout_s)
+        try:
+            with self._naming_distrust():
+                wire.shake_hands(self._timeout_s)
+        except TimeoutError as error:
+            wire.close()
+            raise self._unreachable(f"no TLS within {self._timeout_s:.3g} s") from error
+        except (ssl.SSLEOFError, ConnectionError) as error:
+            wire.close()
+            raise Refused(BUSY, f"it hung up before TLS was agreed on: {error}") from error
+        except BaseException:
+            wire.close()
+            raise
+        return wire
+
+    @contextlib.contextmanager
+    def _naming_distrust(self) -> Iterator[None]:
+        try:
+            yield
+        except ssl.SSLError as error:
+            reason = tls_reason(str(error))
+            if reason is None:
+                raise
+            raise Unauthorized(f"checkpoint source at {self.address}: {reason}") from error
 
     def _unreachable(self, reason: str) -> Unreachable:
         return Unreachable("checkpoint source", self.address, reason)
@@ -125,12 +181,12 @@ def _sentence(reason: bytearray) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
-def _split(url: str) -> tuple[str, int, str]:
+def _split(url: str) -> tuple[str, str, int, str]:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise AddressError(url, f"is not a checkpoint address: {error}") from error
-    if parts.scheme != "http" or not host or not port or not url.isascii() or " " in url:
+    if parts.scheme not in _ONE_SIDED or not host or not port or not url.isascii() or " " in url:
         raise AddressError(url, "is not a checkpoint address, such as http://host:1234/secret")
-    return host, port, parts.path.rstrip("/")
+    return parts.scheme, host, port, parts.path.rstrip("/")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import select
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -74,6 +75,13 @@ class Wire:
 
     def close(self) -> None:
         self._socket.close()
+
+    def shake_hands(self, timeout_s: float) -> None:
+        """Agree on TLS, if the socket speaks it; comes before everything else."""
+        if isinstance(self._socket, ssl.SSLSocket):
+            self._socket.settimeout(timeout_s)
+            self._socket.do_handshake()
+            self._socket.setblocking(False)
 
     def interrupt(self) -> None:
         """Let whoever waits on this connection, in any thread, fail at once."""
@@ -173,13 +181,16 @@ class Wire:
             return count
 
     def _receive(self, limit: int) -> bytes:
-        try:
-            return self._socket.recv(limit)
-        except BlockingIOError:  # a spurious wake-up
-            self._wait(select.POLLIN, self.timeout_s)
-            return self._socket.recv(limit)
+        while True:
+            try:
+                return self._socket.recv(limit)
+            except BlockingIOError:  # a spurious wake-up, or a part of a TLS record
+                self._wait(select.POLLIN, self.timeout_s)
 
     def _wait(self, events: int, timeout_s: float) -> None:
+        tls = self._socket if isinstance(self._socket, ssl.SSLSocket) else None
+        if tls is not None and events == select.POLLIN and tls.pending():
+            return  # there are decrypted bytes, which the system knows nothing of
         poll = select.poll()
         poll.register(self._socket, events)
         if not poll.poll(max(timeout_s, 0.0) * 1000):

@@ -1,0 +1,273 @@
+"""HTTPS and the token on the checkpoint transport: who may fetch, and that it still arrives."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import ssl
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from papers import LONG_AGO, TOKEN, Papers, papers
+
+from torchft_svc.client.checkpointing import HTTPTransport, server
+from torchft_svc.client.checkpointing.tls import RECORD_BYTES, TLSSocket, wrap
+from torchft_svc.errors import (
+    AddressError,
+    ConfigError,
+    DeadlineExceeded,
+    TorchFTError,
+    Unauthorized,
+    Unreachable,
+)
+from torchft_svc.rpc.security import PLAIN, Security
+
+LONG = timedelta(seconds=20)
+SOON = timedelta(seconds=0.5)
+OTHER_TOKEN = "a-token-of-another-cluster"  # noqa: S105 - of these tests
+
+Transport = HTTPTransport[Any]
+
+
+@pytest.fixture(scope="module")
+def some(tmp_path_factory: pytest.TempPathFactory) -> Papers:
+    return papers(tmp_path_factory.mktemp("papers"))
+
+
+@contextmanager
+def serving(security: Security, host: str = "127.0.0.1") -> Iterator[Transport]:
+    with HTTPTransport(LONG, hostname=host, chunk_bytes=64 << 10, security=security) as transport:
+        transport.send_checkpoint([1], 1, state(), LONG)
+        yield transport
+
+
+def state() -> dict[str, Any]:
+    """Tensors of all sizes, so that records and chunks end in the middle of them."""
+    sizes = [1, 3, RECORD_BYTES // 4, RECORD_BYTES // 4 + 1, 200_000, *range(1, 300)]
+    return {str(i): torch.arange(float(size)) for i, size in enumerate(sizes)} | {"n": 7}
+
+
+def fetch(source: Transport, security: Security, timeout: timedelta = LONG) -> Any:
+    with HTTPTransport(LONG, num_connections=3, security=security) as receiver:
+        return receiver.recv_checkpoint(0, source.metadata(), 1, timeout)
+
+
+def assert_arrived(received: dict[str, Any]) -> None:
+    offered = state()
+    assert received.keys() == offered.keys()
+    for key, value in offered.items():
+        assert torch.equal(torch.as_tensor(received[key]), torch.as_tensor(value))
+
+
+def complaint(source: Transport, security: Security) -> TorchFTError:
+    with pytest.raises(TorchFTError) as caught:
+        fetch(source, security)
+    return caught.value
+
+
+@pytest.mark.parametrize("kind", ["tls", "mutual", "token", "all"])
+def test_a_state_arrives(some: Papers, kind: str) -> None:
+    known = {
+        "tls": (some.without_ca, some.local),
+        "mutual": (some.local, some.local),
+        "token": (Security(token=TOKEN), Security(token=TOKEN)),
+        "all": (replace(some.local, token=TOKEN), replace(some.local, token=TOKEN)),
+    }[kind]
+    sends, fetches = known
+    with serving(sends) as source:
+        scheme = "http" if kind == "token" else "https"
+        assert source.metadata().startswith(f"{scheme}://127.0.0.1:")
+        assert_arrived(fetch(source, fetches))
+
+
+def test_a_worker_needs_a_certificate_for_its_server(some: Papers) -> None:
+    with pytest.raises(ConfigError, match="a server needs TORCHFT_TLS_CERT"):
+        HTTPTransport(LONG, security=some.only_ca)
+
+
+def test_the_receiver_checks_the_source(some: Papers) -> None:
+    for sends, fetches, reason in (
+        (some.ours.issue("elsewhere.example"), some.local, "is not for this host"),
+        (some.ours.issue("127.0.0.1", not_after=LONG_AGO), some.local, "renew it"),
+        (some.theirs.issue("127.0.0.1"), some.local, "set TORCHFT_TLS_CA to the CA"),
+        (some.local, PLAIN, "it speaks TLS: set TORCHFT_TLS_CA"),
+        (PLAIN, some.local, "it does not speak TLS, and TLS is set here"),
+    ):
+        with serving(sends) as source:
+            error = complaint(source, fetches)
+            assert isinstance(error, Unauthorized), error
+            assert reason in str(error)
+            assert "checkpoint source at 127.0.0.1:" in str(error)
+
+
+def test_the_source_checks_the_receiver(some: Papers) -> None:
+    stranger = replace(some.theirs.issue("127.0.0.1"), ca_file=some.ours.ca_file)
+    expired = some.ours.issue("127.0.0.1", not_after=LONG_AGO)
+    with serving(some.local) as source:
+        for client in (stranger, expired):
+            error = complaint(source, client)
+            assert isinstance(error, Unauthorized), error
+            assert "it does not take the certificate of this side" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("client", "reason"),
+    [
+        (PLAIN, "wants a token: set TORCHFT_TOKEN"),
+        (Security(token=OTHER_TOKEN), "the token is not that of this service"),
+    ],
+    ids=["none", "wrong"],
+)
+def test_who_does_not_know_the_token_fetches_nothing(client: Security, reason: str) -> None:
+    with serving(Security(token=TOKEN)) as source:
+        began_at = time.monotonic()
+        error = complaint(source, client)
+        assert isinstance(error, Unauthorized)
+        assert reason in str(error)
+        assert time.monotonic() - began_at < 5
+
+
+def test_the_token_is_looked_at_before_the_request() -> None:
+    """Also one that makes no sense, or knows no secret: all hear the same."""
+    with serving(Security(token=TOKEN)) as source:
+        port = urlsplit(source.metadata()).port
+        for method, path in (("GET", "/"), ("POST", "/nonsense"), ("GET", "/a/b/c?d=e")):
+            with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as asking:
+                asking.request(method, path)
+                answer = asking.getresponse()
+                assert (answer.status, answer.getheader("WWW-Authenticate")) == (401, "Bearer")
+                assert b"wants a token" in answer.read()
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as asking:
+            asking.request("GET", "/", headers={"Authorization": f"Bearer {TOKEN}"})
+            assert asking.getresponse().status == 404
+
+
+def test_an_old_tls_version_is_refused(some: Papers) -> None:
+    context = some.local.client_context()
+    assert context is not None
+    with serving(some.local) as source:
+        port = urlsplit(source.metadata()).port or 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            context.minimum_version = ssl.TLSVersion.TLSv1
+            context.maximum_version = ssl.TLSVersion.TLSv1_1
+        with (
+            socket.create_connection(("127.0.0.1", port), 10) as sock,
+            pytest.raises((ssl.SSLError, ConnectionError)),
+        ):
+            context.wrap_socket(sock, server_hostname="127.0.0.1")
+        assert_arrived(fetch(source, some.local))
+
+
+def test_peers_that_never_agree_on_tls_hold_up_nobody(
+    some: Papers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.3)
+    with serving(some.local) as source:
+        port = urlsplit(source.metadata()).port
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+        for peer in silent[:2]:
+            peer.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert_arrived(fetch(source, some.local))
+        for peer in silent:
+            peer.settimeout(10)
+            with contextlib.suppress(ConnectionError):
+                while peer.recv(100):
+                    pass
+            peer.close()
+
+
+def test_a_source_that_never_agrees_on_tls_is_given_up(some: Papers) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        HTTPTransport(LONG, security=some.local) as receiver,
+    ):
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}/secret"
+        with pytest.raises(Unreachable, match=r"no TLS within 0\.5 s"):
+            receiver.recv_checkpoint(0, url, 1, SOON)
+
+
+def test_a_full_source_is_asked_again(some: Papers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 0)
+    with serving(some.local) as source:
+        with pytest.raises(DeadlineExceeded):
+            fetch(source, some.local, SOON)
+        monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+        assert_arrived(fetch(source, some.local))
+
+
+def test_shutdown_ends_a_transfer_that_stands_still(some: Papers) -> None:
+    """A connection's thread hangs in TLS; it ends at once, without a fault of ours."""
+    context = some.local.client_context()
+    assert context is not None
+    with serving(some.local) as source:
+        where = urlsplit(source.metadata())
+        with socket.create_connection(("127.0.0.1", where.port or 0), 10) as sock:
+            greeted = context.wrap_socket(sock, server_hostname="127.0.0.1")
+            greeted.sendall(b"GET ")
+            began_at = time.monotonic()
+            source.shutdown()
+            assert time.monotonic() - began_at < 3
+            greeted.close()
+
+
+def test_the_address_must_be_one(some: Papers) -> None:
+    with (
+        HTTPTransport(LONG, security=some.local) as receiver,
+        pytest.raises(AddressError, match="is not a checkpoint address"),
+    ):
+        receiver.recv_checkpoint(0, "ftp://127.0.0.1:1/secret", 1, LONG)
+
+
+def pair(some: Papers) -> tuple[TLSSocket, TLSSocket]:
+    """Two ends that have agreed on TLS, and do not block."""
+    one, other = socket.socketpair()
+    serves, dials = some.local.server_context(), some.local.client_context()
+    assert serves is not None
+    assert dials is not None
+    server_end, client_end = wrap(one, serves, None), wrap(other, dials, "localhost")
+    agreeing = threading.Thread(target=server_end.do_handshake)
+    agreeing.start()
+    client_end.do_handshake()
+    agreeing.join(10)
+    server_end.setblocking(False)
+    client_end.setblocking(False)
+    return server_end, client_end
+
+
+def test_a_tls_socket_blocks_like_a_plain_one(some: Papers) -> None:
+    sends, receives = pair(some)
+    with sends, receives:
+        with pytest.raises(BlockingIOError):
+            receives.recv(10)
+        with pytest.raises(BlockingIOError):
+            receives.recv_into(bytearray(10))
+        sent = bytearray()
+        data = bytes(range(256)) * 4096
+        with contextlib.suppress(BlockingIOError):  # which ends it
+            while True:
+                place = len(sent) % len(data)
+                pieces = [memoryview(data)[place : place + 7], memoryview(data)[place + 7 :]]
+                sent += data[place : place + sends.sendmsg(pieces)]
+        received = bytearray()
+        while len(received) < len(sent):
+            received += receives.recv(100_000)
+        # The record that waited goes out with the bytes it was made of, however they are cut now.
+        place = len(sent) % len(data)
+        count = sends.sendmsg([memoryview(data)[place:]])
+        assert count == min(RECORD_BYTES, len(data) - place)
+        sent += data[place : place + count]
+        while len(received) < len(sent):
+            received += receives.recv(100_000)
+        assert received == sent
+        assert sends.sendmsg([]) == 0
