@@ -71,6 +71,8 @@ METHODS = {
         "Heartbeat": ("LighthouseHeartbeatRequest", "LighthouseHeartbeatResponse", False, False),
         "Leave": ("LighthouseLeaveRequest", "LighthouseLeaveResponse", False, False),
         "Session": ("SessionRequest", "SessionNews", True, True),
+        "Kill": ("LighthouseKillRequest", "LighthouseKillResponse", False, False),
+        "Drain": ("LighthouseDrainRequest", "LighthouseDrainResponse", False, False),
     },
     "ManagerService": {
         "Quorum": ("ManagerQuorumRequest", "ManagerQuorumResponse", False, False),
@@ -82,6 +84,7 @@ METHODS = {
         ),
         "ShouldCommit": ("ShouldCommitRequest", "ShouldCommitResponse", False, False),
         "Kill": ("KillRequest", "KillResponse", False, False),
+        "Drain": ("DrainRequest", "DrainResponse", False, False),
         "Attach": ("AttachRequest", "AttachNews", True, True),
     },
 }

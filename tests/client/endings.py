@@ -7,6 +7,7 @@ runs, `training` once steps are committed, and then whatever the test looks for.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import signal
 import sys
@@ -39,7 +40,7 @@ def make(lighthouse: str, **options: object) -> tuple[Manager, OptimizerWrapper,
         state_dict=lambda: {"model": model.state_dict()},
         load_state_dict=lambda state: model.load_state_dict(state["model"]),
         lighthouse_addr=lighthouse,
-        replica_id=f"ending-{os.getpid()}",
+        replica_id=f"{sys.argv[1]}-{os.getpid()}",
         **options,  # type: ignore[arg-type]
     )
     for child in psutil.Process().children():
@@ -92,6 +93,23 @@ def hangs(lighthouse: str) -> None:
         optimizer.step()
     say("training")
     time.sleep(LIFE_S)
+
+
+def sleeps(lighthouse: str) -> None:
+    """Its main thread hangs."""
+    make(lighthouse)
+    say("training")
+    time.sleep(LIFE_S)
+
+
+def holds_the_lock(lighthouse: str) -> None:
+    """Hangs in a call into a library that keeps the interpreter's lock: no thread runs."""
+    make(lighthouse)
+    signal.signal(signal.SIGTERM, lambda *_: say("it had the lock back"))
+    say("training")
+    lock = ctypes.create_string_buffer(64)  # zeros: a mutex that nobody holds
+    for _ in range(2):  # nor does a signal end the second wait
+        ctypes.PyDLL(None).pthread_mutex_lock(lock)
 
 
 def forks(lighthouse: str) -> None:

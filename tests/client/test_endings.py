@@ -2,111 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import queue
 import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
-import psutil
 import pytest
 
-from .training import DEADLINE_S, lighthouse
+from .programs import END_S, running
+from .training import lighthouse
 
 pytestmark = pytest.mark.processes
-PROGRAM = Path(__file__).with_name("endings.py")
-# What the issue promises, on a machine with a core to spare.
-END_S = 2.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
-class Program:
-    """A running program of endings.py."""
-
-    def __init__(self, name: str, address: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), name, address],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-        self.children: list[psutil.Process] = []
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line.strip())
-        self._lines.put("")
-
-    def read_until(self, word: str) -> str:
-        """The line that begins with ``word``; notes the manager's process."""
-        while line := self._lines.get(timeout=DEADLINE_S):
-            if line.startswith("manager"):
-                self.children.append(psutil.Process(int(line.split()[1])))
-            if line.startswith(word):
-                return line
-        raise AssertionError(f"no {word!r}: {self.errors()}")
-
-    def errors(self) -> str:
-        assert self.process.stderr is not None
-        return self.process.stderr.read()
-
-    def end(self, number: signal.Signals) -> float:
-        """Send a signal; how many seconds until it has ended, its manager included."""
-        began_at = time.monotonic()
-        self.process.send_signal(number)
-        if number == signal.SIGINT:
-            self.read_until("ended")
-        else:
-            self.process.wait(DEADLINE_S)
-        self.check_children()
-        took_s = time.monotonic() - began_at
-        self.process.wait(DEADLINE_S)
-        return took_s
-
-    def check_children(self) -> None:
-        """No manager is left."""
-        assert self.children, "no manager was started"
-        deadline = time.monotonic() + DEADLINE_S
-        while alive := [child for child in self.children if _lives(child)]:
-            assert time.monotonic() < deadline, alive
-            time.sleep(0.01)
-
-    def ends(self) -> int:
-        """The exit status of a program that ends by itself."""
-        status = self.process.wait(DEADLINE_S)
-        self.check_children()
-        return status
-
-
-def _lives(process: psutil.Process) -> bool:
-    """An orphan that has ended stays a zombie until the system's first process looks."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-@contextlib.contextmanager
-def running(name: str, address: str) -> Iterator[Program]:
-    program = Program(name, address)
-    try:
-        yield program
-    finally:
-        program.process.kill()
-        program.process.wait()
-        program._reader.join()
-        for stream in (program.process.stdout, program.process.stderr):
-            assert stream is not None
-            stream.close()
 
 
 @pytest.fixture

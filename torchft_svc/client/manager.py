@@ -329,6 +329,10 @@ class Manager:
             return self._runtime.replica_name
         return quorum.replica_ids[quorum.replica_rank]
 
+    def is_draining(self) -> bool:
+        """Whether this worker's group was told to end after its step."""
+        return self._runtime.draining.reason is not None
+
     # -- the end ---------------------------------------------------------------------------------
 
     def shutdown(self, wait: bool = True) -> None:

@@ -15,11 +15,13 @@ from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.config import ServiceOptions
 from torchft_svc.client.deadlines import Timer
+from torchft_svc.client.draining import Draining
+from torchft_svc.client.ending import end_now
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
 from torchft_svc.client.rounds import Links, Membership, RoundRules
 from torchft_svc.client.state import StateRegistry
-from torchft_svc.coordination import ManagerClient
+from torchft_svc.coordination import Listeners, ManagerClient
 from torchft_svc.env import Environment
 from torchft_svc.rpc.address import advertised_host, parse_address
 
@@ -49,6 +51,7 @@ class Runtime:
     timer: Timer
     group_store: GroupStore
     services: GroupServices
+    draining: Draining
     closed: bool = False
 
     @property
@@ -104,8 +107,9 @@ def start_runtime(
             )
             undo.callback(transport.shutdown, False)
         pg = ProcessGroupGloo(timeout=timeout) if brought.pg is None else brought.pg
-        membership = Membership(pg)
-        client.attach(rules.place.group_rank, membership.lose)
+        membership, draining = Membership(pg), Draining()
+        listeners = Listeners(on_loss=membership.lose, on_kill=end_now, on_drain=draining.request)
+        client.attach(rules.place.group_rank, listeners)
         runtime = Runtime(
             links=Links(client=client, pg=pg, transport=transport, registry=brought.registry),
             membership=membership,
@@ -113,6 +117,7 @@ def start_runtime(
             timer=Timer("torchft-timer"),
             group_store=store,
             services=services,
+            draining=draining,
         )
         undo.pop_all()
     return runtime

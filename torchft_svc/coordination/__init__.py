@@ -5,6 +5,7 @@ for it runs by changing the import. Everything that waits takes a timeout and ra
 (our `DeadlineExceeded`) when it is over; every other failure is an error of `torchft_svc.errors`.
 """
 
+from torchft_svc.coordination.attachment import Listeners
 from torchft_svc.coordination.lighthouse_client import LighthouseClient
 from torchft_svc.coordination.manager_client import ManagerClient
 from torchft_svc.coordination.servers import LighthouseServer, ManagerServer
@@ -15,6 +16,7 @@ from torchft_svc.rpc.security import Security
 __all__ = [
     "LighthouseClient",
     "LighthouseServer",
+    "Listeners",
     "ManagerClient",
     "ManagerServer",
     "Quorum",

@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -22,12 +23,33 @@ JOIN_TIMEOUT_S = 2.0
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listeners:
+    """Who hears which news; called on the thread that reads them, so none may wait for long.
+
+    ``on_loss``: a member of the last quorum is dead or has left (replica id, reason). ``on_kill``:
+    this worker has to end at once, ``on_drain``: when its step is finished (the reason).
+    """
+
+    on_loss: Callable[[str, str], None]
+    on_kill: Callable[[str], None]
+    on_drain: Callable[[str], None]
+
+    def hear(self, news: pb.AttachNews) -> None:
+        kind = news.WhichOneof("kind")
+        if kind == "lost":
+            self.on_loss(news.lost.replica_id, news.lost.reason)
+        elif kind == "kill":
+            self.on_kill(news.kill.reason)
+        elif kind == "drain":
+            self.on_drain(news.drain.reason)
+
+
 class Attachment:
     """Reads news on a thread of its own, ``torchft-news``; opened again when it breaks.
 
-    ``channel`` tells the one to use, whenever the line is opened. ``on_loss`` hears, on that
-    thread, of members of the last quorum that are dead or have left (replica id, reason),
-    ``on_break`` that the manager could not be reached.
+    ``channel`` tells the one to use, whenever the line is opened; ``on_break`` hears, on that
+    thread, that the manager could not be reached.
     """
 
     def __init__(
@@ -36,14 +58,14 @@ class Attachment:
         metadata: Sequence[tuple[str, str]],
         group_rank: int,
         worker_id: str,
-        on_loss: Callable[[str, str], None],
+        listeners: Listeners,
         on_break: Callable[[], None],
     ) -> None:
         self._channel = channel
         self._metadata = metadata
         self._on_break = on_break
         self._hello = pb.AttachHello(rank=group_rank, worker_id=worker_id)
-        self._on_loss = on_loss
+        self._listeners = listeners
         self._closing = threading.Event()
         self._outgoing = Outgoing(self._hello)
         self._phase: pb.AttachPhase | None = None
@@ -107,7 +129,6 @@ class Attachment:
         try:
             for news in self._stream:
                 self._failing = False
-                if news.WhichOneof("kind") == "lost":
-                    self._on_loss(news.lost.replica_id, news.lost.reason)
+                self._listeners.hear(news)
         finally:
             outgoing.end(detaches=False)  # or the thread that sends would wait for more

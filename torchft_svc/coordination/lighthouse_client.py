@@ -36,6 +36,8 @@ class LighthouseClient(Client):
         self._quorum = self._method("Quorum", pb.LighthouseQuorumResponse.FromString)
         self._heartbeat = self._method("Heartbeat", pb.LighthouseHeartbeatResponse.FromString)
         self._leave = self._method("Leave", pb.LighthouseLeaveResponse.FromString)
+        self._kill = self._method("Kill", pb.LighthouseKillResponse.FromString)
+        self._drain = self._method("Drain", pb.LighthouseDrainResponse.FromString)
         self._connect()
 
     def quorum(
@@ -80,6 +82,26 @@ class LighthouseClient(Client):
     ) -> None:
         """Tell that the group is gone for good, so that nobody waits for it."""
         self._leave(pb.LighthouseLeaveRequest(replica_id=replica_id, reason=reason), timeout)
+
+    def kill(
+        self, replica_id: str, reason: str = "", timeout: timedelta = timedelta(seconds=5)
+    ) -> None:
+        """End the group with this replica id or name at once.
+
+        Raises:
+            RequestRefused: there is no such group, or it cannot be told (it only sends heartbeats).
+        """
+        self._kill(pb.LighthouseKillRequest(replica_id=replica_id, reason=reason), timeout)
+
+    def drain(
+        self, replica_id: str, reason: str = "", timeout: timedelta = timedelta(seconds=5)
+    ) -> None:
+        """Let the group with this replica id or name finish its step, leave, and end.
+
+        Raises:
+            RequestRefused: there is no such group, or it cannot be told (it only sends heartbeats).
+        """
+        self._drain(pb.LighthouseDrainRequest(replica_id=replica_id, reason=reason), timeout)
 
 
 def _member(message: pb.QuorumMember) -> QuorumMember:

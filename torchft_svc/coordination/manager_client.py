@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 from datetime import timedelta
 
-from torchft_svc.coordination.attachment import Attachment
+from torchft_svc.coordination.attachment import Attachment, Listeners
 from torchft_svc.coordination.client import Client
 from torchft_svc.coordination.types import QuorumResult
 from torchft_svc.coordination.whereabouts import Patience, Whereabouts
@@ -47,14 +46,14 @@ class ManagerClient(Client):
         self._address = self._method("CheckpointAddress", pb.CheckpointAddressResponse.FromString)
         self._vote = self._method("ShouldCommit", pb.ShouldCommitResponse.FromString)
         self._kill = self._method("Kill", pb.KillResponse.FromString)
+        self._drain = self._method("Drain", pb.DrainResponse.FromString)
         self._connect()
 
-    def attach(self, group_rank: int, on_loss: Callable[[str, str], None]) -> None:
-        """Keep a line to the manager open, until `close`.
+    def attach(self, group_rank: int, listeners: Listeners) -> None:
+        """Keep a line to the manager open, until `close`; ``listeners`` hear what comes over it.
 
         While it is open the manager knows that this worker lives; when it breaks, the group's other
-        workers are told. ``on_loss`` is called on a thread of its own with the replica id of a
-        member of the last quorum that is dead or has left, and the reason.
+        workers are told.
         """
         assert self._attachment is None, "a client has one attachment"
         self._attachment = Attachment(
@@ -62,7 +61,7 @@ class ManagerClient(Client):
             self._metadata,
             group_rank,
             self._worker_id,
-            on_loss,
+            listeners,
             self._lost_contact,
         )
 
@@ -167,5 +166,9 @@ class ManagerClient(Client):
         return self._vote(request, timeout).should_commit
 
     def kill(self, msg: str, timeout: timedelta = timedelta(seconds=5)) -> None:
-        """End the group's manager, and the trainer that started it."""
+        """End the group at once: its workers, its manager, and the trainer that started that."""
         self._kill(pb.KillRequest(msg=msg), timeout)
+
+    def drain(self, reason: str = "", timeout: timedelta = timedelta(seconds=5)) -> None:
+        """Let the group finish its step, leave the lighthouse, and end."""
+        self._drain(pb.DrainRequest(reason=reason), timeout)

@@ -175,6 +175,23 @@ class Lighthouse:
             return "; ".join(held)
         return "; ".join([*held, state.members.why(now)])
 
+    def find(self, job: str, name: str) -> str:
+        """The living group of ``job`` that an operator calls ``name``: its replica id or its name.
+
+        Raises:
+            RequestRefused: there is no such group, or more than one.
+        """
+        check_name("replica_id", name)
+        state = self._jobs.get(job)
+        called = state.members.called(name) if state else []
+        if not called:
+            raise RequestRefused(f"job {job!r} has no living group {name!r}")
+        if len(called) > 1:
+            raise RequestRefused(
+                f"job {job!r} has several groups {name!r}, say which: {', '.join(called)}"
+            )
+        return called[0]
+
     def fellows(self, job: str, replica_id: str) -> list[str]:
         """The living groups of the last quorum, if ``replica_id`` was in it too."""
         state = self._jobs.get(job)

@@ -177,6 +177,10 @@ class Membership:
             earlier.append(other)
         return earlier
 
+    def called(self, name: str) -> list[str]:
+        """The living groups with this replica id or, if there is none, with this stable name."""
+        return [name] if name in self._seen_at else list(self._incarnations.get(name, ()))
+
     def fellows(self, replica_id: str) -> list[str]:
         """The other living groups of the last quorum, if this one was in it."""
         if replica_id not in self._previous_ids:

@@ -17,7 +17,7 @@ from torchft_svc.core.lighthouse import (
     ReportLoss,
 )
 from torchft_svc.core.types import Member, QuorumConfig
-from torchft_svc.errors import DeadlineExceeded
+from torchft_svc.errors import DeadlineExceeded, RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import beat_from_wire, member_lost, quorum_answer
 from torchft_svc.rpc.outbox import Outbox
@@ -95,6 +95,22 @@ class LighthouseDriver:
         if self._sessions.get((job, replica_id)) is outbox:
             del self._sessions[job, replica_id]
             self.leave(job, replica_id, reason)
+
+    def tell(self, job: str, name: str, news: bytes) -> str:
+        """Tell ``news`` to the group with this replica id or name; its replica id.
+
+        Raises:
+            RequestRefused: there is no such group, or it has no session to be told over.
+        """
+        replica_id = self._core.find(job, name)
+        session = self._sessions.get((job, replica_id))
+        if session is None:
+            raise RequestRefused(
+                f"{replica_id!r} has no session with this lighthouse, it only sends heartbeats: "
+                "it cannot be told anything, so ask its manager instead"
+            )
+        session.tell(news)
+        return replica_id
 
     def close(self) -> None:
         """Stop the timer; callers that still wait are cancelled by the server's stop."""

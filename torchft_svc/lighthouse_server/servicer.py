@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,11 +12,12 @@ from torchft_svc.core.types import DEFAULT_JOB, check_name, check_text
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.session import MAX_REASON_LENGTH, Session
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import JOB_KEY, member_from_wire
+from torchft_svc.rpc.codec import JOB_KEY, drain_news, kill_news, member_from_wire
 from torchft_svc.rpc.deadline import remaining_s
 from torchft_svc.rpc.serving import Service
 from torchft_svc.rpc.tasks import Tasks
 
+log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -33,8 +35,19 @@ def lighthouse_service(driver: LighthouseDriver) -> Service:
 
     async def leave(request: pb.LighthouseLeaveRequest, context: Context) -> bytes:
         check_name("replica_id", request.replica_id)
-        check_text("reason", request.reason, MAX_REASON_LENGTH)
-        driver.leave(_job(context), request.replica_id, request.reason or "it has left")
+        driver.leave(_job(context), request.replica_id, _reason(request.reason, "it has left"))
+        return b""
+
+    async def kill(request: pb.LighthouseKillRequest, context: Context) -> bytes:
+        reason = _reason(request.reason, "killed by an operator")
+        replica_id = driver.tell(_job(context), request.replica_id, kill_news(reason))
+        log.warning("kill job=%s replica=%s: %s", _job(context), replica_id, reason)
+        return b""
+
+    async def drain(request: pb.LighthouseDrainRequest, context: Context) -> bytes:
+        reason = _reason(request.reason, "drained by an operator")
+        replica_id = driver.tell(_job(context), request.replica_id, drain_news(reason))
+        log.info("drain job=%s replica=%s: %s", _job(context), replica_id, reason)
         return b""
 
     async def session(requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
@@ -43,9 +56,20 @@ def lighthouse_service(driver: LighthouseDriver) -> Service:
 
     return Service(
         "LighthouseService",
-        {"Quorum": quorum, "Heartbeat": heartbeat, "Leave": leave},
+        {
+            "Quorum": quorum,
+            "Heartbeat": heartbeat,
+            "Leave": leave,
+            "Kill": kill,
+            "Drain": drain,
+        },
         streams={"Session": session},
     )
+
+
+def _reason(told: str, default: str) -> str:
+    check_text("reason", told, MAX_REASON_LENGTH)
+    return told or default
 
 
 def _job(context: Context) -> str:

@@ -20,7 +20,7 @@ from torchft_svc.rpc.tasks import Tasks
 
 @dataclass(frozen=True, slots=True)
 class RunningManager:
-    """``address`` is what other groups reach, ``killed`` is set by the RPC ``Kill``."""
+    """``address`` is what other groups reach, ``killed`` by an order to end at once."""
 
     address: str
     killed: asyncio.Event
@@ -33,18 +33,17 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
     Raises:
         AddressError: nothing can be bound at ``config.bind``.
     """
-    killed = asyncio.Event()
     tasks = Tasks()
     link = LighthouseLink(config, tasks)
     # An earlier manager of the same workers numbered its rounds from an earlier moment.
     group = Group(config.group_world_size, first_round=int(time.time() * 1000))
+    driver = ManagerDriver(group, link, tasks)
     host = config.advertise_host or advertised_host(parse_address(config.lighthouse_address))
 
     def build(bound: HostPort) -> Service:
         link.address = str(HostPort(host, bound.port))
-        driver = ManagerDriver(group, link, tasks)
-        link.on_loss, link.activity = driver.tell_loss, driver.activity
-        return manager_service(driver, killed)
+        link.on_news, link.activity = driver.hear, driver.activity
+        return manager_service(driver)
 
     bind = parse_address(config.bind, may_bind=True)
     async with contextlib.AsyncExitStack() as stack:
@@ -53,4 +52,4 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
         await stack.enter_async_context(tasks)
         stack.push_async_callback(link.leave, "its manager stops")
         link.start()
-        yield RunningManager(link.address, killed)
+        yield RunningManager(link.address, driver.killed)

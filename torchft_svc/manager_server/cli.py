@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import signal
 
 import click
 
@@ -14,7 +12,7 @@ from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.errors import UsageError
 from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.manager_server.owner import watch_owner
+from torchft_svc.manager_server.owner import end_owner, watch_owner
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.cli import Address, option, run, security_options
 from torchft_svc.rpc.security import Security
@@ -135,6 +133,5 @@ async def _serve(config: ManagerConfig, stop: asyncio.Event) -> int:
         if not manager.killed.is_set():
             return 0
         if config.owner_pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(config.owner_pid, signal.SIGTERM)
+            await end_owner(config.owner_pid, stop)
         return 1

@@ -25,7 +25,7 @@ from torchft_svc.core.types import check_step
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed, TorchFTError
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import member_lost, phase_from_wire, worker_answer
+from torchft_svc.rpc.codec import drain_news, kill_news, phase_from_wire, worker_answer
 from torchft_svc.rpc.outbox import Outbox
 from torchft_svc.rpc.tasks import Tasks
 
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 # The lighthouse's answer, or its reason, must still reach the workers within their own deadlines.
 ANSWER_MARGIN_S = 0.05
+# Workers that do not read the order to end are ended without having heard it.
+KILL_NEWS_S = 0.5
 
 
 class ManagerDriver:
@@ -48,6 +50,7 @@ class ManagerDriver:
         self._asking: asyncio.Task[None] | None = None
         self._workers: dict[int, Outbox] = {}
         self._activities = WorkerActivities()
+        self.killed = asyncio.Event()
 
     async def quorum(self, request: WorkerRequest, timeout_s: float) -> bytes:
         """Wait until all workers have asked and the lighthouse has answered; the encoded answer."""
@@ -96,12 +99,41 @@ class ManagerDriver:
         """What the group does, if its workers tell."""
         return self._activities.slowest()
 
-    def tell_loss(self, replica_id: str, reason: str) -> None:
-        """A member of the last quorum is gone: every worker hears of it at once."""
-        log.info("group lost replica=%s: %s", replica_id, reason)
-        news = member_lost(replica_id, reason)
+    def hear(self, news: pb.SessionNews) -> None:
+        """News from the lighthouse."""
+        kind = news.WhichOneof("kind")
+        if kind == "kill":
+            self.kill(news.kill.reason)
+        elif kind == "drain":
+            self.drain(news.drain.reason)
+        elif kind == "lost":
+            log.info("group lost replica=%s: %s", news.lost.replica_id, news.lost.reason)
+            self._tell_workers(news.SerializeToString())
+
+    def kill(self, reason: str) -> None:
+        """The group has to end at once: every worker hears of it, then ``killed`` is set."""
+        log.warning("killed by request: %r", reason)
+        self._tell_workers(kill_news(reason))
+        self._tasks.start(self._end(), "end")
+
+    def drain(self, reason: str) -> None:
+        """The group has to finish its step and end: every worker hears of it."""
+        log.warning("draining: %r", reason)
+        self._tell_workers(drain_news(reason))
+
+    def _tell_workers(self, news: bytes) -> None:
         for outbox in self._workers.values():
             outbox.tell(news)
+
+    async def _end(self) -> None:
+        hearing = [asyncio.create_task(outbox.flushed()) for outbox in self._workers.values()]
+        try:
+            if hearing:
+                await asyncio.wait(hearing, timeout=KILL_NEWS_S)
+        finally:
+            for each in hearing:
+                each.cancel()
+            self.killed.set()
 
     async def _wait(
         self, action: str, timeout_s: float, enter: Callable[[int], Sequence[Order]]

@@ -17,6 +17,7 @@ from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.line import Line, NotSupported
 from torchft_svc.manager_server.session_line import SessionLine
 from torchft_svc.manager_server.unary_line import UnaryLine
+from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import MAX_RECONNECT_MS, MIN_RECONNECT_MS, open_aio_channel
 from torchft_svc.rpc.tasks import Tasks
 
@@ -26,15 +27,15 @@ log = logging.getLogger(__name__)
 class LighthouseLink:
     """To be used on one event loop.
 
-    ``address`` is where others reach this manager; ``on_loss`` hears of members of the last quorum
-    that are gone (replica id, reason); ``activity`` tells what the group does. All are set before
+    ``address`` is where others reach this manager; ``on_news`` hears of members of the last quorum
+    that are gone, and of orders to end; ``activity`` tells what the group does. All are set before
     `start`.
     """
 
     def __init__(self, config: ManagerConfig, tasks: Tasks) -> None:
         self._config = config
         self._tasks = tasks
-        self.on_loss: Callable[[str, str], None] = _not_listening
+        self.on_news: Callable[[pb.SessionNews], None] = _not_listening
         self.activity: Callable[[], Activity | None] = _not_telling
         self.address = ""
         self._seen_quorum_id = 0
@@ -83,12 +84,12 @@ class LighthouseLink:
             self._channel,
             self.replica_id,
             self._tasks,
-            self._tell_loss,
+            self._pass_on,
             lambda: self.activity(),
         )
 
-    def _tell_loss(self, replica_id: str, reason: str) -> None:
-        self.on_loss(replica_id, reason)
+    def _pass_on(self, news: pb.SessionNews) -> None:
+        self.on_news(news)
 
     async def _begin_again(self, reason: str) -> None:
         await self.leave(reason)
@@ -140,7 +141,7 @@ class LighthouseLink:
         return quorum
 
 
-def _not_listening(replica_id: str, reason: str) -> None:
+def _not_listening(news: pb.SessionNews) -> None:
     """Before the manager serves there is nobody to be told."""
 
 

@@ -1,14 +1,18 @@
-"""Notices at once that the process which started this one has died."""
+"""Notices at once that the process which started this one has died, or ends it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 # Where the system has no process descriptors (Linux before 5.3, macOS), ask this often.
 POLL_S = 0.2
+# An owner that is to be killed has so long to end by the news of it, and as long after SIGTERM. It
+# may be unable to: no thread of it runs while a call into a library holds the interpreter's lock.
+OWNER_GRACE_S = 1.5
 
 
 @contextlib.contextmanager
@@ -43,6 +47,16 @@ def watch_owner(pid: int, on_death: Callable[[], None]) -> Iterator[None]:
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
+
+
+async def end_owner(pid: int, ended: asyncio.Event) -> None:
+    """SIGTERM, then SIGKILL, each unless ``ended`` is set soon after what came before."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(ended.wait(), OWNER_GRACE_S)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 async def _poll(pid: int, on_death: Callable[[], None]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,14 +14,13 @@ from torchft_svc.rpc.codec import vote_from_wire, worker_request_from_wire
 from torchft_svc.rpc.deadline import remaining_s
 from torchft_svc.rpc.serving import Service
 
-log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 # A reason is shown in one log line.
-MAX_KILL_MESSAGE = 1000
+MAX_REASON_LENGTH = 1000
 
 
-def manager_service(driver: ManagerDriver, killed: asyncio.Event) -> Service:
-    """The service, to be handed to `torchft_svc.rpc.serving.serve`; ``Kill`` sets ``killed``."""
+def manager_service(driver: ManagerDriver) -> Service:
+    """The service, to be handed to `torchft_svc.rpc.serving.serve`."""
 
     async def quorum(request: pb.ManagerQuorumRequest, context: Context) -> bytes:
         return await driver.quorum(worker_request_from_wire(request), remaining_s(context))
@@ -36,8 +33,11 @@ def manager_service(driver: ManagerDriver, killed: asyncio.Event) -> Service:
         return pb.CheckpointAddressResponse(checkpoint_server_address=address).SerializeToString()
 
     async def kill(request: pb.KillRequest, context: Context) -> bytes:
-        log.warning("killed by request: %r", request.msg[:MAX_KILL_MESSAGE])
-        killed.set()
+        driver.kill(request.msg[:MAX_REASON_LENGTH])
+        return b""
+
+    async def drain(request: pb.DrainRequest, context: Context) -> bytes:
+        driver.drain(request.reason[:MAX_REASON_LENGTH] or "drained by an operator")
         return b""
 
     async def attachment(requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:
@@ -50,6 +50,7 @@ def manager_service(driver: ManagerDriver, killed: asyncio.Event) -> Service:
             "CheckpointAddress": checkpoint_address,
             "ShouldCommit": should_commit,
             "Kill": kill,
+            "Drain": drain,
         },
         streams={"Attach": attachment},
     )

@@ -46,7 +46,7 @@ _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 class SessionLine:
-    """To be used on one event loop; ``on_loss`` hears of lost members (replica id, reason).
+    """To be used on one event loop; ``on_news`` hears what is not an answer: losses, orders.
 
     ``activity`` is what the beats tell.
     """
@@ -57,14 +57,14 @@ class SessionLine:
         channel: grpc.aio.Channel,
         replica_id: str,
         tasks: Tasks,
-        on_loss: Callable[[str, str], None],
+        on_news: Callable[[pb.SessionNews], None],
         activity: Callable[[], Activity | None],
     ) -> None:
         self._activity = activity
         self._config = config
         self._replica_id = replica_id
         self._tasks = tasks
-        self._on_loss = on_loss
+        self._on_news = on_news
         self._metadata = ((JOB_KEY, config.job_id), *config.security.metadata)
         self._open_stream: Any = channel.stream_stream(
             "/torchft.LighthouseService/Session",
@@ -215,8 +215,8 @@ class SessionLine:
 
     def _hear(self, news: pb.SessionNews) -> None:
         kind = news.WhichOneof("kind")
-        if kind == "lost":
-            self._on_loss(news.lost.replica_id, news.lost.reason)
+        if kind in ("lost", "kill", "drain"):
+            self._on_news(news)
         elif kind == "refusal" and news.refusal.number == self._number:
             refusal = news.refusal
             self._fail(error_from_wire(refusal.error, refusal.reason, "quorum", self._timeout_s))

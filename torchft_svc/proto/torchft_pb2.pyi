@@ -84,12 +84,14 @@ class LighthouseHeartbeatResponse(_message.Message):
     def __init__(self, min_interval_ms: _Optional[int] = ...) -> None: ...
 
 class LighthouseLeaveRequest(_message.Message):
-    __slots__ = ("replica_id", "reason")
+    __slots__ = ("replica_id", "reason", "between_steps")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    BETWEEN_STEPS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     reason: str
-    def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    between_steps: bool
+    def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., between_steps: bool = ...) -> None: ...
 
 class LighthouseLeaveResponse(_message.Message):
     __slots__ = ()
@@ -132,10 +134,12 @@ class SessionWithdrawal(_message.Message):
     def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class SessionLeave(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "between_steps")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    BETWEEN_STEPS_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    between_steps: bool
+    def __init__(self, reason: _Optional[str] = ..., between_steps: bool = ...) -> None: ...
 
 class SessionQuestion(_message.Message):
     __slots__ = ("requester", "number", "timeout_ms")

@@ -89,6 +89,16 @@ def member_lost(replica_id: str, reason: str) -> bytes:
     return pb.SessionNews(lost=lost).SerializeToString()
 
 
+def kill_news(reason: str) -> bytes:
+    """The news that its group has to end at once; the same bytes for a manager and a worker."""
+    return pb.SessionNews(kill=pb.Kill(reason=reason)).SerializeToString()
+
+
+def drain_news(reason: str) -> bytes:
+    """The news that its group has to finish its step, leave, and end."""
+    return pb.SessionNews(drain=pb.Drain(reason=reason)).SerializeToString()
+
+
 def refusal(error: TorchFTError, number: int) -> pb.SessionRefusal:
     """``error`` as the answer to question ``number``."""
     name, text = error_to_wire(error)

@@ -33,6 +33,10 @@ class Outbox:
         except asyncio.QueueFull:
             self._overflow.set()
 
+    async def flushed(self) -> None:
+        """Return when all that was told is on its way; never, if the stream has ended before."""
+        await self._news.join()
+
     async def exchange(
         self,
         reading: Coroutine[Any, Any, None],
@@ -63,6 +67,7 @@ class Outbox:
             self._is_writing = True
             await context.write(news)
             self._is_writing = False
+            self._news.task_done()
 
     async def _overflowed(self) -> None:
         await self._overflow.wait()
