@@ -5,26 +5,18 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
-import struct
 from collections.abc import Iterator
 
 import grpc
 import pytest
+from hostile import PREFACE, frame
 from running import Line, Process, failure, lighthouse_process, line_to, manager_process
 
 from torchft_svc.proto import torchft_pb2 as pb
 
 pytestmark = pytest.mark.processes
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 MAX_LOG_BYTES = 6000
-
-
-def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
-    """An HTTP/2 frame."""
-    return (
-        struct.pack(">I", len(body))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + body
-    )
 
 
 GARBAGE = {

@@ -21,6 +21,8 @@ KEEPALIVE_MS = 5_000
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+    # That alone ends nothing while the peer's system confirms what the frozen process never reads.
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
 )
 
 _OPTIONS = (

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -17,7 +18,11 @@ import uvloop
 from torchft_svc.env import Environment
 from torchft_svc.errors import UsageError
 from torchft_svc.rpc.address import HostPort, parse_address
+from torchft_svc.rpc.log_limit import LimitedLog
 from torchft_svc.rpc.security import resolve_security
+
+# Three connections for each of ten thousand groups; at 30 KB each that is 1 GB at the most.
+MAX_DESCRIPTORS = 32_768
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -101,9 +106,12 @@ def run(
     it is the trainer that decides when they stop.
     """
     logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
+        level=log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        handlers=[LimitedLog()],
     )
     _spare_the_collector()
+    _allow_descriptors()
     try:
         status = uvloop.run(_until_stopped(service, heeds_ctrl_c))
     except UsageError as error:
@@ -118,6 +126,17 @@ def _spare_the_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+
+
+def _allow_descriptors() -> None:
+    """The usual 1024 are fewer than a thousand groups need, and a few idle connections would use
+    them up and keep everybody else out."""
+    used, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS
+    if allowed != resource.RLIM_INFINITY:
+        wanted = min(wanted, allowed)
+    if used != resource.RLIM_INFINITY and used < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, allowed))
 
 
 async def _until_stopped(

@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 
 # The largest request is a quorum request: a few addresses, and at most 16 KB of `data`.
 MAX_REQUEST_BYTES = 256 * 1024
+# A connection is greeted within milliseconds; one that says nothing must not keep its descriptor.
+HANDSHAKE_TIMEOUT_MS = 10_000
+# Managers and workers have a stream open all the time; whoever asks rarely connects again.
+MAX_IDLE_MS = 60_000
 # A stop lets calls that are about to be answered go out, and no more than that.
 GRACE_S = 0.5
 
@@ -42,6 +46,8 @@ _OPTIONS = (
     *KEEPALIVE,
     # Clients ask for signs of life as often as they like.
     ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+    ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
 )
 
 

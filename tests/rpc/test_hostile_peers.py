@@ -1,0 +1,177 @@
+"""Idle, greedy, deaf and vanished peers of either service: memory stays flat, training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+
+import grpc
+import psutil
+import pytest
+from hostile import PREFACE, Training, Usage, call_head, frame, many_descriptors, training
+from running import Process, eventually, failure, line_to, manager_process
+
+from torchft_svc.core.types import MAX_WORLD_SIZE
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.channel import KEEPALIVE_MS
+from torchft_svc.rpc.outbox import MAX_UNREAD_NEWS
+from torchft_svc.rpc.serving import HANDSHAKE_TIMEOUT_MS
+
+pytestmark = pytest.mark.processes
+
+NUM_IDLE = 10_000
+# Measured: 11 KB for one that says nothing, 33 KB for one of many that have shaken hands.
+MAX_KB_PER_CONNECTION = 40
+# What a service may keep of a message that it refuses, or of news that nobody reads.
+MAX_GROWTH_MB = 24.0
+GIGABYTE = 1 << 30
+# One ping goes out after that silence, and is waited for as long.
+VANISHED_S = 2 * KEEPALIVE_MS / 1000 + 5
+SETTINGS = frame(4, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def steady() -> Iterator[Training]:
+    with training() as steady:
+        yield steady
+        for process in (steady.lighthouse, *steady.managers):
+            assert "Traceback" not in process.errors(), process.errors()
+
+
+@pytest.fixture(params=["lighthouse", "manager"])
+def service(request: pytest.FixtureRequest, steady: Training) -> Iterator[Process]:
+    """Either service, in the midst of a training."""
+    yield steady.lighthouse if request.param == "lighthouse" else steady.managers[0]
+    steady.goes_on()
+
+
+def service_name(process: Process) -> str:
+    return "LighthouseService" if "lighthouse" in process.module else "ManagerService"
+
+
+@contextlib.contextmanager
+def connections(process: Process, count: int, said: bytes) -> Iterator[list[socket.socket]]:
+    """``count`` connections that say ``said`` and no more."""
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(count):
+            raw = stack.enter_context(socket.create_connection(("127.0.0.1", process.port), 10))
+            raw.sendall(said)
+            opened.append(raw)
+        yield opened
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", PREFACE[:12], PREFACE + SETTINGS],
+    ids=["say nothing", "said half a preface", "have shaken hands"],
+)
+def test_ten_thousand_idle_connections(steady: Training, service: Process, said: bytes) -> None:
+    with many_descriptors(NUM_IDLE + 500) as allowed:
+        count = min(NUM_IDLE, allowed - 500)
+        usage = Usage(service)
+        with connections(service, count, said):
+            steady.goes_on()
+            with line_to(service.address) as newcomer:
+                path = f"/torchft.{service_name(service)}/Nonsense"
+                code, _ = failure(newcomer.channel.unary_unary(path).future(b"", timeout=10))
+                assert code is grpc.StatusCode.UNIMPLEMENTED
+            limit_mb = count * MAX_KB_PER_CONNECTION / 1000
+            told = f"{usage.grown_mb():.0f} MB for {count} connections (allowed: {allowed})"
+            assert usage.grown_mb() < limit_mb, told
+        eventually(usage.descriptors_are_back, 20, f"{usage.now()} after {usage.before}")
+
+
+def test_who_does_not_shake_hands_is_hung_up_on(service: Process) -> None:
+    usage = Usage(service)
+    with connections(service, 100, PREFACE[:12]) as opened:
+        opened[-1].settimeout(HANDSHAKE_TIMEOUT_MS / 1000 + 5)
+        while opened[-1].recv(4096):
+            pass  # its settings, and then the end
+        eventually(usage.descriptors_are_back, 5)
+
+
+@pytest.mark.parametrize("pushes", [False, True], ids=["told of", "pushed"])
+def test_a_message_of_a_gigabyte(service: Process, pushes: bool) -> None:
+    """It is refused when its length is told, and never held, however hard it is pushed."""
+    usage = Usage(service)
+    head = call_head(f"/torchft.{service_name(service)}/Quorum", service.port)
+    told = b"\x00" + GIGABYTE.to_bytes(4, "big")
+    piece = frame(0, 0, 1, bytes(16_000))
+    with socket.create_connection(("127.0.0.1", service.port), 10) as raw:
+        raw.sendall(head + frame(0, 0, 1, told))
+        if pushes:
+            with contextlib.suppress(OSError):  # it hangs up on us
+                for _ in range(GIGABYTE // 16_000):
+                    raw.sendall(piece)
+        else:
+            assert b"larger than max" in _received(raw, b"larger than max")
+        assert usage.grown_mb() < MAX_GROWTH_MB
+    eventually(usage.descriptors_are_back)
+
+
+def _received(raw: socket.socket, until: bytes) -> bytes:
+    said = b""
+    while until not in said and (more := raw.recv(4096)):
+        said += more
+    return said
+
+
+def test_a_group_that_reads_nothing_loses_its_session(steady: Training) -> None:
+    """Answers fill the window that it never opens again, then the outbox, and then it is enough."""
+    usage = Usage(steady.lighthouse)
+    why = f"{MAX_UNREAD_NEWS} pieces of news were not read"
+    head = call_head("/torchft.LighthouseService/Session", steady.lighthouse.port)
+    said = b"".join(map(_packed, _questions()))
+    assert len(said) < 65_535, "more than may be said without reading"
+    with socket.create_connection(("127.0.0.1", steady.lighthouse.port), 10) as raw:
+        raw.sendall(head)
+        for start in range(0, len(said), 16_000):
+            raw.sendall(frame(0, 0, 1, said[start : start + 16_000]))
+        eventually(lambda: why in steady.lighthouse.errors(), 10, "it may go on for ever")
+        assert usage.grown_mb() < MAX_GROWTH_MB
+    eventually(usage.descriptors_are_back)
+    steady.goes_on()
+
+
+def _packed(request: pb.SessionRequest) -> bytes:
+    body = request.SerializeToString()
+    return b"\x00" + len(body).to_bytes(4, "big") + body
+
+
+def _questions() -> Iterator[pb.SessionRequest]:
+    """Each gets a refusal at once, which is longer than the question."""
+    yield pb.SessionRequest(hello={"replica_id": "d:1"})
+    for number in range(1, 2_600):
+        requester = {"replica_id": "d:1", "world_size": MAX_WORLD_SIZE + 1}
+        yield pb.SessionRequest(question={"requester": requester, "number": number})
+
+
+def test_a_peer_that_vanishes_is_noticed(steady: Training) -> None:
+    """A frozen process answers no ping, just like a host that is gone: nothing is closed."""
+    lighthouse = steady.lighthouse
+    with manager_process(lighthouse.address, "--job-id=other", name="c") as manager:
+        ports = eventually(lambda: {near for near, far in tcp(manager) if far == lighthouse.port})
+        eventually(lambda: ports <= {far for _, far in tcp(lighthouse)})
+        manager.send(signal.SIGSTOP)
+        eventually(lambda: not ports & {far for _, far in tcp(lighthouse)}, VANISHED_S)
+        steady.goes_on()
+
+
+def tcp(process: Process) -> list[tuple[int, int]]:
+    """The ports, near and far, of the connections that ``process`` holds."""
+    held = psutil.Process(process.pid).net_connections("tcp")
+    return [(each.laddr.port, each.raddr.port) for each in held if each.raddr]
+
+
+def test_votes_that_are_replayed_are_refused(steady: Training) -> None:
+    manager = steady.managers[0]
+    step = steady.steps[0] - 3
+    with line_to(manager.address) as line:
+        for round_ in (0, 1):
+            for _ in range(500):
+                code, _ = failure(line.vote(rank=0, step=step, should_commit=False, round=round_))
+                assert code is grpc.StatusCode.INVALID_ARGUMENT
+    steady.goes_on()

@@ -1,0 +1,69 @@
+"""Keeps a service's log short: of lines that say the same of ever new peers, only the first ones.
+
+A kind of line is its logger and its text before the arguments are filled in. What was left out is
+counted, and told before the next line that is written after the window, or at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+# Enough to see what goes on; a flood of a thousand lines a second would fill a disk in a day.
+MAX_LINES, WINDOW_S = 20, 10.0
+# More than this package has; what a library invents beyond counts as one kind.
+MAX_KINDS = 200
+_OTHERS = "lines of other kinds"
+
+
+@dataclass(slots=True)
+class _Window:
+    began_at: float
+    num_lines: int = 0
+
+
+class LineLimit:
+    """At most ``MAX_LINES`` of a kind in ``WINDOW_S`` seconds. ``now`` is monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._windows: dict[str, _Window] = {}
+
+    def admit(self, kind: str, now: float) -> bool:
+        """Count a line; False if it is to be left out."""
+        if kind not in self._windows and len(self._windows) >= MAX_KINDS:
+            kind = _OTHERS
+        window = self._windows.setdefault(kind, _Window(now))
+        window.num_lines += 1
+        return window.num_lines <= MAX_LINES
+
+    def ended(self, now: float) -> list[tuple[str, int]]:
+        """Forget the windows that are over; the kinds that had lines left out, and how many."""
+        over = [kind for kind, w in self._windows.items() if now - w.began_at >= WINDOW_S]
+        left_out = [(kind, self._windows.pop(kind).num_lines - MAX_LINES) for kind in over]
+        return [(kind, count) for kind, count in left_out if count > 0]
+
+
+class LimitedLog(logging.StreamHandler):  # type: ignore[type-arg,unused-ignore]  # for 3.10
+    """Writes to stderr, within a `LineLimit`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._limit = LineLimit()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now = time.monotonic()
+        self._tell_left_out(now)
+        if self._limit.admit(f"{record.name}: {record.msg}", now):
+            super().emit(record)
+
+    def close(self) -> None:
+        """Tell what was left out last; may be called twice."""
+        self._tell_left_out(float("inf"))
+        super().close()
+
+    def _tell_left_out(self, now: float) -> None:
+        for kind, count in self._limit.ended(now):
+            text = "left out %d more lines like %r"
+            level = logging.WARNING
+            super().emit(logging.LogRecord(__name__, level, "", 0, text, (count, kind), None))
