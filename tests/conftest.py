@@ -21,6 +21,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 _MARK = "TORCHFT_TEST_SESSION"
 # multiprocessing keeps these for the whole session on purpose.
 _SESSION_WIDE = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# So does the package with the process that others are forked from, and the thread that hears it.
+_TEMPLATE, _NURSERY = "isolated.template", "torchft-nursery"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,6 +50,8 @@ def _check_threads(before: set[threading.Thread]) -> None:
     left: list[threading.Thread] = []
     for thread in set(threading.enumerate()) - before:
         if thread.daemon and not thread.name.startswith("torchft"):
+            continue
+        if thread.name == _NURSERY:
             continue
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
@@ -86,6 +90,8 @@ def _counts(process: psutil.Process) -> bool:
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
         command = " ".join(process.cmdline())
+        if _TEMPLATE in command and process.ppid() == os.getpid():
+            return False
     except psutil.Error:
         return False
     return not any(name in command for name in _SESSION_WIDE)

@@ -16,6 +16,7 @@ from torch.distributed import HashStore
 from torchft_svc.client import (
     ErrorSwallowingProcessGroupWrapper,
     ProcessGroup,
+    ProcessGroupBabyGloo,
     ProcessGroupDummy,
     ProcessGroupGloo,
 )
@@ -30,6 +31,7 @@ NUM_MEMBERS = 3
 KINDS: dict[str, Callable[[], ProcessGroup]] = {
     "gloo": lambda: ProcessGroupGloo(TIMEOUT),
     "swallowing": lambda: ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(TIMEOUT)),
+    "baby": lambda: ProcessGroupBabyGloo(TIMEOUT),
     "fake": lambda: FakeProcessGroupWrapper(ProcessGroupGloo(TIMEOUT)),
 }
 # What gloo can carry (of small values, in which bfloat16's sums are exact).

@@ -13,6 +13,7 @@ import torch
 from torchft_svc.client import (
     ErrorSwallowingProcessGroupWrapper,
     ProcessGroup,
+    ProcessGroupBabyGloo,
     ProcessGroupGloo,
 )
 from torchft_svc.errors import TorchFTError
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 TIMEOUT = timedelta(seconds=3)
 KINDS: dict[str, Callable[[], ProcessGroup]] = {
     "gloo": lambda: ProcessGroupGloo(TIMEOUT),
+    "baby": lambda: ProcessGroupBabyGloo(TIMEOUT),
     "fake": lambda: FakeProcessGroupWrapper(ProcessGroupGloo(TIMEOUT)),
     "swallowing": lambda: ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(TIMEOUT)),
 }
@@ -40,6 +42,10 @@ def place() -> MeetingPlace:
 @pytest.fixture(params=KINDS)
 def groups(request: pytest.FixtureRequest) -> Iterator[list[ProcessGroup]]:
     groups = [KINDS[request.param]() for _ in range(3)]
+    if request.param == "baby":  # its processes take their time to start, but not in the test
+        for group in groups:
+            MeetingPlace().configure(group)
+            group.abort()
     yield groups
     for group in groups:
         group.shutdown()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import abc
 import logging
 import threading
-import time
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.graveyard import Graveyard
+from torchft_svc.client.process_groups.loss import Loss
 from torchft_svc.client.process_groups.meeting import StoreLine, meet
 from torchft_svc.client.process_groups.stores import Store
 from torchft_svc.errors import PeerError, QuorumFailed
@@ -20,17 +19,6 @@ log = logging.getLogger(__name__)
 
 # Works that are kept to be looked at when the group is left; finished ones are dropped above this.
 _MAX_TRACKED_WORKS = 64
-# A member that left in good order has sent everything; what it sent arrives within this time.
-LOSS_GRACE_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class _Loss:
-    """A member of quorum ``quorum_id`` is gone; collectives are given up at ``final_at``."""
-
-    quorum_id: int
-    final_at: float
-    error: QuorumFailed
 
 
 class DelegatingProcessGroup(ProcessGroup):
@@ -45,7 +33,7 @@ class DelegatingProcessGroup(ProcessGroup):
         self._world_size = 1
         self._quorum_id: int | None = None
         self._error: Exception | None = None
-        self._loss: _Loss | None = None
+        self._loss: Loss | None = None
         self._stopped = False
         self._graveyard = Graveyard()
         self._line = StoreLine()
@@ -117,12 +105,12 @@ class DelegatingProcessGroup(ProcessGroup):
         """Why the group cannot be used until it is configured again, or None."""
         loss = self._loss
         if self._error is None and loss is not None and loss.quorum_id == self._quorum_id:
-            return loss.error if time.monotonic() >= loss.final_at else None
+            return loss.error if loss.is_final() else None
         return self._error
 
     def lose_member(self, quorum_id: int, reason: str) -> None:
         """See `ProcessGroup.lose_member`."""
-        self._loss = _Loss(quorum_id, time.monotonic() + LOSS_GRACE_S, QuorumFailed(reason))
+        self._loss = Loss.now(quorum_id, reason)
 
     def interrupt(self) -> None:
         """See `ProcessGroup.interrupt`; the group can not be used after it."""

@@ -1,0 +1,222 @@
+"""Tests what another process is good for: it can be killed at any moment, and nothing is hurt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from running import ROOT, environment, eventually, is_alive
+
+from torchft_svc.client import ProcessGroupBabyGloo
+from torchft_svc.client.process_groups.isolated.nursery import NURSERY
+from torchft_svc.client.process_groups.isolated.segments import Pool
+
+from .meeting_place import MeetingPlace
+from .training import Trainer, assert_identical, lighthouse, together
+
+TIMEOUT = timedelta(seconds=20)
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def place() -> MeetingPlace:
+    return MeetingPlace()
+
+
+@pytest.fixture
+def pair() -> Iterator[list[ProcessGroupBabyGloo]]:
+    groups = [ProcessGroupBabyGloo(TIMEOUT) for _ in range(2)]
+    yield groups
+    for group in groups:
+        group.shutdown()
+
+
+def total(group: ProcessGroupBabyGloo, value: float, numel: int = 1) -> float:
+    tensor = torch.full((numel,), float(value))
+    group.allreduce([tensor]).wait(TIMEOUT)
+    return tensor[0].item()
+
+
+def shared_descriptors() -> int:
+    """How many pieces of shared memory this process holds."""
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return sum("torchft-collectives" in os.readlink(link) for link in links if link.is_symlink())
+
+
+def test_a_killed_process_is_an_error_that_says_so(
+    place: MeetingPlace, pair: list[ProcessGroupBabyGloo]
+) -> None:
+    a, b = pair
+    place.configure(a, b)
+    work = a.allreduce([torch.ones(1)])
+    assert a.pid is not None
+    os.kill(a.pid, signal.SIGKILL)
+    began_at = time.monotonic()
+    with pytest.raises(RuntimeError, match="carries the collectives was killed by SIGKILL"):
+        work.wait(TIMEOUT)
+    assert time.monotonic() - began_at < 2
+    assert work.is_completed()
+    assert not work.is_success()
+    with pytest.raises(Exception, match="SIGKILL"):
+        work.get_future().wait()
+    assert "SIGKILL" in str(a.errored())
+    place.configure(a, b)
+    assert together(lambda: total(a, 1), lambda: total(b, 2)) == [3, 3]
+
+
+def test_leaving_in_the_middle_kills_frees_and_starts_anew(
+    place: MeetingPlace, pair: list[ProcessGroupBabyGloo]
+) -> None:
+    a, b = pair
+    place.configure(a, b)
+    before, pid = shared_descriptors(), a.pid
+    assert pid is not None
+    tensor = torch.ones(1000)
+    work = a.allreduce([tensor])
+    assert shared_descriptors() > before
+    began_at = time.monotonic()
+    a.abort()
+    assert time.monotonic() - began_at < 1
+    assert not is_alive(pid)
+    assert shared_descriptors() == before
+    with pytest.raises(RuntimeError, match="was left"):
+        work.wait(TIMEOUT)
+    assert tensor.tolist() == [1] * 1000
+    began_at = time.monotonic()
+    place.configure(a, b)
+    assert together(lambda: total(a, 1), lambda: total(b, 2)) == [3, 3]
+    assert time.monotonic() - began_at < 1.5  # nobody imports torch again
+
+
+def test_sizes_that_differ_hurt_the_processes_only(
+    place: MeetingPlace, pair: list[ProcessGroupBabyGloo]
+) -> None:
+    a, b = pair
+    place.configure(a, b)
+
+    def fails(group: ProcessGroupBabyGloo, numel: int) -> bool:
+        try:
+            total(group, 1, numel)
+        except RuntimeError:
+            return True
+        return False
+
+    assert any(together(lambda: fails(a, 4), lambda: fails(b, 4096)))
+    place.configure(a, b)
+    assert together(lambda: total(a, 1), lambda: total(b, 2)) == [3, 3]
+
+
+def test_waits_do_not_hold_up_one_another(
+    place: MeetingPlace, pair: list[ProcessGroupBabyGloo]
+) -> None:
+    a, b = pair
+    place.configure(a, b)
+    late, there, back = torch.zeros(1), torch.full((1,), 5.0), torch.zeros(1)
+    receiving = a.recv([late], 1, 7)  # ends last
+    sending = a.send([there], 1, 8)
+    b.recv([back], 0, 8).wait(TIMEOUT)
+    sending.wait(TIMEOUT)
+    assert not receiving.is_completed()
+    b.send([back], 0, 7).wait(TIMEOUT)
+    receiving.wait(TIMEOUT)
+    assert (late.item(), back.item()) == (5, 5)
+
+
+def test_a_wait_may_be_too_short(place: MeetingPlace, pair: list[ProcessGroupBabyGloo]) -> None:
+    a, b = pair
+    place.configure(a, b)
+    tensor = torch.ones(1)
+    work = a.allreduce([tensor])
+    with pytest.raises(RuntimeError, match=r"not over after 0\.05 s"):
+        work.wait(timedelta(seconds=0.05))
+    assert not work.is_completed()
+    assert total(b, 2) == 3
+    assert work.get_future().wait() == [tensor]
+    assert tensor.item() == 3
+
+
+def test_strided_tensors_get_their_results(
+    place: MeetingPlace, pair: list[ProcessGroupBabyGloo]
+) -> None:
+    a, b = pair
+    place.configure(a, b)
+
+    def transposed(group: ProcessGroupBabyGloo) -> list[list[float]]:
+        tensor = torch.arange(6.0).reshape(2, 3).t()
+        group.allreduce([tensor]).wait(TIMEOUT)
+        return tensor.tolist()
+
+    expected = (2 * torch.arange(6.0)).reshape(2, 3).t().tolist()
+    assert together(lambda: transposed(a), lambda: transposed(b)) == [expected] * 2
+
+
+def test_i7_a_program_that_repeats_its_steps_needs_no_more_memory() -> None:
+    pool = Pool()
+    tensors = [torch.ones(1000), torch.ones(50_000)]
+    for _ in range(100):
+        loans = [pool.lend([tensor])[0] for tensor in tensors]
+        for loan in loans:
+            pool.give_back(loan)
+    assert len(pool._all) == 2
+    pool.close()
+
+
+def test_a_lost_template_is_replaced(place: MeetingPlace, pair: list[ProcessGroupBabyGloo]) -> None:
+    place.configure(*pair)
+    template = NURSERY._template
+    assert template is not None
+    template.kill()
+    template.wait()
+    # The copies live on; new ones come from a new template.
+    assert together(lambda: total(pair[0], 1), lambda: total(pair[1], 2)) == [3, 3]
+    third = ProcessGroupBabyGloo(TIMEOUT)
+    MeetingPlace().configure(third)
+    assert total(third, 4) == 4
+    third.shutdown()
+
+
+def test_they_end_with_the_trainer_although_a_forked_child_lives_on() -> None:
+    trainer = subprocess.Popen(
+        [sys.executable, "-m", "client.isolated_trainer"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"),
+    )
+    assert trainer.stdout is not None
+    with trainer.stdout as out:
+        carrier, forked = map(int, out.readline().split())
+    template = next(
+        int(line.split()[1])
+        for line in Path(f"/proc/{carrier}/status").read_text().splitlines()
+        if line.startswith("PPid:")
+    )
+    trainer.kill()
+    trainer.wait()
+    try:
+        for pid in (carrier, template):
+            eventually(lambda pid=pid: not is_alive(pid), 5, f"{pid} lives on")  # type: ignore[misc]
+        assert is_alive(forked)
+    finally:
+        os.kill(forked, signal.SIGKILL)
+
+
+def test_groups_train_over_it_and_one_process_is_killed() -> None:
+    with lighthouse(min_replicas=2) as address:
+        groups = [ProcessGroupBabyGloo(TIMEOUT) for _ in range(2)]
+        with (
+            Trainer(address, "a", 1, pg=groups[0]) as first,
+            Trainer(address, "b", 2, pg=groups[1]) as second,
+        ):
+            assert together(lambda: first.steps(3), lambda: second.steps(3)) == [[True] * 3] * 2
+            assert groups[0].pid is not None
+            os.kill(groups[0].pid, signal.SIGKILL)
+            together(lambda: first.until(6), lambda: second.until(6))
+            assert_identical([first, second])

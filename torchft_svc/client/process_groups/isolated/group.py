@@ -1,0 +1,229 @@
+"""Process groups whose collectives run in another process."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.isolated.messages import (
+    Abort,
+    Configure,
+    Launch,
+    Lose,
+    options_to_plain,
+    replace_leaves,
+)
+from torchft_svc.client.process_groups.isolated.nursery import NURSERY
+from torchft_svc.client.process_groups.isolated.process import ChildProcess
+from torchft_svc.client.process_groups.isolated.segments import Loan, Pool
+from torchft_svc.client.process_groups.isolated.work import IsolatedWork
+from torchft_svc.client.process_groups.loss import Loss
+from torchft_svc.client.process_groups.operations import IN_PLACE, result_of
+from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
+
+# How often a wait looks whether it is still wanted.
+_LOOK_S = 0.02
+# The process' own refusal, which knows the reason, should be here before it is given up.
+_ANSWER_GRACE_S = 2.0
+# Operations that only send, or that have no tensors, leave nothing to be taken back.
+_WITHOUT_RESULT = frozenset({"send", "barrier"})
+
+
+class ProcessGroupBabyGloo(ProcessGroup):
+    """gloo in a process of its own, with members that change.
+
+    Slower than `ProcessGroupGloo` by a copy each way, and harder to hurt: whatever happens in the
+    process, be it a crash of the backend or an operation that never ends, is an error here, and
+    an abandoned operation cannot write to anything of the trainer's. The process is killed when
+    the group is left with operations under way; the next one is forked from a template that has
+    imported torch already, so nobody waits for that.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+        super().__init__(timeout)
+        NURSERY.start()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._child: ChildProcess | None = None
+        self._pool = Pool()
+        self._rank = 0
+        self._world_size = 1
+        self._quorum_id: int | None = None
+        self._error: Exception | None = _left()
+        self._loss: Loss | None = None
+        self._stopped = False
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """See `ProcessGroup.configure`."""
+        self.abort()
+        self._check(quorum_id)
+        child = self._child = self._child or ChildProcess()
+        number = next(self._numbers)
+        over = threading.Event()
+        outcome: list[Exception | None] = []
+
+        def on_end(error: Exception | None) -> None:
+            outcome.append(error)
+            over.set()
+
+        request = Configure(
+            number, store_addr, replica_id, rank, world_size, quorum_id, self._timeout
+        )
+        child.send(request, number, on_end)
+        try:
+            self._await(over, self._timeout.total_seconds() + _ANSWER_GRACE_S, quorum_id)
+        except PeerError:
+            self._drop(child)
+            raise
+        if outcome[0] is not None:
+            raise outcome[0]
+        with self._lock:
+            self._rank, self._world_size = rank, world_size
+            self._quorum_id, self._error = quorum_id, None
+
+    def abort(self) -> None:
+        """See `ProcessGroup.abort`; kills the process if it has operations under way."""
+        with self._lock:
+            was_member, self._error = self._error is None, self._error or _left()
+            child = self._child
+        if child is None:
+            return
+        if child.is_busy or child.ended is not None:
+            self._drop(child)
+        elif was_member:
+            child.send(Abort())
+
+    def errored(self) -> Exception | None:
+        """Why the group cannot be used until it is configured again, or None."""
+        loss = self._loss
+        if self._error is None and loss is not None and loss.quorum_id == self._quorum_id:
+            return loss.error if loss.is_final() else None
+        return self._error or (self._child.ended if self._child else None)
+
+    def lose_member(self, quorum_id: int, reason: str) -> None:
+        """See `ProcessGroup.lose_member`."""
+        self._loss = Loss.now(quorum_id, reason)
+        child = self._child
+        if child is not None:
+            with contextlib.suppress(QuorumFailed):  # it has ended, and needs no news
+                child.send(Lose(quorum_id, reason))
+
+    def interrupt(self) -> None:
+        """See `ProcessGroup.interrupt`; the group can not be used after it."""
+        self._stopped = True
+
+    def shutdown(self) -> None:
+        """Leave the members for good and end the processes; may be called twice."""
+        self.interrupt()
+        with self._lock:
+            self._error = self._error or _left()
+            child = self._child
+        if child is not None:
+            self._drop(child)
+
+    def rank(self) -> int:
+        """This member's index."""
+        return self._rank
+
+    def size(self) -> int:
+        """How many members there are."""
+        return self._world_size
+
+    @property
+    def pid(self) -> int | None:
+        """The process that carries the collectives, if there is one."""
+        return self._child.pid if self._child else None
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
+        with self._lock:
+            child = self._child
+            if self._error is not None or child is None:
+                raise self._error or _left()
+            results = [] if name in _WITHOUT_RESULT else result_of(name, args, kwargs)
+            loan, request = self._describe(child, name, args, kwargs, results)
+            work = IsolatedWork(results)
+            pool = self._pool
+
+            def on_end(error: Exception | None) -> None:
+                work.settle(error, loan)
+                if error is None:  # else it may still be written to
+                    pool.give_back(loan)
+
+            child.send(request, request.number, on_end)
+        return work
+
+    def _describe(
+        self, child: ChildProcess, name: str, args: Any, kwargs: Any, results: list[torch.Tensor]
+    ) -> tuple[Loan, Launch]:
+        """Put the tensors into shared memory, the results first."""
+        tensors = {id(tensor): tensor for tensor in results}
+
+        def note(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                tensors.setdefault(id(value), value)
+            return value
+
+        replace_leaves([args, kwargs], note)
+        loan, is_new = self._pool.lend(list(tensors.values()))
+        if is_new:
+            child.share(loan.segment)
+        only_written = set() if name in IN_PLACE else {id(tensor) for tensor in results}
+        for (key, tensor), shared in zip(tensors.items(), loan.tensors(), strict=True):
+            if key not in only_written:
+                shared.copy_(tensor.detach())
+        places = dict(zip(tensors, loan.places, strict=True))
+
+        def to_plain(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return places[id(value)]
+            return options_to_plain(value)
+
+        sent = replace_leaves(args, to_plain), replace_leaves(kwargs, to_plain)
+        return loan, Launch(next(self._numbers), name, *sent)
+
+    def _check(self, quorum_id: int | None) -> None:
+        if self._stopped:
+            raise QuorumFailed("the process group was shut down")
+        if self._loss is not None and self._loss.quorum_id == quorum_id:
+            raise self._loss.error
+
+    def _await(self, event: threading.Event, timeout_s: float, quorum_id: int | None) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not event.wait(_LOOK_S):
+            self._check(quorum_id)
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded("configuring the process group", timeout_s)
+
+    def _drop(self, child: ChildProcess) -> None:
+        """Kill ``child``; what was shared with it goes with it."""
+        with self._lock:
+            if self._child is not child:
+                return
+            self._child = None
+            pool, self._pool = self._pool, Pool()
+            self._error = self._error or _left()
+        child.kill()
+        pool.close()
+
+
+def _left() -> PeerError:
+    return QuorumFailed("the process group was left; it has members again with the next quorum")

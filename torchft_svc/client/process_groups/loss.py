@@ -1,0 +1,29 @@
+"""News that a member is gone, and until when the others may still finish with what it has sent."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from torchft_svc.errors import QuorumFailed
+
+# A member that left in good order has sent everything; what it sent arrives within this time.
+LOSS_GRACE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A member of quorum ``quorum_id`` is gone; collectives are given up at ``final_at``."""
+
+    quorum_id: int
+    final_at: float
+    error: QuorumFailed
+
+    @classmethod
+    def now(cls, quorum_id: int, reason: str) -> Loss:
+        """It has just been told."""
+        return cls(quorum_id, time.monotonic() + LOSS_GRACE_S, QuorumFailed(reason))
+
+    def is_final(self) -> bool:
+        """Whether the moment of grace is over."""
+        return time.monotonic() >= self.final_at
