@@ -219,7 +219,7 @@ def manager(loop: asyncio.AbstractEventLoop) -> Iterator[Served]:
 
     link = loop.run_until_complete(start())
     driver = ManagerDriver(Group(3), link, tasks)
-    yield Served(loop, manager_service(driver, asyncio.Event()))
+    yield Served(loop, manager_service(driver))
     loop.run_until_complete(stop())
 
 
