@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_FLAGS ?=
 SEED ?= 0
+SECONDS ?= 60
 
-.PHONY: demo test check proto proto-check bench soak clean
+.PHONY: demo test check proto proto-check bench soak sim clean
 
 demo: $(READY)
 	$(BIN)/python -m demo $(DEMO_FLAGS)
@@ -25,6 +26,10 @@ bench: $(READY)
 
 soak: $(READY)
 	$(BIN)/python -m demo --kills 50 --kill-interval 3 --seed $(SEED) --report demo-report-soak.png
+
+# Explores fresh seeds, unless SEED names the first one.
+sim: $(READY)
+	$(BIN)/python -m torchft_svc.sim --seconds $(SECONDS) $(if $(filter 0,$(SEED)),,--seed $(SEED))
 
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=torchft_svc/proto --pyi_out=torchft_svc/proto proto/torchft.proto

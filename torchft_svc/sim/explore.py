@@ -1,0 +1,79 @@
+"""Runs seeds; where one falls, looks for the smallest scenario in which it still falls."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from torchft_svc.sim.fleet import Fleet, Outcome
+from torchft_svc.sim.scenario import Fault, Scenario, draw
+
+# A scenario is run again this often at most, to make its story shorter.
+MAX_SHRINKING_RUNS = 150
+
+
+def run_seed(seed: int, num_groups: int | None = None) -> Outcome:
+    """The run of ``seed``; one that falls comes back as small as it could be made."""
+    outcome = Fleet(draw(seed, num_groups)).run()
+    return outcome if outcome.fell is None else shrink(outcome)
+
+
+def shrink(fallen: Outcome, max_runs: int = MAX_SHRINKING_RUNS) -> Outcome:
+    """A smaller scenario in which the same invariant falls: fewer groups, fewer faults."""
+    smallest = fallen
+    num_runs = 0
+    progress = True
+    while progress:
+        progress = False
+        for smaller in _smaller(smallest.scenario):
+            if num_runs == max_runs:
+                return smallest
+            num_runs += 1
+            outcome = Fleet(smaller).run()
+            if outcome.fell == fallen.fell:
+                smallest, progress = outcome, True
+                break
+    return smallest
+
+
+def _smaller(scenario: Scenario) -> Iterator[Scenario]:
+    """Half the groups, one group less; the faults without a half, a quarter, ..., one of them."""
+    for num_groups in (scenario.num_groups // 2, scenario.num_groups - 1):
+        if max(scenario.num_jobs, scenario.config.min_replicas, 1) <= num_groups:
+            yield dataclasses.replace(scenario, num_groups=num_groups)
+    if scenario.num_jobs > 1:
+        yield dataclasses.replace(scenario, num_jobs=1)
+    if scenario.group_world_size > 1:
+        yield dataclasses.replace(scenario, group_world_size=scenario.group_world_size - 1)
+    for faults in _fewer(scenario.faults):
+        yield dataclasses.replace(scenario, faults=faults)
+
+
+def _fewer(faults: tuple[Fault, ...]) -> Iterator[tuple[Fault, ...]]:
+    size = len(faults)
+    while size > 0:
+        for start in range(0, len(faults), size):
+            yield faults[:start] + faults[start + size :]
+        size //= 2
+
+
+def describe(outcome: Outcome) -> str:
+    """What fell, in which scenario, and the story that led there."""
+    scenario = outcome.scenario
+    fields = {
+        field.name: getattr(scenario, field.name)
+        for field in dataclasses.fields(scenario)
+        if field.name != "faults"
+    }
+    lines = [
+        f"{outcome.fell} fell after {outcome.virtual_s:.4f} s: {outcome.what}",
+        "",
+        "scenario: " + ", ".join(f"{name}={value}" for name, value in fields.items()),
+        "",
+        *map(str, scenario.faults),
+        "",
+        *outcome.story,
+        "",
+        f"again: python -m torchft_svc.sim --seed {scenario.seed} --count 1",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,197 @@
+"""Carries a scenario out: builds its world, lets the faults happen, and looks how it ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torchft_svc.sim.invariants import (
+    EVENTS_BETWEEN_WALKS,
+    InvariantFell,
+    Invariants,
+    must,
+)
+from torchft_svc.sim.lighthouse_actor import LighthouseActor
+from torchft_svc.sim.network import Network
+from torchft_svc.sim.scenario import Fault, Scenario
+from torchft_svc.sim.shared import Shared
+from torchft_svc.sim.site import Saved, Site
+from torchft_svc.sim.story import Story
+from torchft_svc.sim.sums import Sums
+from torchft_svc.sim.world import Process, World
+
+LAG_FACTOR = 2000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended: well, unless ``fell`` names an invariant."""
+
+    scenario: Scenario
+    fell: str | None
+    what: str
+    story: tuple[str, ...]
+    num_events: int
+    num_commits: int
+    virtual_s: float
+
+
+class Fleet:
+    """One run."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self.world = World(scenario.seed)
+        self.network = Network(self.world)
+        policy = scenario.config.on_step_regression
+        self.invariants = Invariants(self.world, scenario.is_clock_honest, policy)
+        self.story = Story(self.world)
+        self.house = LighthouseActor(
+            self.world, self.network, scenario.config, self.invariants, self.story
+        )
+        sums = Sums(self.network, self.invariants)
+        self.shared = Shared(self.network, sums, self.invariants, self.story)
+        self.checkpoints: dict[str, Saved] = {}
+        self.sites = [
+            Site(number, self.world, self.house, self.shared, scenario, self.checkpoints)
+            for number in range(scenario.num_groups)
+        ]
+        self._num_workers = Counter(
+            {
+                job: count * scenario.group_world_size
+                for job, count in Counter(site.job for site in self.sites).items()
+            }
+        )
+        self.world.after_event = self._check
+
+    def run(self) -> Outcome:
+        """To the end: all jobs train together again, or an invariant falls."""
+        fell, what = None, ""
+        try:
+            self._run()
+        except InvariantFell as fall:
+            fell, what = fall.name, fall.what
+        except Exception as error:  # noqa: BLE001 - whatever the core raises is a fall, too
+            fell, what = "crash", f"{type(error).__name__}: {error}"
+        return Outcome(
+            scenario=self._scenario,
+            fell=fell,
+            what=what,
+            story=tuple(self.story.lines()),
+            num_events=self.world.num_events,
+            num_commits=self.shared.num_commits,
+            virtual_s=self.world.now,
+        )
+
+    def _run(self) -> None:
+        chance = self.world.chance("begin")
+        for site in self.sites:
+            site.start_after(chance.uniform(0.0, self._scenario.start_spread_s))
+        nature = self.world.process("nature")
+        for fault in self._scenario.faults:
+            nature.after(fault.at, self._happen, fault)
+        self.world.run(self._scenario.quiet_at, lambda: False)
+        self.shared.together.clear()
+        end_at = self._scenario.quiet_at + self._scenario.patience_s
+        if not self.world.run(end_at, self._is_together):
+            self._explain()
+        self.invariants.bounds.check(self.house.core, len(self.sites))
+
+    # -- faults ----------------------------------------------------------------------------------
+
+    def _happen(self, fault: Fault) -> None:
+        self.story.tell("FAULT", str(fault).split("s  ", 1)[1])
+        if fault.kind == "lighthouse_crash":
+            self.house.crash(fault.seconds, fault.value * 100.0)
+        elif fault.kind == "lighthouse_freeze":
+            self._stop([self.house.process], fault.seconds)
+        elif fault.kind == "crash_all":
+            for site in self.sites:
+                site.crash(fault.seconds)
+        else:
+            site = self.sites[fault.target % len(self.sites)]
+            getattr(self, f"_{fault.kind}")(site, fault)
+
+    def _crash(self, site: Site, fault: Fault) -> None:
+        site.crash(fault.seconds)
+
+    def _crash_worker(self, site: Site, fault: Fault) -> None:
+        if site.workers:
+            site.crash_worker(int(fault.value * len(site.workers)), fault.seconds)
+
+    def _crash_manager(self, site: Site, fault: Fault) -> None:
+        site.crash_manager()
+
+    def _restart_workers(self, site: Site, fault: Fault) -> None:
+        site.restart_workers()
+
+    def _leave(self, site: Site, fault: Fault) -> None:
+        site.leave(fault.seconds)
+
+    def _freeze(self, site: Site, fault: Fault) -> None:
+        self._stop(site.processes(), fault.seconds)
+
+    def _stop(self, processes: list[Process], seconds: float) -> None:
+        """SIGSTOP, and SIGCONT later."""
+        for process in processes:
+            process.freeze()
+            self.world.process("nature").after(seconds, process.thaw)
+
+    def _hang(self, site: Site, fault: Fault) -> None:
+        for worker in site.workers[int(fault.value * 2) :]:
+            worker.hung_until = self.world.now + fault.seconds
+
+    def _break_sum(self, site: Site, fault: Fault) -> None:
+        for worker in site.workers[int(fault.value * 2) :]:
+            worker.is_broken = True
+
+    def _cut(self, site: Site, fault: Fault) -> None:
+        self._cut_off([process.name for process in site.processes()], fault.seconds)
+
+    def _cut_manager(self, site: Site, fault: Fault) -> None:
+        if site.manager is not None:
+            self._cut_off([site.manager.process.name], fault.seconds)
+
+    def _cut_off(self, names: list[str], seconds: float) -> None:
+        for name in names:
+            self.network.cut(name)
+            self.world.process("nature").after(seconds, self.network.mend, name)
+
+    def _reset(self, site: Site, fault: Fault) -> None:
+        if site.manager is not None:
+            self.network.break_streams(site.manager.process.name)
+
+    def _lag(self, site: Site, fault: Fault) -> None:
+        for process in site.processes():
+            self.network.set_lag(process.name, LAG_FACTOR * fault.value)
+            nature = self.world.process("nature")
+            nature.after(fault.seconds, self.network.set_lag, process.name, 1.0)
+
+    # -- how it goes -----------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        self.invariants.waits.check()
+        if self.world.num_events % EVENTS_BETWEEN_WALKS == 0:
+            self.invariants.bounds.check(self.house.core, len(self.sites))
+
+    def _is_together(self) -> bool:
+        """All workers of each job have committed one step of one quorum."""
+        if len(self.shared.together) < self._scenario.num_jobs:
+            return False
+        return all(
+            count == self._num_workers[job] for job, (_, count) in self.shared.together.items()
+        )
+
+    def _explain(self) -> None:
+        """Nobody may stand still, unless the rules hold back a quorum that would lose steps."""
+        for number in range(self._scenario.num_jobs):
+            job = f"job{number}"
+            why = self.house.core.why(job, self.world.now)
+            _, count = self.shared.together.get(job, ((0, 0), 0))
+            stuck = count != self._num_workers[job] and "the job has committed step" not in why
+            must(
+                not stuck,
+                "I5",
+                f"{job} does not train together {self._scenario.patience_s:.0f} s after the last "
+                f"fault; the lighthouse: {why}",
+            )

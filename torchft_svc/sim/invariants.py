@@ -1,0 +1,290 @@
+"""Checks the promises I1 to I7 on what happens, as it happens; each by its name.
+
+The checks keep their own books, from what was said aloud, and take nothing from the core on trust.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchft_svc.core.assignment import Assignment
+from torchft_svc.core.lighthouse import AnswerQuorum, Lighthouse, ReportLoss
+from torchft_svc.core.step import StepState
+from torchft_svc.core.types import Quorum
+from torchft_svc.sim.world import Process, World
+
+# A timer of the world is exact; what it starts may still need a few messages.
+SLACK_S = 2.0
+# Walking through the core costs more than an event: do it now and then.
+EVENTS_BETWEEN_WALKS = 2000
+# What a collection may hold beside one entry (or three) for each group that is alive.
+ENTRIES_PER_GROUP, SPARE_ENTRIES = 3, 32
+
+
+class InvariantFell(Exception):
+    """``name`` (I1 to I7) does not hold."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(name, what)
+        self.name = name
+        self.what = what
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.what}"
+
+
+def must(holds: bool, name: str, what: Callable[[], str] | str) -> None:
+    """Raise `InvariantFell` unless it ``holds``."""
+    if not holds:
+        raise InvariantFell(name, what if isinstance(what, str) else what())
+
+
+Places = tuple[tuple[str, str, str], ...]
+
+
+class Ids:
+    """I1: quorum ids strictly grow per job; one id never names two member lists.
+
+    Where the wall clock has gone back, a new lighthouse knows of earlier ids only what the groups
+    that ask tell it: then a group must not be told an id below one that it has told.
+    """
+
+    def __init__(self, is_clock_honest: bool) -> None:
+        self._is_clock_honest = is_clock_honest
+        self._last: dict[str, tuple[int, Places]] = {}
+
+    def published(self, job: str, quorum: Quorum) -> None:
+        places = tuple(
+            (each.replica_id, each.address, each.store_address) for each in quorum.participants
+        )
+        new_id = quorum.quorum_id
+        last_id, last_places = self._last.get(job, (0, ()))
+        failed = any(member.commit_failures for member in quorum.participants)
+        for member in quorum.participants:
+            seen = member.seen_quorum_id
+            must(new_id >= seen, "I1", f"{member.replica_id} was told {seen}, now {new_id}")
+        if self._is_clock_honest or new_id == last_id:
+            if places == last_places and not failed:
+                must(new_id >= last_id, "I1", f"id {new_id} after {last_id}")
+            else:
+                must(new_id > last_id, "I1", f"id {new_id} after {last_id}, for another quorum")
+        self._last[job] = (new_id, places)
+
+
+class Agreement:
+    """I2: all members of a quorum compute the same order, store, and heal plan."""
+
+    def __init__(self) -> None:
+        self._quorums: dict[str, _Agreed] = {}
+
+    def assigned(self, job: str, quorum: Quorum, part: Assignment, group_rank: int) -> None:
+        agreed = self._quorums.get(job)
+        if agreed is None or agreed.quorum is not quorum:
+            agreed = self._quorums[job] = _Agreed(quorum)
+        common = (part.quorum_id, part.replica_ids, part.store_address, part.max_step)
+        first = agreed.common.setdefault(group_rank, common)
+        must(first == common, "I2", lambda: f"{common} is not {first}")
+        me = part.replica_ids[part.replica_rank]
+        steps = agreed.steps
+        must(part.max_step == max(steps.values()), "I2", f"max_step is {part.max_step}")
+        if part.heal_source is not None:
+            source = part.replica_ids[part.heal_source]
+            must(source != me, "I2", f"{me} heals from itself")
+            must(
+                steps[source] == part.max_step,
+                "I2",
+                f"{me} heals from {source}, which is at {steps[source]} of {part.max_step}",
+            )
+        behind = steps[me] < part.max_step
+        must(not behind or part.heal_source is not None, "I2", f"{me} is behind and does not heal")
+        healing = agreed.healing.setdefault(group_rank, {})
+        healing[part.replica_rank] = (part.heal_source, part.heal_targets)
+        if len(healing) == len(part.replica_ids):
+            for rank, (source_rank, _) in healing.items():
+                if source_rank is not None:
+                    served = rank in healing[source_rank][1]
+                    must(served, "I2", f"{source_rank} does not know that it heals {rank}")
+
+
+@dataclass(slots=True)
+class _Agreed:
+    quorum: Quorum
+    common: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    healing: dict[int, dict[int, tuple[int | None, tuple[int, ...]]]] = field(default_factory=dict)
+    steps: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = {member.replica_id: member.step for member in self.quorum.participants}
+
+
+class Identity:
+    """I3: groups that committed the same step hold identical state.
+
+    "The same" are steps of one quorum. A step that one group committed and the others discarded
+    may be done again without that group (ARCHITECTURE.md); what must never happen is that states
+    which differ meet in one sum.
+    """
+
+    # Commits of one quorum and step happen close together: older ones need not be remembered.
+    MAX_REMEMBERED = 4096
+
+    def __init__(self) -> None:
+        self._committed: dict[tuple[Any, ...], tuple[str, int]] = {}
+        self._yes: dict[tuple[str, int], set[int]] = {}
+
+    def contributed(self, where: str, states: dict[str, tuple[int, int]]) -> None:
+        """``states``: step and weights of each worker that contributes to one sum."""
+        must(
+            len(set(states.values())) <= 1,
+            "I3",
+            lambda: f"different states (step, weights) in one sum of {where}: {states}",
+        )
+
+    def committed(self, key: tuple[Any, ...], who: str, weights: int) -> None:
+        """``key``: job, group rank, quorum id and step."""
+        other, theirs = self._committed.setdefault(key, (who, weights))
+        must(theirs == weights, "I3", f"{who} and {other} committed {key} with different weights")
+        if len(self._committed) > self.MAX_REMEMBERED:
+            del self._committed[next(iter(self._committed))]
+
+    def voted_yes(self, group: str, round_: int, group_rank: int) -> None:
+        """A worker's yes has come to its manager."""
+        self._yes.setdefault((group, round_), set()).add(group_rank)
+        if len(self._yes) > self.MAX_REMEMBERED:
+            del self._yes[next(iter(self._yes))]
+
+    def decided(self, group: str, round_: int, group_world_size: int) -> None:
+        """A group commits as a whole, or not at all."""
+        yes = self._yes.get((group, round_), set())
+        must(
+            len(yes) == group_world_size,
+            "I3",
+            f"{group} commits in round {round_}, where only ranks {sorted(yes)} said yes",
+        )
+
+
+class Progress:
+    """I4: a job's committed step never goes back unless it is accepted, for one lighthouse's life.
+
+    It is accepted where the policy says warn, or where no group of the job is left, and is told.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self._policy = policy
+        self._committed: dict[str, int] = {}
+        self._took_part: dict[str, set[str]] = {}
+
+    def restarted(self) -> None:
+        """A new lighthouse knows only what it hears."""
+        self._committed.clear()
+        self._took_part.clear()
+
+    def lost(self, order: ReportLoss) -> None:
+        self._took_part.get(order.job, set()).discard(order.replica_id)
+
+    def published(self, order: AnswerQuorum) -> None:
+        before = self._committed.get(order.job, 0)
+        step = order.quorum.max_step
+        took_part = self._took_part.setdefault(order.job, set())
+        if step < before:
+            must(order.lost_from == before, "I4", f"from step {before} to {step}, and not told")
+            must(self._policy != "hold", "I4", f"from step {before} to {step} in spite of hold")
+            alive = sorted(took_part) if self._policy == "auto" else []
+            must(not alive, "I4", f"from step {before} to {step}, though {alive[:4]} live")
+        else:
+            must(order.lost_from is None, "I4", f"a loss is told, but step {step} >= {before}")
+        self._committed[order.job] = step
+        took_part.update(member.replica_id for member in order.quorum.participants)
+
+
+class Waits:
+    """I5: nobody waits beyond his deadline; whoever is answered, waits, and is answered once."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._open: dict[object, tuple[float, Process, str]] = {}
+        self._due: list[tuple[float, int, object]] = []
+        self._num_begun = 0
+
+    def begin(self, key: object, process: Process, what: str, timeout_s: float) -> None:
+        at = self._world.now + timeout_s + SLACK_S
+        self._open[key] = (at, process, what)
+        self._num_begun += 1
+        heapq.heappush(self._due, (at, self._num_begun, key))
+
+    def end(self, key: object) -> None:
+        self._open.pop(key, None)
+
+    def answered(self, key: object, what: str) -> None:
+        must(key in self._open, "I5", f"{what}: it does not wait for that, or not any more")
+        del self._open[key]
+
+    def check(self) -> None:
+        while self._due and self._due[0][0] <= self._world.now:
+            _, _, key = heapq.heappop(self._due)
+            wait = self._open.get(key)
+            if wait is None:
+                continue
+            _at, process, what = wait
+            if process.is_dead:
+                del self._open[key]
+                continue
+            if process.is_frozen or process.thawed_at + SLACK_S > self._world.now:
+                self._num_begun += 1
+                heapq.heappush(self._due, (self._world.now + SLACK_S, self._num_begun, key))
+                continue
+            must(False, "I5", f"{process.name} still waits for {what}, {SLACK_S:g} s too late")
+
+
+class Discards:
+    """I6: a discarded step changes nothing, a committed one adds one step."""
+
+    def decided(self, who: str, before: StepState, after: StepState, committed: bool) -> None:
+        if committed:
+            must(after.step == before.step + 1, "I6", f"{who}: {before.step} to {after.step}")
+            must(after.failures == 0, "I6", f"{who} committed, and counts {after.failures}")
+            return
+        counters = (before.step, before.batches_committed)
+        now = (after.step, after.batches_committed)
+        must(counters == now, "I6", f"{who}: a discarded step took it from {counters} to {now}")
+        must(after.failures == before.failures + 1, "I6", f"{who}: a discarded step is not counted")
+
+
+class Bounds:
+    """I7: what is dead is forgotten: no collection in the core outgrows the living."""
+
+    def check(self, house: Lighthouse, num_groups: int) -> None:
+        limit = ENTRIES_PER_GROUP * num_groups + SPARE_ENTRIES
+        for path, size in collections_of(house, "lighthouse"):
+            must(size <= limit, "I7", f"{path} has {size} entries for {num_groups} groups")
+
+
+def collections_of(thing: object, path: str) -> Iterator[tuple[str, int]]:
+    """The path and size of each collection that belongs to an object of the core."""
+    if isinstance(thing, dict | list | set | frozenset | tuple):
+        yield path, len(thing)
+        inner = thing.values() if isinstance(thing, dict) else thing
+        for each in inner:
+            yield from collections_of(each, f"{path}[]")
+    elif type(thing).__module__.startswith("torchft_svc.core.") and not isinstance(thing, Quorum):
+        names = list(getattr(thing, "__dict__", ()))
+        for base in type(thing).__mro__:
+            names += getattr(base, "__slots__", ())
+        for name in names:
+            yield from collections_of(getattr(thing, name, None), f"{path}.{name}")
+
+
+class Invariants:
+    """All of them, over one run."""
+
+    def __init__(self, world: World, is_clock_honest: bool, policy: str) -> None:
+        self.ids = Ids(is_clock_honest)
+        self.agreement = Agreement()
+        self.identity = Identity()
+        self.progress = Progress(policy)
+        self.waits = Waits(world)
+        self.discards = Discards()
+        self.bounds = Bounds()

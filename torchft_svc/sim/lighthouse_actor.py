@@ -1,0 +1,217 @@
+"""The lighthouse of a simulated world: the real decisions, behind sessions as the service has them.
+
+It does what `lighthouse_server/driver.py` and `session.py` do with the network and the clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from torchft_svc.core.lighthouse import AnswerQuorum, Lighthouse, Order, RefuseRequest, ReportLoss
+from torchft_svc.core.types import Member, QuorumConfig
+from torchft_svc.errors import DeadlineExceeded, RequestRefused, TorchFTError
+from torchft_svc.sim.invariants import Invariants
+from torchft_svc.sim.network import End, Network, Stream
+from torchft_svc.sim.story import Story
+from torchft_svc.sim.world import Event, World
+
+# The wall clock at the world's beginning, as milliseconds: ids start from it, as in the service.
+CLOCK_AT_START_MS = 1_000_000
+
+
+class LighthouseActor:
+    """One lighthouse host; the process on it comes and goes."""
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        config: QuorumConfig,
+        invariants: Invariants,
+        story: Story,
+    ) -> None:
+        self._world = world
+        self._network = network
+        self._config = config
+        self._invariants = invariants
+        self._story = story
+        self._callers = itertools.count()
+        self._num_lives = 0
+        self.clock_skew_s = 0.0
+        self.process = world.process("lighthouse")
+        self._begin()
+
+    def _begin(self) -> None:
+        first_id = CLOCK_AT_START_MS + int((self._world.now + self.clock_skew_s) * 1000)
+        self.core = Lighthouse(self._config, first_id)
+        self.sessions: dict[tuple[str, str], Session] = {}
+        self._asking: dict[int, Session] = {}
+        self._timer: Event | None = None
+        self._timer_at = float("inf")
+
+    def crash(self, down_s: float, clock_back_s: float) -> None:
+        """SIGKILL, and a new one after ``down_s``, whose clock has gone back meanwhile."""
+        if self.process.is_dead:
+            return
+        self.clock_skew_s -= clock_back_s
+        self.process.kill()
+        self._num_lives += 1
+        following = self._world.process(f"lighthouse {self._num_lives + 1}")
+        following.after(down_s, self._come_back)
+        self._next = following
+
+    def _come_back(self) -> None:
+        self.process = self._next
+        self._invariants.progress.restarted()
+        self._begin()
+        self._story.tell("lighthouse", "is back")
+
+    def accept(self, stream: Stream) -> End | None:
+        """The server's end of a new stream, if somebody listens."""
+        if self.process.is_dead:
+            return None
+        return Session(self, stream).end
+
+    # -- what sessions say -----------------------------------------------------------------------
+
+    def open_session(self, session: Session) -> float:
+        interval_s = self.heartbeat(session)
+        self.sessions[session.key] = session
+        return interval_s
+
+    def heartbeat(self, session: Session) -> float:
+        job, replica_id = session.key
+        self._carry_out(self.core.heartbeat(job, replica_id, self._world.now))
+        return self.core.beat_interval_s(job)
+
+    def ask(self, session: Session, member: Member, timeout_s: float) -> int:
+        """The caller's number; the answer comes over the session."""
+        caller = next(self._callers)
+        self._asking[caller] = session
+        session.caller = caller
+        self._invariants.waits.begin(caller, self.process, member.replica_id, timeout_s)
+        self.process.after(timeout_s, self._expire, caller, timeout_s)
+        self._carry_out(self.core.request(session.key[0], member, caller, self._world.now))
+        return caller
+
+    def withdraw(self, session: Session) -> None:
+        caller, session.caller = session.caller, None
+        if caller is not None and self._asking.pop(caller, None) is not None:
+            self._invariants.waits.end(caller)
+            self._carry_out(self.core.withdraw(session.key[0], caller, self._world.now))
+
+    def close_session(self, session: Session, reason: str) -> None:
+        self.withdraw(session)
+        if self.sessions.get(session.key) is session:
+            del self.sessions[session.key]
+            self._carry_out(self.core.leave(*session.key, reason, self._world.now))
+
+    # -- orders ----------------------------------------------------------------------------------
+
+    def _expire(self, caller: int, timeout_s: float) -> None:
+        session = self._asking.get(caller)
+        if session is None:
+            return
+        why = self.core.why(session.key[0], self._world.now)
+        session.refuse(DeadlineExceeded("quorum", timeout_s, why))
+        self.withdraw(session)
+
+    def _carry_out(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            if isinstance(order, AnswerQuorum):
+                self._publish(order)
+            elif isinstance(order, RefuseRequest):
+                session = self._answer(order.caller)
+                session.refuse(order.error)
+            elif isinstance(order, ReportLoss):
+                self._tell_loss(order)
+        self._arm()
+
+    def _answer(self, caller: int) -> Session:
+        self._invariants.waits.answered(caller, "the lighthouse answers a question")
+        session = self._asking.pop(caller)
+        session.caller = None
+        return session
+
+    def _publish(self, order: AnswerQuorum) -> None:
+        quorum = order.quorum
+        self._story.tell(
+            "lighthouse",
+            f"quorum {quorum.quorum_id} at step {quorum.max_step}: "
+            + ", ".join(f"{each.replica_id}@{each.step}" for each in quorum.participants),
+        )
+        self._invariants.ids.published(order.job, quorum)
+        self._invariants.progress.published(order)
+        for caller, member in zip(order.callers, quorum.participants, strict=True):
+            session = self._answer(caller)
+            asked = session.key == (order.job, member.replica_id)
+            assert asked, f"the answer for {member.replica_id} goes to {session.key}"
+            session.stream.to_client("quorum", session.number, quorum)
+
+    def _tell_loss(self, loss: ReportLoss) -> None:
+        self._story.tell("lighthouse", f"{loss.replica_id} is out: {loss.reason}")
+        self._invariants.progress.lost(loss)
+        for fellow in self.core.fellows(loss.job, loss.replica_id):
+            session = self.sessions.get((loss.job, fellow))
+            if session is not None:
+                session.stream.to_client("lost", loss.replica_id, loss.reason)
+
+    def _arm(self) -> None:
+        at = self.core.next_deadline()
+        if at is None or at >= self._timer_at:
+            return
+        if self._timer is not None:
+            self._timer.cancelled = True
+        self._timer_at = at
+        self._timer = self.process.after(at - self._world.now, self._tick)
+
+    def _tick(self) -> None:
+        self._timer, self._timer_at = None, float("inf")
+        self._carry_out(self.core.tick(self._world.now))
+
+
+class Session:
+    """The lighthouse's end of a group's session."""
+
+    def __init__(self, house: LighthouseActor, stream: Stream) -> None:
+        self._house = house
+        self.stream = stream
+        self.key = ("", "")
+        self.number = 0
+        self.caller: int | None = None
+        self.end = End(house.process, self._hear, self._close)
+
+    def refuse(self, error: TorchFTError) -> None:
+        self.stream.to_client("refusal", self.number, error)
+
+    def _hear(self, kind: str, *what: object) -> None:
+        getattr(self, f"_on_{kind}")(*what)
+
+    def _on_hello(self, job: str, replica_id: str) -> None:
+        self.key = (job, replica_id)
+        self.stream.to_client("welcome", self._house.open_session(self))
+
+    def _on_beat(self) -> None:
+        self._house.heartbeat(self)
+
+    def _on_question(self, number: int, member: Member, timeout_s: float) -> None:
+        self._house.withdraw(self)
+        self.number = number
+        try:
+            self._house.ask(self, member, timeout_s)
+        except RequestRefused as error:
+            self._house.withdraw(self)
+            self.refuse(error)
+
+    def _on_withdrawal(self, number: int) -> None:
+        if number == self.number:  # or it has been overtaken
+            self._house.withdraw(self)
+
+    def _on_leave(self, reason: str) -> None:
+        self._house.close_session(self, reason)
+        self.stream.end("it has left")
+
+    def _close(self, reason: str) -> None:
+        if self.key[1]:
+            self._house.close_session(self, f"its session ended: {reason}")

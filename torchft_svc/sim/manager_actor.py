@@ -1,0 +1,177 @@
+"""A group's manager in a simulated world: the real barriers, driven as the service drives them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torchft_svc.core.assignment import Assignment, assign
+from torchft_svc.core.group import (
+    AnswerVote,
+    AnswerWorker,
+    AskLighthouse,
+    Group,
+    LeaveLighthouse,
+    Order,
+    RefuseWorker,
+    StopAsking,
+    Vote,
+    WorkerRequest,
+)
+from torchft_svc.core.types import Quorum
+from torchft_svc.errors import CommitFailed, DeadlineExceeded, TorchFTError
+from torchft_svc.sim.invariants import Invariants
+from torchft_svc.sim.link_actor import LinkActor, Outcome
+from torchft_svc.sim.story import Story
+from torchft_svc.sim.world import Process
+
+ANSWER_MARGIN_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a worker is told: its part in a quorum, and the round to vote in."""
+
+    assignment: Assignment
+    round: int
+
+
+WorkerAnswer = Part | bool | TorchFTError
+Reply = Callable[[WorkerAnswer], None]
+
+
+class ManagerActor:
+    """One life of a group's manager."""
+
+    def __init__(
+        self,
+        process: Process,
+        job: str,
+        group_world_size: int,
+        link: Callable[[Callable[[str, str], None]], LinkActor],
+        invariants: Invariants,
+        story: Story,
+    ) -> None:
+        self.process = process
+        self._job = job
+        self._group = process.name.partition("/")[0]
+        self._invariants = invariants
+        self._story = story
+        self.core = Group(group_world_size, first_round=int(process.world.now * 1000) + 1)
+        self.link = link(self._tell_loss)
+        self._callers = itertools.count()
+        self._replies: dict[int, Reply] = {}
+        self._deadlines: dict[int, float] = {}
+        self._rounds: dict[int, int] = {}  # by the callers that vote
+        self._news: dict[int, Callable[[str, str], None]] = {}
+
+    # -- what workers say ------------------------------------------------------------------------
+
+    def attach(self, group_rank: int, worker_id: str, on_loss: Callable[[str, str], None]) -> None:
+        self.core.attached(group_rank, worker_id)
+        self._news[group_rank] = on_loss
+
+    def detach(self, group_rank: int, worker_id: str, reason: str) -> None:
+        self._news.pop(group_rank, None)
+        self._carry_out(self.core.detached(group_rank, worker_id, reason))
+
+    def quorum(self, request: WorkerRequest, timeout_s: float, reply: Reply) -> int:
+        """The caller's number, to cancel the call by."""
+        return self._wait(
+            "quorum", timeout_s, reply, lambda key: self.core.quorum_requested(request, key)
+        )
+
+    def vote(self, vote: Vote, timeout_s: float, reply: Reply) -> int:
+        """The caller's number, to cancel the call by."""
+
+        identity = self._invariants.identity
+
+        def enter(caller: int) -> Sequence[Order]:
+            self._rounds[caller] = vote.round
+            if vote.should_commit:
+                identity.voted_yes(self._group, vote.round, vote.group_rank)
+            return self.core.voted(vote, caller)
+
+        return self._wait("commit vote", timeout_s, reply, enter)
+
+    def cancel(self, caller: int) -> None:
+        """The worker gave up waiting, or its connection ended."""
+        if caller in self._replies:
+            self._end(caller, CommitFailed("cancelled"))
+            self._carry_out(self.core.withdrawn(caller))
+
+    def _wait(
+        self,
+        action: str,
+        timeout_s: float,
+        reply: Reply,
+        enter: Callable[[int], Sequence[Order]],
+    ) -> int:
+        caller = next(self._callers)
+        self._replies[caller] = reply
+        self._deadlines[caller] = self.process.world.now + timeout_s
+        self._invariants.waits.begin((self, caller), self.process, action, timeout_s)
+        self.process.after(timeout_s, self._expire, caller, action, timeout_s)
+        try:
+            self._carry_out(enter(caller))
+        except TorchFTError as error:
+            self._end(caller, error)
+        return caller
+
+    def _expire(self, caller: int, action: str, timeout_s: float) -> None:
+        if caller in self._replies:
+            self._end(caller, DeadlineExceeded(action, timeout_s, self.core.why()))
+            self._carry_out(self.core.withdrawn(caller))
+
+    def _end(self, caller: int, answer: WorkerAnswer) -> None:
+        """Answer and forget."""
+        self._invariants.waits.answered((self, caller), "a manager answers a worker")
+        del self._deadlines[caller]
+        round_ = self._rounds.pop(caller, 0)
+        if answer is True:
+            self._invariants.identity.decided(self._group, round_, self.core.world_size)
+        self._replies.pop(caller)(answer)
+
+    # -- orders ----------------------------------------------------------------------------------
+
+    def _carry_out(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            if isinstance(order, AskLighthouse):
+                self._ask(order)
+            elif isinstance(order, StopAsking):
+                self.link.stop()
+            elif isinstance(order, LeaveLighthouse):
+                self._story.tell(self.process.name, f"leaves: {order.reason}")
+                self.link.leave(order.reason)
+            elif isinstance(order, AnswerWorker):
+                self._answer_worker(order)
+            elif isinstance(order, AnswerVote):
+                self._end(order.caller, order.should_commit)
+            elif isinstance(order, RefuseWorker):
+                self._end(order.caller, order.error)
+
+    def _ask(self, order: AskLighthouse) -> None:
+        now = self.process.world.now
+        timeout_s = min(self._deadlines.values()) - now - ANSWER_MARGIN_S
+        self.link.ask(order, timeout_s, lambda outcome: self._told(order.round, outcome))
+
+    def _told(self, round_: int, outcome: Outcome) -> None:
+        if isinstance(outcome, Quorum):
+            self._carry_out(self.core.quorum_formed(round_, outcome))
+        else:
+            self._carry_out(self.core.quorum_failed(round_, outcome))
+
+    def _answer_worker(self, order: AnswerWorker) -> None:
+        request = order.request
+        try:
+            part = assign(order.quorum, self.link.replica_id, request.group_rank, request.init_sync)
+        except TorchFTError as error:
+            self._end(order.caller, error)
+            return
+        self._invariants.agreement.assigned(self._job, order.quorum, part, request.group_rank)
+        self._end(order.caller, Part(part, order.round))
+
+    def _tell_loss(self, replica_id: str, reason: str) -> None:
+        for tell in self._news.values():
+            tell(replica_id, reason)

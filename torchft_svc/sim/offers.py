@@ -1,0 +1,55 @@
+"""A worker's state for those that heal from it: kept from one offer to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchft_svc.errors import CheckpointError, PeerError
+from torchft_svc.sim.sums import State
+from torchft_svc.sim.world import Process
+
+# A model takes a while to copy, compared with a message.
+MEAN_COPY_S = 0.05
+# How long one who is early waits for the offer of his step.
+EARLY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A state, and the counter that comes with it."""
+
+    state: State
+    batches_committed: int
+
+
+class Offers:
+    """What one worker offers now."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self._offered: dict[int, Fetched] = {}
+        self._early: list[tuple[int, Callable[[Fetched | PeerError], None]]] = []
+
+    def offer(self, step: int, state: Fetched) -> None:
+        self._offered = {step: state}
+        early, self._early = self._early, []
+        for wanted, receive in early:
+            self.fetch(wanted, receive)
+
+    def fetch(self, step: int, receive: Callable[[Fetched | PeerError], None]) -> None:
+        """Send the state of ``step``, now or when it is offered."""
+        if step in self._offered:
+            copy_s = self.process.chance.expovariate(1.0) * MEAN_COPY_S
+            self.process.after(copy_s, receive, self._offered[step])
+        elif self._offered and step < min(self._offered):
+            receive(CheckpointError("simulated", f"step {step} is not served any more"))
+        else:
+            early = (step, receive)
+            self._early.append(early)
+            self.process.after(EARLY_S, self._refuse, early)
+
+    def _refuse(self, early: tuple[int, Callable[[Fetched | PeerError], None]]) -> None:
+        if early in self._early:
+            self._early.remove(early)
+            early[1](CheckpointError("simulated", f"step {early[0]} is not served"))

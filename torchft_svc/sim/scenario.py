@@ -1,0 +1,155 @@
+"""What a run is: its groups, settings and faults, all drawn from one seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from torchft_svc.core.types import QuorumConfig
+from torchft_svc.sim.trainer_actor import TrainerRules
+
+# What may happen to a group, and how often, compared with each other.
+GROUP_FAULTS = {
+    "crash": 4.0,
+    "crash_worker": 2.0,
+    "crash_manager": 1.0,
+    "restart_workers": 1.0,
+    "freeze": 2.0,
+    "hang": 3.0,
+    "cut": 2.0,
+    "cut_manager": 2.0,
+    "reset": 2.0,
+    "lag": 2.0,
+    "break_sum": 3.0,
+    "leave": 2.0,
+}
+LIGHTHOUSE_FAULTS = {"lighthouse_crash": 2.0, "lighthouse_freeze": 0.3, "crash_all": 0.3}
+MAX_FAULTS, MAX_FAULTS_OF_LARGE = 30, 6
+# The longest that a fault lasts, and the time in which faults begin, in seconds.
+MAX_DOWN_S, FAULTS_END_S = 8.0, 20.0
+LARGE = 200  # above this many groups, a run is about the number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """``kind`` happens ``at`` to group number ``target``, and lasts ``seconds``."""
+
+    at: float
+    kind: str
+    target: int
+    seconds: float
+    value: float
+
+    def __str__(self) -> str:
+        whom = "" if self.kind in LIGHTHOUSE_FAULTS else f" of group {self.target}"
+        return f"{self.at:10.4f} s  {self.kind}{whom} for {self.seconds:.2f} s ({self.value:.3f})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """All that decides a run."""
+
+    seed: int
+    num_groups: int
+    num_jobs: int
+    group_world_size: int
+    config: QuorumConfig
+    trainer: TrainerRules
+    connect_timeout_s: float
+    quorum_retries: int
+    save_every: int
+    start_spread_s: float
+    is_clock_honest: bool
+    faults: tuple[Fault, ...]
+
+    @property
+    def quiet_at(self) -> float:
+        """When the last fault is over."""
+        ends = (fault.at + fault.seconds for fault in self.faults)
+        return max(ends, default=0.0) + self.start_spread_s + 1.0
+
+    @property
+    def patience_s(self) -> float:
+        """How long after that all groups of a job must have committed a step together.
+
+        A fault may have left somebody in each of the waits of a step, one after the other.
+        """
+        parts = (
+            self.trainer.quorum_s,
+            self.trainer.collective_s,
+            self.config.join_timeout_s,
+            self.config.newcomer_timeout_s,
+            self.config.heartbeat_timeout_s,
+            self.trainer.train_s,
+        )
+        return 4 * sum(parts) + 30.0
+
+
+def draw(seed: int, num_groups: int | None = None) -> Scenario:
+    """The scenario of ``seed``; ``num_groups`` overrides the number drawn."""
+    chance = random.Random(seed)  # noqa: S311 - it is to be repeated
+    drawn = chance.choice([2, 2, 3, 3, 4, 5, 6, 10])
+    groups = drawn if num_groups is None else num_groups
+    is_large = groups > LARGE
+    quorum_s = chance.choice([5.0, 15.0, 60.0])
+    collective_s = min(quorum_s, chance.choice([2.0, 5.0, 15.0]))
+    min_replica_size = chance.choice([1, 1, 1, max(1, groups // 2)])
+    jobs = chance.choice([1, 1, 1, 2])
+    is_clock_honest = chance.random() < 0.7
+    config = QuorumConfig(
+        min_replicas=chance.choice([1, 1, max(1, groups // (2 * jobs))]),
+        join_timeout_s=chance.choice([0.2, 1.0, 5.0, 20.0]),
+        startup_timeout_s=chance.choice([None, 5.0]),
+        heartbeat_timeout_s=chance.choice([1.0, 5.0]),
+        on_step_regression=chance.choice(["auto", "auto", "hold", "warn"]),
+    )
+    trainer = TrainerRules(
+        collective_s=collective_s,
+        quorum_s=quorum_s,
+        train_s=chance.choice([0.1, 0.3, 1.0]) if not is_large else 4.0,
+        min_replica_size=min_replica_size,
+        use_async_quorum=chance.random() < 0.7,
+        num_wanted=chance.choice([None, None, None, min_replica_size]),
+    )
+    return Scenario(
+        seed=seed,
+        num_groups=groups,
+        num_jobs=1 if is_large else jobs,
+        group_world_size=1 if is_large else chance.choice([1, 1, 2, 3]),
+        config=config,
+        trainer=trainer,
+        connect_timeout_s=min(quorum_s, chance.choice([1.0, 10.0])),
+        quorum_retries=chance.choice([0, 0, 2]),
+        save_every=chance.choice([0, 1, 5]),
+        start_spread_s=chance.choice([0.0, 0.1, 1.0 if is_large else 10.0]),
+        is_clock_honest=is_clock_honest,
+        faults=_draw_faults(chance, groups, is_clock_honest, is_large),
+    )
+
+
+def _draw_faults(
+    chance: random.Random, num_groups: int, is_clock_honest: bool, is_large: bool
+) -> tuple[Fault, ...]:
+    """A few kinds, each as often as chance has it in this run: runs are to differ."""
+    kinds = {**GROUP_FAULTS, **LIGHTHOUSE_FAULTS}
+    rates = {kind: rate * chance.choice([0.0, 0.3, 1.0, 3.0]) for kind, rate in kinds.items()}
+    if not any(rates.values()):
+        return ()
+    names, weights = list(rates), list(rates.values())
+    end_s = 3.0 if is_large else chance.choice([3.0, FAULTS_END_S])
+    faults = []
+    for _ in range(chance.randint(0, MAX_FAULTS_OF_LARGE if is_large else MAX_FAULTS)):
+        kind = chance.choices(names, weights)[0]
+        value = chance.random()
+        if kind == "lighthouse_crash" and is_clock_honest:
+            value = 0.0
+        faults.append(
+            Fault(
+                at=chance.uniform(0.0, end_s),
+                kind=kind,
+                target=chance.randrange(num_groups),
+                seconds=chance.choice([0.02, 0.3, 2.0, 6.0, MAX_DOWN_S][: 3 if is_large else 5]),
+                value=value,
+            )
+        )
+    return tuple(sorted(faults, key=lambda fault: fault.at))

@@ -1,0 +1,81 @@
+"""What the workers of a simulated world share, and what each of them knows of its own group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torchft_svc.core.assignment import Assignment
+from torchft_svc.errors import PeerError, QuorumFailed, TorchFTError, Unreachable
+from torchft_svc.sim.invariants import Invariants
+from torchft_svc.sim.manager_actor import ManagerActor
+from torchft_svc.sim.network import Network
+from torchft_svc.sim.offers import Fetched, Offers
+from torchft_svc.sim.story import Story
+from torchft_svc.sim.sums import State, Sums
+from torchft_svc.sim.world import Process
+
+
+class Home(Protocol):
+    """What a worker knows of its group."""
+
+    job: str
+    name: str
+    group_world_size: int
+    manager: ManagerActor | None
+
+    def worker_failed(self, why: str) -> None:
+        """A worker ends with an error; its launcher starts the group again."""
+
+    def save(self, group_rank: int, state: State, batches_committed: int) -> None:
+        """A periodic checkpoint."""
+
+
+class Shared:
+    """What all workers of a world share."""
+
+    def __init__(self, network: Network, sums: Sums, invariants: Invariants, story: Story) -> None:
+        self.network = network
+        self.sums = sums
+        self.invariants = invariants
+        self.story = story
+        self.managers: dict[str, ManagerActor] = {}
+        self.offers: dict[str, Offers] = {}
+        self.num_commits = 0
+        # By job: the commits of its newest quorum and step, and how many workers have done it.
+        self.together: dict[str, tuple[tuple[int, int], int]] = {}
+
+    def fetch(
+        self,
+        process: Process,
+        part: Assignment,
+        group_rank: int,
+        receive: Callable[[Fetched | PeerError], None],
+    ) -> None:
+        """Ask the source's manager where its worker is, and that worker for the state."""
+
+        def ask(manager: ManagerActor) -> None:
+            try:
+                address = manager.core.checkpoint_address(group_rank)
+            except TorchFTError as error:
+                receive(QuorumFailed(str(error)))
+                return
+            offers = self.offers.get(address)
+            if offers is None or offers.process.is_dead:
+                receive(Unreachable("worker", address, "it is gone"))
+            else:
+                latency_s = self.network.latency(process)
+                offers.process.after(latency_s, offers.fetch, part.max_step, receive)
+
+        source = self.managers.get(part.heal_source_address)
+        if source is None or source.process.is_dead:
+            receive(Unreachable("manager", part.heal_source_address, "it is gone"))
+        else:
+            source.process.after(self.network.latency(process), ask, source)
+
+    def count_commit(self, job: str, quorum_id: int, step: int) -> None:
+        """Another worker has committed ``step`` in this quorum."""
+        self.num_commits += 1
+        key, count = self.together.get(job, ((quorum_id, step), 0))
+        count = count + 1 if key == (quorum_id, step) else 1
+        self.together[job] = ((quorum_id, step), count)

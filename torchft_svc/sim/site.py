@@ -1,0 +1,203 @@
+"""One replica group's hosts in a simulated world: what is started there, and started again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchft_svc.sim.lighthouse_actor import LighthouseActor
+from torchft_svc.sim.link_actor import LinkActor, LinkConfig
+from torchft_svc.sim.manager_actor import ManagerActor
+from torchft_svc.sim.scenario import Scenario
+from torchft_svc.sim.shared import Shared
+from torchft_svc.sim.sums import State
+from torchft_svc.sim.trainer_actor import WorkerActor
+from torchft_svc.sim.world import Process, World
+
+Saved = dict[int, tuple[State, int]]  # by group rank: state and batches committed
+
+# Rarer than in production, where it would only make more of the same events.
+HEARTBEAT_INTERVAL_S = 0.3
+# How long a launcher takes to notice a dead worker, and to end the others.
+NOTICE_S = 0.3
+# How long a trainer that failed by itself takes to be back.
+RESTART_S = 1.0
+# Rank 0's worker takes to start another manager when the first is gone.
+NEW_MANAGER_S = 0.2
+
+
+class Site:
+    """A group's launcher: a manager and its workers, as one incarnation after another."""
+
+    def __init__(
+        self,
+        number: int,
+        world: World,
+        house: LighthouseActor,
+        shared: Shared,
+        scenario: Scenario,
+        checkpoints: dict[str, Saved],
+    ) -> None:
+        self.name = f"g{number}"
+        self.job = f"job{number % scenario.num_jobs}"
+        self.group_world_size = scenario.group_world_size
+        self.manager: ManagerActor | None = None
+        self.workers: list[WorkerActor] = []
+        self._world = world
+        self._house = house
+        self._shared = shared
+        self._scenario = scenario
+        self._checkpoints = checkpoints
+        self._saving: Saved = {}
+        self._num_lives = 0
+        self._launcher = world.process(f"{self.name}/launcher")
+        self._is_starting = False
+        # In every third group the manager is not a child of the first worker, and survives it.
+        self._is_sidecar = number % 3 == 2
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def start_after(self, delay_s: float) -> None:
+        """Start the group, unless that is under way."""
+        if not self._is_starting:
+            self._is_starting = True
+            self._launcher.after(delay_s, self._start)
+
+    def _start(self) -> None:
+        self._is_starting = False
+        self._start_manager()
+        self._start_workers()
+
+    def _start_manager(self) -> None:
+        self._num_lives += 1
+        process = self._world.process(f"{self.name}/m{self._num_lives}")
+        config = LinkConfig(
+            job=self.job,
+            name=self.name,
+            group_world_size=self.group_world_size,
+            heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
+            connect_timeout_s=self._scenario.connect_timeout_s,
+            quorum_retries=self._scenario.quorum_retries,
+        )
+
+        def link(on_loss: Callable[[str, str], None]) -> LinkActor:
+            return LinkActor(process, self._shared.network, self._house.accept, config, on_loss)
+
+        self.manager = ManagerActor(
+            process,
+            self.job,
+            self.group_world_size,
+            link,
+            self._shared.invariants,
+            self._shared.story,
+        )
+        self._shared.managers[process.name] = self.manager
+
+    def _start_workers(self) -> None:
+        self._num_lives += 1
+        saved = self._checkpoints.get(self.job)
+        self._saving = {}
+        self.workers = []
+        for group_rank in range(self.group_world_size):
+            process = self._world.process(f"{self.name}/w{group_rank}.{self._num_lives}")
+            worker = WorkerActor(process, self, group_rank, self._scenario.trainer, self._shared)
+            self._shared.offers[process.name] = worker.offers
+            if saved is not None:
+                worker.restore(*saved[group_rank])
+            self.workers.append(worker)
+            process.on_death.append(self._on_worker_death(worker))
+            worker.attach()
+            process.after(0.0, worker.begin_step)
+
+    def _on_worker_death(self, worker: WorkerActor) -> Callable[[], None]:
+        """The worker's line to its manager ends; with rank 0, the manager ends too."""
+
+        def died() -> None:
+            self._shared.offers.pop(worker.process.name, None)
+            manager = self.manager
+            if manager is None or manager.process.is_dead:
+                return
+            latency_s = self._shared.network.latency(manager.process)
+            manager.process.after(
+                latency_s, manager.detach, worker.group_rank, worker.process.name, "it died"
+            )
+            if worker.group_rank == 0 and not self._is_sidecar:
+                manager.process.after(latency_s, manager.process.kill)
+
+        return died
+
+    # -- faults ----------------------------------------------------------------------------------
+
+    def crash(self, down_s: float) -> None:
+        """The whole group is killed at once."""
+        for worker in self.workers:
+            worker.process.kill()
+        self._kill_manager()
+        self.start_after(down_s)
+
+    def crash_worker(self, group_rank: int, down_s: float) -> None:
+        """One worker is killed; the launcher ends the others when it notices."""
+        self.workers[group_rank].process.kill()
+        self._launcher.after(NOTICE_S, self._end_the_others, down_s)
+
+    def worker_failed(self, why: str) -> None:
+        """A worker ends with an error; its launcher starts the group again."""
+        self._shared.story.tell(self.name, f"a worker ends: {why}")
+        self._launcher.after(NOTICE_S, self._end_the_others, RESTART_S)
+
+    def _end_the_others(self, down_s: float) -> None:
+        if not self._is_starting:
+            self.crash(down_s)
+
+    def crash_manager(self) -> None:
+        """Rank 0 starts another one."""
+        self._kill_manager()
+        self._launcher.after(NEW_MANAGER_S, self._replace_manager)
+
+    def _replace_manager(self) -> None:
+        if self._is_starting or (self.manager is not None and not self.manager.process.is_dead):
+            return
+        self._start_manager()
+        for worker in self.workers:
+            worker.attach()
+
+    def restart_workers(self) -> None:
+        """The trainers start again, beside a manager that lives on if it is not theirs."""
+        if self._is_starting or not self.workers:
+            return
+        if not self._is_sidecar or self.manager is None or self.manager.process.is_dead:
+            self.crash(RESTART_S)
+            return
+        for worker in self.workers:
+            worker.process.kill()
+        self._start_workers()
+
+    def leave(self, down_s: float) -> None:
+        """A drain: the group leaves in good order, and is back later."""
+        if self.manager is not None and not self.manager.process.is_dead:
+            self.manager.link.leave("it is drained")
+        self._launcher.after(NOTICE_S, self._end_the_others, down_s)
+
+    def processes(self) -> list[Process]:
+        """All that live here now."""
+        found = [worker.process for worker in self.workers]
+        if self.manager is not None:
+            found.append(self.manager.process)
+        return [process for process in found if not process.is_dead]
+
+    def _kill_manager(self) -> None:
+        if self.manager is not None:
+            self.manager.process.kill()
+            self._shared.managers.pop(self.manager.process.name, None)
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def save(self, group_rank: int, state: State, batches_committed: int) -> None:
+        """A periodic checkpoint, shared by the job: it counts when all workers have written."""
+        every = self._scenario.save_every
+        if not every or state.step % every:
+            return
+        if any(other.step != state.step for other, _ in self._saving.values()):
+            self._saving = {}
+        self._saving[group_rank] = (state, batches_committed)
+        if len(self._saving) == self.group_world_size:
+            self._checkpoints[self.job], self._saving = self._saving, {}

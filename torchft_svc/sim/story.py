@@ -1,0 +1,28 @@
+"""Keeps what happened, in words: the last part of it is the story of a fall."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torchft_svc.sim.world import World
+
+# A story is read by people: what happened long before the fall rarely matters.
+MAX_LINES = 400
+
+
+@dataclass(slots=True)
+class Story:
+    """The last lines of a run."""
+
+    world: World
+    _lines: deque[tuple[float, str, str]] = field(default_factory=lambda: deque(maxlen=MAX_LINES))
+
+    def tell(self, who: str, what: str) -> None:
+        self._lines.append((self.world.now, who, what))
+
+    def lines(self) -> Iterator[str]:
+        """One line for each, oldest first."""
+        for at, who, what in self._lines:
+            yield f"{at:10.4f} s  {who:<16} {what}"

@@ -1,0 +1,151 @@
+"""The collectives of a simulated world: a sum needs every member, and arrives at each by itself.
+
+So a member that dies while the result is on its way leaves some with the sum and others without,
+which is how a step comes to be committed by a part of its quorum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchft_svc.errors import PeerError, QuorumFailed
+from torchft_svc.sim.invariants import Invariants
+from torchft_svc.sim.network import Network
+from torchft_svc.sim.world import Process
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A worker's state, as far as the simulation is concerned; equal weights have equal numbers."""
+
+    step: int
+    weights: int
+
+
+Result = int | PeerError
+Done = Callable[[Result], None]
+Key = tuple[str, int, int]  # job, quorum id, group rank
+
+
+class Sums:
+    """All process groups of a world, by job, quorum id and group rank."""
+
+    def __init__(self, network: Network, invariants: Invariants) -> None:
+        self.network = network
+        self.invariants = invariants
+        self._rings: dict[Key, Ring] = {}
+        self._over: set[Key] = set()
+
+    def join(self, key: Key, members: tuple[str, ...], me: str, process: Process) -> Seat:
+        """The seat of group ``me`` among ``members``.
+
+        What was broken cannot be built again under its id: its store holds the old addresses.
+        """
+        ring = self._rings.setdefault(key, Ring(self, key, members))
+        seat = Seat(ring, me, process)
+        if ring.is_broken or me in ring.seats or key in self._over:
+            seat.error = QuorumFailed("the process group of this quorum is broken")
+            return seat
+        ring.seats[me] = seat
+        process.on_death.append(seat.abort)
+        return seat
+
+    def forget(self, ring: Ring) -> None:
+        self._rings.pop(ring.key, None)
+        if ring.is_broken:
+            self._over.add(ring.key)
+
+
+class Ring:
+    """One process group over all its members."""
+
+    def __init__(self, sums: Sums, key: Key, members: tuple[str, ...]) -> None:
+        self.sums = sums
+        self.key = key
+        self.members = frozenset(members)
+        self.seats: dict[str, Seat] = {}
+        self.is_broken = False
+        self._arrived: dict[int, dict[str, tuple[State | None, Done]]] = {}
+
+    def arrive(self, number: int, seat: Seat, state: State | None, done: Done) -> None:
+        """``seat`` is in sum ``number``, with zeros if it has no ``state`` to contribute from."""
+        arrived = self._arrived.setdefault(number, {})
+        arrived[seat.me] = (state, done)
+        if len(arrived) < len(self.members) or self.is_broken:
+            return
+        del self._arrived[number]
+        states = {who: (each.step, each.weights) for who, (each, _) in arrived.items() if each}
+        self.sums.invariants.identity.contributed(str(self.key), states)
+        result = hash(tuple(states[who] for who in sorted(states)))
+        for who, (_, tell) in arrived.items():
+            other = self.seats[who]
+            delay_s = self.sums.network.latency(other.process)
+            other.process.after(delay_s, other.receive, number, result, tell)
+
+    def break_up(self, but: Seat) -> None:
+        """A member has closed its connections: the others notice."""
+        self.is_broken = True
+        for seat in self.seats.values():
+            if seat is not but:
+                seat.process.after(self.sums.network.latency(seat.process), seat.notice)
+        self._arrived.clear()
+
+
+class Seat:
+    """One worker's process group."""
+
+    def __init__(self, ring: Ring, me: str, process: Process) -> None:
+        self._ring = ring
+        self.me = me
+        self.process = process
+        self.error: PeerError | None = None
+        self._num_begun = 0
+        self._pending: Done | None = None
+
+    @property
+    def quorum_id(self) -> int:
+        return self._ring.key[1]
+
+    def reduce(self, state: State | None, done: Done) -> None:
+        self._num_begun += 1
+        self._pending = done
+        self._when_connected(self._ring.arrive, self._num_begun, self, state, done)
+
+    def receive(self, number: int, result: int, done: Done) -> None:
+        if self._pending is done and number == self._num_begun:
+            self._when_connected(self._finish, result)
+
+    def abort(self) -> None:
+        """Close the connections: nobody's sum is finished any more."""
+        self._fail("it was aborted")
+        if not self._ring.is_broken:
+            self._ring.is_broken = True
+            self._when_connected(self._ring.break_up, self)
+
+    def leave(self) -> None:
+        """Its worker has another one."""
+        self.abort()
+        if self._ring.seats.get(self.me) is self:
+            del self._ring.seats[self.me]
+        if self.abort in self.process.on_death:
+            self.process.on_death.remove(self.abort)
+        if not self._ring.seats:
+            self._ring.sums.forget(self._ring)
+
+    def notice(self) -> None:
+        """Another member is gone."""
+        self._fail("a member has closed its connections")
+
+    def _fail(self, reason: str) -> None:
+        if self.error is None:
+            self.error = QuorumFailed(reason)
+        self._finish(self.error)
+
+    def _finish(self, result: Result) -> None:
+        done, self._pending = self._pending, None
+        if done is not None and not self.process.is_dead:
+            done(result)
+
+    def _when_connected(self, action: Callable[..., None], *args: object) -> None:
+        self._ring.sums.network.when_mended(self.process.name, action, *args)
