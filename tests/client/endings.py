@@ -83,6 +83,18 @@ def waits_in_backward(lighthouse: str) -> None:
 
 def hangs(lighthouse: str) -> None:
     """The group that hangs: it meets another one and then computes nothing."""
+    begins_a_step(lighthouse)
+    time.sleep(LIFE_S)
+
+
+def hangs_with_the_lock(lighthouse: str) -> None:
+    """The same, and no thread of it runs."""
+    begins_a_step(lighthouse)
+    take_the_lock()
+
+
+def begins_a_step(lighthouse: str) -> None:
+    """With another group."""
     manager, optimizer, model = make(lighthouse)
     while True:
         optimizer.zero_grad()
@@ -92,7 +104,6 @@ def hangs(lighthouse: str) -> None:
         loss.backward()
         optimizer.step()
     say("training")
-    time.sleep(LIFE_S)
 
 
 def sleeps(lighthouse: str) -> None:
@@ -107,6 +118,11 @@ def holds_the_lock(lighthouse: str) -> None:
     make(lighthouse)
     signal.signal(signal.SIGTERM, lambda *_: say("it had the lock back"))
     say("training")
+    take_the_lock()
+
+
+def take_the_lock() -> None:
+    """And never give it back."""
     lock = ctypes.create_string_buffer(64)  # zeros: a mutex that nobody holds
     for _ in range(2):  # nor does a signal end the second wait
         ctypes.PyDLL(None).pthread_mutex_lock(lock)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from running import Process, eventually, lighthouse_process
+from torch import nn
 
+from torchft_svc.client import DistributedDataParallel, Manager, OptimizerWrapper
 from torchft_svc.client.rounds import SharedStep
 from torchft_svc.coordination.outgoing import Outgoing
-from torchft_svc.core.step import Phase, StepMachine
+from torchft_svc.core.step import Participation, Phase, StepMachine
 from torchft_svc.proto import torchft_pb2 as pb
 
-from .training import Trainer
+from .programs import running
+from .training import DEADLINE_S, TIMEOUT, Trainer
 
 
 @pytest.fixture
@@ -48,6 +55,53 @@ def test_a_pause_between_two_steps_is_no_hang(lighthouse: Process) -> None:
     assert "replica=stuck:" in told
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("program", "statuses"),
+    [("hangs", {1}), ("hangs_with_the_lock", {-signal.SIGTERM, -signal.SIGKILL})],
+)
+def test_a_trainer_that_hangs_is_ended_and_the_others_go_on(
+    program: str, statuses: set[int]
+) -> None:
+    with (
+        lighthouse_process("--hang-timeout-ms=1000", "--on-hang=kill") as lighthouse,
+        running(program, lighthouse.address) as hung,
+        Manager(lighthouse_addr=lighthouse.address, replica_id="other", timeout=TIMEOUT) as other,
+    ):
+        model = nn.Linear(4, 2)  # as in endings.py
+        other.set_state_dict_fns(lambda _: None, lambda: {"model": model.state_dict()})
+        parallel = DistributedDataParallel(other, model)
+        optimizer = OptimizerWrapper(other, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def step() -> bool:
+            optimizer.zero_grad()
+            parallel(torch.ones(3, 4)).sum().backward()
+            return optimizer.step()
+
+        deadline = time.monotonic() + DEADLINE_S
+        while hung.process.poll() is None or other.num_participants() == 2:
+            step()
+            assert time.monotonic() < deadline
+        assert hung.process.wait() in statuses, hung.errors()
+        hung.read_until("training")
+        hung.check_children()
+        assert [step() for _ in range(3)] == [True] * 3
+
+
+def test_a_group_that_waits_to_join_is_counted_until_the_next_quorum() -> None:
+    with lighthouse_process() as lighthouse, Trainer(lighthouse.address, "a", 0) as a:
+        a.steps(2)
+        a.backward()
+        assert a.manager.num_replicas_waiting() == 0
+        with Trainer(lighthouse.address, "b", 1) as b, ThreadPoolExecutor(1) as thread:
+            joins = thread.submit(b.backward)
+            eventually(lambda: a.manager.num_replicas_waiting() == 1)
+            a.optimizer.step()
+            a.backward()
+            assert a.manager.num_replicas_waiting() == 0
+            joins.result()
+
+
 def test_every_change_of_phase_is_heard() -> None:
     step = SharedStep(StepMachine(min_replica_size=1, max_retries=None))
     heard: list[tuple[Phase, int]] = []
@@ -55,8 +109,10 @@ def test_every_change_of_phase_is_heard() -> None:
     with step.changing() as machine:
         machine.start()
     with step.changing() as machine:
+        machine.form(Participation(participating_rank=0, num_participants=1), None)
+    with step.changing() as machine:
         machine.latch(RuntimeError("changes no phase"))
-    assert heard == [(Phase.QUORUM, 0)]
+    assert heard == [(Phase.TRAINING, 0)]
 
 
 def test_only_the_latest_phase_is_told_and_goodbye_is_the_last_word() -> None:

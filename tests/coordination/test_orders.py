@@ -34,6 +34,7 @@ class Worker:
                 on_loss=lambda *_: None,
                 on_kill=lambda reason: self.heard.put(("kill", reason)),
                 on_drain=lambda reason: self.heard.put(("drain", reason)),
+                on_waiting=lambda _: None,
             ),
         )
         eventually(self._is_told)

@@ -14,6 +14,7 @@ from torchft_svc.core.lighthouse import (
     Order,
     RefuseRequest,
     ReportLoss,
+    ReportWaiting,
 )
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
@@ -82,6 +83,7 @@ class Scene:
         self.house = Lighthouse(config, first_id)
         self.now = 0.0
         self.orders: list[Any] = []
+        self.newcomers: list[str] = []
         self._caller = 0
 
     def ask(self, replica_id: str, step: int = 0, *, job: str = JOB, **fields: Any) -> int:
@@ -142,8 +144,16 @@ class Scene:
             if isinstance(order, AnswerQuorum)
         ]
 
+    def take_newcomers(self) -> list[str]:
+        """Who was announced to the last quorum since the last take."""
+        taken, self.newcomers = self.newcomers, []
+        return taken
+
     def _note(self, orders: Iterable[Order]) -> None:
-        self.orders += plain(orders)
+        """Announcements, which most stories are not about, are kept apart."""
+        told = list(orders)
+        self.newcomers += [each.replica_id for each in told if isinstance(each, ReportWaiting)]
+        self.orders += plain(each for each in told if not isinstance(each, ReportWaiting))
 
 
 def formed(*replica_ids: str, step: int = 0, settings: QuorumConfig = SECONDS) -> Scene:

@@ -18,6 +18,7 @@ from torchft_svc.core.lighthouse import (
     RefuseRequest,
     ReportHang,
     ReportLoss,
+    ReportWaiting,
 )
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
@@ -70,6 +71,7 @@ class JobBooks:
     lists: dict[int, list[tuple[str, str, str]]] = field(default_factory=dict)
     committed_step: int = 0
     took_part: set[str] = field(default_factory=set)
+    announced: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -82,6 +84,7 @@ class World:
     books: dict[str, JobBooks] = field(default_factory=dict)
     callers: int = 0
     asked_by: dict[int, tuple[str, str]] = field(default_factory=dict)  # callers not yet told
+    beats: dict[tuple[str, str], Activity] = field(default_factory=dict)  # the last ones
     hangs_told: dict[tuple[str, str], set[float]] = field(default_factory=dict)  # since when
     num_starts: int = 0
     num_quorums: int = 0
@@ -99,7 +102,7 @@ class World:
 
     def beat(self, group: Group) -> None:
         self.live(group)
-        doing = group.activity(self.now)
+        doing = self.beats[group.job, group.replica_id] = group.activity(self.now)
         self.carry_out(self.house.heartbeat(group.job, group.replica_id, self.now, doing))
 
     def ask(self, group: Group, shrink_only: bool) -> None:
@@ -151,6 +154,7 @@ class World:
         for books in self.books.values():
             books.committed_step = 0
             books.took_part.clear()
+            books.announced.clear()
         self.asked_by.clear()
         for group in self.groups.values():
             group.caller = group.asked = None
@@ -179,6 +183,8 @@ class World:
                 self.lose(order)
             elif isinstance(order, ReportHang):
                 self.hang(order)
+            elif isinstance(order, ReportWaiting):
+                self.announce(order)
             elif isinstance(order, RefuseRequest):
                 self.refuse(order)
             else:
@@ -189,17 +195,25 @@ class World:
         if order.reason.startswith("no sign of life"):
             assert seen_at is not None
             assert self.now - seen_at >= self.config.heartbeat_timeout_s, "rule 8"
-        self.books.get(order.job, JobBooks()).took_part.discard(order.replica_id)
+        books = self.books.get(order.job, JobBooks())
+        books.took_part.discard(order.replica_id)
+        books.announced.discard(order.replica_id)
 
     def hang(self, order: ReportHang) -> None:
-        group = self.groups.get((order.job, order.replica_id))
         told = self.hangs_told.setdefault((order.job, order.replica_id), set())
         assert order.for_s >= (self.config.hang_timeout_s or math.inf)
         since = self.now - order.for_s
         assert since not in told, "a hang is told once"
         told.add(since)
-        if group is not None and not group.is_frozen:
-            assert group.activity(self.now) == Activity(order.phase, order.step, since)
+        beat = self.beats[order.job, order.replica_id]
+        assert beat == Activity(order.phase, order.step, since), "what its last beat told"
+
+    def announce(self, order: ReportWaiting) -> None:
+        books = self.books[order.job]  # there is a quorum to be told
+        assert order.replica_id not in {key for key, _, _ in books.lists[books.last_id]}
+        assert order.replica_id not in books.announced, "told once"
+        assert (order.job, order.replica_id) in self.asked_by.values()
+        books.announced.add(order.replica_id)
 
     def refuse(self, order: RefuseRequest) -> None:
         key = self.asked_by.pop(order.caller)  # fails if the caller has been told before
@@ -240,6 +254,7 @@ class World:
             assert quorum_id > books.last_id, "I1"
         assert books.lists.setdefault(quorum_id, places) == places, "I1"
         books.last_id = quorum_id
+        books.announced.clear()
 
     def check_i4_progress(self, order: AnswerQuorum, books: JobBooks) -> None:
         """The committed step never goes back, unless the policy accepts it and the loss is told."""

@@ -169,6 +169,7 @@ class Member:
             20.0,
             on_error=lambda error: self.errors.append(str(error)),
             is_given_up=lambda: self.group.errored() is not None,
+            on_wait=lambda _: None,
         )
 
 

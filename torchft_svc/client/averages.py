@@ -16,12 +16,16 @@ from torchft_svc.errors import ConfigError
 
 
 class Averages:
-    """`Manager.allreduce`; ``latch(error, epoch)`` hears of errors."""
+    """`Manager.allreduce`; ``latch`` and ``on_wait`` as for `Collectives`."""
 
     def __init__(
-        self, pg: ProcessGroup, timeout_s: float, latch: Callable[[Exception, int], None]
+        self,
+        pg: ProcessGroup,
+        timeout_s: float,
+        latch: Callable[[Exception, int], None],
+        on_wait: Callable[[bool], None],
     ) -> None:
-        self.collectives = Collectives(pg, timeout_s, latch)
+        self.collectives = Collectives(pg, timeout_s, latch, on_wait)
         self._pg = pg
         self._works: list[ManagedWork] = []
 

@@ -19,12 +19,18 @@ _NEUTRAL = {ReduceOp.SUM: 0.0, ReduceOp.PRODUCT: 1.0}
 class Collectives:
     """Launches on ``pg`` on behalf of one step after another; ``latch`` hears of errors.
 
-    ``latch(error, epoch)`` is called at most once for every operation.
+    ``latch(error, epoch)`` is called at most once for every operation; ``on_wait`` hears that a
+    wait for one gets long (True), and that it is over (False).
     """
 
     def __init__(
-        self, pg: ProcessGroup, timeout_s: float, latch: Callable[[Exception, int], None]
+        self,
+        pg: ProcessGroup,
+        timeout_s: float,
+        latch: Callable[[Exception, int], None],
+        on_wait: Callable[[bool], None],
     ) -> None:
+        self._on_wait = on_wait
         self._pg = pg
         self._timeout_s = timeout_s
         self._latch = latch
@@ -60,6 +66,7 @@ class Collectives:
             self._timeout_s,
             on_error=lambda error: self._latch(error, epoch),
             is_given_up=lambda: self._pg.errored() is not None,
+            on_wait=self._on_wait,
         )
         self._outstanding.append(reduction)
         return reduction

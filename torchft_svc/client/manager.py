@@ -329,6 +329,10 @@ class Manager:
             return self._runtime.replica_name
         return quorum.replica_ids[quorum.replica_rank]
 
+    def num_replicas_waiting(self) -> int:
+        """How many groups wait to join, of those heard of since the last quorum was asked for."""
+        return self._runtime.membership.num_waiting
+
     def is_draining(self) -> bool:
         """Whether this worker's group was told to end after its step."""
         return self._runtime.draining.reason is not None

@@ -16,7 +16,8 @@ from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
 class Reduction:
     """A sum under way in ``tensor``.
 
-    ``on_error`` hears why it failed, once. ``is_given_up`` ends the wait early. Until `wait` has
+    ``on_error`` hears why it failed, once, ``on_wait`` that a wait gets long (True) and is over
+    (False). ``is_given_up`` ends the wait early. Until `wait` has
     returned True nobody may read the tensor; after False nobody may ever use its memory again,
     because the abandoned operation may still write to it.
     """
@@ -29,7 +30,9 @@ class Reduction:
         *,
         on_error: Callable[[Exception], None],
         is_given_up: Callable[[], bool],
+        on_wait: Callable[[bool], None],
     ) -> None:
+        self._on_wait = on_wait
         self.tensor = tensor
         self._work = work
         self._is_given_up = is_given_up
@@ -43,7 +46,7 @@ class Reduction:
         if self._work is None:
             return self._ok
         try:
-            wait_in_slices(self._work, self._deadline, self._timeout_s, self._is_given_up)
+            self._wait_in_slices()
             self._ok = True
         except (RuntimeError, PeerError) as error:
             self._fail(error)
@@ -52,36 +55,46 @@ class Reduction:
             self._work = None
         return self._ok
 
+    def _wait_in_slices(self) -> None:
+        """Such that signals are heard meanwhile.
+
+        Raises:
+            DeadlineExceeded: it is not over in time.
+            QuorumFailed: the step was given up.
+            RuntimeError: it failed.
+        """
+        is_long = False
+        try:
+            while not self._is_over_after_a_slice():
+                if not is_long:
+                    is_long = True
+                    self._on_wait(True)
+        finally:
+            if is_long:
+                self._on_wait(False)
+
+    def _is_over_after_a_slice(self) -> bool:
+        left_s = self._deadline - time.monotonic()
+        try:
+            # A wait of no time would be taken for "no limit".
+            self._work.wait(timedelta(seconds=max(0.001, min(SLICE_S, left_s))))
+            return True
+        except RuntimeError:
+            if self._work.is_completed():
+                _raise_failure(self._work)
+                return True
+        if self._is_given_up():
+            raise QuorumFailed("the step was given up")
+        if left_s <= 0:
+            raise DeadlineExceeded(
+                "a collective", self._timeout_s, "another group does not take part"
+            )
+        return False
+
     def _fail(self, error: Exception) -> None:
         report, self._on_error = self._on_error, None
         if report is not None:
             report(error)
-
-
-def wait_in_slices(
-    work: Any, deadline: float, timeout_s: float, is_given_up: Callable[[], bool]
-) -> None:
-    """Wait for a torch work such that signals are heard meanwhile.
-
-    Raises:
-        DeadlineExceeded: it is not over at ``deadline``; it was given ``timeout_s`` seconds.
-        QuorumFailed: ``is_given_up`` turned true.
-        RuntimeError: it failed.
-    """
-    while True:
-        left_s = deadline - time.monotonic()
-        try:
-            # A wait of no time would be taken for "no limit".
-            work.wait(timedelta(seconds=max(0.001, min(SLICE_S, left_s))))
-            return
-        except RuntimeError:
-            if work.is_completed():
-                _raise_failure(work)
-                return
-        if is_given_up():
-            raise QuorumFailed("the step was given up")
-        if left_s <= 0:
-            raise DeadlineExceeded("a collective", timeout_s, "another group does not take part")
 
 
 def _raise_failure(work: Any) -> None:

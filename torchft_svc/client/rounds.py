@@ -33,7 +33,7 @@ _MAX_LOSSES = 256
 class SharedStep:
     """The one door to a step machine that two threads use.
 
-    ``on_phase`` hears of each new phase, with its step; it must not wait.
+    ``on_phase`` hears of each new phase but the wait for a quorum, with its step; it must not wait.
     """
 
     def __init__(self, machine: StepMachine) -> None:
@@ -55,7 +55,8 @@ class SharedStep:
                 yield self._machine
             finally:
                 after = self._machine.state
-                if after.phase is not before:
+                # The manager knows best when a quorum is waited for.
+                if after.phase is not before and after.phase is not Phase.QUORUM:
                     self.on_phase(after.phase, after.step)
 
 
@@ -101,6 +102,24 @@ class Membership:
         self.quorum: QuorumResult | None = None
         self._pg = pg
         self._losses: deque[tuple[str, str]] = deque(maxlen=_MAX_LOSSES)
+        self._newcomers: frozenset[str] = frozenset()  # replaced as a whole, for other threads
+
+    @property
+    def num_waiting(self) -> int:
+        """How many groups wait to join, as far as is known since the last quorum was asked for."""
+        return len(self._newcomers)
+
+    def hear_newcomer(self, replica_id: str) -> None:
+        """A group waits to join; to be called on any thread."""
+        self._newcomers |= {replica_id}
+
+    def ask(self) -> None:
+        """The next quorum is asked for: who waits is in it, or is announced again."""
+        self._newcomers = frozenset()
+
+    def answer(self, quorum: QuorumResult) -> None:
+        """This is the next quorum."""
+        self._newcomers = self._newcomers.difference(quorum.replica_ids)
 
     def lose(self, replica_id: str, reason: str) -> None:
         """A group is gone; to be called on any thread."""
@@ -208,9 +227,12 @@ class Round:
         """The quorum; a manager that is being started anew is asked again."""
         deadline = time.monotonic() + self._request.timeout_s
         patience = self._links.client.patience(deadline)
+        self._membership.ask()
         while True:
             try:
-                return self._ask_once(max(0.001, deadline - time.monotonic()))
+                quorum = self._ask_once(max(0.001, deadline - time.monotonic()))
+                self._membership.answer(quorum)
+                return quorum
             except Unreachable as error:
                 if not patience.pause(error):
                     raise

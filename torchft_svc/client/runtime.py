@@ -108,7 +108,12 @@ def start_runtime(
             undo.callback(transport.shutdown, False)
         pg = ProcessGroupGloo(timeout=timeout) if brought.pg is None else brought.pg
         membership, draining = Membership(pg), Draining()
-        listeners = Listeners(on_loss=membership.lose, on_kill=end_now, on_drain=draining.request)
+        listeners = Listeners(
+            on_loss=membership.lose,
+            on_kill=end_now,
+            on_drain=draining.request,
+            on_waiting=membership.hear_newcomer,
+        )
         client.attach(rules.place.group_rank, listeners)
         runtime = Runtime(
             links=Links(client=client, pg=pg, transport=transport, registry=brought.registry),

@@ -50,7 +50,9 @@ class Stepper:
         self._step = step
         self._membership = membership
         self._thread = thread
-        self._averages = Averages(links.pg, rules.timeouts.collective_s, self.hear_error)
+        self._averages = Averages(
+            links.pg, rules.timeouts.collective_s, self.hear_error, self._tell_wait
+        )
         self._round: Round | None = None
         self._task: Task | None = None
 
@@ -152,6 +154,10 @@ class Stepper:
         if state.participation.participating_rank is not None and state.phase in _TRAINING:
             # Others count on this group's gradients: they must learn now that none will come.
             self._links.pg.abort()
+
+    def _tell_wait(self, waits: bool) -> None:
+        """Who waits for the others' gradients has not hung itself."""
+        self._step.on_phase(Phase.QUORUM if waits else self.state.phase, self.state.step)
 
     # -- inside ----------------------------------------------------------------------------------
 

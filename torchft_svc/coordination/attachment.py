@@ -29,11 +29,13 @@ class Listeners:
 
     ``on_loss``: a member of the last quorum is dead or has left (replica id, reason). ``on_kill``:
     this worker has to end at once, ``on_drain``: when its step is finished (the reason).
+    ``on_waiting``: a group waits to join the last quorum (replica id).
     """
 
     on_loss: Callable[[str, str], None]
     on_kill: Callable[[str], None]
     on_drain: Callable[[str], None]
+    on_waiting: Callable[[str], None]
 
     def hear(self, news: pb.AttachNews) -> None:
         kind = news.WhichOneof("kind")
@@ -43,6 +45,8 @@ class Listeners:
             self.on_kill(news.kill.reason)
         elif kind == "drain":
             self.on_drain(news.drain.reason)
+        elif kind == "waiting":
+            self.on_waiting(news.waiting.replica_id)
 
 
 class Attachment:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torchft_svc.core.step import Phase
 
-# A group hangs only in phases that it has to end by itself. Waiting for a quorum is waiting for
-# others, a heal has a deadline of its own, and what is done between two steps (an evaluation, a
-# checkpoint) is the user's and may take long.
+# A group hangs only in phases that it has to end by itself. Who waits for others, for a quorum or
+# for their gradients, tells QUORUM; a heal has a deadline of its own; and what is done between two
+# steps (an evaluation, a checkpoint) is the user's and may take long.
 HANGING_PHASES = frozenset({Phase.TRAINING, Phase.VOTING})
 
 

@@ -7,6 +7,7 @@ to carry out. A caller is a number of the shell's choice, unique among the reque
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torchft_svc.core.activity import Activity, HangWatch
@@ -64,7 +65,15 @@ class ReportHang:
     kill: bool
 
 
-Order = AnswerQuorum | RefuseRequest | ReportLoss | ReportHang
+@dataclass(frozen=True, slots=True)
+class ReportWaiting:
+    """``replica_id``, which is not in the last quorum, asks for one; told once in its life."""
+
+    job: str
+    replica_id: str
+
+
+Order = AnswerQuorum | RefuseRequest | ReportLoss | ReportHang | ReportWaiting
 
 
 @dataclass(slots=True)
@@ -111,7 +120,7 @@ class Lighthouse:
             replaced = state.members.asked(member, caller, now)
             if replaced is not None:
                 orders.append(_superseded(replaced, member.replica_id))
-        return self._settle(job, state, orders, now)
+        return self._settle(job, state, orders, now, asked=[member.replica_id])
 
     def withdraw(self, job: str, caller: int, now: float) -> tuple[Order, ...]:
         """``caller`` waits no longer (cancelled, or its deadline is over)."""
@@ -207,6 +216,11 @@ class Lighthouse:
         state = self._jobs.get(job)
         return state is not None and state.hangs.is_hung(replica_id)
 
+    def quorum_left(self, job: str) -> list[str]:
+        """The living groups of the last quorum."""
+        state = self._jobs.get(job)
+        return state.members.quorum_left() if state else []
+
     def beat_interval_s(self, job: str) -> float:
         """How often a group of ``job`` should beat at the most."""
         state = self._jobs.get(job)
@@ -276,16 +290,22 @@ class Lighthouse:
             for replica_id, hang in state.hangs.newly_hung(now)
         ]
 
-    def _settle(self, job: str, state: _Job, orders: list[Order], now: float) -> tuple[Order, ...]:
-        """Draw all conclusions for one job."""
+    def _settle(
+        self, job: str, state: _Job, orders: list[Order], now: float, asked: Sequence[str] = ()
+    ) -> tuple[Order, ...]:
+        """Draw all conclusions for one job, in which ``asked`` have just asked."""
+        newcomers = list(asked)
         for replica_id, (member, caller) in list(state.held.items()):
             if not state.members.earlier_incarnations(replica_id):
                 del state.held[replica_id]
                 state.members.asked(member, caller, now)
+                newcomers.append(replica_id)
         if not state.members.is_settled(now):
             decision = state.members.decide(now)
             if isinstance(decision, Formed):
                 orders.append(self._publish(job, state, decision))
+                newcomers = state.members.waiting()
+        orders += [ReportWaiting(job, each) for each in state.members.announce(newcomers)]
         if not len(state.members):
             self._end(job, state)
         else:

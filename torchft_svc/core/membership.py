@@ -7,6 +7,7 @@ member of the previous quorum is missing, an arrival costs the same for ten grou
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 
 from torchft_svc.core.quorum import (
     Formed,
@@ -17,6 +18,10 @@ from torchft_svc.core.quorum import (
     decide,
 )
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
+
+# Whoever trains wants to know that somebody waits, and about how many; a thousand groups that come
+# at once must not make a million pieces of news.
+MAX_ANNOUNCED = 100
 
 
 class Membership:
@@ -34,6 +39,7 @@ class Membership:
         self._veterans: set[str] = set()
         self._straggling: set[str] = set()
         self._awaited: set[str] = set()  # living, in the previous quorum, has not asked again
+        self._announced: set[str] = set()  # newcomers that the last quorum has been told of
         self._look_at: float | None = None  # when the last decision said that time changes it
         self.previous: Quorum | None = None
         self._previous_ids: frozenset[str] = frozenset()
@@ -90,7 +96,7 @@ class Membership:
         del self._incarnations[name][replica_id]
         if not self._incarnations[name]:
             del self._incarnations[name]
-        for ids in (self._veterans, self._straggling, self._awaited):
+        for ids in (self._veterans, self._straggling, self._awaited, self._announced):
             ids.discard(replica_id)
         if replica_id in self._waiting:
             self._no_longer_waits(replica_id)
@@ -112,6 +118,7 @@ class Membership:
         self._previous_ids = frozenset(member.replica_id for member in quorum.participants)
         self._awaited = set(self._previous_ids)
         self._veterans |= self._previous_ids
+        self._announced.clear()
         self.committed_step = quorum.max_step  # lower than before only if that is accepted (7)
         return tuple(callers)
 
@@ -180,6 +187,30 @@ class Membership:
     def called(self, name: str) -> list[str]:
         """The living groups with this replica id or, if there is none, with this stable name."""
         return [name] if name in self._seen_at else list(self._incarnations.get(name, ()))
+
+    def announce(self, asked: Iterable[str]) -> list[str]:
+        """Those of ``asked`` that still wait to join the last quorum, and were not announced to it.
+
+        Each is named once in a quorum's life.
+        """
+        if self.previous is None:
+            return []
+        fresh = [
+            key
+            for key in asked
+            if key in self._waiting and key not in self._previous_ids and key not in self._announced
+        ]
+        del fresh[max(0, MAX_ANNOUNCED - len(self._announced)) :]
+        self._announced.update(fresh)
+        return fresh
+
+    def quorum_left(self) -> list[str]:
+        """The living groups of the last quorum."""
+        return [key for key in self._previous_ids if key in self._seen_at]
+
+    def waiting(self) -> list[str]:
+        """The groups that ask."""
+        return list(self._waiting)
 
     def fellows(self, replica_id: str) -> list[str]:
         """The other living groups of the last quorum, if this one was in it."""

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torchft_svc.core.lighthouse import (
     AnswerQuorum,
@@ -15,11 +15,18 @@ from torchft_svc.core.lighthouse import (
     RefuseRequest,
     ReportHang,
     ReportLoss,
+    ReportWaiting,
 )
 from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded, RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import beat_from_wire, member_lost, quorum_answer
+from torchft_svc.rpc.codec import (
+    beat_from_wire,
+    kill_news,
+    member_lost,
+    member_waiting,
+    quorum_answer,
+)
 from torchft_svc.rpc.outbox import Outbox
 
 log = logging.getLogger(__name__)
@@ -129,13 +136,20 @@ class LighthouseDriver:
                 self._tell_loss(order)
             elif isinstance(order, ReportHang):
                 self._report_hang(order)
+            elif isinstance(order, ReportWaiting):
+                news = member_waiting(order.replica_id)
+                self._tell_all(order.job, self._core.quorum_left(order.job), news)
         self._arm()
 
     def _tell_loss(self, loss: ReportLoss) -> None:
         log.warning("group lost job=%s replica=%s: %s", loss.job, loss.replica_id, loss.reason)
-        news = member_lost(loss.replica_id, loss.reason)
-        for fellow in self._core.fellows(loss.job, loss.replica_id):
-            session = self._sessions.get((loss.job, fellow))
+        fellows = self._core.fellows(loss.job, loss.replica_id)
+        self._tell_all(loss.job, fellows, member_lost(loss.replica_id, loss.reason))
+
+    def _tell_all(self, job: str, replica_ids: Iterable[str], news: bytes) -> None:
+        """Tell those of the groups that have a session."""
+        for replica_id in replica_ids:
+            session = self._sessions.get((job, replica_id))
             if session is not None:
                 session.tell(news)
 
@@ -148,6 +162,9 @@ class LighthouseDriver:
             hang.step,
             hang.for_s,
         )
+        if hang.kill:
+            reason = f"it hangs: {hang.phase.value} in step {hang.step} for {hang.for_s:.1f} s"
+            self._tell_all(hang.job, (hang.replica_id,), kill_news(reason))
 
     def _publish(self, order: AnswerQuorum) -> None:
         encoded = quorum_answer(order.quorum, time.time())

@@ -21,6 +21,7 @@ from torchft_svc.core.group import (
     Vote,
     WorkerRequest,
 )
+from torchft_svc.core.step import Phase
 from torchft_svc.core.types import check_step
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed, TorchFTError
 from torchft_svc.manager_server.link import LighthouseLink
@@ -54,6 +55,7 @@ class ManagerDriver:
 
     async def quorum(self, request: WorkerRequest, timeout_s: float) -> bytes:
         """Wait until all workers have asked and the lighthouse has answered; the encoded answer."""
+        self._note(request.group_rank, Phase.QUORUM, request.step)
         return await self._wait(
             "quorum", timeout_s, lambda caller: self._core.quorum_requested(request, caller)
         )
@@ -93,7 +95,12 @@ class ManagerDriver:
         check_step(message.step)
         phase = phase_from_wire(message.phase)
         if phase is not None:
-            self._activities.told(group_rank, phase, message.step, time.monotonic())
+            self._note(group_rank, phase, message.step)
+
+    def _note(self, group_rank: int, phase: Phase, step: int) -> None:
+        """Only of attached workers: others do not tell when it is over."""
+        if group_rank in self._workers:
+            self._activities.told(group_rank, phase, step, time.monotonic())
 
     def activity(self) -> Activity | None:
         """What the group does, if its workers tell."""
@@ -108,6 +115,8 @@ class ManagerDriver:
             self.drain(news.drain.reason)
         elif kind == "lost":
             log.info("group lost replica=%s: %s", news.lost.replica_id, news.lost.reason)
+            self._tell_workers(news.SerializeToString())
+        elif kind == "waiting":
             self._tell_workers(news.SerializeToString())
 
     def kill(self, reason: str) -> None:
@@ -177,6 +186,8 @@ class ManagerDriver:
                 self._refuse(order.caller, order.error)
 
     def _answer_worker(self, order: AnswerWorker) -> None:
+        # Noted here, because a worker that takes the interpreter's lock and keeps it tells nothing.
+        self._note(order.request.group_rank, Phase.TRAINING, order.request.step)
         try:
             self._answer(order.caller, worker_answer(order, self._link.replica_id))
         except TorchFTError as error:

@@ -215,7 +215,7 @@ class SessionLine:
 
     def _hear(self, news: pb.SessionNews) -> None:
         kind = news.WhichOneof("kind")
-        if kind in ("lost", "kill", "drain"):
+        if kind in ("lost", "kill", "drain", "waiting"):
             self._on_news(news)
         elif kind == "refusal" and news.refusal.number == self._number:
             refusal = news.refusal

@@ -89,6 +89,11 @@ def member_lost(replica_id: str, reason: str) -> bytes:
     return pb.SessionNews(lost=lost).SerializeToString()
 
 
+def member_waiting(replica_id: str) -> bytes:
+    """The news that a group which is not in the last quorum asks for one."""
+    return pb.SessionNews(waiting=pb.MemberWaiting(replica_id=replica_id)).SerializeToString()
+
+
 def kill_news(reason: str) -> bytes:
     """The news that its group has to end at once; the same bytes for a manager and a worker."""
     return pb.SessionNews(kill=pb.Kill(reason=reason)).SerializeToString()
