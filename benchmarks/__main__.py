@@ -27,6 +27,7 @@ BENCHMARKS = (
     Benchmark("step_time", ("--steps=20", "--blocks=4"), ("--steps=50", "--blocks=12")),
     Benchmark("recovery", ("--kills=3", "--peer-kills=1"), ("--kills=20", "--peer-kills=10")),
     Benchmark("quorum_rounds", ("--seconds=0.5", "--blocks=2"), ("--seconds=2", "--blocks=6")),
+    Benchmark("isolation", ("--blocks=2",), ("--blocks=8",)),
     Benchmark("healing", ("--gb=0.5", "--repeat=3"), ("--gb=2", "--repeat=7")),
 )
 _NAMES = [benchmark.name for benchmark in BENCHMARKS]

@@ -11,7 +11,7 @@ import pytest
 from click import Command
 from click.testing import CliRunner
 
-from benchmarks import quorum_rounds, recovery, step_time
+from benchmarks import isolation, quorum_rounds, recovery, step_time
 from benchmarks.children.phases import PARTS, PHASES
 from benchmarks.processes import PEER_VARIABLE
 
@@ -72,3 +72,11 @@ def test_recovery(run: Run) -> None:
     assert (row["trainer"], row["kills"]) == ("ours", 1)
     assert row["pause_ms"] > 0
     assert row["rejoin_s"] > row["built_s"] > 0
+
+
+def test_isolation(run: Run) -> None:
+    output, result = run(isolation.main, "--megabytes=0.1", "--blocks=1")
+    assert "isolated / in process" in output
+    (row,) = result["rows"]
+    assert row["in process"] > 0
+    assert row["isolated"] > 0
