@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
 from datetime import timedelta
 
 import grpc
@@ -15,6 +16,7 @@ from papers import LONG_AGO, TOKEN, Papers, papers, variables
 from running import Process, command, lighthouse_process, line_to, manager_process
 
 from torchft_svc.coordination import LighthouseClient, LighthouseServer, ManagerClient
+from torchft_svc.coordination.attachment import Listeners
 from torchft_svc.errors import TorchFTError, Unauthorized, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import open_channel
@@ -28,6 +30,12 @@ OTHER_TOKEN = "a-token-of-another-cluster"  # noqa: S105 - of these tests
 @pytest.fixture(scope="module")
 def some(tmp_path_factory: pytest.TempPathFactory) -> Papers:
     return papers(tmp_path_factory.mktemp("papers"))
+
+
+def listeners(lost: threading.Event) -> Listeners:
+    """Only the loss of a member is of interest."""
+    every = dict.fromkeys((field.name for field in fields(Listeners)), lambda *_: None)
+    return Listeners(**{**every, "on_loss": lambda *_: lost.set()})
 
 
 def complaint(address: str, client: Security) -> TorchFTError | None:
@@ -179,7 +187,6 @@ def test_a_manager_refuses_who_does_not_know_the_token(
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert manager.is_running()
         with ManagerClient(manager.address, TIMEOUT, security=Security(token=TOKEN)) as known:
-            known.attach(0, lambda replica_id, reason: None)
             assert known._quorum(0, 0, "", False, TIMEOUT).replica_world_size == 1
             known.kill("by somebody who knows the token")
         assert manager.wait() == 1
@@ -298,14 +305,29 @@ def test_a_client_that_follows_a_manager_goes_on_with_tls(some: Papers) -> None:
         assert worker._quorum(0, 0, "", False, TIMEOUT).replica_ids[0].startswith("two")
 
 
-def test_a_session_and_calls_over_tls_carry_the_token(some: Papers) -> None:
+def test_calls_over_tls_carry_the_token(some: Papers) -> None:
     known = replace(some.local, token=TOKEN)
-    with LighthouseServer("127.0.0.1:0", 1, security=known) as server:
-        with line_to(server.address(), known) as line:
-            line.beat("one")
-        with (
-            manager_process(server.address(), name="two", **variables(known)) as manager,
-            ManagerClient(manager.address, TIMEOUT, security=known) as worker,
-        ):
-            worker.attach(0, lambda replica_id, reason: None)
-            assert worker._quorum(0, 0, "", False, TIMEOUT).replica_ids[0].startswith("two")
+    with (
+        LighthouseServer("127.0.0.1:0", 1, security=known) as server,
+        line_to(server.address(), known) as line,
+    ):
+        line.beat("one")
+
+
+def test_news_come_to_who_knows_the_token(some: Papers) -> None:
+    known = replace(some.local, token=TOKEN)
+    lost = threading.Event()
+    with (
+        LighthouseServer("127.0.0.1:0", 2, security=known) as server,
+        manager_process(server.address(), name="one", **variables(known)) as stays,
+        manager_process(server.address(), name="two", **variables(known)) as dies,
+        ManagerClient(stays.address, TIMEOUT, security=known) as worker,
+        ManagerClient(dies.address, TIMEOUT, security=known) as other,
+        ThreadPoolExecutor() as pool,
+    ):
+        worker.attach(0, listeners(lost))
+        asked = pool.submit(other._quorum, 0, 0, "", False, TIMEOUT)
+        assert worker._quorum(0, 0, "", False, TIMEOUT).replica_world_size == 2
+        asked.result()
+        dies.kill()
+        assert lost.wait(10)
