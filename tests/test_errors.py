@@ -36,6 +36,16 @@ EVERY_ERROR = [
         (errors.PeerError, ConnectionError),
     ),
     (
+        errors.NotLeader("host:29510"),
+        "this lighthouse does not lead, host:29510 does",
+        (errors.PeerError,),
+    ),
+    (
+        errors.NotLeader(""),
+        "this lighthouse does not lead, who does is not known yet",
+        (errors.PeerError,),
+    ),
+    (
         errors.DeadlineExceeded("quorum", 60.0),
         "quorum timed out after 60 s",
         (errors.PeerError, TimeoutError),

@@ -8,6 +8,7 @@
     │   └── Unauthorized            a token or certificate that the other side does not take
     └── PeerError                   a peer's or the network's: trying again may help
         ├── Unreachable             nobody answers at that address                 (ConnectionError)
+        ├── NotLeader               another lighthouse leads; its address is told if it is known
         ├── DeadlineExceeded        an answer did not come in time                 (TimeoutError)
         ├── QuorumFailed            this round has no quorum; the reason is told
         ├── CommitFailed            this vote has no answer; the reason is told
@@ -97,6 +98,17 @@ class Unreachable(PeerError, ConnectionError):
 
     def __str__(self) -> str:
         return f"{self.peer} at {self.address} cannot be reached: {self.reason}"
+
+
+@dataclass(eq=False)
+class NotLeader(PeerError):
+    """This lighthouse does not lead; ``leader`` does (empty: nobody, or nobody knows yet)."""
+
+    leader: str
+
+    def __str__(self) -> str:
+        known = f"{self.leader} does" if self.leader else "who does is not known yet"
+        return f"this lighthouse does not lead, {known}"
 
 
 @dataclass(eq=False)

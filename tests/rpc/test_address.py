@@ -7,7 +7,13 @@ import socket
 import pytest
 
 from torchft_svc.errors import AddressError
-from torchft_svc.rpc.address import HostPort, advertised_host, parse_address, reachable_host
+from torchft_svc.rpc.address import (
+    HostPort,
+    advertised_host,
+    parse_address,
+    reachable_host,
+    split_addresses,
+)
 
 EXPECTED = "expected host:port, :port or [ipv6]:port, such as lighthouse.example:29510"
 
@@ -101,3 +107,29 @@ def test_without_a_route_the_hosts_name_is_advertised() -> None:
 def test_every_interface_is_reached_by_the_hosts_name(host: str) -> None:
     assert reachable_host(HostPort(host, 1)) == socket.gethostname()
     assert reachable_host(HostPort("10.0.0.1", 1)) == "10.0.0.1"
+
+
+def test_a_list_is_split_as_it_was_written() -> None:
+    assert split_addresses("host:1") == ("host:1",)
+    assert split_addresses(" http://a:1, [::1]:2 ") == ("http://a:1", "[::1]:2")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a:1,", "has no port"),
+        ("a:1,,b:1", "has no port"),
+        ("a:1;b:1", "an IPv6 address needs brackets"),
+        ("a:1,http://a:1", "names one lighthouse twice"),
+        (",".join(f"a:{port}" for port in range(1, 18)), "names more than 16 lighthouses"),
+    ],
+)
+def test_a_list_that_cannot_be_meant(text: str, reason: str) -> None:
+    with pytest.raises(AddressError, match=reason):
+        split_addresses(text)
+
+
+def test_the_advertised_host_is_that_of_the_first_lighthouse_with_a_route() -> None:
+    nowhere, here = HostPort("no-such-host.invalid", 1), HostPort("127.0.0.1", 1)
+    assert advertised_host(nowhere, here) == "127.0.0.1"
+    assert advertised_host(nowhere) == socket.gethostname()

@@ -16,7 +16,7 @@ from torchft_svc.env import Environment
 from torchft_svc.errors import AddressError, ConfigError, DeadlineExceeded, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.keeper import ManagerKeeper
-from torchft_svc.rpc.address import HostPort, advertised_host, parse_address
+from torchft_svc.rpc.address import HostPort, advertised_host, parse_address, split_addresses
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,9 @@ def open_store(
             "the workers of a group need a common store: set MASTER_ADDR and MASTER_PORT, or give "
             "store_addr and store_port",
         )
-    host = options.hostname or advertised_host(parse_address(options.lighthouse_address))
+    host = options.hostname or advertised_host(
+        *map(parse_address, split_addresses(options.lighthouse_address))
+    )
     return _host(HostPort(host, 0), timeouts.collective_s)
 
 

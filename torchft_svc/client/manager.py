@@ -58,7 +58,8 @@ class Manager:
         world_size_mode: whether more than ``min_replica_size`` groups may contribute.
         store_addr, store_port: the group's TCPStore (``MASTER_ADDR``, ``MASTER_PORT``; default: a
             group of one worker hosts its own).
-        lighthouse_addr: ``host:port`` (``TORCHFT_LIGHTHOUSE``; default: this machine, port 29510).
+        lighthouse_addr: ``host:port``, or several with commas between (``TORCHFT_LIGHTHOUSE``;
+            default: this machine, port 29510).
         replica_id: the group's stable name (``REPLICA_GROUP_ID``; default: a new one).
         port, hostname: where the group's manager listens, and the host to tell to others.
         heartbeat_interval: between the manager's signs of life.

@@ -128,6 +128,10 @@ class Membership:
         if quorum is not None and replica_id in _others(quorum):
             self._pg.lose_member(quorum.quorum_id, f"{replica_id} is gone: {reason}")
 
+    def forget_losses(self) -> None:
+        """A question is asked now: whoever is in its answer has come back since."""
+        self._losses.clear()
+
     def check_losses(self, quorum: QuorumResult) -> None:
         """Raise `QuorumFailed` if the news of a loss came before the quorum itself."""
         others = _others(quorum)
@@ -192,6 +196,7 @@ class Round:
             self.ready.set()
 
     def _run(self) -> None:
+        self._membership.forget_losses()
         quorum = self.quorum = self._ask()
         problem = self._meet(quorum)
         heals = quorum.heal and self._request.allow_heal

@@ -23,7 +23,7 @@ from torchft_svc.client.rounds import Links, Membership, RoundRules
 from torchft_svc.client.state import StateRegistry
 from torchft_svc.coordination import Listeners, ManagerClient
 from torchft_svc.env import Environment
-from torchft_svc.rpc.address import advertised_host, parse_address
+from torchft_svc.rpc.address import advertised_host, parse_address, split_addresses
 
 log = logging.getLogger(__name__)
 
@@ -132,4 +132,6 @@ def _host(options: ServiceOptions, environment: Environment) -> str:
     """Under which host other groups fetch this worker's state."""
     if environment.checkpoint_host is not None:
         return environment.checkpoint_host
-    return options.hostname or advertised_host(parse_address(options.lighthouse_address))
+    return options.hostname or advertised_host(
+        *map(parse_address, split_addresses(options.lighthouse_address))
+    )

@@ -38,7 +38,7 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
     # An earlier manager of the same workers numbered its rounds from an earlier moment.
     group = Group(config.group_world_size, first_round=int(time.time() * 1000))
     driver = ManagerDriver(group, link, tasks)
-    host = config.advertise_host or advertised_host(parse_address(config.lighthouse_address))
+    host = config.advertise_host or advertised_host(*map(parse_address, config.lighthouses))
 
     def build(bound: HostPort) -> Service:
         link.address = str(HostPort(host, bound.port))
@@ -47,7 +47,6 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
 
     bind = parse_address(config.bind, may_bind=True)
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(link.close)
         await stack.enter_async_context(serve(build, bind, config.security))
         await stack.enter_async_context(tasks)
         stack.push_async_callback(link.leave, "its manager stops")

@@ -14,7 +14,7 @@ from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.owner import end_owner, watch_owner
 from torchft_svc.rpc.address import HostPort
-from torchft_svc.rpc.cli import Address, option, run, security_options
+from torchft_svc.rpc.cli import Address, Addresses, option, run, security_options
 from torchft_svc.rpc.security import Security
 
 log = logging.getLogger(__name__)
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 @click.command(context_settings={"show_default": True})
 @option(
     "--lighthouse",
-    type=Address(),
+    type=Addresses(),
     envvar="TORCHFT_LIGHTHOUSE",
     required=True,
-    help="Address of the lighthouse.",
+    help="Address of the lighthouse; of several, the first that answers.",
 )
 @option(
     "--replica-name",
@@ -81,7 +81,7 @@ log = logging.getLogger(__name__)
 )
 @security_options
 def main(
-    lighthouse: HostPort,
+    lighthouse: str,
     replica_name: str,
     group_world_size: int,
     store_address: HostPort,
@@ -99,7 +99,7 @@ def main(
     """Speak for one replica group: forward its quorum requests, collect its votes."""
     try:
         config = ManagerConfig(
-            lighthouse_address=str(lighthouse),
+            lighthouse_address=lighthouse,
             replica_name=replica_name,
             group_world_size=group_world_size,
             store_address=str(store_address),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torchft_svc.core.types import DEFAULT_JOB, MAX_NAME_LENGTH, MAX_WORLD_SIZE
 from torchft_svc.errors import AddressError, ConfigError
-from torchft_svc.rpc.address import HostPort, parse_address
+from torchft_svc.rpc.address import HostPort, parse_address, split_addresses
 from torchft_svc.rpc.security import PLAIN, Security
 
 # An incarnation is a uuid behind the name and a colon.
@@ -18,7 +18,8 @@ MAX_QUORUM_RETRIES = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerConfig:
-    """Addresses are ``host:port``, durations seconds.
+    """Addresses are ``host:port``, durations seconds. ``lighthouse_address`` may be several of
+    them with commas between.
 
     ``advertise_host`` is the host under which other groups reach this manager (None: the one that
     the route to the lighthouse leaves from). ``connect_timeout_s`` is how long a lighthouse may be
@@ -43,7 +44,7 @@ class ManagerConfig:
     security: Security = PLAIN
 
     def __post_init__(self) -> None:
-        parse_address(self.lighthouse_address)
+        split_addresses(self.lighthouse_address)
         parse_address(self.store_address)
         parse_address(self.bind, may_bind=True)
         if self.advertise_host is not None:
@@ -74,6 +75,11 @@ class ManagerConfig:
             value = getattr(self, field)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(field, value, "use a finite number of seconds above 0")
+
+    @property
+    def lighthouses(self) -> tuple[str, ...]:
+        """In the order in which they are tried."""
+        return split_addresses(self.lighthouse_address)
 
 
 def _check_host(host: str) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
+
+import grpc
 
 from torchft_svc.core.types import Member, Quorum
 
@@ -10,14 +14,23 @@ from torchft_svc.core.types import Member, Quorum
 LEAVE_TIMEOUT_S = 1.0
 
 
-class Line(Protocol):
-    """How one incarnation of a group talks to the lighthouse."""
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """One lighthouse: its address, as the user wrote it, and the channel to it."""
 
-    async def hold(self) -> None:
-        """Prove that the group is alive, until cancelled.
+    address: str
+    channel: grpc.aio.Channel
+
+
+class Line(Protocol):
+    """How one incarnation of a group talks to one lighthouse."""
+
+    async def hold(self, on_open: Callable[[], None]) -> None:
+        """Prove that the group is alive, until the line breaks; ``on_open``: it can be asked now.
 
         Raises:
             NotSupported: the lighthouse does not know this way.
+            TorchFTError: why it broke; nothing is raised after `leave`.
         """
 
     async def ask(self, member: Member, timeout_s: float) -> Quorum:

@@ -1,10 +1,9 @@
-"""The manager's line to the lighthouse: which way it is connected, and as whom."""
+"""The manager's link to the lighthouses: as whom it is connected, and what it asks."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 import uuid
 from collections.abc import Callable
@@ -12,13 +11,14 @@ from collections.abc import Callable
 from torchft_svc.core.activity import Activity
 from torchft_svc.core.group import AskLighthouse
 from torchft_svc.core.types import Member, Quorum
-from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, Unreachable
+from torchft_svc.errors import DeadlineExceeded, NotLeader, PeerError, QuorumFailed, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.manager_server.line import Line, NotSupported
+from torchft_svc.manager_server.connection import Connection
+from torchft_svc.manager_server.line import Contact
+from torchft_svc.manager_server.route import Route
 from torchft_svc.manager_server.session_line import SessionLine
-from torchft_svc.manager_server.unary_line import UnaryLine
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.channel import MAX_RECONNECT_MS, MIN_RECONNECT_MS, open_aio_channel
+from torchft_svc.rpc.channel import MIN_RECONNECT_MS
 from torchft_svc.rpc.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -39,13 +39,13 @@ class LighthouseLink:
         self.activity: Callable[[], Activity | None] = _not_telling
         self.address = ""
         self._seen_quorum_id = 0
-        self._channel = open_aio_channel(config.lighthouse_address, config.security)
+        self._route = Route(config.lighthouses)
         self._holding: asyncio.Task[None] | None = None
         self._new_incarnation()
 
     def start(self) -> None:
         """Begin to prove that the group is alive."""
-        self._holding = self._tasks.start(self._hold(), "line to the lighthouse")
+        self._holding = self._tasks.start(self._connection.run(), "line to the lighthouse")
 
     async def ask(self, question: AskLighthouse, timeout_s: float) -> Quorum:
         """The quorum that this group is a member of.
@@ -69,19 +69,20 @@ class LighthouseLink:
 
     async def leave(self, reason: str) -> None:
         """Tell the lighthouse that nobody has to wait for this group any more."""
-        await self._line.leave(reason)
+        await self._connection.leave(reason)
         if self._holding is not None:
             self._holding.cancel()
 
-    async def close(self) -> None:
-        """May be called twice."""
-        await self._channel.close(grace=None)
-
     def _new_incarnation(self) -> None:
         self.replica_id = f"{self._config.replica_name}:{uuid.uuid4()}"
-        self._line: Line = SessionLine(
+        self._connection = Connection(
+            self._config, self._route, self.replica_id, self._open_session
+        )
+
+    def _open_session(self, contact: Contact) -> SessionLine:
+        return SessionLine(
             self._config,
-            self._channel,
+            contact,
             self.replica_id,
             self._tasks,
             self._pass_on,
@@ -96,28 +97,25 @@ class LighthouseLink:
         self._new_incarnation()
         self.start()
 
-    async def _hold(self) -> None:
-        """Prefer a session; a lighthouse without them gets heartbeats."""
-        try:
-            await self._line.hold()
-        except NotSupported:
-            log.info("the lighthouse has no sessions, sending heartbeats")
-            self._line = UnaryLine(self._config, self._channel, self.replica_id)
-            await self._line.hold()
+    async def _go_back(self, address: str) -> None:
+        """As a new incarnation: of the old one, its fellows have heard that it is lost."""
+        log.info("lighthouse %s answers again, going back to it", address)
+        self._route.go_back(address)
+        await self._begin_again(f"it goes back to lighthouse {address}")
 
     async def _ask_while_unreachable(self, question: AskLighthouse, deadline: float) -> Quorum:
         """One question, repeated over a lighthouse's restart."""
         give_up_at = min(deadline, time.monotonic() + self._config.connect_timeout_s)
-        pause_s = MIN_RECONNECT_MS / 1000
         while True:
+            if self._connection.better:
+                await self._go_back(self._connection.better)
             try:
                 return await self._ask_once(question, deadline)
-            except Unreachable:
-                if time.monotonic() + pause_s >= give_up_at:
-                    raise
-            # Jitter: a thousand managers must not come back in the same millisecond.
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
-            pause_s = min(2 * pause_s, MAX_RECONNECT_MS / 1000)
+            except (Unreachable, NotLeader) as error:
+                log.info("the lighthouse could not be asked: %s", error)
+            await asyncio.sleep(MIN_RECONNECT_MS / 1000)  # a line that breaks is open for a moment
+            if not self._connection.better:
+                await self._connection.opened(give_up_at - time.monotonic())
 
     async def _ask_once(self, question: AskLighthouse, deadline: float) -> Quorum:
         timeout_s = deadline - time.monotonic()
@@ -134,7 +132,7 @@ class LighthouseLink:
             seen_quorum_id=self._seen_quorum_id,
             min_replicas=self._config.min_replicas,
         )
-        quorum = await self._line.ask(member, timeout_s)
+        quorum = await self._connection.ask(member, timeout_s)
         if all(self.replica_id != member.replica_id for member in quorum.participants):
             raise QuorumFailed(f"quorum {quorum.quorum_id} was formed without {self.replica_id!r}")
         self._seen_quorum_id = max(self._seen_quorum_id, quorum.quorum_id)

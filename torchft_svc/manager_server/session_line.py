@@ -20,15 +20,13 @@ from torchft_svc.errors import (
     DeadlineExceeded,
     QuorumFailed,
     TorchFTError,
-    Unauthorized,
     Unreachable,
 )
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.manager_server.line import LEAVE_TIMEOUT_S, NotSupported
+from torchft_svc.manager_server.line import LEAVE_TIMEOUT_S, Contact, NotSupported
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.channel import MAX_RECONNECT_MS, MIN_RECONNECT_MS
 from torchft_svc.rpc.codec import JOB_KEY, beat_to_wire, member_to_wire, quorum_from_wire
-from torchft_svc.rpc.status import error_from_wire, to_distrust
+from torchft_svc.rpc.status import error_from_wire, to_distrust, to_not_leader
 from torchft_svc.rpc.tasks import Tasks
 from torchft_svc.rpc.tls_reasons import closing_hint
 
@@ -54,7 +52,7 @@ class SessionLine:
     def __init__(
         self,
         config: ManagerConfig,
-        channel: grpc.aio.Channel,
+        contact: Contact,
         replica_id: str,
         tasks: Tasks,
         on_news: Callable[[pb.SessionNews], None],
@@ -62,58 +60,43 @@ class SessionLine:
     ) -> None:
         self._activity = activity
         self._config = config
+        self._address = contact.address
         self._replica_id = replica_id
         self._tasks = tasks
         self._on_news = on_news
         self._metadata = ((JOB_KEY, config.job_id), *config.security.metadata)
-        self._open_stream: Any = channel.stream_stream(
+        self._open_stream: Any = contact.channel.stream_stream(
             "/torchft.LighthouseService/Session",
             request_serializer=pb.SessionRequest.SerializeToString,
             response_deserializer=pb.SessionNews.FromString,
         )
         self._stream: Stream | None = None
-        self._why_not = "there is no session yet"
-        self._distrust: Unauthorized | None = None
         self._writing = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._number = 0
         self._answer: asyncio.Future[Quorum] | None = None
         self._timeout_s = 0.0
         self._asked_at = -math.inf
-        self._welcomed = False
         self._left = False
 
-    async def hold(self) -> None:
-        """Keep a session open, until cancelled.
-
-        Raises:
-            NotSupported: the lighthouse does not know sessions.
-        """
-        pause_s = MIN_RECONNECT_MS / 1000
-        failing = False
-        while not self._left:
-            try:
-                await self._session()
-                reason, self._distrust = "the lighthouse ended the session", None
-            except _BROKEN as error:
-                reason, self._distrust = _why(error), self._to_distrust(error)
-            finally:
-                self._stream = None
-            if self._welcomed:
-                pause_s, failing = MIN_RECONNECT_MS / 1000, False
-            if not failing and not self._left:
-                log.warning("session with %s lost: %s", self._config.lighthouse_address, reason)
-            failing, self._why_not = True, reason
-            self._fail(self._no_session())
-            # Jitter: a thousand managers must not come back in the same millisecond.
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
-            pause_s = min(2 * pause_s, MAX_RECONNECT_MS / 1000)
+    async def hold(self, on_open: Callable[[], None]) -> None:
+        """See `Line.hold`."""
+        broken: TorchFTError = Unreachable("lighthouse", self._address, "it ended the session")
+        try:
+            await self._session(on_open)
+        except _BROKEN as error:
+            broken = self._to_error(error)
+        finally:
+            self._stream = None
+            self._fail(broken)
+        if not self._left:
+            raise broken
 
     async def ask(self, member: Member, timeout_s: float) -> Quorum:
         """See `Line.ask`."""
         stream = self._stream
         if stream is None:
-            raise self._no_session()
+            raise Unreachable("lighthouse", self._address, "there is no session yet")
         self._number = number = next(self._numbers)
         self._timeout_s = timeout_s
         self._asked_at = time.monotonic()
@@ -132,22 +115,19 @@ class SessionLine:
         except asyncio.TimeoutError:
             raise DeadlineExceeded("quorum", timeout_s, "the lighthouse is silent") from None
         except _BROKEN as error:
-            raise Unreachable("lighthouse", self._config.lighthouse_address, _why(error)) from None
+            raise self._to_error(error) from None
         finally:
             if not answer.done() or answer.cancelled():
                 self._tasks.start(self._withdraw(stream, number), "withdraw a question")
             if self._answer is answer:
                 self._answer = None
 
-    def _no_session(self) -> TorchFTError:
-        if self._distrust is not None:
-            return Unauthorized(self._distrust.reason)
-        return Unreachable("lighthouse", self._config.lighthouse_address, self._why_not)
-
-    def _to_distrust(self, error: Exception) -> Unauthorized | None:
-        if not isinstance(error, grpc.aio.AioRpcError):
-            return None
-        return to_distrust(error, "lighthouse", self._config.lighthouse_address)
+    def _to_error(self, error: Exception) -> TorchFTError:
+        if isinstance(error, grpc.aio.AioRpcError):
+            known = to_not_leader(error) or to_distrust(error, "lighthouse", self._address)
+            if known is not None:
+                return known
+        return Unreachable("lighthouse", self._address, _why(error))
 
     async def _withdraw(self, stream: Stream, number: int) -> None:
         with contextlib.suppress(*_BROKEN):
@@ -165,9 +145,8 @@ class SessionLine:
             await asyncio.wait_for(self._send(stream, request), LEAVE_TIMEOUT_S)
             await asyncio.wait_for(stream.code(), LEAVE_TIMEOUT_S)  # until the lighthouse ends it
 
-    async def _session(self) -> None:
+    async def _session(self, on_open: Callable[[], None]) -> None:
         """One stream, from hello to its end."""
-        self._welcomed = False
         stream = self._open_stream(metadata=self._metadata)
         try:
             hello = pb.SessionHello(replica_id=self._replica_id)
@@ -177,11 +156,11 @@ class SessionLine:
             first = await asyncio.wait_for(stream.read(), WELCOME_TIMEOUT_S)
             if first is _EOF:
                 await _raise_status(stream)
-            self._welcomed = True
             if self._left:  # while it was opened; the cancellation may have been lost on the way
                 return
             interval_s = first.welcome.min_interval_ms / 1000
             self._stream = stream
+            on_open()
             beats = asyncio.create_task(self._beat(stream, interval_s))
             try:
                 while (news := await stream.read()) is not _EOF:

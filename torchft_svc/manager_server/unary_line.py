@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import random
 import time
+from collections.abc import Callable
 
 import grpc
 
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import TorchFTError
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.manager_server.line import LEAVE_TIMEOUT_S
+from torchft_svc.manager_server.line import LEAVE_TIMEOUT_S, Contact
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY, member_to_wire, quorum_from_wire
 from torchft_svc.rpc.status import to_error
-
-log = logging.getLogger(__name__)
 
 # A heartbeat is worthless when it is late; the next one is a new chance.
 BEAT_TIMEOUT_S = 1.0
@@ -28,8 +26,10 @@ _SERVICE = "/torchft.LighthouseService/"
 class UnaryLine:
     """To be used on one event loop."""
 
-    def __init__(self, config: ManagerConfig, channel: grpc.aio.Channel, replica_id: str) -> None:
+    def __init__(self, config: ManagerConfig, contact: Contact, replica_id: str) -> None:
         self._config = config
+        self._address = contact.address
+        channel = contact.channel
         self._replica_id = replica_id
         self._metadata = ((JOB_KEY, config.job_id), *config.security.metadata)
         self._quorum = channel.unary_unary(
@@ -38,6 +38,7 @@ class UnaryLine:
             response_deserializer=pb.LighthouseQuorumResponse.FromString,
         )
         self._left = False
+        self._broken: TorchFTError | None = None
         self._leave = channel.unary_unary(
             _SERVICE + "Leave",
             request_serializer=pb.LighthouseLeaveRequest.SerializeToString,
@@ -56,12 +57,15 @@ class UnaryLine:
             answer = await self._quorum(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise self._to_error(error, "quorum", timeout_s) from None
+        except asyncio.CancelledError:
+            if self._broken is None:
+                raise
+            raise self._broken from None  # the channel was closed under this call
         return quorum_from_wire(answer.quorum)
 
-    async def hold(self) -> None:
-        """Send heartbeats, until cancelled."""
+    async def hold(self, on_open: Callable[[], None]) -> None:
+        """Send heartbeats. One that is late breaks nothing: the next one is a new chance."""
         interval_s = self._config.heartbeat_interval_s
-        failing = False
         while not self._left:
             began_at = time.monotonic()
             request = pb.LighthouseHeartbeatRequest(replica_id=self._replica_id)
@@ -71,14 +75,11 @@ class UnaryLine:
                     request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata
                 )
                 wanted_s = max(interval_s, answer.min_interval_ms / 1000)
-                if failing:
-                    log.info("lighthouse %s answers again", self._config.lighthouse_address)
-                failing = False
+                on_open()
             except grpc.aio.AioRpcError as error:
-                if not failing:
-                    reason = self._to_error(error, "heartbeat", BEAT_TIMEOUT_S)
-                    log.warning("no heartbeat: %s", reason)
-                failing = True
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    self._broken = self._to_error(error, "heartbeat", BEAT_TIMEOUT_S)
+                    raise self._broken from None
             spent_s = time.monotonic() - began_at
             await asyncio.sleep(max(wanted_s * random.uniform(0.9, 1.0) - spent_s, 0))  # noqa: S311
 
@@ -93,7 +94,7 @@ class UnaryLine:
         return to_error(
             error,
             peer="lighthouse",
-            address=self._config.lighthouse_address,
+            address=self._address,
             action=action,
             timeout_s=timeout_s,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from torchft_svc.errors import AddressError
 LOOPBACK = "127.0.0.1"
 # A host name has at most 255 characters.
 _MAX_LENGTH = 300
+# A list is tried in turn while training waits.
+MAX_ADDRESSES = 16
 _EXPECTED = "expected host:port, :port or [ipv6]:port, such as lighthouse.example:29510"
 
 
@@ -58,6 +61,20 @@ def parse_address(text: str, *, may_bind: bool = False) -> HostPort:
     return HostPort(host, port)
 
 
+def split_addresses(text: str) -> tuple[str, ...]:
+    """The addresses of a list ``host:port,host:port``, each as it was written.
+
+    Raises:
+        AddressError: one of them cannot be parsed, or comes twice, or there are too many.
+    """
+    addresses = tuple(part.strip() for part in text.split(",", MAX_ADDRESSES + 1))
+    if len(addresses) > MAX_ADDRESSES:
+        raise AddressError(text[:_MAX_LENGTH], f"names more than {MAX_ADDRESSES} lighthouses")
+    if len({parse_address(address) for address in addresses}) < len(addresses):
+        raise AddressError(text, "names one lighthouse twice")
+    return addresses
+
+
 def _split(text: str) -> tuple[str, str]:
     if len(text) > _MAX_LENGTH:
         raise AddressError(f"{text[:40]}...", f"has {len(text)} characters; {_EXPECTED}")
@@ -78,23 +95,28 @@ def _is_ipv6(host: str) -> bool:
     return True
 
 
-def advertised_host(peer: HostPort) -> str:
-    """The address of this machine that ``peer`` reaches: the one that the route to it leaves from.
+def advertised_host(*peers: HostPort) -> str:
+    """The address of this machine that ``peers`` reach: the one that the route to the first of them
+    that has one leaves from.
 
     Nothing is sent. Falls back to the host's name where there is no route yet.
     """
-    if peer.host == "localhost":
-        return LOOPBACK
-    try:
-        family, kind, proto, _, where = socket.getaddrinfo(
-            peer.host, peer.port, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(where)
-            host: str = probe.getsockname()[0]
-            return host
-    except OSError:
-        return socket.gethostname()
+    for peer in peers:
+        if peer.host == "localhost":
+            return LOOPBACK
+        with contextlib.suppress(OSError):
+            return _route_leaves_from(peer)
+    return socket.gethostname()
+
+
+def _route_leaves_from(peer: HostPort) -> str:
+    family, kind, proto, _, where = socket.getaddrinfo(
+        peer.host, peer.port, type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(where)
+        host: str = probe.getsockname()[0]
+        return host
 
 
 def reachable_host(bound: HostPort) -> str:

@@ -18,15 +18,22 @@ MAX_CONNECTING_MS = 1000
 
 # A host that vanishes closes nothing: ask for a sign of life, and give up without one.
 KEEPALIVE_MS = 5_000
-KEEPALIVE = (
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
-    # That alone ends nothing while the peer's system confirms what the frozen process never reads.
-    ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
-)
+# The same for a lighthouse where there is another one to go to.
+IMPATIENT_KEEPALIVE_MS = 2_000
+
+
+def keepalive(interval_ms: int = KEEPALIVE_MS) -> tuple[tuple[str, int], ...]:
+    """A connection is given up within twice ``interval_ms``."""
+    return (
+        ("grpc.keepalive_time_ms", interval_ms),
+        ("grpc.keepalive_timeout_ms", interval_ms),
+        # That alone ends nothing while the peer's system confirms what the frozen process never
+        # reads.
+        ("grpc.http2.ping_timeout_ms", interval_ms),
+    )
+
 
 _OPTIONS = (
-    *KEEPALIVE,
     ("grpc.initial_reconnect_backoff_ms", MIN_RECONNECT_MS),
     # In spite of its name this is the deadline of an attempt, not a pause.
     ("grpc.min_reconnect_backoff_ms", MAX_CONNECTING_MS),
@@ -44,15 +51,20 @@ def open_channel(address: str, security: Security = PLAIN) -> grpc.Channel:
 
     The calls over it have to carry ``security.metadata``.
     """
+    options = (*keepalive(), *_OPTIONS)
     target, credentials = parse_address(address).target, security.channel_credentials()
     if credentials is None:
-        return grpc.insecure_channel(target, options=_OPTIONS)
-    return grpc.secure_channel(target, credentials, options=_OPTIONS)
+        return grpc.insecure_channel(target, options=options)
+    return grpc.secure_channel(target, credentials, options=options)
 
 
-def open_aio_channel(address: str, security: Security = PLAIN) -> grpc.aio.Channel:
-    """The same for the services' event loop."""
+def open_aio_channel(
+    address: str, security: Security = PLAIN, keepalive_ms: int = KEEPALIVE_MS
+) -> grpc.aio.Channel:
+    """The same for the services' event loop; a peer that is silent for twice ``keepalive_ms`` is
+    given up."""
+    options = (*keepalive(keepalive_ms), *_OPTIONS)
     target, credentials = parse_address(address).target, security.channel_credentials()
     if credentials is None:
-        return grpc.aio.insecure_channel(target, options=_OPTIONS)
-    return grpc.aio.secure_channel(target, credentials, options=_OPTIONS)
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, credentials, options=options)

@@ -17,7 +17,7 @@ import uvloop
 
 from torchft_svc.env import Environment
 from torchft_svc.errors import UsageError
-from torchft_svc.rpc.address import HostPort, parse_address
+from torchft_svc.rpc.address import HostPort, parse_address, split_addresses
 from torchft_svc.rpc.log_limit import LimitedLog
 from torchft_svc.rpc.security import resolve_security
 
@@ -73,6 +73,18 @@ def security_options(main: Callable[..., None]) -> Callable[..., None]:
         main(security=security, **others)
 
     return secured
+
+
+class Addresses(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since 8.4
+    """``host:port``, or several of them with commas between, as they were written."""
+
+    name = "host:port[,host:port...]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return ",".join(split_addresses(value))
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
 
 
 class Address(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since 8.4

@@ -17,7 +17,7 @@ from torchft_svc.errors import AddressError
 from torchft_svc.proto import torchft_pb2
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.calls import Calls
-from torchft_svc.rpc.channel import KEEPALIVE
+from torchft_svc.rpc.channel import keepalive
 from torchft_svc.rpc.guard import TokenGuard
 from torchft_svc.rpc.parsing import parser, refusing_garbage, refusing_garbage_in_stream
 from torchft_svc.rpc.security import PLAIN, Security
@@ -43,7 +43,7 @@ _OPTIONS = (
     # Estimating the bandwidth costs pings, and these messages are small.
     ("grpc.http2.bdp_probe", 0),
     # A host that vanished without a word must not keep its streams open for ever.
-    *KEEPALIVE,
+    *keepalive(),
     # Clients ask for signs of life as often as they like.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),

@@ -12,6 +12,7 @@ import grpc
 from torchft_svc.errors import (
     CommitFailed,
     DeadlineExceeded,
+    NotLeader,
     QuorumFailed,
     RequestRefused,
     TorchFTError,
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 # The trailing metadata that names the error, where the status code alone is not enough.
 ERROR_KEY = "torchft-error"
+LEADER_KEY = "torchft-leader"
 
 _CODES: dict[type[TorchFTError], grpc.StatusCode] = {
     RequestRefused: grpc.StatusCode.INVALID_ARGUMENT,
@@ -31,6 +33,7 @@ _CODES: dict[type[TorchFTError], grpc.StatusCode] = {
     CommitFailed: grpc.StatusCode.ABORTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     Unreachable: grpc.StatusCode.UNAVAILABLE,
+    NotLeader: grpc.StatusCode.UNAVAILABLE,
     Unauthorized: grpc.StatusCode.UNAUTHENTICATED,
 }
 _BY_NAME = {
@@ -64,8 +67,11 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchFTError
     """End the call with the status for ``error``."""
     code = _CODES.get(type(error), grpc.StatusCode.UNKNOWN)
     name, text = error_to_wire(error)
+    trailing = [(ERROR_KEY, name)]
+    if isinstance(error, NotLeader):
+        trailing.append((LEADER_KEY, error.leader))
     try:
-        await context.abort(code, text, trailing_metadata=((ERROR_KEY, name),))
+        await context.abort(code, text, trailing_metadata=tuple(trailing))
     except grpc.aio.AbortError:
         raise
     except Exception as fault:  # noqa: BLE001 - the call is over; its client does not read
@@ -85,8 +91,10 @@ def to_error(
 ) -> TorchFTError:
     """What went wrong, in our words: ``action`` was asked of ``peer`` at ``address``."""
     code, details = error.code(), error.details() or ""
-    trailing: Any = error.trailing_metadata() or ()
-    name = dict(trailing).get(ERROR_KEY, "")
+    elsewhere = to_not_leader(error)
+    if elsewhere is not None:
+        return elsewhere
+    name = _trailing(error).get(ERROR_KEY, "")
     if name in _BY_NAME:
         return _BY_NAME[name](details)
     if name == Unreachable.__name__:
@@ -103,6 +111,19 @@ def to_error(
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return RequestRefused(f"there is no {peer} at {address}: it does not know this request")
     return Unreachable(peer, address, f"{code.name}: {details}{closing_hint(details)}")
+
+
+def to_not_leader(error: grpc.RpcError) -> NotLeader | None:
+    """The error that names the lighthouse to go to."""
+    told = _trailing(error)
+    if told.get(ERROR_KEY) != NotLeader.__name__:
+        return None
+    return NotLeader(told.get(LEADER_KEY, ""))
+
+
+def _trailing(error: grpc.RpcError) -> dict[str, str]:
+    trailing: Any = error.trailing_metadata() or ()
+    return dict(trailing)
 
 
 def to_distrust(error: grpc.RpcError, peer: str, address: str) -> Unauthorized | None:

@@ -1,0 +1,92 @@
+"""Kills and restarts lighthouses while two groups train."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from running import Process, lighthouse_process, steady_address
+
+from .training import Trainer, assert_identical, together, trainers
+
+FLAGS = ("--min-replicas=2", "--join-timeout-ms=2000")
+
+
+class Course:
+    """One group's steps, with what each of them showed."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.quorum_ids: list[int] = []
+        self.committed: list[bool] = []
+
+    def until(self, step: int) -> None:
+        while self.trainer.manager.current_step() < step:
+            self.committed.append(self.trainer.step())
+            quorum = self.trainer.manager._runtime.membership.quorum
+            self.quorum_ids.append(0 if quorum is None else quorum.quorum_id)
+            assert len(self.committed) < 500
+
+    def check(self, max_discarded: int) -> None:
+        assert self.quorum_ids == sorted(self.quorum_ids), "I1"
+        assert self.committed.count(False) <= max_discarded, self.committed
+
+
+def train_through(
+    addresses: str, trouble: Callable[[], None], max_discarded: int = 1
+) -> tuple[float, list[int]]:
+    """Train to step 5, make trouble, train to 15; the seconds that the rest took, and the ids."""
+    with trainers(addresses, 2) as (a, b):
+        courses = [Course(a), Course(b)]
+        together(*(lambda each=each: each.until(5) for each in courses))
+        trouble()
+        began_at = time.monotonic()
+        together(*(lambda each=each: each.until(15) for each in courses))
+        took_s = time.monotonic() - began_at
+        assert_identical([a, b])
+    for course in courses:
+        course.check(max_discarded)
+    return took_s, courses[0].quorum_ids
+
+
+@pytest.mark.processes
+def test_the_first_lighthouse_of_a_list_is_killed() -> None:
+    with lighthouse_process(*FLAGS) as first, lighthouse_process(*FLAGS) as second:
+        took_s, ids = train_through(f"{first.address},{second.address}", first.kill)
+    assert took_s < 2.0
+    assert ids[-1] > ids[0]
+
+
+@pytest.mark.processes
+def test_the_only_lighthouse_is_killed_and_comes_back() -> None:
+    address = steady_address()
+    back: list[Process] = []
+
+    def restart() -> None:
+        first.kill()
+        back.append(lighthouse_process(*FLAGS, bind=address))
+
+    try:
+        with lighthouse_process(*FLAGS, bind=address) as first:
+            took_s, ids = train_through(address, restart)
+    finally:
+        for process in back:
+            with process:
+                pass
+    assert took_s < 2.0, "1 s after it is back, and ten steps"
+    assert ids[-1] > ids[0]
+
+
+@pytest.mark.processes
+def test_all_groups_go_back_to_the_first_when_it_is_back() -> None:
+    """Whoever starts now asks the first one: staying away would leave him alone there."""
+    address = steady_address()
+    with lighthouse_process(*FLAGS) as second:
+        both = f"{address},{second.address}"
+        with (
+            trainers(both, 2) as (a, b),
+            lighthouse_process(*FLAGS, bind=address),
+            Trainer(both, "c", 2) as c,
+        ):
+            together(*(lambda each=each: each.meets(3) for each in (a, b, c)))

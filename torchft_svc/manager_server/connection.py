@@ -1,0 +1,147 @@
+"""Keeps one incarnation of a group connected: to one lighthouse of the list after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+from torchft_svc.core.types import Member, Quorum
+from torchft_svc.errors import NotLeader, TorchFTError, Unauthorized, Unreachable
+from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.line import Contact, Line, NotSupported
+from torchft_svc.manager_server.route import Route
+from torchft_svc.manager_server.unary_line import UnaryLine
+from torchft_svc.rpc.channel import (
+    IMPATIENT_KEEPALIVE_MS,
+    KEEPALIVE_MS,
+    MAX_RECONNECT_MS,
+    MIN_RECONNECT_MS,
+    open_aio_channel,
+)
+from torchft_svc.rpc.probing import is_serving
+
+log = logging.getLogger(__name__)
+
+# Away from the first lighthouses of the list, look this often whether one of them is back: for so
+# long the managers of a job may be at different ones.
+LOOK_BACK_S = 1.0
+
+
+class Connection:
+    """To be used on one event loop; ``open_session`` makes the preferred kind of line."""
+
+    def __init__(
+        self,
+        config: ManagerConfig,
+        route: Route,
+        replica_id: str,
+        open_session: Callable[[Contact], Line],
+    ) -> None:
+        self._config = config
+        self._route = route
+        self._replica_id = replica_id
+        self._open_session = open_session
+        self._line: Line | None = None
+        self._opened = asyncio.Event()
+        self._why_not: TorchFTError = self._unreachable("there is no connection yet")
+        self.better = ""  # an earlier one of the list, which answers again: go there
+        self._num_asking = 0
+        self._left = False
+
+    async def run(self) -> None:
+        """Be connected, until cancelled or left."""
+        pause_s = MIN_RECONNECT_MS / 1000
+        failing = False
+        while not self._left:
+            error = await self._hold(self._route.current)
+            if self._opened.is_set():
+                pause_s, failing = MIN_RECONNECT_MS / 1000, False
+            self._line = None
+            self._opened.clear()
+            if error is not None:
+                if not failing and not self._left:
+                    log.warning("lost the lighthouse: %s", error)
+                failing = True
+                leader = error.leader if isinstance(error, NotLeader) else ""
+                all_failed = not self._route.go_on(leader)
+                trusted = not (all_failed and isinstance(error, Unauthorized))
+                self._why_not = self._unreachable(_reason(error)) if trusted else error
+                if all_failed:
+                    pause_s = min(2 * pause_s, MAX_RECONNECT_MS / 1000)
+            # Jitter: a thousand managers must not come back in the same millisecond.
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
+
+    async def ask(self, member: Member, timeout_s: float) -> Quorum:
+        """See `Line.ask`; `Unreachable` at once while there is no connection."""
+        if self._line is None or not self._opened.is_set():
+            raise self._why_not
+        self._num_asking += 1
+        try:
+            return await self._line.ask(member, timeout_s)
+        finally:
+            self._num_asking -= 1
+
+    async def opened(self, timeout_s: float) -> None:
+        """Wait for a connection.
+
+        Raises:
+            TorchFTError: none within ``timeout_s``, and why not.
+        """
+        try:
+            await asyncio.wait_for(self._opened.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            raise self._why_not from None
+
+    async def leave(self, reason: str) -> None:
+        """See `Line.leave`."""
+        self._left = True
+        if self._line is not None:
+            await self._line.leave(reason)
+
+    async def _hold(self, address: str) -> TorchFTError | None:
+        """One connection to its end: why it broke, None if it was left."""
+        is_only_one = len(self._config.lighthouses) == 1
+        patience_ms = KEEPALIVE_MS if is_only_one else IMPATIENT_KEEPALIVE_MS
+        channel = open_aio_channel(address, self._config.security, patience_ms)
+        contact = Contact(address, channel)
+        looking_back = asyncio.create_task(self._look_back())
+        try:
+            self._line = self._open_session(contact)
+            try:
+                await self._line.hold(self._is_open)
+            except NotSupported:
+                log.info("the lighthouse has no sessions, sending heartbeats")
+                self._line = UnaryLine(self._config, contact, self._replica_id)
+                await self._line.hold(self._is_open)
+        except TorchFTError as error:
+            return error
+        finally:
+            looking_back.cancel()
+            await channel.close(grace=None)
+        return None
+
+    def _is_open(self) -> None:
+        if not self._opened.is_set():
+            self._route.worked()
+            self._opened.set()
+
+    async def _look_back(self) -> None:
+        """All managers of a job have to meet: at the first of the list that answers."""
+        await self._opened.wait()
+        while self._route.preferred and not self.better:
+            await asyncio.sleep(LOOK_BACK_S * random.uniform(0.5, 1.0))  # noqa: S311
+            for address in self._route.preferred:
+                if await is_serving(address, self._config.security, LOOK_BACK_S):
+                    self.better = address
+                    break
+        if self.better and self._num_asking:  # who trains goes with its next question
+            await self.leave(f"it goes back to lighthouse {self.better}")
+
+    def _unreachable(self, reason: str) -> Unreachable:
+        return Unreachable("lighthouse", self._config.lighthouse_address, reason)
+
+
+def _reason(error: TorchFTError) -> str:
+    return error.reason if isinstance(error, Unreachable) else str(error)
