@@ -7,7 +7,7 @@ DEMO_FLAGS ?=
 SEED ?= 0
 SECONDS ?= 60
 
-.PHONY: demo test check proto proto-check bench soak sim clean
+.PHONY: demo test check proto proto-check bench soak soak-rounds sim clean
 
 demo: $(READY)
 	$(BIN)/python -m demo $(DEMO_FLAGS)
@@ -26,6 +26,9 @@ bench: $(READY)
 
 soak: $(READY)
 	$(BIN)/python -m demo --kills 50 --kill-interval 3 --seed $(SEED) --report demo-report-soak.png
+
+soak-rounds: $(READY)
+	PYTHONPATH=tests:. $(BIN)/python -m soak_rounds --rounds 20000 --seed $(SEED)
 
 # Explores fresh seeds, unless SEED names the first one.
 sim: $(READY)
