@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import http.client
+import os
 import socket
 import ssl
+import sys
+import termios
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -19,9 +24,11 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 from papers import LONG_AGO, TOKEN, Papers, papers
+from running import eventually
 
 from torchft_svc.client.checkpointing import HTTPTransport, server
 from torchft_svc.client.checkpointing.tls import RECORD_BYTES, TLSSocket, wrap
+from torchft_svc.client.checkpointing.wire import Wire
 from torchft_svc.errors import (
     AddressError,
     ConfigError,
@@ -229,9 +236,15 @@ def test_the_address_must_be_one(some: Papers) -> None:
         receiver.recv_checkpoint(0, "ftp://127.0.0.1:1/secret", 1, LONG)
 
 
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return one, listener.accept()[0]
+
+
 def pair(some: Papers) -> tuple[TLSSocket, TLSSocket]:
     """Two ends that have agreed on TLS, and do not block."""
-    one, other = socket.socketpair()
+    one, other = connected()
     serves, dials = some.local.server_context(), some.local.client_context()
     assert serves is not None
     assert dials is not None
@@ -254,6 +267,8 @@ def test_a_tls_socket_blocks_like_a_plain_one(some: Papers) -> None:
             receives.recv_into(bytearray(10))
         sent = bytearray()
         data = bytes(range(256)) * 4096
+        assert sends.sendmsg([memoryview(data)[:7], memoryview(data)[7:]]) == RECORD_BYTES
+        assert receives.recv(RECORD_BYTES) == data[:RECORD_BYTES]
         with contextlib.suppress(BlockingIOError):  # which ends it
             while True:
                 place = len(sent) % len(data)
@@ -271,3 +286,41 @@ def test_a_tls_socket_blocks_like_a_plain_one(some: Papers) -> None:
             received += receives.recv(100_000)
         assert received == sent
         assert sends.sendmsg([]) == 0
+        receives.shutdown(socket.SHUT_RDWR)
+        assert receives.version() is not None, "its TLS state is gone, which others may be using"
+
+
+def test_a_head_behind_another_in_one_record_is_found(some: Papers) -> None:
+    """It is decrypted already, so the system would not report it."""
+    sends, receives = pair(some)
+    with sends, receives:
+        filler = "x" * (4096 - len("GET / HTTP/1.1\r\nA: \r\n\r\n"))
+        first = f"GET / HTTP/1.1\r\nA: {filler}\r\n\r\n".encode()
+        assert len(first) == 4096, "what is read in one go"
+        sends.send(first + b"GET /2 HTTP/1.1\r\n\r\n")
+        wire = Wire(receives, timeout_s=0.5)
+        heads = [wire.read_head(), wire.read_head()]
+        assert [head.line for head in heads if head] == ["GET / HTTP/1.1", "GET /2 HTTP/1.1"]
+
+
+def test_a_record_that_comes_in_pieces_is_waited_for(some: Papers) -> None:
+    sends, receives = pair(some)
+    with sends, receives:
+        raw, far = connected()
+        sends.send(b"GET / HTTP/1.1\r\n\r\n")
+        record = socket.socket.recv(receives, 4096)  # as it is on the way
+        os.dup2(far.fileno(), receives.fileno())
+        wire = Wire(receives, timeout_s=10)
+        with raw, far, ThreadPoolExecutor() as pool:
+            reading = pool.submit(wire.read_head)
+            for place in range(0, len(record), 2):
+                raw.send(record[place : place + 2])
+                eventually(lambda: not unread(receives) or reading.done())
+            head = reading.result(10)
+        assert head is not None
+        assert head.line == "GET / HTTP/1.1"
+
+
+def unread(sock: socket.socket) -> int:
+    """How many bytes have come and were not read."""
+    return int.from_bytes(fcntl.ioctl(sock.fileno(), termios.FIONREAD, b"\0" * 4), sys.byteorder)
