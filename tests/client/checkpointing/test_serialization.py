@@ -30,7 +30,9 @@ def there_and_back(state: object) -> Any:
 def raw(tensor: torch.Tensor) -> bytes:
     if not tensor.numel():  # torch refuses other views of an empty tensor with odd strides
         return b""
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    # A clone, because contiguous() leaves any stride as it is where there is but one element.
+    dense = tensor.clone(memory_format=torch.contiguous_format)
+    return dense.flatten().view(torch.uint8).numpy().tobytes()
 
 
 def same(left: object, right: object) -> bool:
