@@ -41,6 +41,7 @@ class Unreliable(CheckpointTransport[Any]):
         self.may_receive = threading.Event()
         self.may_receive.set()
         self.received: list[int] = []
+        self.expects: list[bool] = []
 
     def metadata(self) -> str:
         return self._http.metadata()
@@ -52,6 +53,10 @@ class Unreliable(CheckpointTransport[Any]):
 
     def disallow_checkpoint(self) -> None:
         self._http.disallow_checkpoint()
+
+    def expect_checkpoint(self, like: Any | None) -> None:
+        self.expects.append(like is not None)
+        self._http.expect_checkpoint(like)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         assert self.may_receive.wait(DEADLINE_S)
@@ -81,6 +86,35 @@ def test_a_newcomer_heals_and_then_contributes(address: str) -> None:
             assert not b.manager.is_participating()
             train_on(a, b)
             assert b.manager.is_participating()
+
+
+def test_a_newcomer_prepares_to_heal_while_it_waits_for_its_first_quorum(address: str) -> None:
+    first, second = Unreliable(), Unreliable()
+    with Trainer(address, "a", 0, checkpoint_transport=first) as a:
+        a.steps(2)
+        assert first.expects == [True, False, False]  # nobody was ahead
+        with Trainer(address, "b", 1, checkpoint_transport=second) as b:
+            together(b.step, lambda: a.meets(2))
+            assert second.expects == [True]
+            assert second.received
+            train_on(a, b)
+            assert second.expects[1:]
+            assert not any(second.expects[1:])
+
+
+def test_a_state_that_cannot_be_looked_at_before_the_first_quorum_is_healed_all_the_same(
+    address: str,
+) -> None:
+    class Shy(Unreliable):
+        def expect_checkpoint(self, like: Any | None) -> None:
+            if like is not None:
+                raise ValueError("the test wants it so")
+
+    with Trainer(address, "a", 0) as a:
+        a.steps(2)
+        with Trainer(address, "b", 1, checkpoint_transport=Shy()) as b:
+            together(b.step, lambda: a.meets(2))
+            train_on(a, b)
 
 
 def test_a_newcomer_contributes_zeros_in_the_step_in_which_it_heals(address: str) -> None:

@@ -196,10 +196,14 @@ class Round:
             self.ready.set()
 
     def _run(self) -> None:
+        if self._membership.quorum is None and self._request.allow_heal:
+            self._expect_state()
         self._membership.forget_losses()
         quorum = self.quorum = self._ask()
         problem = self._meet(quorum)
         heals = quorum.heal and self._request.allow_heal
+        if not heals:
+            self._links.transport.expect_checkpoint(None)
         with self._step.changing() as machine:
             machine.form(self._participation(quorum), quorum.max_step if heals else None)
             if problem is not None:
@@ -227,6 +231,14 @@ class Round:
         if contributes:
             # Others count on this group's gradients: they must learn now that none will come.
             self._links.pg.abort()
+
+    def _expect_state(self) -> None:
+        """A worker that has just started is most likely behind: prepare while the quorum forms."""
+        try:
+            state = self._links.registry.collect({}, self._rules.timeouts.quorum_s)
+            self._links.transport.expect_checkpoint(state)
+        except Exception:
+            log.exception("healing cannot be prepared; it may take longer")
 
     def _ask(self) -> QuorumResult:
         """The quorum; a manager that is being started anew is asked again."""

@@ -7,10 +7,11 @@ import re
 import secrets
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchft_svc.client.checkpointing.memory import allocate
 from torchft_svc.client.checkpointing.requests import (
     BUSY,
     DESCRIPTION_SEED,
@@ -19,8 +20,9 @@ from torchft_svc.client.checkpointing.requests import (
     MAX_WAIT_MS,
     TOO_EARLY,
 )
-from torchft_svc.client.checkpointing.serialization import MAX_DESCRIPTION_BYTES, Plan, parse
+from torchft_svc.client.checkpointing.serialization import MAX_DESCRIPTION_BYTES, parse
 from torchft_svc.client.checkpointing.source import Answer, Refused, Source
+from torchft_svc.client.checkpointing.staging import Staging
 from torchft_svc.client.checkpointing.wire import DIGEST_BYTES, BadHead, Corrupt
 from torchft_svc.errors import CheckpointError, DeadlineExceeded, PeerError, Unreachable
 from torchft_svc.rpc.security import PLAIN, Security
@@ -53,8 +55,9 @@ class Order:
 class Fetch:
     """One attempt to receive a state; ``cancel`` ends it from another thread."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, staging: Staging | None = None) -> None:
         self._order = order
+        self._staging = staging or Staging()
         self._source = Source(order.url, order.timeout_s, order.security)
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -77,11 +80,12 @@ class Fetch:
         try:
             first_line, _, description = self._fetch_description().partition(b"\n")
             plan = parse(description, self._source.address)
-            target = self._target(plan, first_line.decode("latin-1"))
-            self._fetch_chunks(target)
+            chunk_bytes, state_id = self._parse_first_line(first_line.decode("latin-1"))
+            with self._memory(plan.size) as memory:
+                self._fetch_chunks(_Target(memory, chunk_bytes, state_id))
         finally:
             self._source.close()
-        state = plan.rebuild(target.memory, self._source.address)
+        state = plan.rebuild(memory, self._source.address)
         log.info(
             "received step %d: %.3f GB in %.3f s",
             self._order.step,
@@ -131,15 +135,24 @@ class Fetch:
             self._stop.wait(min(BUSY_PAUSE_S, left_s))
         self._check()
 
-    def _target(self, plan: Plan, first_line: str) -> _Target:
+    def _parse_first_line(self, first_line: str) -> tuple[int, str]:
         match = _FIRST_LINE.fullmatch(first_line)
         chunk_bytes = int(match[2]) if match else 0
         if match is None or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
             raise CheckpointError(self._source.address, "malformed description: its first line")
+        return chunk_bytes, match[1]
+
+    @contextmanager
+    def _memory(self, num_bytes: int) -> Iterator[memoryview]:
+        """Memory to receive into; while this is open, pages are made ready ahead of bytes."""
         try:
-            return _Target(allocate(plan.size), chunk_bytes, match[1])
+            filling = self._staging.take(num_bytes)
         except MemoryError as error:
             raise CheckpointError(self._source.address, str(error)) from error
+        try:
+            yield filling.view(num_bytes)
+        finally:
+            filling.stop()
 
     def _fetch_chunks(self, target: _Target) -> None:
         self._left = list(reversed(range(target.num_chunks)))

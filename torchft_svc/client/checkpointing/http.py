@@ -16,9 +16,10 @@ from torchft_svc.client.checkpointing.fetch import (
     Fetch,
     Order,
 )
-from torchft_svc.client.checkpointing.serialization import describe
+from torchft_svc.client.checkpointing.serialization import describe, estimate_bytes
 from torchft_svc.client.checkpointing.served import Offer, ServedState
 from torchft_svc.client.checkpointing.server import CheckpointServer
+from torchft_svc.client.checkpointing.staging import Staging
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
@@ -82,6 +83,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._host = hostname or bind_host or _own_host()
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
+        self._staging = Staging()
         self._is_shut_down = False
 
     def metadata(self) -> str:
@@ -109,11 +111,20 @@ class HTTPTransport(CheckpointTransport[T]):
         if state is not None:
             state.detach()
 
+    def expect_checkpoint(self, like: T | None) -> None:
+        with self._lock:
+            if not self._is_shut_down:
+                self._staging.expect(0 if like is None else estimate_bytes(like))
+
+    def wait_until_prepared(self, timeout: timedelta) -> bool:
+        """Wait for the memory that `expect_checkpoint` asked for; False if it takes too long."""
+        return self._staging.wait(_seconds(timeout))
+
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         order = Order(
             metadata, step, _seconds(timeout), self._num_connections, security=self._security
         )
-        fetch = Fetch(order)
+        fetch = Fetch(order, self._staging)
         with self._lock:
             if self._is_shut_down:
                 raise ConfigError("transport", "shut down", "a transport is used after shutdown()")
@@ -131,6 +142,7 @@ class HTTPTransport(CheckpointTransport[T]):
             fetches = list(self._fetches)
         for fetch in fetches:
             fetch.cancel("this worker is shutting down")
+        self._staging.expect(0)
         self._server.close(wait)
 
     @property

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_HUGE_PAGE_BYTES = 2 << 20
+# With small pages, page faults would take longer than receiving the bytes.
+HUGE_PAGE_BYTES = 2 << 20
 # Gaps between pieces are shorter than this.
 _ZEROS = memoryview(bytes(4096))
 
@@ -16,8 +17,14 @@ _ZEROS = memoryview(bytes(4096))
 def allocate(num_bytes: int) -> memoryview:
     """Fresh zeroed memory, freed when the last view of it is gone.
 
-    Large ones are in huge pages where the system has them: with small pages, page faults would take
-    longer than receiving the bytes.
+    Raises:
+        MemoryError: there is not that much.
+    """
+    return memoryview(map_memory(num_bytes))[:num_bytes]
+
+
+def map_memory(num_bytes: int) -> mmap.mmap:
+    """Fresh zeroed memory, in huge pages where it is large and the system has them.
 
     Raises:
         MemoryError: there is not that much.
@@ -26,9 +33,9 @@ def allocate(num_bytes: int) -> memoryview:
         memory = _private_map(max(num_bytes, 1))
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryError(f"{num_bytes} bytes cannot be allocated: {error}") from error
-    if num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+    if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)[:num_bytes]
+    return memory
 
 
 def _private_map(num_bytes: int) -> mmap.mmap:

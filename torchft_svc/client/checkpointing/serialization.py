@@ -102,6 +102,17 @@ def describe(state: object) -> Described:
     return Described(description, _memory_of([blobs[number] for number in order]))
 
 
+def estimate_bytes(state: object) -> int:
+    """About how many bytes ``state`` would be sent as; nothing is copied.
+
+    Raises:
+        ConfigError: as in `describe`.
+    """
+    table = TensorTable()
+    encode(state, table.take)
+    return table.estimate_bytes()
+
+
 def _memory_of(blobs: list[torch.Tensor]) -> Memory:
     sizes = [blob.nbytes for blob in blobs]
     starts = _starts(sizes)

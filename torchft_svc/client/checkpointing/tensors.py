@@ -65,6 +65,16 @@ class TensorTable:
         self._numbers[id(tensor)] = number
         return number
 
+    def estimate_bytes(self) -> int:
+        """About what the blobs would have in all; tensors that overlap may be counted twice."""
+        by_storage: dict[tuple[str, int], tuple[int, int]] = {}
+        for tensor in self._tensors:
+            storage = tensor.untyped_storage()
+            key = (str(tensor.device), storage.data_ptr())
+            in_storage, _ = by_storage.get(key, (0, 0))
+            by_storage[key] = (in_storage + tensor.nbytes, storage.nbytes())
+        return sum(min(sizes) for sizes in by_storage.values())
+
     def layout(self) -> tuple[list[TensorSpec], list[torch.Tensor]]:
         """The specs by number, and the blobs: one-dimensional uint8 tensors on the host.
 

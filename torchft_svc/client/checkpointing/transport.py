@@ -41,6 +41,12 @@ class CheckpointTransport(ABC, Generic[T]):
         It never waits for a receiver. May be called at any time, any number of times.
         """
 
+    def expect_checkpoint(self, like: T | None) -> None:
+        """A state of about the size of ``like`` may be fetched soon; None: it will not be.
+
+        Time to get ready before `recv_checkpoint`; a transport may ignore it, as this one does.
+        """
+
     @abstractmethod
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Fetch the state of ``step`` from the worker that advertised ``metadata``.
