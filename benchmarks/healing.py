@@ -26,6 +26,7 @@ _COLUMNS = (
     Column("ratio", "thrown away = 1", 2),
     Column("best_gb_per_s", "best GB/s", 2),
     Column("worst_gb_per_s", "worst GB/s", 2),
+    Column("prepare_s", "prepare s", 2),
     Column("offer_ms", "offer ms", 1),
     Column("receiver_cpu_s", "receiver CPU s", 2),
     Column("sender_cpu_s", "sender CPU s", 2),
@@ -40,6 +41,7 @@ class Course:
     title: str
     sender: Child
     receiver: Child
+    prepares_s: list[float] = field(default_factory=list)
     walls_s: list[float] = field(default_factory=list)
     offers_s: list[float] = field(default_factory=list)
     receiver_cpu_s: list[float] = field(default_factory=list)
@@ -47,6 +49,8 @@ class Course:
 
     def run(self, step: int, *, is_counted: bool) -> None:
         """Move the state once: from the offer until the receiver has it whole."""
+        self.receiver.send(f"prepare {self.kind}")
+        prepare_s = self.receiver.read_line(_TRANSFER_TIMEOUT_S)
         cpu_before_s = self.sender.cpu_s()
         self.sender.send(f"offer {self.kind} {step}")
         offer_s, address = self.sender.read_line(_TRANSFER_TIMEOUT_S).split()
@@ -57,6 +61,7 @@ class Course:
             self.sender.send(f"end {self.kind}")
             self.sender.read_line(_TRANSFER_TIMEOUT_S)
         if is_counted:
+            self.prepares_s.append(float(prepare_s))
             self.walls_s.append(float(offer_s) + float(wall_s))
             self.offers_s.append(float(offer_s))
             self.receiver_cpu_s.append(float(cpu_s))
@@ -71,6 +76,7 @@ class Course:
             "ratio": statistics.median(plain.walls_s) / statistics.median(self.walls_s),
             "best_gb_per_s": gigabytes / min(self.walls_s),
             "worst_gb_per_s": gigabytes / max(self.walls_s),
+            "prepare_s": statistics.median(self.prepares_s),
             "offer_ms": statistics.median(self.offers_s) * 1000,
             "receiver_cpu_s": statistics.median(self.receiver_cpu_s),
             "sender_cpu_s": statistics.median(self.sender_cpu_s),
@@ -97,7 +103,9 @@ def measure(num_matrices: int, repeat: int, connections: tuple[int, ...]) -> lis
             Course("kept", "plain copy, kept", *ours),
         ]
         courses += [
-            Course(f"ours-{n}", f"ours, {_count(n, 'connection')}", *ours) for n in connections
+            Course(f"{way}-{n}", f"{title}, {_count(n, 'connection')}", *ours)
+            for way, title in (("ours", "ours"), ("unprepared", "ours, not prepared"))
+            for n in connections
         ]
         children = [*ours]
         if peer := peer_python():
@@ -138,6 +146,8 @@ def main(gb: float, repeat: int, connections: tuple[int, ...], json_file: Path |
         settings={"bytes": num_bytes, "repeat": repeat, "cores": os.cpu_count()},
         notes=[
             "from the offer until the receiver has the state; median of all transfers, in turns",
+            "prepare: comes before and is not counted; a worker that has just started makes memory",
+            "ready while it waits for its first quorum, all of it if that wait is as long as this",
             "plain: one connection, no checksums; kept: all bytes are there in the end, in fresh",
             "memory, as a state has to be; thrown away: into the same 1 MiB again and again",
         ],

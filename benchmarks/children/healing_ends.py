@@ -30,8 +30,12 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """``fetch`` returns the state, or None where the way has none."""
+    """``prepare`` does what a way may do before it knows where from; not a part of the transfer.
 
+    ``fetch`` returns the state, or None where the way has none.
+    """
+
+    def prepare(self, kind: str) -> None: ...
     def fetch(self, kind: str, address: str, step: int) -> State | None: ...
 
 
@@ -69,11 +73,18 @@ def run_sender(sender: Sender) -> None:
 
 
 def run_receiver(receiver: Receiver) -> None:
-    """Fetch until the input ends: ``KIND ADDRESS STEP`` is answered with wall and CPU seconds."""
+    """Fetch until the input ends.
+
+    ``prepare KIND`` is answered with wall seconds, ``KIND ADDRESS STEP`` with wall and CPU seconds.
+    """
     print("ready", flush=True)
     for line in sys.stdin:
-        kind, address, step = line.split()
         began_at, before = time.perf_counter(), os.times()
+        if line.startswith("prepare "):
+            receiver.prepare(line.split()[1])
+            print(time.perf_counter() - began_at, flush=True)
+            continue
+        kind, address, step = line.split()
         state = receiver.fetch(kind, address, int(step))
         wall_s, after = time.perf_counter() - began_at, os.times()
         if state is not None:

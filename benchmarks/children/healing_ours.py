@@ -52,19 +52,34 @@ class OurSender:
 
 
 class OurReceiver:
-    """Fetches either way; a kind is one of the plain ones or ``ours-CONNECTIONS``."""
+    """Fetches either way.
+
+    A kind is one of the plain ones, ``ours-CONNECTIONS``, or ``unprepared-CONNECTIONS``.
+    """
 
     def __init__(self, num_matrices: int) -> None:
+        self._num_matrices = num_matrices
         self._num_bytes = num_matrices * MATRIX_BYTES
+        self._transport: HTTPTransport[State] | None = None
         self._buffer = memoryview(bytearray(_PLAIN_BYTES))
+
+    def prepare(self, kind: str) -> None:
+        """What a Manager does while a worker that has just started waits for its first quorum."""
+        if kind in PLAIN_KINDS:
+            return
+        way, _, num_connections = kind.partition("-")
+        self._transport = HTTPTransport(_TIMEOUT, int(num_connections), _HOST)
+        if way == "ours":
+            own = [torch.empty(MATRIX_BYTES, dtype=torch.uint8) for _ in range(self._num_matrices)]
+            self._transport.expect_checkpoint({"matrices": own})
+            assert self._transport.wait_until_prepared(_TIMEOUT)
 
     def fetch(self, kind: str, address: str, step: int) -> State | None:
         if kind in PLAIN_KINDS:
             self._fetch_plain(address, keep=kind == "kept")
             return None
-        num_connections = int(kind.removeprefix("ours-"))
-        transport: HTTPTransport[State]
-        with HTTPTransport(_TIMEOUT, num_connections, _HOST) as transport:
+        assert self._transport is not None
+        with self._transport as transport:
             return transport.recv_checkpoint(0, address, step, _TIMEOUT)
 
     def _fetch_plain(self, address: str, keep: bool) -> None:
