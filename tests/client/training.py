@@ -150,7 +150,8 @@ def trainers(address: str, num: int, **options: Any) -> Iterator[list[Trainer]]:
 def bits(state: Any) -> Any:
     """``state`` such that two are equal if and only if every bit is."""
     if isinstance(state, torch.Tensor):
-        return (str(state.dtype), tuple(state.shape), state.detach().numpy().tobytes())
+        flat = state.detach().contiguous().reshape(-1).view(torch.uint8)
+        return (str(state.dtype), tuple(state.shape), flat.numpy().tobytes())
     if isinstance(state, dict):
         return {key: bits(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):

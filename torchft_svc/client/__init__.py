@@ -1,6 +1,6 @@
 """What a trainer imports."""
 
-from torchft_svc.client.checkpointing import CheckpointTransport, HTTPTransport
+from torchft_svc.client.checkpointing import CheckpointTransport, HTTPTransport, PGTransport
 from torchft_svc.client.config import WorldSizeMode
 from torchft_svc.client.data import DistributedSampler
 from torchft_svc.client.ddp import DistributedDataParallel
@@ -30,6 +30,7 @@ __all__ = [
     "Manager",
     "Optimizer",
     "OptimizerWrapper",
+    "PGTransport",
     "ProcessGroup",
     "ProcessGroupBabyGloo",
     "ProcessGroupDummy",

@@ -1,6 +1,7 @@
 """Carries a state from an up-to-date worker to one that heals."""
 
 from torchft_svc.client.checkpointing.http import HTTPTransport
+from torchft_svc.client.checkpointing.pg import PGTransport
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 
-__all__ = ["CheckpointTransport", "HTTPTransport"]
+__all__ = ["CheckpointTransport", "HTTPTransport", "PGTransport"]

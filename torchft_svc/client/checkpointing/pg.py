@@ -1,0 +1,195 @@
+"""Heals over a process group's send and recv: from device to device where the group can do that."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from torchft_svc.client.checkpointing.serialization import (
+    MAX_DESCRIPTION_BYTES,
+    MAX_STATE_BYTES,
+)
+from torchft_svc.client.checkpointing.tensors import MAX_DIMS
+from torchft_svc.client.checkpointing.transport import CheckpointTransport
+from torchft_svc.client.checkpointing.tree import DTYPES, BadTree, Json, decode, encode
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, TorchFTError
+
+# What begins a state: this, the step, and the length of the description.
+_MAGIC = 0x746F7263686674
+# One operation moves at most this much: backends count bytes in 32 bits here and there.
+MAX_PART_BYTES = 1 << 30
+# Other sends and receives of a program keep to small tags.
+_TAG = 0x70670000
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """The nesting, and dtype and shape of each tensor."""
+
+    tree: Json
+    specs: list[tuple[torch.dtype, tuple[int, ...]]]
+
+    def encode(self) -> bytes:
+        tensors = [[str(dtype).removeprefix("torch."), *shape] for dtype, shape in self.specs]
+        return json.dumps({"tree": self.tree, "tensors": tensors}).encode()
+
+
+class PGTransport(CheckpointTransport[Any]):
+    """Sends a state's tensors over ``pg``, which must be the manager's own process group.
+
+    Every state is copied before it is sent, so the healthy side goes on with its step at once; it
+    needs that memory until the receiver has everything. There are no checksums, and no second
+    source: use `HTTPTransport` unless the network of the group is much faster than TCP.
+
+    Args:
+        pg: the process group that the manager configures.
+        timeout: longest time for one of its operations.
+        device: where the group's tensors are.
+        state_dict: this worker's own state. If what is received has the same layout, it is
+            received in place, without memory for a second copy. The weights change while it
+            arrives, and are lost if it does not arrive completely: for a worker that computes
+            nothing meanwhile, which means ``use_async_quorum=False``.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        timeout: timedelta = timedelta(seconds=60),
+        device: torch.device | str = "cpu",
+        state_dict: Callable[[], Any] | None = None,
+    ) -> None:
+        self._pg = pg
+        self._timeout = timeout
+        self._device = torch.device(device)
+        self._own_state = state_dict
+        self._sending: list[tuple[Any, torch.Tensor]] = []  # kept until the operation is over
+
+    def metadata(self) -> str:
+        """Nothing: receivers know the rank."""
+        return "process group"
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
+    ) -> None:
+        """See `CheckpointTransport.send_checkpoint`."""
+        description, tensors = _describe(state_dict)
+        encoded = description.encode()
+        if len(encoded) > MAX_DESCRIPTION_BYTES:
+            raise ConfigError("state_dict", f"{len(tensors)} tensors", "too many to be described")
+        header = torch.tensor([_MAGIC, step, len(encoded)], device=self._device)
+        parts = [torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self._device)]
+        for tensor in tensors:
+            parts += _parts(tensor.to(self._device, copy=True).contiguous())
+        self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
+        for rank in dst_ranks:
+            for part in (header, *parts):
+                self._sending.append((self._pg.send([part], rank, _TAG), part))
+
+    def disallow_checkpoint(self) -> None:
+        """Nothing: what is sent was copied."""
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        """See `CheckpointTransport.recv_checkpoint`."""
+        source = f"replica rank {src_rank}"
+
+        def receive(tensor: torch.Tensor) -> torch.Tensor:
+            for part in _parts(tensor):
+                self._receive_part(part, src_rank, timeout)
+            return tensor
+
+        header = receive(torch.zeros(3, dtype=torch.int64, device=self._device)).tolist()
+        if header[0] != _MAGIC or not 0 < header[2] <= MAX_DESCRIPTION_BYTES:
+            raise CheckpointError(source, "what it sent is not the beginning of a state")
+        if header[1] != step:
+            raise CheckpointError(source, f"it sent step {header[1]} instead of step {step}")
+        encoded = receive(torch.empty(header[2], dtype=torch.uint8, device=self._device))
+        description = _parse(encoded.cpu().numpy().tobytes(), source)
+        tensors = self._targets(description)
+        for tensor in tensors:
+            receive(tensor)
+        try:
+            return decode(description.tree, tensors)
+        except BadTree as error:
+            raise CheckpointError(source, f"malformed description: {error}") from error
+
+    def shutdown(self, wait: bool = True) -> None:
+        """See `CheckpointTransport.shutdown`; the group's own end ends what is under way."""
+        self._sending = []
+
+    def _receive_part(self, part: torch.Tensor, src_rank: int, timeout: timedelta) -> None:
+        try:
+            work = self._pg.recv([part], src_rank, _TAG)
+            work.wait(min(timeout, self._timeout))
+        except TorchFTError:
+            raise
+        except RuntimeError as error:
+            if "timed out" in str(error).lower() or not work.is_completed():
+                limit_s = min(timeout, self._timeout).total_seconds()
+                raise DeadlineExceeded("receiving a state", limit_s, str(error)) from error
+            raise CheckpointError(f"replica rank {src_rank}", str(error)) from error
+
+    def _targets(self, description: _Description) -> list[torch.Tensor]:
+        """Memory to receive into: this worker's own tensors if they are the same, or new ones."""
+        if self._own_state is not None:
+            own, tensors = _describe(self._own_state())
+            fits = own.specs == description.specs and all(
+                tensor.is_contiguous() and tensor.device.type == self._device.type
+                for tensor in tensors
+            )
+            if fits:
+                return tensors
+        return [
+            torch.empty(shape, dtype=dtype, device=self._device)
+            for dtype, shape in description.specs
+        ]
+
+
+def _describe(state: Any) -> tuple[_Description, list[torch.Tensor]]:
+    tensors: list[torch.Tensor] = []
+    numbers: dict[int, int] = {}
+
+    def take(tensor: torch.Tensor, path: str) -> int:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+            raise ConfigError(path, str(tensor.layout), "only dense tensors with data can be sent")
+        number = numbers.setdefault(id(tensor), len(tensors))
+        if number == len(tensors):
+            tensors.append(tensor.detach())
+        return number
+
+    tree = encode(state, take)
+    return _Description(tree, [(t.dtype, tuple(t.shape)) for t in tensors]), tensors
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The bytes of a contiguous tensor in pieces that a backend can carry."""
+    if not tensor.numel():
+        return []
+    return list(torch.split(tensor.reshape(-1).view(torch.uint8), MAX_PART_BYTES))
+
+
+def _parse(encoded: bytes, source: str) -> _Description:
+    try:
+        document = json.loads(encoded)
+        specs = [_spec(entry) for entry in document["tensors"]]
+        size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs)
+        if size > MAX_STATE_BYTES:
+            raise ValueError(f"it claims {size} bytes")
+        return _Description(document["tree"], specs)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(source, f"malformed description: {error!r}") from error
+
+
+def _spec(entry: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+    name, *shape = entry
+    if not all(type(size) is int and 0 <= size <= MAX_STATE_BYTES for size in shape):
+        raise ValueError("a shape holds something else than sizes")
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"a tensor has {len(shape)} dimensions")
+    return DTYPES[name], tuple(shape)
