@@ -132,6 +132,11 @@ class Environment:
         return self._seconds("TORCHFT_CONNECT_TIMEOUT_SEC")
 
     @property
+    def watchdog_timeout_s(self) -> float | None:
+        """``TORCHFT_WATCHDOG_TIMEOUT_SEC``: how late a collective may be."""
+        return self._seconds("TORCHFT_WATCHDOG_TIMEOUT_SEC")
+
+    @property
     def quorum_retries(self) -> int | None:
         """``TORCHFT_QUORUM_RETRIES``: how often a failed quorum is asked for again."""
         return self._int("TORCHFT_QUORUM_RETRIES", 0)

@@ -16,6 +16,7 @@ from datetime import timedelta
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,6 +25,7 @@ from torchft_svc.client import (
     DistributedSampler,
     Manager,
     OptimizerWrapper,
+    ProcessGroupDummy,
 )
 
 LIFE_S = 60.0
@@ -91,6 +93,29 @@ def hangs_with_the_lock(lighthouse: str) -> None:
     """The same, and no thread of it runs."""
     begins_a_step(lighthouse)
     take_the_lock()
+
+
+class NeverEnds(dist.Work):
+    """A collective in a library that heeds no deadline."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        time.sleep(LIFE_S)
+        return True
+
+
+class Stuck(ProcessGroupDummy):
+    def allreduce(self, *_: object) -> dist.Work:
+        return NeverEnds()
+
+
+def sticks_in_a_collective(lighthouse: str) -> None:
+    """Which neither ends nor can be abandoned."""
+    short = timedelta(seconds=0.5)
+    _, optimizer, model = make(lighthouse, pg=Stuck(), timeout=short, watchdog_timeout=short)
+    optimizer.zero_grad()
+    say("training")
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
 
 
 def begins_a_step(lighthouse: str) -> None:

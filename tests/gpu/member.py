@@ -20,6 +20,7 @@ from torch.distributed import ReduceOp
 
 from torchft_svc.client import ProcessGroupNCCL
 from torchft_svc.client.reduction import Reduction
+from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.errors import TorchFTError
 
 DEVICE = torch.device("cuda", 0)
@@ -170,6 +171,7 @@ class Member:
             on_error=lambda error: self.errors.append(str(error)),
             is_given_up=lambda: self.group.errored() is not None,
             on_wait=lambda _: None,
+            watchdog=Watchdog(None),
         )
 
 

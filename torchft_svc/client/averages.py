@@ -10,6 +10,7 @@ from torch.distributed import ReduceOp
 
 from torchft_svc.client.collectives import Collectives, neutral_element
 from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.client.work import CompletedWork, ManagedWork
 from torchft_svc.core.step import Participation
 from torchft_svc.errors import ConfigError
@@ -24,8 +25,9 @@ class Averages:
         timeout_s: float,
         latch: Callable[[Exception, int], None],
         on_wait: Callable[[bool], None],
+        watchdog: Watchdog,
     ) -> None:
-        self.collectives = Collectives(pg, timeout_s, latch, on_wait)
+        self.collectives = Collectives(pg, timeout_s, latch, on_wait, watchdog)
         self._pg = pg
         self._works: list[ManagedWork] = []
 

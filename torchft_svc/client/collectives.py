@@ -10,6 +10,7 @@ from torch.distributed import ReduceOp
 
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.reduction import Reduction
+from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.errors import ConfigError, TorchFTError
 
 # What a group that does not contribute puts in, so that the result is that of the others.
@@ -29,7 +30,9 @@ class Collectives:
         timeout_s: float,
         latch: Callable[[Exception, int], None],
         on_wait: Callable[[bool], None],
+        watchdog: Watchdog,
     ) -> None:
+        self._watchdog = watchdog
         self._on_wait = on_wait
         self._pg = pg
         self._timeout_s = timeout_s
@@ -67,6 +70,7 @@ class Collectives:
             on_error=lambda error: self._latch(error, epoch),
             is_given_up=lambda: self._pg.errored() is not None,
             on_wait=self._on_wait,
+            watchdog=self._watchdog,
         )
         self._outstanding.append(reduction)
         return reduction

@@ -37,18 +37,20 @@ class Timeouts:
     """Seconds. A step's parts must fit into each other, or a timeout explains nothing.
 
     ``collective_s`` bounds a collective, a vote and a heal's wait for the next byte, ``quorum_s``
-    the wait for a quorum, ``connect_s`` how long a service may be unreachable.
+    the wait for a quorum, ``connect_s`` how long a service may be unreachable. ``watchdog_s``: what
+    is so late after its own deadline ends the process (None: nothing does).
     """
 
     collective_s: float = 60.0
     quorum_s: float = 60.0
     connect_s: float = 60.0
     heartbeat_interval_s: float = 0.1
+    watchdog_s: float | None = None
 
     def __post_init__(self) -> None:
         for field in self.__slots__:
             value = getattr(self, field)
-            if not (math.isfinite(value) and value > 0):
+            if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(_KEYWORDS[field], value, "use a finite time above 0 seconds")
         for low, high, reason in (
             ("collective_s", "quorum_s", "the others would give up the quorum while it waits"),
@@ -78,6 +80,7 @@ _KEYWORDS = {
     "quorum_s": "quorum_timeout",
     "connect_s": "connect_timeout",
     "heartbeat_interval_s": "heartbeat_interval",
+    "watchdog_s": "watchdog_timeout",
 }
 
 
@@ -133,6 +136,7 @@ def resolve_timeouts(
     quorum_timeout: timedelta | None,
     connect_timeout: timedelta | None,
     heartbeat_interval: timedelta,
+    watchdog_timeout: timedelta | None = None,
 ) -> Timeouts:
     """Argument, else environment, else default.
 
@@ -151,6 +155,7 @@ def resolve_timeouts(
         quorum_s=quorum_s,
         connect_s=fitting_s if connect_s is None else connect_s,
         heartbeat_interval_s=heartbeat_interval.total_seconds(),
+        watchdog_s=_seconds(watchdog_timeout, environment.watchdog_timeout_s),
     )
 
 

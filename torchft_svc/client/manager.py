@@ -73,6 +73,8 @@ class Manager:
             below ``min_replica_size`` it goes on, and discards its steps.
         manager_addr: a manager that runs already (``TORCHFT_MANAGER_ADDR``).
         in_process: run the manager inside this process instead of as a child of it.
+        watchdog_timeout: end the process, with a traceback, if a collective neither ends nor can be
+            abandoned so long after its deadline (``TORCHFT_WATCHDOG_TIMEOUT_SEC``; default: never).
         security: TLS files and token (``TORCHFT_TLS_CERT``, ``TORCHFT_TLS_KEY``,
             ``TORCHFT_TLS_CA``, ``TORCHFT_TOKEN`` or ``TORCHFT_TOKEN_FILE``; default: neither).
 
@@ -110,6 +112,7 @@ class Manager:
         min_replicas: int | None = None,
         manager_addr: str | None = None,
         in_process: bool = False,
+        watchdog_timeout: timedelta | None = None,
         security: Security | None = None,
     ) -> None:
         environment = Environment()
@@ -119,6 +122,7 @@ class Manager:
             quorum_timeout=quorum_timeout,
             connect_timeout=connect_timeout,
             heartbeat_interval=heartbeat_interval,
+            watchdog_timeout=watchdog_timeout,
         )
         self._rules = RoundRules(
             place=resolve_place(environment, rank, world_size),
@@ -153,7 +157,6 @@ class Manager:
             store=(store_addr, store_port),
         )
         runtime = self._runtime = start_runtime(self._rules, services, environment, brought)
-        self._step.on_phase = runtime.links.client.tell_phase
         self._stepper = Stepper(
             runtime.links, self._rules, self._step, runtime.membership, runtime.thread
         )

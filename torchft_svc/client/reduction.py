@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchft_svc.client.process_groups.meeting import SLICE_S
+from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
 
 
@@ -31,7 +32,9 @@ class Reduction:
         on_error: Callable[[Exception], None],
         is_given_up: Callable[[], bool],
         on_wait: Callable[[bool], None],
+        watchdog: Watchdog,
     ) -> None:
+        self._watchdog = watchdog
         self._on_wait = on_wait
         self.tensor = tensor
         self._work = work
@@ -46,7 +49,9 @@ class Reduction:
         if self._work is None:
             return self._ok
         try:
-            self._wait_in_slices()
+            left_s = max(0.0, self._deadline - time.monotonic())
+            with self._watchdog.watching("a collective to end", left_s):
+                self._wait_in_slices()
             self._ok = True
         except (RuntimeError, PeerError) as error:
             self._fail(error)

@@ -20,6 +20,7 @@ from torchft_svc.client.config import GroupPlace, Timeouts, WorldSizeMode
 from torchft_svc.client.heal import fetch_state
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.state import StateRegistry
+from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.coordination import ManagerClient, QuorumResult
 from torchft_svc.core.step import Phase, Standing, StepMachine, StepState, participation
 from torchft_svc.errors import QuorumFailed, TorchFTError, Unreachable
@@ -72,6 +73,12 @@ class Links:
     pg: ProcessGroup
     transport: CheckpointTransport[Any]
     registry: StateRegistry
+    watchdog: Watchdog
+
+    def leave_members(self) -> None:
+        """Leave the process group's members at once."""
+        with self.watchdog.watching("a process group to be left"):
+            self.pg.abort()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +217,7 @@ class Round:
                 machine.latch(problem)
             broken = machine.state.error is not None
         if broken:
-            self._links.pg.abort()
+            self._links.leave_members()
         self.ready.set()
         if quorum.recover_dst_replica_ranks and self._request.allow_heal:
             self._offer(quorum)
@@ -230,7 +237,7 @@ class Round:
         log.warning("step %d cannot be committed: %s", self._step.state.step, error)
         if contributes:
             # Others count on this group's gradients: they must learn now that none will come.
-            self._links.pg.abort()
+            self._links.leave_members()
 
     def _expect_state(self) -> None:
         """A worker that has just started is most likely behind: prepare while the quorum forms."""

@@ -21,6 +21,7 @@ from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
 from torchft_svc.client.rounds import Links, Membership, RoundRules
 from torchft_svc.client.state import StateRegistry
+from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.coordination import Listeners, ManagerClient
 from torchft_svc.env import Environment
 from torchft_svc.rpc.address import advertised_host, parse_address, split_addresses
@@ -70,6 +71,7 @@ class Runtime:
             lambda: self.links.transport.shutdown(wait),
             lambda: self.thread.close(_JOIN_S),
             lambda: self.timer.close(_JOIN_S),
+            self.links.watchdog.close,
             self.links.pg.shutdown,
             self.services.close,
         ]
@@ -116,7 +118,13 @@ def start_runtime(
         )
         client.attach(rules.place.group_rank, listeners)
         runtime = Runtime(
-            links=Links(client=client, pg=pg, transport=transport, registry=brought.registry),
+            links=Links(
+                client=client,
+                pg=pg,
+                transport=transport,
+                registry=brought.registry,
+                watchdog=Watchdog(timeouts.watchdog_s),
+            ),
             membership=membership,
             thread=BackgroundThread("torchft-quorum"),
             timer=Timer("torchft-timer"),

@@ -48,10 +48,15 @@ class Stepper:
         self._links = links
         self._rules = rules
         self._step = step
+        step.on_phase = links.client.tell_phase
         self._membership = membership
         self._thread = thread
         self._averages = Averages(
-            links.pg, rules.timeouts.collective_s, self.hear_error, self._tell_wait
+            links.pg,
+            rules.timeouts.collective_s,
+            self.hear_error,
+            self._tell_wait,
+            links.watchdog,
         )
         self._round: Round | None = None
         self._task: Task | None = None
@@ -153,7 +158,7 @@ class Stepper:
             log.warning("step %d cannot be committed: %s", state.step, error)
         if state.participation.participating_rank is not None and state.phase in _TRAINING:
             # Others count on this group's gradients: they must learn now that none will come.
-            self._links.pg.abort()
+            self._links.leave_members()
 
     def _tell_wait(self, waits: bool) -> None:
         """Who waits for the others' gradients has not hung itself."""

@@ -1,0 +1,41 @@
+"""Tests that a process ends whose collective neither ends nor can be abandoned."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchft_svc.client.watchdog import Watchdog
+
+from .programs import DEADLINE_S, running
+from .training import lighthouse
+
+
+@pytest.mark.processes
+def test_a_collective_that_never_ends_ends_the_process() -> None:
+    with lighthouse() as address, running("sticks_in_a_collective", address) as trainer:
+        trainer.read_until("training")
+        assert trainer.process.wait(DEADLINE_S) == 1
+        trainer.check_children()
+        told = trainer.errors()
+        assert "the watchdog has waited" in told
+        assert "for a collective to end" in told
+        assert "in sticks_in_a_collective" in told, "where its main thread stands"
+
+
+def test_what_ends_in_time_is_left_alone() -> None:
+    watchdog = Watchdog(0.2)
+    for _ in range(100):
+        with watchdog.watching("something quick"):
+            pass
+    with watchdog.watching("something with time", 60.0):
+        pass
+    assert watchdog._timer._due == []
+    watchdog.close()
+    watchdog.close()
+
+
+def test_nothing_is_watched_unless_it_is_asked_for() -> None:
+    watchdog = Watchdog(None)
+    with watchdog.watching("anything"):
+        assert watchdog._timer._due == []
+    watchdog.close()

@@ -1,0 +1,45 @@
+"""Ends a process in which something does not end that has a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from torchft_svc.client.deadlines import Timer
+from torchft_svc.client.ending import end_now
+
+_JOIN_S = 0.5
+
+
+class Watchdog:
+    """For what cannot be interrupted from outside, such as a library that is stuck.
+
+    ``timeout_s``: so long after its deadline it counts as stuck (None: nothing is watched). The
+    process then says where every thread stands and ends, so that a launcher can start it again.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._timer = Timer("torchft-watchdog")  # its thread starts with the first thing watched
+
+    @contextlib.contextmanager
+    def watching(self, what: str, limit_s: float = 0.0) -> Iterator[None]:
+        """The block, which is ``what``, should end by itself within ``limit_s`` seconds."""
+        if self._timeout_s is None:
+            yield
+            return
+        late_s = limit_s + self._timeout_s
+
+        def bite() -> None:
+            end_now(f"the watchdog has waited {late_s:g} s for {what}")
+
+        number = self._timer.call_at(time.monotonic() + late_s, bite)
+        try:
+            yield
+        finally:
+            self._timer.cancel(number)
+
+    def close(self) -> None:
+        """Watch no more; may be called twice."""
+        self._timer.close(_JOIN_S)
