@@ -93,9 +93,11 @@ class LighthouseLink:
         self.on_news(news)
 
     async def _begin_again(self, reason: str) -> None:
-        await self.leave(reason)
-        self._new_incarnation()
-        self.start()
+        try:
+            await self.leave(reason)
+        finally:  # also if nobody waits for the answer any more: the line that was left stays mute
+            self._new_incarnation()
+            self.start()
 
     async def _go_back(self, address: str) -> None:
         """As a new incarnation: of the old one, its fellows have heard that it is lost."""
