@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_svc.core.types import MAX_INT64, Member
+from torchft_svc.core.membership import Membership
+from torchft_svc.core.types import MAX_INT64, Member, Quorum, QuorumConfig
 
 from .scenes import Refused, Scene, answer, config, formed, loss, member
 
@@ -153,3 +154,19 @@ def test_rule_7_a_held_quorum_is_let_go_when_the_last_veteran_dies() -> None:
         Refused(3, "QuorumFailed", f"no quorum: 'b' is out: {SILENT}"),
         answer(2, member("c", 4), callers=(4,), lost_from=7),
     ]
+
+
+def test_a_restarted_lighthouse_tells_by_seen_ids_whose_state_is_older() -> None:
+    """`c` is as far as the others, but was left out when they came there."""
+    members = Membership(QuorumConfig())
+    asking = (
+        Member(replica_id="a", step=17, seen_quorum_id=5),
+        Member(replica_id="b", step=17, seen_quorum_id=5),
+        Member(replica_id="c", step=17, seen_quorum_id=3),
+        Member(replica_id="d", step=2, seen_quorum_id=9),
+    )
+    joining = members.joining(asking)
+    seen = Quorum(quorum_id=10, participants=asking, joining=joining)
+    assert [each.replica_id for each in seen.up_to_date] == ["a", "b"]
+    told_nothing = tuple(Member(replica_id=name, step=17) for name in "ab")
+    assert members.joining(told_nothing) == frozenset()

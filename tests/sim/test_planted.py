@@ -53,6 +53,10 @@ def withdrawals_are_lost(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Lighthouse, "withdraw", lambda self, job, caller, now: ())
 
 
+def joining_is_ignored(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Membership, "joining", lambda self, members: frozenset())
+
+
 def the_silent_never_die(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Membership, "dead", lambda self, now: [])
     plant.setattr(Membership, "next_death", lambda self: None)
@@ -148,6 +152,7 @@ PLANTS: dict[Plant, int] = {
     discarded_step_keeps_the_id: 49,
     seen_ids_are_ignored: 7,
     withdrawals_are_lost: 5,
+    joining_is_ignored: 71,
     the_silent_never_die: 12,
     lost_steps_are_not_noticed: 0,
     veterans_are_forgotten: 24,

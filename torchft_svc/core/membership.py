@@ -219,9 +219,15 @@ class Membership:
         return [key for key in self._previous_ids if key in self._seen_at and key != replica_id]
 
     def joining(self, members: tuple[Member, ...]) -> frozenset[str]:
-        """Those of ``members`` that were not in the last quorum (nobody, if there was none)."""
+        """Those of ``members`` that were not in the last quorum.
+
+        A lighthouse that was restarted does not know the last one; whoever is as far as others but
+        was told only of earlier quorums was not in it, and may have another state.
+        """
         if self.previous is None:
-            return frozenset()
+            max_step = max(member.step for member in members)
+            newest = max(each.seen_quorum_id for each in members if each.step == max_step)
+            return frozenset(each.replica_id for each in members if each.seen_quorum_id < newest)
         ids = (member.replica_id for member in members)
         return frozenset(key for key in ids if key not in self._previous_ids)
 
