@@ -35,7 +35,7 @@ sim: $(READY)
 	$(BIN)/python -m torchft_svc.sim --seconds $(SECONDS) $(if $(filter 0,$(SEED)),,--seed $(SEED))
 
 proto: $(READY)
-	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=torchft_svc/proto --pyi_out=torchft_svc/proto proto/torchft.proto
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=torchft_svc/proto --pyi_out=torchft_svc/proto proto/torchft.proto proto/etcd.proto
 
 proto-check: $(READY)
 	$(BIN)/python -m pytest -q tests/test_proto.py

@@ -4,27 +4,61 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from torchft_svc.core.types import QuorumConfig
+from torchft_svc.errors import ConfigError
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
+from torchft_svc.lighthouse_server.etcd import Etcd
+from torchft_svc.lighthouse_server.leadership import MIN_LEASE_S, Leadership
 from torchft_svc.lighthouse_server.servicer import lighthouse_service
-from torchft_svc.rpc.address import HostPort
+from torchft_svc.rpc.address import HostPort, parse_address, reachable_host
 from torchft_svc.rpc.security import PLAIN, Security
 from torchft_svc.rpc.serving import serve
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Election:
+    """Where several lighthouses elect one: see `Etcd`. ``advertise`` is what managers are told."""
+
+    url: str
+    lease_ttl_s: int = 5
+    advertise: str | None = None
+
+    def __post_init__(self) -> None:
+        Etcd(self.url)
+        if self.advertise is not None:
+            parse_address(self.advertise)
+        if self.lease_ttl_s < MIN_LEASE_S:
+            raise ConfigError("lease_ttl_s", self.lease_ttl_s, f"use {MIN_LEASE_S} seconds or more")
+
+
 @contextlib.asynccontextmanager
 async def run_lighthouse(
-    config: QuorumConfig, bind: HostPort, security: Security = PLAIN
+    config: QuorumConfig,
+    bind: HostPort,
+    security: Security = PLAIN,
+    election: Election | None = None,
 ) -> AsyncIterator[HostPort]:
     """Serve until the block is left; gives the address that was bound.
 
     Raises:
         AddressError: nothing can be bound there.
     """
-    driver = LighthouseDriver(config)
+    leadership = None if election is None else Leadership(Etcd(election.url), election.lease_ttl_s)
+    check = _no_check if leadership is None else leadership.check
+    driver = LighthouseDriver(config, check)
     try:
-        async with serve(lambda _: lighthouse_service(driver), bind, security) as bound:
-            yield bound
+        async with serve(lambda _: lighthouse_service(driver, check), bind, security) as bound:
+            if election is None or leadership is None:
+                yield bound
+                return
+            told = election.advertise or str(HostPort(reachable_host(bound), bound.port))
+            async with leadership.stands_for_election(told, driver.end_term):
+                yield bound
     finally:
         driver.close()
+
+
+def _no_check() -> None:
+    """The only lighthouse leads always."""

@@ -7,8 +7,8 @@ import asyncio
 import click
 
 from torchft_svc.core.types import QuorumConfig
-from torchft_svc.errors import ConfigError
-from torchft_svc.lighthouse_server.app import run_lighthouse
+from torchft_svc.errors import UsageError
+from torchft_svc.lighthouse_server.app import Election, run_lighthouse
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.cli import Address, option, run, security_options
 from torchft_svc.rpc.security import Security
@@ -57,6 +57,17 @@ from torchft_svc.rpc.security import Security
 )
 @option("--max-jobs", type=int, default=1000, help="Most jobs that are served at a time.")
 @option("--max-members-per-job", type=int, default=20_000, help="Most groups that a job may have.")
+@option(
+    "--leader-election",
+    default=None,
+    help="Of several lighthouses only the elected one answers: etcd://host:2379[,host:2379]/prefix.",
+)
+@option("--lease-ttl-s", type=int, default=5, help="So long a dead leader is not replaced.")
+@option(
+    "--advertise",
+    default=None,
+    help="Address under which managers reach this lighthouse, if it leads.  [default: bound one]",
+)
 @option("--quorum-tick-ms", type=int, default=None, help="Accepted and ignored: nothing polls.")
 @option(
     "--log-level",
@@ -76,6 +87,9 @@ def main(
     on_hang: str,
     max_jobs: int,
     max_members_per_job: int,
+    leader_election: str | None,
+    lease_ttl_s: int,
+    advertise: str | None,
     quorum_tick_ms: int | None,
     log_level: str,
     security: Security,
@@ -95,11 +109,14 @@ def main(
             max_jobs=max_jobs,
             max_members_per_job=max_members_per_job,
         )
-    except ConfigError as error:
+        election = None
+        if leader_election is not None:
+            election = Election(url=leader_election, lease_ttl_s=lease_ttl_s, advertise=advertise)
+    except UsageError as error:
         raise click.UsageError(str(error)) from None
 
     async def serve(stop: asyncio.Event) -> int:
-        async with run_lighthouse(config, bind, security) as bound:
+        async with run_lighthouse(config, bind, security, election) as bound:
             click.echo(f"lighthouse listening on {bound}")
             await stop.wait()
         return 0

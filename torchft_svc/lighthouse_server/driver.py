@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torchft_svc.core.lighthouse import (
     AnswerQuorum,
@@ -18,7 +18,7 @@ from torchft_svc.core.lighthouse import (
     ReportWaiting,
 )
 from torchft_svc.core.types import Member, QuorumConfig
-from torchft_svc.errors import DeadlineExceeded, RequestRefused
+from torchft_svc.errors import DeadlineExceeded, NotLeader, RequestRefused, TorchFTError
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (
     beat_from_wire,
@@ -43,7 +43,11 @@ def first_quorum_id(wall_s: float) -> int:
 class LighthouseDriver:
     """Owns the core; to be used on one event loop."""
 
-    def __init__(self, config: QuorumConfig) -> None:
+    def __init__(
+        self, config: QuorumConfig, check_leads: Callable[[], None] = lambda: None
+    ) -> None:
+        self._config = config
+        self._check_leads = check_leads
         self._core = Lighthouse(config, first_quorum_id(time.time()))
         self._max_jobs = config.max_jobs
         self._callers = itertools.count()
@@ -119,6 +123,16 @@ class LighthouseDriver:
         session.tell(news)
         return replica_id
 
+    def end_term(self, error: TorchFTError) -> None:
+        """Another lighthouse leads: tell all who are here, and forget them."""
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error)
+        for session in self._sessions.values():
+            session.fail(error)
+        self._sessions.clear()
+        self._core = Lighthouse(self._config, first_quorum_id(time.time()))
+
     def close(self) -> None:
         """Stop the timer; callers that still wait are cancelled by the server's stop."""
         if self._timer is not None:
@@ -167,6 +181,11 @@ class LighthouseDriver:
             self._tell_all(hang.job, (hang.replica_id,), kill_news(reason))
 
     def _publish(self, order: AnswerQuorum) -> None:
+        try:
+            self._check_leads()  # now: this process may just have been thawed
+        except NotLeader as error:
+            self.end_term(error)
+            return
         encoded = quorum_answer(order.quorum, time.time())
         for caller in order.callers:
             answer = self._answers.pop(caller, None)

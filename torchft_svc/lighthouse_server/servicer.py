@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -21,8 +21,13 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-def lighthouse_service(driver: LighthouseDriver) -> Service:
-    """The service, to be handed to `torchft_svc.rpc.serving.serve`."""
+def lighthouse_service(
+    driver: LighthouseDriver, check_leads: Callable[[], None] = lambda: None
+) -> Service:
+    """The service, to be handed to `torchft_svc.rpc.serving.serve`.
+
+    ``check_leads`` raises `NotLeader` where requests have to go to another lighthouse.
+    """
 
     async def quorum(request: pb.LighthouseQuorumRequest, context: Context) -> bytes:
         member = member_from_wire(request.requester)
@@ -64,6 +69,7 @@ def lighthouse_service(driver: LighthouseDriver) -> Service:
             "Drain": drain,
         },
         streams={"Session": session},
+        check=check_leads,
     )
 
 

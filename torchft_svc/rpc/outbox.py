@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.errors import RequestRefused
+from torchft_svc.errors import RequestRefused, TorchFTError
 
 # News for a client that does not read; one that is so far behind is treated as gone.
 MAX_UNREAD_NEWS = 1000
@@ -22,7 +22,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self._news: asyncio.Queue[bytes] = asyncio.Queue(MAX_UNREAD_NEWS)
-        self._overflow = asyncio.Event()
+        self._failed = asyncio.Event()
+        self._error: TorchFTError | None = None
         self._is_writing = False
         self._is_ending = False
 
@@ -31,7 +32,12 @@ class Outbox:
         try:
             self._news.put_nowait(news)
         except asyncio.QueueFull:
-            self._overflow.set()
+            self.fail(RequestRefused(f"{MAX_UNREAD_NEWS} pieces of news were not read"))
+
+    def fail(self, error: TorchFTError) -> None:
+        """End the stream with ``error``."""
+        self._error = self._error or error
+        self._failed.set()
 
     async def flushed(self) -> None:
         """Return when all that was told is on its way; never, if the stream has ended before."""
@@ -46,9 +52,10 @@ class Outbox:
 
         Raises:
             RequestRefused: the client does not read.
+            TorchFTError: what `fail` was told.
         """
         writing = asyncio.create_task(self._write(context))
-        ends = [asyncio.create_task(reading), writing, asyncio.create_task(self._overflowed())]
+        ends = [asyncio.create_task(reading), writing, asyncio.create_task(self._raise_failure())]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in done:
@@ -69,6 +76,7 @@ class Outbox:
             self._is_writing = False
             self._news.task_done()
 
-    async def _overflowed(self) -> None:
-        await self._overflow.wait()
-        raise RequestRefused(f"{MAX_UNREAD_NEWS} pieces of news were not read")
+    async def _raise_failure(self) -> None:
+        await self._failed.wait()
+        assert self._error is not None
+        raise self._error
