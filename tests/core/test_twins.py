@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchft_svc.core.lighthouse import AnswerQuorum, Lighthouse, Order, RefuseRequest
+from torchft_svc.core.lighthouse import AnswerQuorum, Lighthouse, Order, RefuseRequest, ReportLoss
 from torchft_svc.core.quorum import Formed, JobView, Waiter, decide
 from torchft_svc.core.types import QuorumConfig
 
@@ -177,6 +177,6 @@ class Side:
             elif isinstance(order, RefuseRequest):
                 (word,) = [word for part, word in words.items() if part in str(order.error)]
                 log.append(("refused", order.caller, word))
-            else:
+            elif isinstance(order, ReportLoss):
                 log.append(("loss", order.replica_id))
         return log
