@@ -1,8 +1,8 @@
 """Trains a sharded model in one worker of a replica group; run as a script by test_hsdp.py.
 
-Arguments: the layout (``fsdp`` or ``fsdp+tp``), the step to end at, and the file to append to: one
-JSON object for every committed step, with a hash of this worker's part of the weights and of the
-optimizer's state.
+Arguments: the layout (``fsdp``, ``hsdp`` or ``fsdp+tp``), the step to end at, and the file to
+append to: one JSON object for every committed step, with a hash of this worker's part of the
+weights and of the optimizer's state.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 from torchft_svc.client import (
     Manager,
     OptimizerWrapper,
+    ft_init_device_mesh,
     replicate_across_groups,
     sharded_state_dict,
 )
@@ -50,9 +51,17 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def build() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, WIDTH), Block(), Block(), nn.Linear(WIDTH, 1))
-    if LAYOUT == "fsdp":
+def build(model: nn.Module, manager: Manager) -> None:
+    """Shard ``model``, and replicate it across the groups."""
+    if LAYOUT == "hsdp":
+        mesh = ft_init_device_mesh(
+            device_type="cpu",
+            mesh_shape=(2, dist.get_world_size()),
+            mesh_dim_names=("replicate", "shard"),
+            replicate_dim=0,
+            manager=manager,
+        )
+    elif LAYOUT == "fsdp":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     else:
         shape = (dist.get_world_size() // 2, 2)
@@ -67,7 +76,8 @@ def build() -> nn.Module:
     for block in (model[1], model[2]):
         fully_shard(block, mesh=mesh, mp_policy=half)
     fully_shard(model, mesh=mesh)
-    return model
+    if LAYOUT != "hsdp":
+        replicate_across_groups(manager, model)
 
 
 def fingerprint(state: Any) -> str:
@@ -96,8 +106,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     # Every group begins with weights of its own, in which its workers agree.
     torch.manual_seed(zlib.crc32(os.environ["REPLICA_GROUP_ID"].encode()))
-    model = build()
-    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    model = nn.Sequential(nn.Linear(4, WIDTH), Block(), Block(), nn.Linear(WIDTH, 1))
 
     def save() -> dict[str, Any]:
         return {"model": sharded_state_dict(model), "adam": adam.state_dict()}
@@ -113,10 +122,11 @@ def main() -> None:
         timeout=timedelta(seconds=20),
         quorum_timeout=timedelta(seconds=40),
     )
-    replicate_across_groups(manager, model)
+    build(model, manager)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
     optimizer = OptimizerWrapper(manager, adam)
     rank = dist.get_rank()
-    data_rank = rank if LAYOUT == "fsdp" else rank // 2  # workers of one tensor share their data
+    data_rank = rank // 2 if LAYOUT == "fsdp+tp" else rank  # workers of one tensor share their data
     while (step := manager.current_step()) < int(LAST_STEP):
         optimizer.zero_grad()
         for part in range(2):  # two microbatches
@@ -126,7 +136,7 @@ def main() -> None:
             inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(seed))
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean() / 2
             loss.backward()
-        if LAYOUT == "fsdp":  # torch clips over one mesh only
+        if LAYOUT != "fsdp+tp":  # torch clips over one mesh only
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if optimizer.step():
             told = {

@@ -20,6 +20,7 @@ from torchft_svc.client import (
     ManagedProcessGroup,
     Manager,
     ProcessGroupGloo,
+    ft_init_device_mesh,
 )
 from torchft_svc.errors import ConfigError, QuorumFailed, RequestRefused
 from torchft_svc.testing import FakeProcessGroupWrapper
@@ -143,6 +144,34 @@ def manager_of(address: str, name: str) -> Manager:
         timeout=timedelta(seconds=10),
         quorum_timeout=timedelta(seconds=20),
     )
+
+
+@pytest.mark.usefixtures("alone_in_torch")
+def test_a_mesh_with_a_managed_dimension() -> None:
+    with lighthouse() as address, manager_of(address, "a") as manager:
+        mesh = ft_init_device_mesh(
+            device_type="cpu",
+            mesh_shape=(7, 1),
+            mesh_dim_names=("replicate", "shard"),
+            replicate_dim=0,
+            manager=manager,
+        )
+        assert mesh.mesh_dim_names == ("replicate", "shard")
+        group = mesh.get_group("replicate")
+        assert isinstance(group, ManagedProcessGroup)
+        manager.start_quorum()
+        assert group.size() == 1
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, ReduceOp.AVG, group=mesh.get_group("replicate"))
+        assert mesh["shard"].size() == 1
+        assert manager.should_commit()
+        alone = {"device_type": "cpu", "mesh_shape": (3,), "manager": manager}
+        names = {"mesh_dim_names": ("replicate",)}
+        assert ft_init_device_mesh(**alone, **names, replicate_dim=0).size() == 1
+        with pytest.raises(ConfigError, match=r"replicate_dim=1 cannot work: use 0 to 0"):
+            ft_init_device_mesh(**alone, **names, replicate_dim=1)
+        with pytest.raises(ConfigError, match="there are 1 dimensions"):
+            ft_init_device_mesh(**alone, mesh_dim_names=("a", "b"), replicate_dim=0)
 
 
 def test_a_manager_in_the_shape_of_a_group() -> None:

@@ -63,7 +63,7 @@ def lighthouse() -> Iterator[str]:
 
 
 @pytest.mark.timeout(2 * WITHIN_S + 30)
-@pytest.mark.parametrize(("layout", "num_workers"), [("fsdp", 2), ("fsdp+tp", 2)])
+@pytest.mark.parametrize(("layout", "num_workers"), [("fsdp", 2), ("hsdp", 2), ("fsdp+tp", 2)])
 def test_i3_a_sharded_group_heals_part_by_part(
     lighthouse: str, tmp_path: Path, layout: str, num_workers: int
 ) -> None:

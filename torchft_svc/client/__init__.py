@@ -4,6 +4,7 @@ from torchft_svc.client.checkpointing import CheckpointTransport, HTTPTransport,
 from torchft_svc.client.config import WorldSizeMode
 from torchft_svc.client.data import DistributedSampler
 from torchft_svc.client.ddp import DistributedDataParallel
+from torchft_svc.client.device_mesh import ft_init_device_mesh
 from torchft_svc.client.hsdp import replicate_across_groups, sharded_state_dict
 from torchft_svc.client.manager import Manager
 from torchft_svc.client.optim import Optimizer, OptimizerWrapper
@@ -38,6 +39,7 @@ __all__ = [
     "ProcessGroupNCCL",
     "ProcessGroupWrapper",
     "WorldSizeMode",
+    "ft_init_device_mesh",
     "replicate_across_groups",
     "sharded_state_dict",
 ]
