@@ -25,8 +25,9 @@ NUM_MEMBERS = 6
 # A member comes, leaves or crashes in one round of so many.
 CHANGE_EVERY = 10
 ROUND_S = 20.0
-# Above what was held after the warm-up. A leak of 1 KB a round would be 20 MB after 20,000.
-MAX_GROWTH_MB = 6.0
+# Above what was held after the warm-up; measured after 20,000 rounds: 2 MB (lighthouse) and 7 MB
+# (manager, most of it in the first 4,000). A leak of 1 KB a round would be 20 MB.
+MAX_GROWTH_MB = 10.0
 MAX_MORE_DESCRIPTORS = 3
 # gRPC starts some threads late, a few for each core.
 MAX_MORE_THREADS = 6

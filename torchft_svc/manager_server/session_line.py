@@ -19,6 +19,7 @@ from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import (
     DeadlineExceeded,
     QuorumFailed,
+    RequestRefused,
     TorchFTError,
     Unreachable,
 )
@@ -26,6 +27,7 @@ from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.line import LEAVE_TIMEOUT_S, Contact, NotSupported
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY, beat_to_wire, member_to_wire, quorum_from_wire
+from torchft_svc.rpc.parsing import checked, parser
 from torchft_svc.rpc.status import error_from_wire, to_distrust, to_not_leader
 from torchft_svc.rpc.tasks import Tasks
 from torchft_svc.rpc.tls_reasons import closing_hint
@@ -40,6 +42,7 @@ REFUSAL_GRACE_S = 0.25
 Stream = Any  # grpc.aio's stream call; its stubs lack reading and writing
 # What using a stream raises when it has ended, or does not move.
 _BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.TimeoutError)
+_ANSWER = "what the lighthouse said"
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
@@ -68,7 +71,7 @@ class SessionLine:
         self._open_stream: Any = contact.channel.stream_stream(
             "/torchft.LighthouseService/Session",
             request_serializer=pb.SessionRequest.SerializeToString,
-            response_deserializer=pb.SessionNews.FromString,
+            response_deserializer=parser(pb.SessionNews),
         )
         self._stream: Stream | None = None
         self._writing = asyncio.Lock()
@@ -84,7 +87,10 @@ class SessionLine:
         broken: TorchFTError = Unreachable("lighthouse", self._address, "it ended the session")
         try:
             await self._session(on_open)
-        except _BROKEN as error:
+        except (
+            *_BROKEN,
+            RequestRefused,
+        ) as error:  # refused: it does not talk as a lighthouse does
             broken = self._to_error(error)
         finally:
             self._stream = None
@@ -153,7 +159,7 @@ class SessionLine:
             await asyncio.wait_for(
                 self._send(stream, pb.SessionRequest(hello=hello)), WELCOME_TIMEOUT_S
             )
-            first = await asyncio.wait_for(stream.read(), WELCOME_TIMEOUT_S)
+            first = checked(await asyncio.wait_for(stream.read(), WELCOME_TIMEOUT_S), _ANSWER)
             if first is _EOF:
                 await _raise_status(stream)
             if self._left:  # while it was opened; the cancellation may have been lost on the way
@@ -163,7 +169,7 @@ class SessionLine:
             on_open()
             beats = asyncio.create_task(self._beat(stream, interval_s))
             try:
-                while (news := await stream.read()) is not _EOF:
+                while (news := checked(await stream.read(), _ANSWER)) is not _EOF:
                     self._hear(news)
                 await _raise_status(stream)
             finally:

@@ -30,7 +30,7 @@ def refusing_garbage(handler: Handler) -> Handler:
     """``handler``, for requests that a `parser` has made."""
 
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
-        return await handler(_checked(request), context)
+        return await handler(checked(request), context)
 
     return answer
 
@@ -52,10 +52,15 @@ class _CheckedStream:
         return self
 
     async def __anext__(self) -> Any:
-        return _checked(await anext(self._requests))
+        return checked(await anext(self._requests))
 
 
-def _checked(request: Any) -> Any:
-    if request is _GARBAGE:
-        raise RequestRefused("the request is not a message of torchft.proto")
-    return request
+def checked(message: Any, what: str = "the request") -> Any:
+    """``message``, if a `parser` could make one.
+
+    Raises:
+        RequestRefused: it could not.
+    """
+    if message is _GARBAGE:
+        raise RequestRefused(f"{what} is not a message of torchft.proto")
+    return message

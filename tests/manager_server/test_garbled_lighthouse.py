@@ -1,0 +1,66 @@
+"""A lighthouse that answers with garbage is left alone for a moment, and then asked again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+from running import Line, eventually, failure, line_to, manager_process
+
+from torchft_svc.proto import torchft_pb2 as pb
+
+GARBAGE = b"\xff" * 9
+
+
+class Garbler(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Sessions whose first news are garbage: the welcome, or what comes after it."""
+
+    def __init__(self, *first: bytes) -> None:
+        self._first = first
+        self.num_sessions = 0
+        self._ended = threading.Event()
+
+    def service(self, details: Any) -> Any:
+        if details.method.endswith("/Session"):
+            return grpc.stream_stream_rpc_method_handler(self._session)
+        return None
+
+    def _session(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        self.num_sessions += 1
+        yield from self._first
+        self._ended.wait(10)
+
+    def end(self) -> None:
+        self._ended.set()
+
+
+WELCOME = pb.SessionNews(welcome=pb.SessionWelcome()).SerializeToString()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("first", [(GARBAGE,), (WELCOME, GARBAGE)], ids=["welcome", "news"])
+def test_it_is_asked_again(first: tuple[bytes, ...]) -> None:
+    garbler = Garbler(*first)
+    server = grpc.server(futures.ThreadPoolExecutor(20))
+    server.add_generic_rpc_handlers((garbler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with manager_process(f"127.0.0.1:{port}", "--connect-timeout-ms=300") as manager:
+            eventually(lambda: garbler.num_sessions >= 3)
+            with line_to(manager.address) as line:
+                check_failure(line)
+            assert "Traceback" not in manager.errors(), manager.errors()
+    finally:
+        garbler.end()
+        server.stop(None).wait(10)
+
+
+def check_failure(line: Line) -> None:
+    """The worker is told what is wrong, not left waiting."""
+    _, reason = failure(line.ask_manager(worker_id="w", timeout_s=5))
+    assert "lighthouse" in reason
