@@ -99,7 +99,9 @@ print(google.protobuf.__version__)
 """
 
 
-@pytest.mark.parametrize("name", ["torchft_pb2.py", "torchft_pb2.pyi"])
+@pytest.mark.parametrize(
+    "name", ["torchft_pb2.py", "torchft_pb2.pyi", "etcd_pb2.py", "etcd_pb2.pyi"]
+)
 def test_the_generated_code_is_fresh(name: str, tmp_path: Path) -> None:
     """When this falls: `make proto`."""
     well_known = Path(grpc_tools.__file__).parent / "_proto"
@@ -107,6 +109,7 @@ def test_the_generated_code_is_fresh(name: str, tmp_path: Path) -> None:
         [
             *(sys.executable, "-m", "grpc_tools.protoc", "-Iproto", f"-I{well_known}"),
             *(f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", "proto/torchft.proto"),
+            "proto/etcd.proto",
         ],
         cwd=ROOT,
         check=True,
