@@ -57,6 +57,7 @@ EVERY_ERROR = [
     ),
     (errors.QuorumFailed("b is out"), "no quorum: b is out", (errors.PeerError,)),
     (errors.CommitFailed("b gave up"), "no commit decision: b gave up", (errors.PeerError,)),
+    (errors.GroupLeft("told so"), "this group has left: told so", (errors.PeerError,)),
     (
         errors.CheckpointError("host:1", "checksum differs"),
         "checkpoint from host:1: checksum differs",

@@ -12,9 +12,11 @@
         ├── DeadlineExceeded        an answer did not come in time                 (TimeoutError)
         ├── QuorumFailed            this round has no quorum; the reason is told
         ├── CommitFailed            this vote has no answer; the reason is told
+        ├── GroupLeft               the group was drained: it takes part in no quorum any more
         └── CheckpointError         a checkpoint that is missing, truncated or corrupt
 
-A fault of our own is an ``AssertionError``. Errors hold their fields, survive pickle and write
+`Drained`, a ``SystemExit``, ends a worker of a group that has left, with exit status 0. A fault of
+our own is an ``AssertionError``. Errors hold their fields, survive pickle and write
 their sentence in ``__str__``.
 """
 
@@ -142,6 +144,31 @@ class CommitFailed(PeerError):
 
     def __str__(self) -> str:
         return f"no commit decision: {self.reason}"
+
+
+@dataclass(eq=False)
+class GroupLeft(PeerError):
+    """The group has left the lighthouse for good, because of ``reason``."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"this group has left: {self.reason}"
+
+
+class Drained(SystemExit):
+    """Ends a worker between two steps, with exit status 0, after its group has left.
+
+    Not a `TorchFTError`, nor any `Exception`: a training loop that survives errors must not survive
+    this. Who wants to save a checkpoint first may catch it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 @dataclass(eq=False)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchft_svc.core.group import AskLighthouse, Group, Vote, WorkerRequest
+from torchft_svc.core.group import (
+    AskLighthouse,
+    Group,
+)
+from torchft_svc.core.requests import Vote, WorkerRequest
 
 from .scenes import member, quorum
 

@@ -10,8 +10,8 @@ from torchft_svc.core.group import (
     Group,
     LeaveLighthouse,
     StopAsking,
-    WorkerRequest,
 )
+from torchft_svc.core.requests import WorkerRequest
 from torchft_svc.errors import ConfigError, QuorumFailed, RequestRefused, Unreachable
 
 from .barriers import QUORUM, asks, in_round, request, vote

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_svc.core.group import AnswerVote, Group, Vote
+from torchft_svc.core.group import (
+    AnswerVote,
+    Group,
+)
+from torchft_svc.core.requests import Vote
 from torchft_svc.errors import RequestRefused
 
 from .barriers import QUORUM, asks, in_round, request, vote

@@ -17,9 +17,8 @@ from torchft_svc.core.group import (
     Order,
     RefuseWorker,
     StopAsking,
-    Vote,
-    WorkerRequest,
 )
+from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.errors import QuorumFailed, RequestRefused
 
 from .scenes import member, quorum

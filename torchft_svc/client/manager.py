@@ -77,6 +77,8 @@ class Manager:
             abandoned so long after its deadline (``TORCHFT_WATCHDOG_TIMEOUT_SEC``; default: never).
         security: TLS files and token (``TORCHFT_TLS_CERT``, ``TORCHFT_TLS_KEY``,
             ``TORCHFT_TLS_CA``, ``TORCHFT_TOKEN`` or ``TORCHFT_TOKEN_FILE``; default: neither).
+        handle_sigterm: let SIGTERM drain the group, unless the program handles it already or this
+            is not the main thread. A second SIGTERM ends the process as usual.
 
     Raises:
         ConfigError: a value, or a pair of values, that cannot work.
@@ -114,6 +116,7 @@ class Manager:
         in_process: bool = False,
         watchdog_timeout: timedelta | None = None,
         security: Security | None = None,
+        handle_sigterm: bool = True,
     ) -> None:
         environment = Environment()
         timeouts = resolve_timeouts(
@@ -154,13 +157,14 @@ class Manager:
             pg=pg,
             transport=checkpoint_transport,
             registry=self._registry,
+            heeds_term=handle_sigterm,
             store=(store_addr, store_port),
         )
-        runtime = self._runtime = start_runtime(self._rules, services, environment, brought)
+        parts = self._runtime = start_runtime(self._rules, services, environment, brought)
         self._stepper = Stepper(
-            runtime.links, self._rules, self._step, runtime.membership, runtime.thread
+            parts.links, self._rules, self._step, parts.membership, parts.thread
         )
-        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), runtime)
+        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), parts)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -178,6 +182,8 @@ class Manager:
 
         Raises:
             PeerError: there is no quorum (only where this waits for it).
+            Drained: the group was told to end and has left: a SystemExit with status 0. It may also
+                come from `wait_quorum` and `should_commit`, whose step is not applied then.
         """
         limit = self._rules.timeouts.quorum_s if timeout is None else timeout.total_seconds()
         request = RoundRequest(allow_heal=allow_heal, shrink_only=shrink_only, timeout_s=limit)
@@ -339,7 +345,7 @@ class Manager:
 
     def is_draining(self) -> bool:
         """Whether this worker's group was told to end after its step."""
-        return self._runtime.draining.reason is not None
+        return self._runtime.links.draining.reason is not None
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -17,13 +17,14 @@ from typing import Any
 
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.config import GroupPlace, Timeouts, WorldSizeMode
+from torchft_svc.client.draining import Draining
 from torchft_svc.client.heal import fetch_state
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.state import StateRegistry
 from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.coordination import ManagerClient, QuorumResult
 from torchft_svc.core.step import Phase, Standing, StepMachine, StepState, participation
-from torchft_svc.errors import QuorumFailed, TorchFTError, Unreachable
+from torchft_svc.errors import Drained, GroupLeft, QuorumFailed, TorchFTError, Unreachable
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class Links:
     """What a round talks to."""
 
     client: ManagerClient
+    draining: Draining
     pg: ProcessGroup
     transport: CheckpointTransport[Any]
     registry: StateRegistry
@@ -191,6 +193,11 @@ class Round:
         fresh = self.quorum is not None and self.quorum.max_step == 0 and self._rules.init_sync
         return fresh or not self._rules.use_async_quorum
 
+    def check_left(self) -> None:
+        """Raise `Drained` if the answer was that the group is to end."""
+        if isinstance(self.error, GroupLeft):
+            raise Drained(str(self.error))
+
     def run(self) -> None:
         """Carry the round out; raises nothing."""
         try:
@@ -234,7 +241,8 @@ class Round:
             else:
                 machine.latch(error)
             contributes = machine.state.participation.participating_rank is not None
-        log.warning("step %d cannot be committed: %s", self._step.state.step, error)
+        if not isinstance(error, GroupLeft):
+            log.warning("step %d cannot be committed: %s", self._step.state.step, error)
         if contributes:
             # Others count on this group's gradients: they must learn now that none will come.
             self._links.leave_members()
@@ -275,6 +283,7 @@ class Round:
             timeout=timedelta(seconds=timeout_s),
             commit_failures=max(state.failures, int(must_reconnect)),
             init_sync=self._rules.init_sync,
+            draining=self._links.draining.reason is not None,
         )
 
     def _meet(self, quorum: QuorumResult) -> Exception | None:

@@ -15,7 +15,7 @@ from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.config import ServiceOptions
 from torchft_svc.client.deadlines import Timer
-from torchft_svc.client.draining import Draining
+from torchft_svc.client.draining import Draining, TermSignal
 from torchft_svc.client.ending import end_now
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
@@ -39,6 +39,7 @@ class Brought:
     pg: ProcessGroup | None
     transport: CheckpointTransport[Any] | None
     registry: StateRegistry
+    heeds_term: bool
     store: tuple[str | None, int | None]  # host and port
 
 
@@ -52,7 +53,7 @@ class Runtime:
     timer: Timer
     group_store: GroupStore
     services: GroupServices
-    draining: Draining
+    term_signal: TermSignal | None
     closed: bool = False
 
     @property
@@ -67,6 +68,7 @@ class Runtime:
         self.closed = True
         self.links.pg.interrupt()
         endings: list[Callable[[], object]] = [
+            *([] if self.term_signal is None else [self.term_signal.close]),
             self.links.client.close,
             lambda: self.links.transport.shutdown(wait),
             lambda: self.thread.close(_JOIN_S),
@@ -120,6 +122,7 @@ def start_runtime(
         runtime = Runtime(
             links=Links(
                 client=client,
+                draining=draining,
                 pg=pg,
                 transport=transport,
                 registry=brought.registry,
@@ -130,7 +133,7 @@ def start_runtime(
             timer=Timer("torchft-timer"),
             group_store=store,
             services=services,
-            draining=draining,
+            term_signal=TermSignal(draining, client.drain) if brought.heeds_term else None,
         )
         undo.pop_all()
     return runtime

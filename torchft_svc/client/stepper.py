@@ -79,7 +79,8 @@ class Stepper:
         self._round = round_
         self._task = self._thread.submit(round_.run)
         fresh = self._rules.init_sync and self.state.step == 0
-        if fresh or not self._rules.use_async_quorum:
+        drains = self._links.draining.reason is not None  # so there is nothing to train for
+        if fresh or drains or not self._rules.use_async_quorum:
             self.wait_for_quorum()
             if round_.heals_first:
                 self._wait_for_task()
@@ -89,6 +90,7 @@ class Stepper:
         """See `Manager.wait_quorum`."""
         round_ = self._current_round()
         self.wait_until_ready()
+        round_.check_left()
         if round_.error is not None:
             raise round_.error
 
@@ -127,8 +129,9 @@ class Stepper:
 
     def decide(self, timeout_s: float) -> bool:
         """See `Manager.should_commit`."""
-        self._current_round()
+        round_ = self._current_round()
         self._wait_for_task()
+        round_.check_left()
         self._averages.finish()
         self._apply_heal()
         self._protect_state()

@@ -95,12 +95,16 @@ class ManagerClient(Client):
         commit_failures: int = 0,
         reconfigure_handle: str = "",
         init_sync: bool = True,
+        draining: bool = False,
     ) -> QuorumResult:
         """Wait until every worker of the group has asked and there is a quorum.
 
         ``reconfigure_handle`` is accepted for the public release's sake and has no effect.
 
+        ``draining``: this worker has to end, so its group leaves when all have asked.
+
         Raises:
+            GroupLeft: the group was drained, there will be no quorum any more.
             QuorumFailed: there is no quorum in this round, with the reason.
             DeadlineExceeded: none within ``timeout``; the error says what was waited for.
             RequestRefused: wrong rank, or the workers of the group are at different steps.
@@ -113,6 +117,7 @@ class ManagerClient(Client):
             commit_failures=commit_failures,
             init_sync=init_sync,
             worker_id=self._worker_id,
+            draining=draining,
         )
         answer = self._ask_quorum(request, timeout)
         if not answer.store_address:

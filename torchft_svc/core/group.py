@@ -10,32 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.core.types import MAX_ADDRESS_LENGTH, MAX_INT64, Quorum, check_text
-from torchft_svc.errors import CommitFailed, ConfigError, QuorumFailed, RequestRefused, TorchFTError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerRequest:
-    """A worker asks for a quorum; ``worker_id`` is new at every start of its process."""
-
-    group_rank: int
-    step: int
-    checkpoint_address: str = ""
-    shrink_only: bool = False
-    commit_failures: int = 0
-    init_sync: bool = True
-    worker_id: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vote:
-    """A worker's vote; ``round`` is 0 if the worker does not know rounds."""
-
-    group_rank: int
-    step: int
-    should_commit: bool
-    round: int = 0
-    worker_id: str = ""
+from torchft_svc.errors import (
+    CommitFailed,
+    ConfigError,
+    GroupLeft,
+    QuorumFailed,
+    RequestRefused,
+    TorchFTError,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +45,13 @@ class StopAsking:
 
 @dataclass(frozen=True, slots=True)
 class LeaveLighthouse:
-    """The group is not whole any more; the other groups must not wait for it."""
+    """The other groups must not wait for this one any more.
+
+    ``between_steps``: it has finished its last step, so nobody has to give one up.
+    """
 
     reason: str
+    between_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +104,7 @@ class Group:
         self._workers: dict[int, str] = {}
         self._attached: dict[int, str] = {}
         self._restarted = False
+        self._drain_reason: str | None = None
         self._checkpoint_addresses: dict[int, str] = {}
 
     # -- who is there ----------------------------------------------------------------------------
@@ -145,7 +134,20 @@ class Group:
         orders += self._refuse_requests(QuorumFailed(gone))
         orders += self._drop_votes(gone)
         self._restarted = True
+        if not self._attached:
+            self._drain_reason = None  # whoever comes after those that were told begins anew
         return (*orders, LeaveLighthouse(gone))
+
+    def drain(self, reason: str) -> tuple[Order, ...]:
+        """The group has to leave, for good, when all workers have finished their step."""
+        self._drain_reason = self._drain_reason or reason
+        # Where a quorum is asked for already, one with this group may be on its way, and has to be
+        # honoured: the lighthouse's last word comes as an input, as always.
+        return (self._leave(),) if self._asking else ()
+
+    def _leave(self) -> LeaveLighthouse:
+        assert self._drain_reason is not None
+        return LeaveLighthouse(self._drain_reason, between_steps=True)
 
     # -- the quorum barrier ----------------------------------------------------------------------
 
@@ -176,9 +178,12 @@ class Group:
         steps = {asked.step for asked, _ in self._requests.values()}
         if len(steps) > 1:
             return (*orders, *self._refuse_requests(self._different_steps()))
-        if len(self._requests) == self.world_size:
-            orders.append(self._ask())
-        return tuple(orders)
+        if len(self._requests) < self.world_size:
+            return tuple(orders)
+        if self._drain_reason is not None:
+            left = self._refuse_requests(GroupLeft(self._drain_reason))
+            return (*orders, self._leave(), *left)
+        return (*orders, self._ask())
 
     def quorum_formed(self, round_: int, quorum: Quorum) -> tuple[Order, ...]:
         """The lighthouse has answered the question of ``round_``."""
@@ -199,6 +204,8 @@ class Group:
         if not self._asking or round_ != self._round:
             return ()
         self._asking = False
+        if self._drain_reason is not None:
+            error = GroupLeft(self._drain_reason)
         return tuple(self._refuse_requests(error))
 
     def withdrawn(self, caller: int) -> tuple[Order, ...]:
@@ -331,6 +338,8 @@ class Group:
             self._restarted = True
         self._workers[request.group_rank] = request.worker_id
         self._checkpoint_addresses[request.group_rank] = request.checkpoint_address
+        if request.draining:
+            self._drain_reason = self._drain_reason or f"group rank {request.group_rank} has to end"
 
     def _ask(self) -> AskLighthouse:
         requests = [request for request, _ in self._requests.values()]

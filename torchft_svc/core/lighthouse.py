@@ -43,11 +43,15 @@ class RefuseRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReportLoss:
-    """``replica_id`` is no longer alive, because of ``reason``."""
+    """``replica_id`` is no longer alive, because of ``reason``.
+
+    ``between_steps``: it left when it had finished its step, so its fellows lose nothing.
+    """
 
     job: str
     replica_id: str
     reason: str
+    between_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +152,14 @@ class Lighthouse:
             return self._settle(job, state, orders, now)
         return ()
 
-    def leave(self, job: str, replica_id: str, reason: str, now: float) -> tuple[Order, ...]:
+    def leave(
+        self, job: str, replica_id: str, reason: str, now: float, *, between_steps: bool = False
+    ) -> tuple[Order, ...]:
         """The group is gone, and says so: nobody waits for its heartbeats to run out."""
         state = self._jobs.get(job)
         if state is None or not state.members.knows(replica_id):
             return ()
-        orders = self._remove(job, state, replica_id, reason)
+        orders = self._remove(job, state, replica_id, reason, between_steps)
         return self._settle(job, state, orders, now)
 
     def tick(self, now: float) -> tuple[Order, ...]:
@@ -273,8 +279,10 @@ class Lighthouse:
             orders.append(RefuseRequest(caller, RequestRefused(reason)))
         return orders
 
-    def _remove(self, job: str, state: _Job, replica_id: str, reason: str) -> list[Order]:
-        orders: list[Order] = [ReportLoss(job, replica_id, reason)]
+    def _remove(
+        self, job: str, state: _Job, replica_id: str, reason: str, between_steps: bool = False
+    ) -> list[Order]:
+        orders: list[Order] = [ReportLoss(job, replica_id, reason, between_steps)]
         held = state.held.pop(replica_id, None)
         caller = state.members.gone(replica_id)
         state.hangs.gone(replica_id)

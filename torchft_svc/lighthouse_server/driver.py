@@ -88,9 +88,10 @@ class LighthouseDriver:
         self._carry_out(self._core.heartbeat(job, replica_id, now, activity))
         return self._core.beat_interval_s(job)
 
-    def leave(self, job: str, replica_id: str, reason: str) -> None:
-        """The group is gone for good."""
-        self._carry_out(self._core.leave(job, replica_id, reason, time.monotonic()))
+    def leave(self, job: str, replica_id: str, reason: str, *, between_steps: bool = False) -> None:
+        """The group is gone for good; ``between_steps``: its fellows lose nothing by that."""
+        now = time.monotonic()
+        self._carry_out(self._core.leave(job, replica_id, reason, now, between_steps=between_steps))
 
     def open_session(self, job: str, replica_id: str, outbox: Outbox) -> float:
         """``outbox`` is the group's session from now on; returns the shortest useful beat interval.
@@ -156,6 +157,10 @@ class LighthouseDriver:
         self._arm()
 
     def _tell_loss(self, loss: ReportLoss) -> None:
+        if loss.between_steps:
+            # The news would make its fellows give up a step that it has finished.
+            log.info("group left job=%s replica=%s: %s", loss.job, loss.replica_id, loss.reason)
+            return
         log.warning("group lost job=%s replica=%s: %s", loss.job, loss.replica_id, loss.reason)
         fellows = self._core.fellows(loss.job, loss.replica_id)
         self._tell_all(loss.job, fellows, member_lost(loss.replica_id, loss.reason))

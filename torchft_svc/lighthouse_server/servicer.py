@@ -40,7 +40,12 @@ def lighthouse_service(
 
     async def leave(request: pb.LighthouseLeaveRequest, context: Context) -> bytes:
         check_name("replica_id", request.replica_id)
-        driver.leave(_job(context), request.replica_id, _reason(request.reason, "it has left"))
+        driver.leave(
+            _job(context),
+            request.replica_id,
+            _reason(request.reason, "it has left"),
+            between_steps=request.between_steps,
+        )
         return b""
 
     async def kill(request: pb.LighthouseKillRequest, context: Context) -> bytes:

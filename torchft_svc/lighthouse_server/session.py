@@ -78,8 +78,7 @@ class Session:
                 if message.withdrawal.number == self._number:  # or it has been overtaken
                     self._withdraw()
             elif kind == "leave":
-                check_text("reason", message.leave.reason, MAX_REASON_LENGTH)
-                self._reason = message.leave.reason or "it has left"
+                await self._leave(message.leave)
                 return
             else:
                 raise RequestRefused(f"a session has no place for {kind or 'an empty message'}")
@@ -93,6 +92,14 @@ class Session:
         self._withdraw()
         self._number = question.number
         self._question = self._tasks.start(self._answer(question), "session question")
+
+    async def _leave(self, leave: pb.SessionLeave) -> None:
+        """The group is out before its stream ends; a question gets its answer or its error."""
+        check_text("reason", leave.reason, MAX_REASON_LENGTH)
+        reason = leave.reason or "it has left"
+        self._driver.leave(self._job, self._replica_id, reason, between_steps=leave.between_steps)
+        if self._question is not None:
+            await asyncio.wait([self._question])
 
     def _withdraw(self) -> None:
         if self._question is not None:

@@ -13,8 +13,9 @@ from types import TracebackType
 from torchft_svc.env import for_child
 from torchft_svc.errors import DeadlineExceeded, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.rpc.cli import STOP_SIGNAL
 
-# SIGTERM makes the manager leave the lighthouse; it has this long before it is killed.
+# `STOP_SIGNAL` makes the manager leave the lighthouse; it has this long before it is killed.
 STOP_TIMEOUT_S = 1.5
 _READY = "manager listening on "
 
@@ -63,7 +64,7 @@ class ManagerProcess:
     def close(self) -> None:
         """Let it leave the lighthouse, and wait for its end; may be called twice."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+            self._process.send_signal(STOP_SIGNAL)
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -115,7 +115,7 @@ def main(
         )
     except UsageError as error:
         raise click.UsageError(str(error)) from None
-    run(lambda stop: _serve(config, stop), log_level, heeds_ctrl_c=owner_pid is None)
+    run(lambda stop: _serve(config, stop), log_level, has_owner=owner_pid is not None)
 
 
 async def _serve(config: ManagerConfig, stop: asyncio.Event) -> int:

@@ -94,11 +94,11 @@ class Connection:
         except asyncio.TimeoutError:
             raise self._why_not from None
 
-    async def leave(self, reason: str) -> None:
+    async def leave(self, reason: str, *, between_steps: bool = False) -> None:
         """See `Line.leave`."""
         self._left = True
         if self._line is not None:
-            await self._line.leave(reason)
+            await self._line.leave(reason, between_steps=between_steps)
 
     async def _hold(self, address: str) -> TorchFTError | None:
         """One connection to its end: why it broke, None if it was left."""

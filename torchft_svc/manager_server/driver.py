@@ -18,9 +18,8 @@ from torchft_svc.core.group import (
     Order,
     RefuseWorker,
     StopAsking,
-    Vote,
-    WorkerRequest,
 )
+from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import check_step
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed, TorchFTError
@@ -129,6 +128,7 @@ class ManagerDriver:
         """The group has to finish its step and end: every worker hears of it."""
         log.warning("draining: %r", reason)
         self._tell_workers(drain_news(reason))
+        self._carry_out(self._core.drain(reason))
 
     def _tell_workers(self, news: bytes) -> None:
         for outbox in self._workers.values():
@@ -176,7 +176,8 @@ class ManagerDriver:
                     self._asking.cancel()
             elif isinstance(order, LeaveLighthouse):
                 log.warning("leaving: %s", order.reason)
-                self._tasks.start(self._link.leave(order.reason), "leave the lighthouse")
+                leaving = self._link.leave(order.reason, between_steps=order.between_steps)
+                self._tasks.start(leaving, "leave the lighthouse")
             elif isinstance(order, AnswerWorker):
                 self._answer_worker(order)
             elif isinstance(order, AnswerVote):

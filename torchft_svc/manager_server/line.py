@@ -40,10 +40,12 @@ class Line(Protocol):
             TorchFTError: there is none; `Unreachable` if the lighthouse could not be asked.
         """
 
-    async def leave(self, reason: str) -> None:
+    async def leave(self, reason: str, *, between_steps: bool) -> None:
         """Tell the lighthouse that nobody has to wait for this group any more; never raises.
 
-        A sign of life that follows would bring the group back, so this ends `hold` too.
+        A sign of life that follows would bring the group back, so this ends `hold` too. A question
+        under way gets its answer or its error before this returns. ``between_steps``: the group has
+        finished its last step, so nobody has to give one up.
         """
 
 

@@ -67,13 +67,18 @@ class LighthouseLink:
                 log.warning("quorum failed, asking again: %s", error)
         raise AssertionError("the last attempt returns or raises")
 
-    async def leave(self, reason: str) -> None:
-        """Tell the lighthouse that nobody has to wait for this group any more."""
-        await self._connection.leave(reason)
+    async def leave(self, reason: str, *, between_steps: bool = False) -> None:
+        """Tell the lighthouse that nobody has to wait for this group any more.
+
+        ``between_steps``: nor has anybody to give up the step that it is in.
+        """
+        self._left = True
+        await self._connection.leave(reason, between_steps=between_steps)
         if self._holding is not None:
             self._holding.cancel()
 
     def _new_incarnation(self) -> None:
+        self._left = False
         self.replica_id = f"{self._config.replica_name}:{uuid.uuid4()}"
         self._connection = Connection(
             self._config, self._route, self.replica_id, self._open_session
@@ -115,6 +120,8 @@ class LighthouseLink:
                 return await self._ask_once(question, deadline)
             except (Unreachable, NotLeader) as error:
                 log.info("the lighthouse could not be asked: %s", error)
+            if self._left:
+                raise QuorumFailed("this group has left the lighthouse")
             await asyncio.sleep(MIN_RECONNECT_MS / 1000)  # a line that breaks is open for a moment
             if not self._connection.better:
                 await self._connection.opened(give_up_at - time.monotonic())

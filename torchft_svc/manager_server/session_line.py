@@ -74,6 +74,7 @@ class SessionLine:
             response_deserializer=parser(pb.SessionNews),
         )
         self._stream: Stream | None = None
+        self._over = asyncio.Event()  # no stream is open
         self._writing = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._number = 0
@@ -95,6 +96,7 @@ class SessionLine:
         finally:
             self._stream = None
             self._fail(broken)
+            self._over.set()
         if not self._left:
             raise broken
 
@@ -140,16 +142,19 @@ class SessionLine:
             withdrawal = pb.SessionWithdrawal(number=number)
             await self._send(stream, pb.SessionRequest(withdrawal=withdrawal))
 
-    async def leave(self, reason: str) -> None:
+    async def leave(self, reason: str, *, between_steps: bool) -> None:
         """See `Line.leave`; without a session the group is out already."""
         self._left = True
         if self._stream is None:
             return
-        request = pb.SessionRequest(leave=pb.SessionLeave(reason=reason))
+        request = pb.SessionRequest(
+            leave=pb.SessionLeave(reason=reason, between_steps=between_steps)
+        )
         stream = self._stream
         with contextlib.suppress(*_BROKEN):
             await asyncio.wait_for(self._send(stream, request), LEAVE_TIMEOUT_S)
-            await asyncio.wait_for(stream.code(), LEAVE_TIMEOUT_S)  # until the lighthouse ends it
+            # The lighthouse ends it; what it had told before has been read then.
+            await asyncio.wait_for(self._over.wait(), LEAVE_TIMEOUT_S)
 
     async def _session(self, on_open: Callable[[], None]) -> None:
         """One stream, from hello to its end."""
@@ -166,6 +171,7 @@ class SessionLine:
                 return
             interval_s = first.welcome.min_interval_ms / 1000
             self._stream = stream
+            self._over.clear()
             on_open()
             beats = asyncio.create_task(self._beat(stream, interval_s))
             try:

@@ -23,6 +23,8 @@ from torchft_svc.rpc.security import resolve_security
 
 # Three connections for each of ten thousand groups; at 30 KB each that is 1 GB at the most.
 MAX_DESCRIPTORS = 32_768
+# By which an owner ends its service: nobody else sends this one.
+STOP_SIGNAL = signal.SIGUSR1
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -110,12 +112,12 @@ def run(
     service: Callable[[asyncio.Event], Coroutine[Any, Any, int]],
     log_level: str,
     *,
-    heeds_ctrl_c: bool = True,
+    has_owner: bool = False,
 ) -> None:
     """Run ``service`` until it returns its exit status; SIGTERM and SIGINT set its event.
 
-    Without ``heeds_ctrl_c`` SIGINT is ignored: a terminal sends it to a trainer's children too, and
-    it is the trainer that decides when they stop.
+    With an owner only `STOP_SIGNAL` does, and the others are ignored: terminals and init systems
+    send them to a trainer's children too, and it is the trainer that decides when they stop.
     """
     logging.basicConfig(
         level=log_level.upper(),
@@ -125,7 +127,7 @@ def run(
     _spare_the_collector()
     _allow_descriptors()
     try:
-        status = uvloop.run(_until_stopped(service, heeds_ctrl_c))
+        status = uvloop.run(_until_stopped(service, has_owner))
     except UsageError as error:
         click.echo(f"Error: {error}", err=True)
         status = 2
@@ -152,13 +154,15 @@ def _allow_descriptors() -> None:
 
 
 async def _until_stopped(
-    service: Callable[[asyncio.Event], Coroutine[Any, Any, int]], heeds_ctrl_c: bool
+    service: Callable[[asyncio.Event], Coroutine[Any, Any, int]], has_owner: bool
 ) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
-    if heeds_ctrl_c:
-        loop.add_signal_handler(signal.SIGINT, stop.set)
-    else:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if has_owner:
+            signal.signal(number, signal.SIG_IGN)
+        else:
+            loop.add_signal_handler(number, stop.set)
+    if has_owner:
+        loop.add_signal_handler(STOP_SIGNAL, stop.set)
     return await service(stop)

@@ -6,7 +6,10 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from torchft_svc.core.activity import Activity
 from torchft_svc.core.assignment import assign
-from torchft_svc.core.group import AnswerWorker, Vote, WorkerRequest
+from torchft_svc.core.group import (
+    AnswerWorker,
+)
+from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Member, Quorum, check_step
 from torchft_svc.errors import QuorumFailed, TorchFTError
@@ -169,6 +172,7 @@ def worker_request_from_wire(message: pb.ManagerQuorumRequest) -> WorkerRequest:
         commit_failures=message.commit_failures,
         init_sync=message.init_sync if message.HasField("init_sync") else True,
         worker_id=message.worker_id,
+        draining=message.draining,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from typing import Any
 
@@ -50,6 +51,8 @@ class Outbox:
     ) -> None:
         """Write what is told until ``reading`` is over, whose error is raised here.
 
+        What was told before it ended in good order still goes out.
+
         Raises:
             RequestRefused: the client does not read.
             TorchFTError: what `fail` was told.
@@ -60,6 +63,8 @@ class Outbox:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in done:
                 end.result()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.flushed(), WRITE_GRACE_S)
         finally:
             self._is_ending = True
             if self._is_writing:

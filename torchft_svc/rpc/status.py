@@ -12,6 +12,7 @@ import grpc
 from torchft_svc.errors import (
     CommitFailed,
     DeadlineExceeded,
+    GroupLeft,
     NotLeader,
     QuorumFailed,
     RequestRefused,
@@ -31,13 +32,15 @@ _CODES: dict[type[TorchFTError], grpc.StatusCode] = {
     RequestRefused: grpc.StatusCode.INVALID_ARGUMENT,
     QuorumFailed: grpc.StatusCode.ABORTED,
     CommitFailed: grpc.StatusCode.ABORTED,
+    GroupLeft: grpc.StatusCode.ABORTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     Unreachable: grpc.StatusCode.UNAVAILABLE,
     NotLeader: grpc.StatusCode.UNAVAILABLE,
     Unauthorized: grpc.StatusCode.UNAUTHENTICATED,
 }
 _BY_NAME = {
-    kind.__name__: kind for kind in (RequestRefused, QuorumFailed, CommitFailed, Unauthorized)
+    kind.__name__: kind
+    for kind in (RequestRefused, QuorumFailed, CommitFailed, GroupLeft, Unauthorized)
 }
 
 Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[bytes | None]]
@@ -81,7 +84,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchFTError
 
 def error_to_wire(error: TorchFTError) -> tuple[str, str]:
     """The error's name, and its reason without the sentence that the receiver wraps around it."""
-    if isinstance(error, QuorumFailed | CommitFailed | Unauthorized):
+    if isinstance(error, QuorumFailed | CommitFailed | GroupLeft | Unauthorized):
         return type(error).__name__, error.reason
     return type(error).__name__, str(error)
 

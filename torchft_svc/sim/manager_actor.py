@@ -16,9 +16,8 @@ from torchft_svc.core.group import (
     Order,
     RefuseWorker,
     StopAsking,
-    Vote,
-    WorkerRequest,
 )
+from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.core.types import Quorum
 from torchft_svc.errors import CommitFailed, DeadlineExceeded, TorchFTError
 from torchft_svc.sim.invariants import Invariants

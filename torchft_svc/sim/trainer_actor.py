@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchft_svc.core.assignment import Assignment
-from torchft_svc.core.group import Vote, WorkerRequest
+from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.core.step import (
     Participation,
     Phase,

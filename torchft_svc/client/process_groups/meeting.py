@@ -17,6 +17,7 @@ SLICE_S = 0.05
 # Members come within a few milliseconds of one another, or not soon.
 _FIRST_LOOK_S = 0.001
 _LAST_LOOK_S = 0.02
+_MAX_DOUBLINGS = 16  # more than lead to the last; a float ends at 1024
 _PRESENT = "1"
 # Connecting to what is there takes milliseconds; this is for a lost packet.
 CONNECT_TIMEOUT_S = 5.0
@@ -84,7 +85,7 @@ def meet(
                 raise DeadlineExceeded(
                     "meeting the other groups", timeout_s, f"replica rank {other} did not come"
                 )
-            time.sleep(min(_FIRST_LOOK_S * 2**attempt, _LAST_LOOK_S))
+            time.sleep(min(_FIRST_LOOK_S * 2 ** min(attempt, _MAX_DOUBLINGS), _LAST_LOOK_S))
     check()
     if rank == 0:
         _forget_earlier(shared, prefix)

@@ -1,0 +1,48 @@
+"""A worker that trains until it is drained, as a process: run by test_draining.py.
+
+Arguments: the lighthouse's address and the group's name; the environment says which worker it is.
+Prints `training` after each step that two or more groups committed, `discarded` after one that was
+not committed, and `drained` with the step at its end.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from torch import nn
+
+from torchft_svc.client import DistributedDataParallel, Manager, OptimizerWrapper
+from torchft_svc.errors import Drained
+
+LIFE_S = 60.0
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Manager(
+        state_dict=model.state_dict,
+        load_state_dict=model.load_state_dict,
+        lighthouse_addr=sys.argv[1],
+        replica_id=sys.argv[2],
+    ) as manager:
+        optimizer = OptimizerWrapper(manager, sgd)
+        parallel = DistributedDataParallel(manager, model)
+        ends_at = time.monotonic() + LIFE_S
+        try:
+            while time.monotonic() < ends_at:
+                optimizer.zero_grad()
+                parallel(torch.ones(3, 4)).sum().backward()
+                num = manager.num_participants()
+                began_at = time.monotonic()
+                committed = optimizer.step()
+                print("training" if committed else "discarded", num, began_at, flush=True)
+        except Drained:
+            print("drained", manager.current_step(), flush=True)
+            raise
+
+
+main()

@@ -1,0 +1,137 @@
+"""Tests that a preempted group finishes its step, leaves and exits 0, and no other loses a step."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from running import eventually
+
+from torchft_svc.coordination import LighthouseClient
+
+from .training import lighthouse
+
+pytestmark = pytest.mark.processes
+PROGRAM = Path(__file__).with_name("drained_trainer.py")
+DEADLINE_S = 60.0
+# Far below the join timeout of the lighthouse, for which a group that did not leave is waited for.
+DELAY_S = 2.0
+JOIN_TIMEOUT_MS = 10_000
+
+
+class Worker:
+    """A process of a group, with a process group of its own, as a launcher makes it."""
+
+    def __init__(self, address: str, name: str, out: Path, **place: str) -> None:
+        self.out = out
+        with out.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, str(PROGRAM), address, name],
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1", **place},
+            )
+
+    def lines(self) -> list[list[str]]:
+        return [line.split() for line in self.out.read_text().splitlines()]
+
+    def steps(self, num_groups: int) -> int:
+        """How many steps it has committed with so many groups."""
+        return sum(line[:2] == ["training", str(num_groups)] for line in self.lines())
+
+    def waits_s(self) -> float:
+        """The longest time between two of its last hundred steps."""
+        at = [float(line[2]) for line in self.lines() if line[0] == "training"]
+        return max(after - before for before, after in itertools.pairwise(at[-100:]))
+
+    def last_step(self) -> str:
+        """At which step it was drained."""
+        (told,) = [line[1] for line in self.lines() if line[0] == "drained"]
+        return told
+
+    def ends(self) -> None:
+        assert self.process.wait(DEADLINE_S) == 0, self.out.read_text()
+        assert int(self.last_step()) > 0
+
+    def discards(self, num_groups: int) -> int:
+        """Steps discarded since the first that so many groups committed."""
+        words = [line[0] if line[0] != "training" else line[0] + line[1] for line in self.lines()]
+        return words[words.index(f"training{num_groups}") :].count("discarded")
+
+
+@contextlib.contextmanager
+def groups(
+    address: str, where: Path, names: str, group_world_size: int
+) -> Iterator[dict[str, list[Worker]]]:
+    """Groups that train together: the workers of each."""
+    made: dict[str, list[Worker]] = {}
+    try:
+        for name in names:
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                port = str(probe.getsockname()[1])
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            place["WORLD_SIZE"] = str(group_world_size)
+            made[name] = [
+                Worker(address, name, where / f"{name}{rank}", RANK=str(rank), **place)
+                for rank in range(group_world_size)
+            ]
+        for worker in itertools.chain(*made.values()):
+            eventually(lambda worker=worker: worker.steps(len(names)) >= 3, DEADLINE_S)
+        yield made
+    finally:
+        for worker in itertools.chain(*made.values()):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
+            worker.process.wait()
+
+
+def term(worker: Worker) -> None:
+    worker.process.send_signal(signal.SIGTERM)
+
+
+def term_group(worker: Worker) -> None:
+    """As systemd and Kubernetes do: every process, so the manager too."""
+    os.killpg(worker.process.pid, signal.SIGTERM)
+
+
+def test_a_signal_to_one_worker_drains_its_group_at_one_step(tmp_path: Path) -> None:
+    with (
+        lighthouse(join_timeout_ms=JOIN_TIMEOUT_MS) as address,
+        groups(address, tmp_path, "ab", 2) as made,
+    ):
+        term(made["b"][1])
+        for worker in made["b"]:
+            worker.ends()
+        assert made["b"][0].last_step() == made["b"][1].last_step(), "they end at one step"
+        for worker in made["a"]:
+            eventually(lambda worker=worker: worker.steps(1) >= 3, DEADLINE_S)
+            assert worker.waits_s() < DELAY_S
+        assert [worker.discards(2) for worker in made["a"] + made["b"]] == [0] * 4
+
+
+def test_preempted_groups_cost_nobody_a_step(tmp_path: Path) -> None:
+    with (
+        lighthouse(join_timeout_ms=JOIN_TIMEOUT_MS) as address,
+        groups(address, tmp_path, "abc", 1) as made,
+        LighthouseClient(address, timedelta(seconds=5)) as operator,
+    ):
+        (a,), (b,), (c,) = made.values()
+        term_group(c)
+        c.ends()
+        for worker in (a, b):
+            eventually(lambda worker=worker: worker.steps(2) >= 3, DEADLINE_S)
+        operator.drain("b", "maintenance")
+        b.ends()
+        eventually(lambda: a.steps(1) >= 3, DEADLINE_S)
+        assert a.waits_s() < DELAY_S
+        assert [worker.discards(3) for worker in (a, b, c)] == [0] * 3

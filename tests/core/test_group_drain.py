@@ -1,0 +1,77 @@
+"""Tests when a group that was told to end leaves: between two steps, and all workers at one."""
+
+from __future__ import annotations
+
+from torchft_svc.core.group import (
+    AnswerWorker,
+    AskLighthouse,
+    Group,
+    LeaveLighthouse,
+    Order,
+    RefuseWorker,
+)
+from torchft_svc.core.requests import Vote, WorkerRequest
+from torchft_svc.errors import GroupLeft, QuorumFailed
+
+from .scenes import member, quorum
+
+
+def request(group_rank: int, draining: bool = False) -> WorkerRequest:
+    return WorkerRequest(group_rank=group_rank, step=3, worker_id="w", draining=draining)
+
+
+def left(orders: tuple[Order, ...]) -> list[int]:
+    """The group leaves between two steps, and these callers are told."""
+    leave, *refusals = orders
+    assert isinstance(leave, LeaveLighthouse)
+    assert leave.between_steps
+    assert all(isinstance(r, RefuseWorker) and isinstance(r.error, GroupLeft) for r in refusals)
+    return [refusal.caller for refusal in refusals if isinstance(refusal, RefuseWorker)]
+
+
+def test_it_leaves_when_all_workers_have_asked_whoever_was_told() -> None:
+    group = Group(2)
+    assert group.quorum_requested(request(0), 1) == ()
+    assert left(group.quorum_requested(request(1, draining=True), 2)) == [1, 2]
+    group.quorum_requested(request(0), 3)
+    assert left(group.quorum_requested(request(1), 4)) == [3, 4], "for good"
+
+
+def test_it_finishes_the_step_that_it_is_in() -> None:
+    group = Group(1)
+    (ask,) = group.quorum_requested(request(0), 1)
+    assert isinstance(ask, AskLighthouse)
+    group.quorum_formed(ask.round, quorum(1, member("a", 3)))
+    assert group.drain("preempted") == ()
+    (answer,) = group.voted(Vote(group_rank=0, step=3, should_commit=True, worker_id="w"), 2)
+    assert answer.should_commit  # type: ignore[union-attr]
+    assert left(group.quorum_requested(request(0), 3)) == [3]
+
+
+def test_a_quorum_that_is_on_its_way_is_honoured() -> None:
+    group = Group(1)
+    (ask,) = group.quorum_requested(request(0), 1)
+    assert isinstance(ask, AskLighthouse)
+    assert left(group.drain("preempted")) == []
+    (answer,) = group.quorum_formed(ask.round, quorum(1, member("a", 3)))
+    assert isinstance(answer, AnswerWorker)
+    assert left(group.quorum_requested(request(0), 2)) == [2]
+
+
+def test_a_wait_for_a_quorum_ends_with_the_group() -> None:
+    group = Group(1)
+    (ask,) = group.quorum_requested(request(0), 1)
+    assert isinstance(ask, AskLighthouse)
+    group.drain("preempted")
+    (refusal,) = group.quorum_failed(ask.round, QuorumFailed("it is out"))
+    assert isinstance(refusal, RefuseWorker)
+    assert refusal.error.reason == "preempted"  # type: ignore[attr-defined]
+
+
+def test_the_workers_that_come_after_it_begin_anew() -> None:
+    group = Group(1)
+    group.attached(0, "w")
+    group.drain("preempted")
+    group.detached(0, "w", "it has stopped")
+    (ask,) = group.quorum_requested(request(0), 1)
+    assert isinstance(ask, AskLighthouse)
