@@ -150,9 +150,7 @@ class Manager:
         )
         machine = StepMachine(min_replica_size=min_replica_size, max_retries=max_retries)
         self._step = SharedStep(machine)
-        self._registry = StateRegistry()
-        if load_state_dict is not None or state_dict is not None:
-            self.register_state_dict_fn(DEFAULT_KEY, load_state_dict, state_dict)
+        self._registry = StateRegistry(load_state_dict, state_dict)
         brought = Brought(
             pg=pg,
             transport=checkpoint_transport,
@@ -160,11 +158,9 @@ class Manager:
             heeds_term=handle_sigterm,
             store=(store_addr, store_port),
         )
-        parts = self._runtime = start_runtime(self._rules, services, environment, brought)
-        self._stepper = Stepper(
-            parts.links, self._rules, self._step, parts.membership, parts.thread
-        )
-        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), parts)
+        run = self._runtime = start_runtime(self._rules, services, environment, brought)
+        self._stepper = Stepper(run.links, self._rules, self._step, run.membership, run.thread)
+        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), run)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -282,7 +278,7 @@ class Manager:
         state_dict: Callable[[], Any] | None,
     ) -> None:
         """Add a piece of state that groups heal by; every group must register the same keys."""
-        self._registry.register(key, load_state_dict, state_dict)  # type: ignore[arg-type]
+        self._registry.register(key, load_state_dict, state_dict)
 
     def set_state_dict_fns(
         self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]

@@ -69,13 +69,22 @@ class ReadGate:
 
 
 class StateRegistry:
-    """Named pieces of state, each with a function that saves and one that loads it."""
+    """Named pieces of state, each with a function that saves and one that loads it.
 
-    def __init__(self) -> None:
+    ``load`` and ``save`` are those of the first piece, which needs no name; both or neither.
+    """
+
+    def __init__(
+        self, load: Callable[[Any], None] | None = None, save: Callable[[], Any] | None = None
+    ) -> None:
         self._pieces: dict[str, _Piece] = {}
         self.gate = ReadGate()
+        if load is not None or save is not None:
+            self.register(DEFAULT_KEY, load, save)
 
-    def register(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
+    def register(
+        self, key: str, load: Callable[[Any], None] | None, save: Callable[[], Any] | None
+    ) -> None:
         """Add a piece.
 
         Raises:
@@ -88,6 +97,8 @@ class StateRegistry:
         for name, function in (("load_state_dict", load), ("state_dict", save)):
             if not callable(function):
                 raise ConfigError(name, function, "a function is needed")
+        assert load is not None
+        assert save is not None
         self._pieces[key] = _Piece(load, save)
 
     def collect(self, counters: dict[str, int], timeout_s: float) -> dict[str, Any]:
