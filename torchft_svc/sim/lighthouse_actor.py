@@ -63,6 +63,7 @@ class LighthouseActor:
 
     def _come_back(self) -> None:
         self.process = self._next
+        self._invariants.ids.restarted()
         self._invariants.progress.restarted()
         self._begin()
         self._story.tell("lighthouse", "is back")
