@@ -71,9 +71,9 @@ def test_a_vote_without_a_quorum_is_refused() -> None:
 def test_a_late_vote_does_not_count_in_the_next_round() -> None:
     group = in_round(2)
     group.quorum_requested(request(0), 30)
+    group.quorum_requested(request(1), 32)
     with pytest.raises(RequestRefused, match=NOTHING):
         group.voted(vote(1, round=1), 31)
-    group.quorum_requested(request(1), 32)
     group.quorum_formed(2, QUORUM)
     with pytest.raises(RequestRefused, match="belongs to round 1, this is round 2"):
         group.voted(vote(1, round=1), 33)
@@ -96,8 +96,7 @@ def test_a_voter_that_gives_up_releases_the_others() -> None:
     group.voted(vote(1), 21)
     sentence = "no commit decision: group rank 0 gave up waiting"
     assert plain(group.withdrawn(20)) == [Refused(21, "CommitFailed", sentence)]
-    with pytest.raises(RequestRefused, match=NOTHING):
-        group.voted(vote(2), 22)
+    assert plain(group.voted(vote(2), 22)) == [Refused(22, "CommitFailed", sentence)]
 
 
 def test_giving_up_after_the_decision_changes_nothing() -> None:
@@ -112,6 +111,33 @@ def test_a_worker_that_asks_instead_of_voting_releases_the_voters() -> None:
     group.voted(vote(0), 20)
     sentence = "no commit decision: group rank 1 asked for a new quorum instead of voting"
     assert plain(group.quorum_requested(request(1), 21)) == [Refused(20, "CommitFailed", sentence)]
+
+
+def test_a_voter_that_is_later_than_the_next_question_learns_what_was_decided() -> None:
+    """A no is final at once, and its voter does not wait for the others before it goes on."""
+    for number in (0, 1):  # 0: a client that does not know rounds
+        group = in_round(2)
+        group.voted(vote(0, yes=False), 20)
+        group.quorum_requested(request(0), 21)
+        assert group.voted(vote(1, round=number), 22) == (AnswerVote(22, False),)
+        assert group.quorum_requested(request(1), 23) == (asks(2),)
+
+
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_late_vote_for_another_step_is_refused(step: int) -> None:
+    group = in_round(2)
+    group.voted(vote(0, yes=False), 20)
+    group.quorum_requested(request(0), 21)
+    with pytest.raises(RequestRefused, match=NOTHING):
+        group.voted(vote(1, step=step), 22)
+
+
+def test_a_voter_that_is_later_than_a_death_learns_of_it() -> None:
+    group = in_round(2)
+    group.attached(0, "x")
+    group.detached(0, "x", "its process ended")
+    sentence = "no commit decision: group rank 0 is gone: its process ended"
+    assert plain(group.voted(vote(1), 20)) == [Refused(20, "CommitFailed", sentence)]
 
 
 def test_rounds_go_on_above_those_of_an_earlier_manager() -> None:

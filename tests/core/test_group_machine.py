@@ -42,6 +42,7 @@ class Barriers(RuleBasedStateMachine):
         self.last_round = 0
         self.votes: dict[int, bool] = {}  # that were taken in this round, by group rank
         self.decisions: set[bool] = set()
+        self.over = False  # the commit barrier, because somebody asked again or was lost
         self.lines: dict[int, str] = {}
         self.known: dict[int, str] = {}  # the worker that was last met at each rank
         self.is_new = False  # whether another one has been met since the last question
@@ -67,6 +68,7 @@ class Barriers(RuleBasedStateMachine):
             taken = [each for each in waiting.values() if each.group_rank == rank]
             assert rank >= self.group.world_size or taken[0].worker_id != request.worker_id
             return
+        self.over = True
         self.asking[self.caller] = request
         self.is_new |= self.known.setdefault(rank, request.worker_id) != request.worker_id
         self.known[rank] = request.worker_id
@@ -83,11 +85,22 @@ class Barriers(RuleBasedStateMachine):
             orders = self.group.voted(vote, self.caller)
         except RequestRefused:
             return
+        if self.over:
+            self.check_late_answer(orders)
+            return
         assert number in (0, self.last_round)
         assert self.question is None, "no vote counts while a new quorum is due"
         assert self.votes.setdefault(rank, yes) == yes, "a vote can not be changed"
         self.voting[self.caller] = vote
         self.carry_out(orders)
+
+    def check_late_answer(self, orders: tuple[Order, ...]) -> None:
+        """Who votes late learns what was decided, or that nothing was; it decides nothing."""
+        (order,) = orders
+        assert order.caller == self.caller
+        told = {order.should_commit} if isinstance(order, AnswerVote) else set()
+        assert told == self.decisions
+        assert told or isinstance(order, RefuseWorker)
 
     @rule(data=st.data())
     def worker_gives_up(self, data: st.DataObject) -> None:
@@ -96,6 +109,7 @@ class Barriers(RuleBasedStateMachine):
             return
         caller = data.draw(st.sampled_from(waiting))
         is_asking = caller in self.asking
+        self.over |= not is_asking
         del (self.asking if is_asking else self.voting)[caller]
         self.carry_out(self.group.withdrawn(caller))
         assert not (self.asking if is_asking else self.voting), "it releases the others"
@@ -114,7 +128,7 @@ class Barriers(RuleBasedStateMachine):
         assert {(each.quorum, each.round) for each in answers} == {(seen, number)}
         assert {each.caller: each.request for each in answers} == waiting
         self.question = None
-        self.votes, self.decisions = {}, set()
+        self.votes, self.decisions, self.over = {}, set(), False
         self.carry_out(orders)
         assert not self.asking, "all ranks get one answer"
 
@@ -144,6 +158,7 @@ class Barriers(RuleBasedStateMachine):
         if not self.lines:
             return
         rank = data.draw(st.sampled_from(sorted(self.lines)))
+        self.over = True
         self.carry_out(self.group.detached(rank, self.lines.pop(rank), "killed"))
         assert not self.asking, "its death releases the others"
         assert not self.voting, "its death releases the others"

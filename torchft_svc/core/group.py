@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchft_svc.core.ended import EndedBarrier
 from torchft_svc.core.requests import Vote, WorkerRequest
-from torchft_svc.core.types import MAX_ADDRESS_LENGTH, MAX_INT64, Quorum, check_text
+from torchft_svc.core.types import Quorum
 from torchft_svc.errors import (
     CommitFailed,
     ConfigError,
@@ -101,6 +102,7 @@ class Group:
         self._votes: dict[int, tuple[Vote, int]] = {}
         self._steps: frozenset[int] = frozenset()  # that a vote in this round may name
         self._decision: bool | None = None
+        self._ended: EndedBarrier | None = None  # nobody has been told another quorum since
         self._workers: dict[int, str] = {}
         self._attached: dict[int, str] = {}
         self._restarted = False
@@ -157,7 +159,8 @@ class Group:
         Raises:
             RequestRefused: the rank does not exist, or is taken by another worker.
         """
-        self._check_request(request)
+        self._check_rank(request.group_rank)
+        request.check()
         waiting = self._requests.get(request.group_rank)
         if waiting and waiting[0].worker_id != request.worker_id:
             raise self._taken(request.group_rank)
@@ -177,7 +180,7 @@ class Group:
         self._meet(request)
         steps = {asked.step for asked, _ in self._requests.values()}
         if len(steps) > 1:
-            return (*orders, *self._refuse_requests(self._different_steps()))
+            return (*orders, *self._refuse_requests(_different_steps(self._requests)))
         if len(self._requests) < self.world_size:
             return tuple(orders)
         if self._drain_reason is not None:
@@ -195,6 +198,7 @@ class Group:
         ]
         asked_step = next(iter(self._requests.values()))[0].step
         self._steps = frozenset((asked_step, quorum.max_step))
+        self._ended = None
         self._asking = False
         self._requests = {}
         return tuple(answers)
@@ -228,6 +232,8 @@ class Group:
     def voted(self, vote: Vote, caller: int) -> tuple[Order, ...]:
         """A worker votes. One no decides at once, a yes needs all.
 
+        After a no its voter may ask again before the others vote: they learn what was decided.
+
         A vote in a round of the manager before this one, which died, is taken up: what that one
         told the other workers shows in the step that they ask for by now, and if they were told
         nothing they vote again, too.
@@ -238,6 +244,8 @@ class Group:
         """
         self._check_rank(vote.group_rank)
         if not self._is_inherited(vote):
+            if self._ended is not None and self._is_late(vote, self._ended):
+                return (_answer_late(caller, self._ended),)
             self._check_round(vote)
         elif self._requests:
             return (AnswerVote(caller, self._has_committed(vote.step)),)
@@ -296,14 +304,6 @@ class Group:
                 f"group rank {group_rank} is outside this group of {self.world_size} workers"
             )
 
-    def _check_request(self, request: WorkerRequest) -> None:
-        self._check_rank(request.group_rank)
-        for field in ("step", "commit_failures"):
-            if not 0 <= getattr(request, field) <= MAX_INT64:
-                raise RequestRefused(f"{field} is {getattr(request, field)}, must be 0 or more")
-        check_text("checkpoint address", request.checkpoint_address, MAX_ADDRESS_LENGTH)
-        check_text("worker id", request.worker_id, MAX_ADDRESS_LENGTH)
-
     def _check_round(self, vote: Vote) -> None:
         if not self._steps:
             raise RequestRefused("there is nothing to vote on: no quorum yet, or a new one is due")
@@ -316,6 +316,10 @@ class Group:
             raise RequestRefused(
                 f"the vote is for step {vote.step}, the group is at step {expected}"
             )
+
+    def _is_late(self, vote: Vote, ended: EndedBarrier) -> bool:
+        """Whether it belongs to the barrier that is over, of a worker that has not asked again."""
+        return vote.group_rank not in self._requests and ended.concerns(vote.round, vote.step)
 
     def _is_inherited(self, vote: Vote) -> bool:
         return self._round < self._first_round and 0 < vote.round < self._first_round
@@ -366,23 +370,30 @@ class Group:
         dropped: list[Order] = [
             RefuseWorker(who, CommitFailed(reason)) for _, who in self._votes.values() if undecided
         ]
+        if self._steps:
+            self._ended = EndedBarrier(self._round, self._steps, self._decision, reason)
         self._votes = {}
         self._steps = frozenset()
         self._decision = None
         return dropped
-
-    def _different_steps(self) -> RequestRefused:
-        steps = ", ".join(
-            f"rank {rank} at step {request.step}"
-            for rank, (request, _) in sorted(self._requests.items())
-        )
-        return RequestRefused(f"the workers of this group are at different steps: {steps}")
 
     def _taken(self, group_rank: int) -> RequestRefused:
         return RequestRefused(
             f"group rank {group_rank} is taken: another worker with this rank already waits; "
             "give every worker of the group a rank of its own"
         )
+
+
+def _answer_late(caller: int, ended: EndedBarrier) -> AnswerVote | RefuseWorker:
+    if ended.decision is None:
+        return RefuseWorker(caller, CommitFailed(ended.reason))
+    return AnswerVote(caller, ended.decision)
+
+
+def _different_steps(requests: dict[int, tuple[WorkerRequest, int]]) -> RequestRefused:
+    named = sorted((request.group_rank, request.step) for request, _ in requests.values())
+    steps = ", ".join(f"rank {rank} at step {step}" for rank, step in named)
+    return RequestRefused(f"the workers of this group are at different steps: {steps}")
 
 
 def _newer(group_rank: int) -> str:

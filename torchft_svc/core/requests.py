@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchft_svc.core.types import MAX_ADDRESS_LENGTH, MAX_INT64, check_text
+from torchft_svc.errors import RequestRefused
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRequest:
@@ -17,6 +20,14 @@ class WorkerRequest:
     init_sync: bool = True
     worker_id: str = ""
     draining: bool = False
+
+    def check(self) -> None:
+        """Raise `RequestRefused` if a field from the network is out of bounds."""
+        for field in ("step", "commit_failures"):
+            if not 0 <= getattr(self, field) <= MAX_INT64:
+                raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 or more")
+        check_text("checkpoint address", self.checkpoint_address, MAX_ADDRESS_LENGTH)
+        check_text("worker id", self.worker_id, MAX_ADDRESS_LENGTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
