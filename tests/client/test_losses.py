@@ -1,8 +1,54 @@
-"""Tests the news of a loss: it counts for the quorum that it belongs to, and for no later one."""
+"""Tests what the news of a lost group mean for quorums before and after it."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
+
+from torchft_svc.client.process_groups import ProcessGroupDummy
+from torchft_svc.client.rounds import Membership
+from torchft_svc.coordination import QuorumResult
+from torchft_svc.errors import QuorumFailed
+
 from .training import lighthouse, together, trainers
+
+QUORUM = QuorumResult(
+    quorum_id=7,
+    replica_rank=0,
+    replica_world_size=2,
+    recover_src_manager_address="",
+    recover_src_replica_rank=None,
+    recover_dst_replica_ranks=[],
+    store_address="",
+    max_step=1,
+    max_replica_rank=0,
+    max_world_size=2,
+    heal=False,
+    commit_failures=0,
+    replica_ids=["a:1", "b:1"],
+    store_prefix="",
+)
+
+
+def test_a_loss_that_is_heard_before_its_quorum_counts() -> None:
+    membership = Membership(ProcessGroupDummy())
+    membership.lose("b:1", "killed", 7)
+    with pytest.raises(QuorumFailed, match="b:1 is gone: killed"):
+        membership.check_losses(QUORUM)
+
+
+def test_a_group_that_was_lost_may_come_back_into_a_later_quorum() -> None:
+    membership = Membership(ProcessGroupDummy())
+    membership.lose("b:1", "no sign of life", 7)
+    membership.check_losses(dataclasses.replace(QUORUM, quorum_id=8))
+
+
+@pytest.mark.parametrize("who", ["a:1", "c:1"], ids=["itself", "a stranger"])
+def test_others_losses_do_not_matter(who: str) -> None:
+    membership = Membership(ProcessGroupDummy())
+    membership.lose(who, "killed", 7)
+    membership.check_losses(QUORUM)
 
 
 def test_a_group_whose_session_broke_is_met_again() -> None:
@@ -15,7 +61,7 @@ def test_a_group_whose_session_broke_is_met_again() -> None:
         others = [
             name for rank, name in enumerate(quorum.replica_ids) if rank != quorum.replica_rank
         ]
-        membership.lose(others[0], "its session ended")
+        membership.lose(others[0], "its session ended", quorum.quorum_id)
 
         def fails() -> bool:
             a.backward()

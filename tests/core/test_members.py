@@ -117,6 +117,17 @@ def test_rule_3_a_cold_start_is_over_when_all_have_asked() -> None:
     assert scene.take_quorums() == [(1, ["a", "b", "c"])]
 
 
+def test_a_loss_names_the_quorum_that_it_is_a_loss_for() -> None:
+    """The group may come back, under the same id, into a later one."""
+    scene = formed("a", "b")
+    scene.leave("b")
+    assert [order.quorum_id for order in scene.take()] == [1]
+    fresh = Scene()
+    fresh.beat("a")
+    fresh.leave("a")
+    assert [order.quorum_id for order in fresh.take()] == [0]
+
+
 def test_rule_3_a_group_that_dies_is_waited_for_no_longer() -> None:
     scene = formed("a", "b", "c")
     scene.ask_all("a", "c", step=1)

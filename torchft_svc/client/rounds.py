@@ -104,13 +104,32 @@ class RoundRequest:
     timeout_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """``replica_id`` is gone, which was in quorum ``quorum_id`` and may be back in a later one."""
+
+    replica_id: str
+    reason: str
+    quorum_id: int
+
+    def concerns(self, quorum: QuorumResult) -> bool:
+        """Whether another group of ``quorum`` is gone; news may come before the quorum itself."""
+        if quorum.quorum_id > self.quorum_id:
+            return False
+        mine = quorum.replica_ids[quorum.replica_rank] if quorum.replica_ids else ""
+        return self.replica_id != mine and self.replica_id in quorum.replica_ids
+
+    def __str__(self) -> str:
+        return f"{self.replica_id} is gone: {self.reason}"
+
+
 class Membership:
     """The quorum that ``pg`` was last built for, and who of it is gone since."""
 
     def __init__(self, pg: ProcessGroup) -> None:
         self.quorum: QuorumResult | None = None
         self._pg = pg
-        self._losses: deque[tuple[str, str]] = deque(maxlen=_MAX_LOSSES)
+        self._losses: deque[_Loss] = deque(maxlen=_MAX_LOSSES)
         self._newcomers: frozenset[str] = frozenset()  # replaced as a whole, for other threads
 
     @property
@@ -130,32 +149,23 @@ class Membership:
         """This is the next quorum."""
         self._newcomers = self._newcomers.difference(quorum.replica_ids)
 
-    def lose(self, replica_id: str, reason: str) -> None:
-        """A group is gone; to be called on any thread."""
-        self._losses.append((replica_id, reason))
+    def lose(self, replica_id: str, reason: str, quorum_id: int) -> None:
+        """A member of quorum ``quorum_id`` is gone; to be called on any thread."""
+        loss = _Loss(replica_id, reason, quorum_id)
+        self._losses.append(loss)
         quorum = self.quorum
-        if quorum is not None and replica_id in _others(quorum):
-            self._pg.lose_member(quorum.quorum_id, f"{replica_id} is gone: {reason}")
-
-    def forget_losses(self) -> None:
-        """A question is asked now: whoever is in its answer has come back since."""
-        self._losses.clear()
+        if quorum is not None and loss.concerns(quorum):
+            self._pg.lose_member(quorum.quorum_id, str(loss))
 
     def check_losses(self, quorum: QuorumResult) -> None:
         """Raise `QuorumFailed` if the news of a loss came before the quorum itself."""
-        others = _others(quorum)
-        for replica_id, reason in list(self._losses):
-            if replica_id in others:
-                raise QuorumFailed(f"{replica_id} is gone: {reason}")
+        for loss in list(self._losses):
+            if loss.concerns(quorum):
+                raise QuorumFailed(str(loss))
 
     def fits(self, quorum: QuorumResult) -> bool:
         """Whether the process group has the members of ``quorum`` already."""
         return self.quorum is not None and self.quorum.quorum_id == quorum.quorum_id
-
-
-def _others(quorum: QuorumResult) -> set[str]:
-    mine = quorum.replica_rank
-    return {name for rank, name in enumerate(quorum.replica_ids) if rank != mine}
 
 
 class Round:
@@ -212,7 +222,6 @@ class Round:
     def _run(self) -> None:
         if self._membership.quorum is None and self._request.allow_heal:
             self._expect_state()
-        self._membership.forget_losses()
         quorum = self.quorum = self._ask()
         problem = self._meet(quorum)
         heals = quorum.heal and self._request.allow_heal

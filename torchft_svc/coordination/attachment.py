@@ -27,12 +27,12 @@ _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
 class Listeners:
     """Who hears which news; called on the thread that reads them, so none may wait for long.
 
-    ``on_loss``: a member of the last quorum is dead or has left (replica id, reason). ``on_kill``:
-    this worker has to end at once, ``on_drain``: when its step is finished (the reason).
-    ``on_waiting``: a group waits to join the last quorum (replica id).
+    ``on_loss``: a member of the last quorum is dead or has left (replica id, reason, id of that
+    quorum). ``on_kill``: this worker has to end at once, ``on_drain``: when its step is finished
+    (the reason). ``on_waiting``: a group waits to join the last quorum (replica id).
     """
 
-    on_loss: Callable[[str, str], None]
+    on_loss: Callable[[str, str, int], None]
     on_kill: Callable[[str], None]
     on_drain: Callable[[str], None]
     on_waiting: Callable[[str], None]
@@ -40,7 +40,7 @@ class Listeners:
     def hear(self, news: pb.AttachNews) -> None:
         kind = news.WhichOneof("kind")
         if kind == "lost":
-            self.on_loss(news.lost.replica_id, news.lost.reason)
+            self.on_loss(news.lost.replica_id, news.lost.reason, news.lost.quorum_id)
         elif kind == "kill":
             self.on_kill(news.kill.reason)
         elif kind == "drain":

@@ -46,12 +46,14 @@ class ReportLoss:
     """``replica_id`` is no longer alive, because of ``reason``.
 
     ``between_steps``: it left when it had finished its step, so its fellows lose nothing.
+    ``quorum_id``: of the job's last quorum (0: none yet); the group may come back into a later one.
     """
 
     job: str
     replica_id: str
     reason: str
     between_steps: bool = False
+    quorum_id: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +284,9 @@ class Lighthouse:
     def _remove(
         self, job: str, state: _Job, replica_id: str, reason: str, between_steps: bool = False
     ) -> list[Order]:
-        orders: list[Order] = [ReportLoss(job, replica_id, reason, between_steps)]
+        previous = state.members.previous
+        quorum_id = previous.quorum_id if previous is not None else 0
+        orders: list[Order] = [ReportLoss(job, replica_id, reason, between_steps, quorum_id)]
         held = state.held.pop(replica_id, None)
         caller = state.members.gone(replica_id)
         state.hangs.gone(replica_id)

@@ -19,6 +19,7 @@ from torchft_svc.core.lighthouse import (
 )
 from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded, NotLeader, RequestRefused, TorchFTError
+from torchft_svc.lighthouse_server.pauses import Pauses
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (
     beat_from_wire,
@@ -56,6 +57,7 @@ class LighthouseDriver:
         self._timer_at = float("inf")
         self._quorum_ids: dict[str, int] = {}  # the last one logged, by job
         self._sessions: dict[tuple[str, str], Outbox] = {}
+        self._pauses = Pauses(self._core.why)
 
     async def quorum(self, job: str, member: Member, timeout_s: float) -> bytes:
         """Wait for a quorum with ``member``; the encoded answer.
@@ -70,7 +72,10 @@ class LighthouseDriver:
         expiry = loop.call_later(timeout_s, self._expire, job, answer, timeout_s)
         try:
             self._carry_out(self._core.request(job, member, caller, time.monotonic()))
-            return await answer
+            if answer.done():
+                return answer.result()
+            with self._pauses.waiting(job):
+                return await answer
         finally:
             expiry.cancel()
             if self._answers.pop(caller, None) is not None:
@@ -163,7 +168,7 @@ class LighthouseDriver:
             return
         log.warning("group lost job=%s replica=%s: %s", loss.job, loss.replica_id, loss.reason)
         fellows = self._core.fellows(loss.job, loss.replica_id)
-        self._tell_all(loss.job, fellows, member_lost(loss.replica_id, loss.reason))
+        self._tell_all(loss.job, fellows, member_lost(loss.replica_id, loss.reason, loss.quorum_id))
 
     def _tell_all(self, job: str, replica_ids: Iterable[str], news: bytes) -> None:
         """Tell those of the groups that have a session."""

@@ -188,12 +188,14 @@ class SessionRefusal(_message.Message):
     def __init__(self, number: _Optional[int] = ..., error: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class MemberLost(_message.Message):
-    __slots__ = ("replica_id", "reason")
+    __slots__ = ("replica_id", "reason", "quorum_id")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     reason: str
-    def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    quorum_id: int
+    def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., quorum_id: _Optional[int] = ...) -> None: ...
 
 class MemberWaiting(_message.Message):
     __slots__ = ("replica_id",)

@@ -86,9 +86,9 @@ def answers(number: int) -> bytes:
     return pb.SessionNews(answers=number).SerializeToString()
 
 
-def member_lost(replica_id: str, reason: str) -> bytes:
+def member_lost(replica_id: str, reason: str, quorum_id: int) -> bytes:
     """The news that a member of the last quorum is gone."""
-    lost = pb.MemberLost(replica_id=replica_id, reason=reason)
+    lost = pb.MemberLost(replica_id=replica_id, reason=reason, quorum_id=quorum_id)
     return pb.SessionNews(lost=lost).SerializeToString()
 
 
