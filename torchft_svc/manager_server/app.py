@@ -17,6 +17,10 @@ from torchft_svc.rpc.address import HostPort, advertised_host, parse_address
 from torchft_svc.rpc.serving import Service, serve
 from torchft_svc.rpc.tasks import Tasks
 
+# A worker that is frozen while its manager is not: twice this is below the time after which a
+# lighthouse takes a frozen group for dead (5 s by default). It costs a small packet every 2 s.
+WORKER_KEEPALIVE_MS = 2_000
+
 
 @dataclass(frozen=True, slots=True)
 class RunningManager:
@@ -47,7 +51,7 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
 
     bind = parse_address(config.bind, may_bind=True)
     async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(serve(build, bind, config.security))
+        await stack.enter_async_context(serve(build, bind, config.security, WORKER_KEEPALIVE_MS))
         await stack.enter_async_context(tasks)
         stack.push_async_callback(link.leave, "its manager stops")
         link.start()

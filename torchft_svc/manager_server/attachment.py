@@ -38,7 +38,7 @@ async def attach(
     check_text("worker id", worker_id, MAX_ADDRESS_LENGTH)
     outbox = Outbox()
     driver.attach(group_rank, worker_id, outbox)
-    reason = "its process ended"
+    reason = "its process ended, or does not answer"
     try:
         outbox.tell(pb.AttachNews(welcome=pb.AttachWelcome()).SerializeToString())
         await outbox.exchange(_read(driver, group_rank, requests), context)

@@ -16,20 +16,26 @@ MAX_RECONNECT_MS = 500
 # Longer, and a lighthouse whose packets were lost would be missed for as long when it is back.
 MAX_CONNECTING_MS = 1000
 
-# A host that vanishes closes nothing: ask for a sign of life, and give up without one.
+# A host that vanishes closes nothing: a sign of life is asked for after so long, and waited for as
+# long again.
 KEEPALIVE_MS = 5_000
 # The same for a lighthouse where there is another one to go to.
 IMPATIENT_KEEPALIVE_MS = 2_000
 
 
 def keepalive(interval_ms: int = KEEPALIVE_MS) -> tuple[tuple[str, int], ...]:
-    """A connection is given up within twice ``interval_ms``."""
+    """A silent connection is given up within twice ``interval_ms``.
+
+    gRPC answers for a process that runs, even if a long call holds its interpreter lock.
+    """
     return (
         ("grpc.keepalive_time_ms", interval_ms),
         ("grpc.keepalive_timeout_ms", interval_ms),
         # That alone ends nothing while the peer's system confirms what the frozen process never
-        # reads.
+        # reads; this does, and its default is a minute.
         ("grpc.http2.ping_timeout_ms", interval_ms),
+        # By default nothing is asked any more where nothing was said twice.
+        ("grpc.http2.max_pings_without_data", 0),
     )
 
 

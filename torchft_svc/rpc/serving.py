@@ -17,7 +17,7 @@ from torchft_svc.errors import AddressError, TorchFTError
 from torchft_svc.proto import torchft_pb2
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.calls import Calls
-from torchft_svc.rpc.channel import keepalive
+from torchft_svc.rpc.channel import KEEPALIVE_MS, keepalive
 from torchft_svc.rpc.guard import TokenGuard
 from torchft_svc.rpc.parsing import parser, refusing_garbage, refusing_garbage_in_stream
 from torchft_svc.rpc.security import PLAIN, Security
@@ -42,8 +42,6 @@ _OPTIONS = (
     ("grpc.max_concurrent_streams", 10_000),
     # Estimating the bandwidth costs pings, and these messages are small.
     ("grpc.http2.bdp_probe", 0),
-    # A host that vanished without a word must not keep its streams open for ever.
-    *keepalive(),
     # Clients ask for signs of life as often as they like.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
@@ -121,11 +119,15 @@ def _as_is(answer: bytes) -> bytes:
 
 @contextlib.asynccontextmanager
 async def serve(
-    build: Callable[[HostPort], Service], bind: HostPort, security: Security = PLAIN
+    build: Callable[[HostPort], Service],
+    bind: HostPort,
+    security: Security = PLAIN,
+    keepalive_ms: int = KEEPALIVE_MS,
 ) -> AsyncIterator[HostPort]:
     """Serve until the block is left; gives the address with the port that was really bound.
 
-    ``build`` makes the service once that address is known.
+    ``build`` makes the service once that address is known. The streams of a caller that is frozen,
+    or whose host vanished without a word, are ended after twice ``keepalive_ms``.
 
     Raises:
         AddressError: nothing can be bound there (port in use, not an address of this machine, ...).
@@ -136,7 +138,8 @@ async def serve(
     guards = () if security.token is None else (TokenGuard(security),)
     if security.token is not None and credentials is None:
         log.warning("the token travels unencrypted: set TORCHFT_TLS_CERT and TORCHFT_TLS_KEY")
-    server = grpc.aio.server(options=_OPTIONS, interceptors=guards)
+    options = (*_OPTIONS, *keepalive(keepalive_ms))
+    server = grpc.aio.server(options=options, interceptors=guards)
     try:
         if credentials is None:
             port = server.add_insecure_port(bind.target)
