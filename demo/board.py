@@ -12,6 +12,7 @@ from demo.events import (
     Event,
     Exited,
     Finished,
+    Healed,
     Joined,
     Killed,
     PhaseBegan,
@@ -114,6 +115,8 @@ def _change(status: GroupStatus, event: Event) -> str | None:
         case Discarded():
             status.num_discards += 1
             return f"discarded an update; still at step {event.step}"
+        case Healed():
+            return "has taken over another group's state"
         case Killed():
             phase = status.phase.phase if status.phase else "its start"
             where = "while it heals" if status.state == "healing" else f"in phase {phase}"

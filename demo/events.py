@@ -15,11 +15,15 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Something that happened to one incarnation (0, 1, ...) of a replica group."""
+    """Something that happened to one incarnation (0, 1, ...) of a replica group.
+
+    ``worker`` is the group rank of the worker that tells it.
+    """
 
     group: int
     incarnation: int
     at: float
+    worker: int = 0
 
     @property
     def life(self) -> tuple[int, int]:
@@ -48,21 +52,35 @@ class PhaseBegan(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Committed(Event):
-    """Update number ``step`` was applied; ``digest`` covers parameters and optimizer state then."""
+    """Update number ``step`` was applied; ``digest`` covers parameters and optimizer state then.
+
+    ``quorum_id`` and ``members``, the replica ids of that quorum, are left out by who has no use.
+    """
 
     step: int
     loss: float
     digest: str
     num_participants: int
     participating: bool
+    quorum_id: int = 0
+    members: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Discarded(Event):
-    """An update was given up; ``step`` and ``digest`` describe the state afterwards."""
+    """An update was given up; ``step`` and ``digest`` describe the state afterwards.
+
+    ``reason`` is the first error of the step, if this worker saw one.
+    """
 
     step: int
     digest: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Healed(Event):
+    """Another group's state was put in place; the update after it is the next to be committed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +107,10 @@ class Exited(Event):
 
 _KINDS: dict[str, type[Event]] = {
     kind.__name__: kind
-    for kind in (Started, Joined, PhaseBegan, Committed, Discarded, Finished, Killed, Exited)
+    for kind in (
+        *(Started, Joined, PhaseBegan, Committed, Discarded),
+        *(Healed, Finished, Killed, Exited),
+    )
 }
 # What a trainer works on, in this order: ``record`` is all that follows the update until the next.
 PHASES = ("forward", "backward", "commit", "record")
@@ -116,9 +137,9 @@ def decode(line: str) -> Event:
 class EventLog:
     """Writes the events of one process, a line at a time, so that a kill loses nothing written."""
 
-    def __init__(self, path: Path, group: int, incarnation: int) -> None:
+    def __init__(self, path: Path, group: int, incarnation: int, worker: int = 0) -> None:
         self._file = path.open("a", buffering=1, encoding="utf-8")
-        self._life = {"group": group, "incarnation": incarnation}
+        self._life = {"group": group, "incarnation": incarnation, "worker": worker}
 
     def write(self, kind: type[Event], **fields: object) -> None:
         event = kind(at=time.monotonic(), **self._life, **fields)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ from torchft_svc.client.rounds import RoundRequest, RoundRules, SharedStep
 from torchft_svc.client.runtime import Brought, Runtime, start_runtime
 from torchft_svc.client.state import DEFAULT_KEY, StateRegistry
 from torchft_svc.client.stepper import Stepper
-from torchft_svc.coordination import Security
+from torchft_svc.coordination import QuorumResult, Security
 from torchft_svc.core.step import StepMachine
 from torchft_svc.env import Environment
 
@@ -328,9 +328,13 @@ class Manager:
         """Whether this group contributes in this step."""
         return self.participating_rank() is not None
 
+    def last_quorum(self) -> QuorumResult | None:
+        """The quorum that this worker is, or was last, connected in; None: there was none yet."""
+        return self._runtime.membership.quorum
+
     def replica_id(self) -> str:
         """``name:incarnation``, or the name alone before the first quorum."""
-        quorum = self._runtime.membership.quorum
+        quorum = self.last_quorum()
         if quorum is None or not quorum.replica_ids:
             return self._runtime.replica_name
         return quorum.replica_ids[quorum.replica_rank]

@@ -1,0 +1,209 @@
+"""Starts workers in milliseconds: a process that has imported torch once and forks for each.
+
+As a program it reads the options of a worker from each line of its input, and writes a line for
+each worker that was started or has ended. `Nursery` is its other side.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from chaos.options import WorkerOptions, decode
+
+ROOT = Path(__file__).parents[1]
+# torch is imported meanwhile, on a machine that may be busy with other work.
+START_S = 120.0
+FORK_S = 10.0
+END_S = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+class NurseryError(Exception):
+    """The nursery did not start, or has ended."""
+
+
+class Nursery:
+    """The process that forks; a context manager, which kills all workers at its end."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "chaos.nursery"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env=os.environ
+            | {
+                "OMP_NUM_THREADS": "1",
+                # torch looks up the name of whoever connects; a lost answer must not cost 5 s.
+                "RES_OPTIONS": "timeout:1 attempts:1",
+                "PYTHONPATH": str(ROOT),
+            },
+            preexec_fn=_die_with_parent,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        self._unread = b""
+        self._ended: dict[int, tuple[int, float]] = {}
+        self._await("ready", START_S)
+
+    def start(self, options: WorkerOptions) -> int:
+        """The process id of a new worker."""
+        self._input.write(options.encode().encode() + b"\n")
+        self._input.flush()
+        return int(self._await("pid", FORK_S)["pid"])
+
+    def ended(self, pid: int) -> tuple[int, float] | None:
+        """Exit status (negative: the signal) and instant, or None while the worker runs."""
+        self._read(0.0)
+        return self._ended.get(pid)
+
+    def _await(self, key: str, within_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + within_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            found = [told for told in self._read(left_s) if key in told]
+            if found:
+                return found[0]
+        raise NurseryError(f"the nursery did not say {key!r} within {within_s:g} s")
+
+    def _read(self, within_s: float) -> list[dict[str, Any]]:
+        """What it has said by then; who has ended is noted."""
+        ready, _, _ = select.select([self._output], [], [], within_s)
+        if not ready:
+            return []
+        more = os.read(self._output.fileno(), 65536)
+        if not more:
+            raise NurseryError(f"the nursery has ended, status {self._process.wait(END_S)}")
+        *lines, self._unread = (self._unread + more).split(b"\n")
+        told = [json.loads(line) for line in lines]
+        for end in told:
+            if "ended" in end:
+                self._ended[end["ended"]] = end["status"], end["at"]
+        return told
+
+    def close(self) -> None:
+        """Kill all workers and end; may be called twice."""
+        self._input.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._output.close()
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _die_with_parent() -> None:
+    """In the child: leave nothing behind, however the parent ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+# -- the program ---------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Fork for each line of the input, until it ends."""
+    from chaos.trainer import warm_up  # to be in memory before the first fork
+
+    warm_up()
+    wake, waker = os.pipe()
+    for end in (wake, waker):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(waker)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that started this
+    living: set[int] = set()
+    _say(ready=True)
+    unread = b""
+    while True:
+        ready, _, _ = select.select([0, wake], [], [])
+        if wake in ready:
+            os.read(wake, 4096)
+            _reap(living)
+        if 0 not in ready:
+            continue
+        more = os.read(0, 65536)
+        if not more:
+            break
+        *lines, unread = (unread + more).split(b"\n")
+        for line in lines:
+            pid = _fork(decode(line.decode()))
+            living.add(pid)
+            _say(pid=pid)
+    for pid in living:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _reap(living: set[int]) -> None:
+    """Tell who has ended; signals of several ends may come as one."""
+    for pid in list(living):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            living.discard(pid)
+            _say(ended=pid, status=os.waitstatus_to_exitcode(status), at=time.monotonic())
+
+
+def _say(**what: Any) -> None:
+    os.write(1, json.dumps(what).encode() + b"\n")
+
+
+def _fork(options: WorkerOptions) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        status = _live(options)
+    finally:
+        os._exit(status)
+
+
+def _live(options: WorkerOptions) -> int:
+    """In the child: be a process like one that was started by itself; its exit status."""
+    _die_with_parent()
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    output = os.open(options.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, nothing), (1, output), (2, output)):
+        os.dup2(source, target)
+    from chaos.trainer import run  # the nursery has torch; who talks to it does not need it
+
+    try:
+        run(options)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001 - a process ends here
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stderr.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    main()

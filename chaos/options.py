@@ -1,0 +1,74 @@
+"""Decides what a worker is told when it is started: plain values, sent as one line of JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerOptions:
+    """One worker of replica group ``group``, in its ``incarnation``-th life.
+
+    ``folder`` takes its event log, its output and its orders. ``step_s`` is how long the forward
+    pass takes, ``ballast`` the bytes of state beyond the model's, for heals that take a while.
+    ``manager`` are keywords of `torchft_svc.client.Manager`; those that end in ``_s`` are seconds.
+    """
+
+    folder: Path
+    group: int
+    incarnation: int
+    worker: int = 0
+    num_workers: int = 1
+    lighthouse: str
+    job: str = "default"
+    seed: int = 0
+    steps: int = 10**9
+    step_s: float = 0.02
+    ballast: int = 0
+    manager: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The replica group's stable name."""
+        return f"group-{self.group}"
+
+    @property
+    def group_life(self) -> str:
+        """What the workers of one life of the group have in common."""
+        return f"{self.name}.{self.incarnation}"
+
+    @property
+    def life(self) -> str:
+        """Unlike that of any other worker of the run."""
+        return f"{self.group_life}.{self.worker}"
+
+    @property
+    def events(self) -> Path:
+        return self.folder / f"{self.life}.jsonl"
+
+    @property
+    def output(self) -> Path:
+        return self.folder / f"{self.life}.log"
+
+    @property
+    def orders(self) -> Path:
+        """A named pipe: what the worker is to do to itself, a line each."""
+        return self.folder / f"{self.life}.orders"
+
+    @property
+    def store_port(self) -> Path:
+        """Where the first worker of a group tells the others the port of their store."""
+        return self.folder / f"{self.group_life}.port"
+
+    def encode(self) -> str:
+        return json.dumps({**dataclasses.asdict(self), "folder": str(self.folder)})
+
+
+def decode(text: str) -> WorkerOptions:
+    """The options that `WorkerOptions.encode` wrote."""
+    fields = json.loads(text)
+    return WorkerOptions(**{**fields, "folder": Path(fields["folder"])})

@@ -1,0 +1,223 @@
+"""Trains one worker of a replica group, writes down all that it sees, and misbehaves on order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import TCPStore
+
+from chaos.options import WorkerOptions
+from demo.events import Committed, Discarded, EventLog, Finished, Healed, Joined, PhaseBegan
+from demo.fingerprint import fingerprint
+from torchft_svc.client import (
+    DistributedDataParallel,
+    HTTPTransport,
+    Manager,
+    OptimizerWrapper,
+    ProcessGroupGloo,
+)
+
+# Weights that nothing but healing could make equal, and gradients that differ between groups.
+_WIDTH = 16
+_STORE_WAIT_S = 20.0
+_DEFAULT_TIMEOUT_S = 20.0
+
+
+class OnPurpose(RuntimeError):
+    """A failure that was ordered."""
+
+
+class Orders:
+    """What this worker was ordered to do and has not done yet; never waits for an order."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        # Opened for both directions, so that it is never without a writer, and never at its end.
+        self._pipe = os.open(options.orders, os.O_RDWR | os.O_NONBLOCK)
+        self._left: list[str] = []
+
+    def take(self, what: str) -> str | None:
+        """The rest of the next order that begins with the word ``what``, if there is one."""
+        with suppress(BlockingIOError):
+            self._left += os.read(self._pipe, 65536).decode().splitlines()
+        for order in self._left:
+            word, _, rest = order.partition(" ")
+            if word == what:
+                self._left.remove(order)
+                return rest
+        return None
+
+
+class Gloo(ProcessGroupGloo):
+    """gloo, in which the next sum fails if it was ordered so."""
+
+    def __init__(self, timeout_s: float, orders: Orders) -> None:
+        super().__init__(timedelta(seconds=timeout_s))
+        self._orders = orders
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        if self._orders.take("fail") is not None:
+            raise OnPurpose("this sum fails on purpose")
+        return super().allreduce(tensors, opts)
+
+
+class Transport(HTTPTransport[Any]):
+    """The transport over HTTP, which writes down when it begins to serve and to fetch."""
+
+    def __init__(self, log: EventLog) -> None:
+        super().__init__(timedelta(seconds=_DEFAULT_TIMEOUT_S), hostname="127.0.0.1")
+        self._log = log
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
+    ) -> None:
+        super().send_checkpoint(dst_ranks, step, state_dict, timeout)
+        self._log.write(PhaseBegan, step=step, phase="serve")
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        self._log.write(PhaseBegan, step=step, phase="fetch")
+        return super().recv_checkpoint(src_rank, metadata, step, timeout)
+
+
+class State:
+    """A small model with Adam and some ballast; ``loaded`` hears when another's was put in place"""
+
+    def __init__(self, options: WorkerOptions, loaded: Callable[[], None]) -> None:
+        torch.manual_seed(1000 * options.seed + 100 * options.group + options.incarnation)
+        self.model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, 1))
+        self.adam = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        self._ballast = torch.zeros(options.ballast, dtype=torch.uint8)
+        self._loaded = loaded
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "adam": self.adam.state_dict(),
+            "ballast": self._ballast,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.adam.load_state_dict(state["adam"])
+        self._loaded()
+
+    def digest(self) -> str:
+        return fingerprint(self.model.state_dict(), self.adam.state_dict())
+
+
+def run(options: WorkerOptions) -> None:
+    """Train until ``options.steps`` updates are committed, or this process is ended."""
+    logging.basicConfig(format="%(asctime)s %(name)s %(message)s", level=logging.INFO)
+    torch.set_num_threads(1)
+    log = EventLog(options.events, options.group, options.incarnation, options.worker)
+    orders = Orders(options)
+    state = State(options, lambda: log.write(Healed))
+    with _manager(options, state, log, orders) as manager:
+        optimizer = OptimizerWrapper(manager, state.adam)
+        model = DistributedDataParallel(manager, state.model)
+        log.write(Joined)
+        while (step := manager.current_step()) < options.steps:
+            _obey(orders)
+            log.write(PhaseBegan, step=step, phase="forward")
+            optimizer.zero_grad()
+            loss = model(_inputs(options, step)).square().mean()
+            time.sleep(options.step_s)
+            loss.backward()
+            _finish(manager, optimizer, state, log, loss.item())
+        log.write(Finished, step=manager.current_step())
+
+
+def warm_up() -> None:
+    """Have torch load what it loads at its first use, which takes seconds; starts no thread."""
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.zeros(2)
+    torch.optim.Adam([weight]).step()
+
+
+def _manager(options: WorkerOptions, state: State, log: EventLog, orders: Orders) -> Manager:
+    given = {
+        name.removesuffix("_s"): timedelta(seconds=value) if name.endswith("_s") else value
+        for name, value in options.manager.items()
+    }
+    timeout_s = options.manager.get("timeout_s", _DEFAULT_TIMEOUT_S)
+    settings: dict[str, Any] = {
+        "timeout": timedelta(seconds=timeout_s),
+        "quorum_timeout": timedelta(seconds=max(timeout_s, _DEFAULT_TIMEOUT_S)),
+        "lighthouse_addr": options.lighthouse,
+        "job_id": options.job,
+        "replica_id": options.name,
+        "rank": options.worker,
+        "world_size": options.num_workers,
+    }
+    if options.num_workers > 1:
+        settings |= {"store_addr": "localhost", "store_port": _group_store(options)}
+    return Manager(
+        state_dict=state.state_dict,
+        load_state_dict=state.load_state_dict,
+        pg=Gloo(timeout_s, orders),
+        checkpoint_transport=Transport(log),
+        **(settings | given),
+    )
+
+
+_stores: list[TCPStore] = []  # for as long as this process lives
+
+
+def _group_store(options: WorkerOptions) -> int:
+    """The port of the group's store, which its first worker hosts, as a launcher would."""
+    if options.worker == 0:
+        _stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+        beside = options.store_port.with_suffix(".new")
+        beside.write_text(str(_stores[0].port))
+        beside.replace(options.store_port)
+    deadline = time.monotonic() + _STORE_WAIT_S
+    while not options.store_port.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{options.store_port} was not written in {_STORE_WAIT_S:g} s")
+        time.sleep(0.005)
+    return int(options.store_port.read_text())
+
+
+def _inputs(options: WorkerOptions, step: int) -> torch.Tensor:
+    """A function of the step and the group: a discarded step draws the same again."""
+    dice = torch.Generator().manual_seed(100 * step + options.group)
+    return torch.randn(4, _WIDTH, generator=dice)
+
+
+def _obey(orders: Orders) -> None:
+    """What a training loop may do to itself between two steps."""
+    hang_s = orders.take("hang")
+    if hang_s is not None:
+        time.sleep(float(hang_s))
+    if orders.take("raise") is not None:
+        raise OnPurpose("this loop ends on purpose")
+
+
+def _finish(
+    manager: Manager, optimizer: OptimizerWrapper, state: State, log: EventLog, loss: float
+) -> None:
+    """The vote, and what came out of it."""
+    participating, num_participants = manager.is_participating(), manager.num_participants()
+    committed = optimizer.step()
+    quorum = manager.last_quorum()
+    if not committed or quorum is None:
+        reason = str(manager.errored() or "")
+        log.write(Discarded, step=manager.current_step(), digest=state.digest(), reason=reason)
+        return
+    log.write(
+        Committed,
+        step=manager.current_step(),
+        loss=loss,
+        digest=state.digest(),
+        num_participants=num_participants,
+        participating=participating,
+        quorum_id=quorum.quorum_id,
+        members=" ".join(quorum.replica_ids),
+    )

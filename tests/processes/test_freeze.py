@@ -1,0 +1,67 @@
+"""A group is frozen or cut off: after the heartbeat timeout the others go on; it may come back."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from running import lighthouse_process
+
+from chaos.crew import Crew
+from chaos.gateway import Gateway
+from tests.processes.bounds import NEWS_S, check
+from torchft_svc.manager_server.app import WORKER_KEEPALIVE_MS
+
+pytestmark = pytest.mark.processes
+
+HEARTBEAT_S = 0.6
+BOUND_S = HEARTBEAT_S + NEWS_S
+FLAGS = ("--min-replicas=1", f"--heartbeat-timeout-ms={HEARTBEAT_S * 1000:.0f}")
+
+
+def test_a_frozen_group_is_left_out_and_heals_when_it_thaws(make_crew: Callable[..., Crew]) -> None:
+    with lighthouse_process(*FLAGS) as lighthouse:
+        crew = make_crew(lighthouse.address)
+        workers = [crew.start(group)[0] for group in range(3)]
+        crew.all_meet({0, 1, 2})
+        frozen_at = workers[2].signal_all(signal.SIGSTOP)
+        again_at = crew.await_commits({0, 1}, 10.0, since=frozen_at, num_members=2)
+        check("a group is frozen", again_at - frozen_at, BOUND_S)
+        workers[2].signal_all(signal.SIGCONT)
+        crew.all_meet({0, 1, 2})
+        assert workers[2].is_running
+
+
+def test_a_group_without_a_way_to_the_lighthouse_is_left_out_and_heals(
+    make_crew: Callable[..., Crew],
+) -> None:
+    with lighthouse_process(*FLAGS) as lighthouse, Gateway(lighthouse.address) as gateway:
+        crew = make_crew(lighthouse.address)
+        for group in range(2):
+            crew.start(group)
+        (cut_off,) = crew.start(2, lighthouse=gateway.address)
+        crew.all_meet({0, 1, 2})
+        held_at = time.monotonic()
+        gateway.hold()
+        again_at = crew.await_commits({0, 1}, 10.0, since=held_at, num_members=2)
+        check("a group is cut off", again_at - held_at, BOUND_S)
+        gateway.release()
+        crew.all_meet({0, 1, 2})
+        assert cut_off.is_running
+
+
+def test_a_frozen_trainer_whose_manager_lives_is_left_out_and_heals(
+    make_crew: Callable[..., Crew],
+) -> None:
+    """The manager's signs of life are its own: it has to find out about its worker."""
+    with lighthouse_process("--min-replicas=1") as lighthouse:
+        crew = make_crew(lighthouse.address)
+        workers = [crew.start(group)[0] for group in range(3)]
+        crew.all_meet({0, 1, 2})
+        frozen_at = workers[2].signal(signal.SIGSTOP)
+        again_at = crew.await_commits({0, 1}, 30.0, since=frozen_at, num_members=2)
+        check("a trainer is frozen", again_at - frozen_at, 2 * WORKER_KEEPALIVE_MS / 1000 + NEWS_S)
+        workers[2].signal(signal.SIGCONT)
+        crew.all_meet({0, 1, 2})

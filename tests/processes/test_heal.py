@@ -1,0 +1,57 @@
+"""A group dies while it heals, or while others heal from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from running import lighthouse_process
+
+from chaos.crew import Crew
+from demo.events import Healed, PhaseBegan
+from tests.processes.bounds import check
+
+pytestmark = pytest.mark.processes
+
+# A state that takes a good part of a second to be fetched: the kill comes before its end.
+BALLAST_BYTES = 192 << 20
+# One step, in which such a state is fetched on the same two cores by another group.
+STEP_S = 1.0
+
+
+def is_fetch(event: PhaseBegan) -> bool:
+    return event.phase == "fetch" and event.step > 0
+
+
+def test_a_joiner_that_dies_while_it_heals(make_crew: Callable[..., Crew]) -> None:
+    with lighthouse_process("--min-replicas=1") as lighthouse:
+        crew = make_crew(lighthouse.address, ballast=BALLAST_BYTES)
+        crew.start(0)
+        crew.all_meet({0})
+        (joiner,) = crew.start(1)
+        crew.await_event(PhaseBegan, 20.0, wanted=is_fetch)
+        killed_at = crew.kill(joiner)
+        again_at = crew.await_commits({0}, 10.0, since=killed_at, num_members=1)
+        check("a joiner is killed while it heals", again_at - killed_at, STEP_S)
+        assert not crew.of(1, Healed)
+        crew.start(1)
+        crew.all_meet({0, 1})
+
+
+def test_a_source_that_dies_while_it_serves(make_crew: Callable[..., Crew]) -> None:
+    with lighthouse_process("--min-replicas=1") as lighthouse:
+        crew = make_crew(lighthouse.address, ballast=BALLAST_BYTES)
+        workers = [crew.start(group)[0] for group in range(2)]
+        crew.all_meet({0, 1})
+        crew.start(2)
+        fetch = crew.await_event(PhaseBegan, 20.0, wanted=lambda e: is_fetch(e) and e.group == 2)
+        source = crew.await_event(
+            PhaseBegan, 5.0, wanted=lambda e: e.phase == "serve" and e.step == fetch.step
+        ).group
+        killed_at = crew.kill(workers[source])
+        survivor = 1 - source
+        again_at = crew.await_commits({survivor}, 10.0, since=killed_at)
+        check("a source is killed while it serves", again_at - killed_at, STEP_S)
+        healed = crew.await_event(Healed, 10.0, since=killed_at, wanted=lambda e: e.group == 2)
+        print(f"the joiner heals from another {healed.at - killed_at:.2f} s after the kill")
+        crew.all_meet({survivor, 2})

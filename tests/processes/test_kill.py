@@ -1,0 +1,27 @@
+"""A worker is SIGKILLed: the survivors go on without it at once, and it heals when it is back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from running import lighthouse_process
+
+from chaos.crew import Crew
+from tests.processes.bounds import NEWS_S, check
+
+pytestmark = pytest.mark.processes
+
+
+def test_survivors_commit_again_at_once(make_crew: Callable[..., Crew]) -> None:
+    with lighthouse_process("--min-replicas=1") as lighthouse:
+        crew = make_crew(lighthouse.address)
+        workers = [crew.start(group)[0] for group in range(3)]
+        crew.all_meet({0, 1, 2})
+        for with_manager in (False, True):
+            killed_at = crew.kill(workers[2], with_manager=with_manager)
+            again_at = crew.await_commits({0, 1}, 10.0, since=killed_at, num_members=2)
+            what = "a worker" + " and its manager" * with_manager
+            check(f"{what} is killed", again_at - killed_at, NEWS_S)
+            (workers[2],) = crew.start(2)
+            crew.all_meet({0, 1, 2})

@@ -1,0 +1,29 @@
+"""Two living groups have one name: the newcomer is told so at once, the first is not disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from running import lighthouse_process
+
+from chaos.crew import Crew
+from demo.events import Discarded, Exited, Joined
+from tests.processes.bounds import NEWS_S, check
+
+pytestmark = pytest.mark.processes
+
+
+def test_the_newcomer_gets_a_clear_error_at_once(make_crew: Callable[..., Crew]) -> None:
+    with lighthouse_process("--min-replicas=1") as lighthouse:
+        crew = make_crew(lighthouse.address)
+        crew.start(0)
+        crew.all_meet({0})
+        (second,) = crew.start(0)
+        ended = crew.await_event(Exited, 10.0)
+        asked = crew.await_event(Joined, 0.0, wanted=lambda event: event.incarnation == 1)
+        check("a second group has the name", ended.at - asked.at, NEWS_S)
+        assert second.status == 1
+        assert "group-0" in second.said()
+        print(second.said()[-400:])
+        assert not crew.of(0, Discarded)

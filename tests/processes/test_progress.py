@@ -1,0 +1,46 @@
+"""Too few groups, or none that is up to date: training pauses, says why, and goes on by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from running import eventually, lighthouse_process
+
+from chaos.crew import Crew
+from demo.events import Committed
+from torchft_svc.lighthouse_server.pauses import SAY_AFTER_S
+
+pytestmark = pytest.mark.processes
+
+SAID_S = SAY_AFTER_S + 3.0
+
+
+def test_too_few_groups_pause_and_go_on_when_they_are_back(make_crew: Callable[..., Crew]) -> None:
+    with lighthouse_process("--min-replicas=2") as lighthouse:
+        crew = make_crew(lighthouse.address)
+        workers = [crew.start(group)[0] for group in range(2)]
+        crew.all_meet({0, 1})
+        crew.kill(workers[1])
+        eventually(lambda: "1 of at least 2 groups ask" in lighthouse.errors(), SAID_S)
+        crew.start(1)
+        crew.all_meet({0, 1})
+        assert workers[0].is_running
+        assert all(len(event.members.split()) == 2 for event in crew.of(0, Committed))
+
+
+def test_without_a_group_that_is_up_to_date_the_job_waits(make_crew: Callable[..., Crew]) -> None:
+    """What is left of it is behind: it does not start a second history."""
+    with lighthouse_process("--min-replicas=1", "--join-timeout-ms=300") as lighthouse:
+        crew = make_crew(lighthouse.address)
+        workers = [crew.start(group)[0] for group in range(2)]
+        crew.all_meet({0, 1})
+        hung_at = time.monotonic()
+        workers[1].order("hang 1.5")
+        crew.await_commits({0}, 5.0, since=hung_at, num_members=1)
+        killed_at = crew.kill(workers[0])
+        eventually(lambda: "waiting for a group with the newer" in lighthouse.errors(), SAID_S)
+        crew.read()
+        assert workers[1].is_running
+        assert not crew.of(1, Committed, since=killed_at)

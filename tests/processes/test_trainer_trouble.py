@@ -1,0 +1,49 @@
+"""A trainer lives but does not do its part: it hangs between steps, or its collective fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from running import lighthouse_process
+
+from chaos.crew import Crew
+from demo.events import Discarded, Healed
+from tests.processes.bounds import NEWS_S, check
+
+pytestmark = pytest.mark.processes
+
+JOIN_S = 0.8
+
+
+def test_a_main_thread_that_hangs_delays_the_others_once(make_crew: Callable[..., Crew]) -> None:
+    with lighthouse_process(
+        "--min-replicas=1", f"--join-timeout-ms={JOIN_S * 1000:.0f}"
+    ) as lighthouse:
+        crew = make_crew(lighthouse.address)
+        workers = [crew.start(group)[0] for group in range(3)]
+        crew.all_meet({0, 1, 2})
+        hung_at = time.monotonic()
+        workers[2].order("hang 2.5")
+        again_at = crew.await_commits({0, 1}, 10.0, since=hung_at, num_members=2)
+        check("a main thread hangs", again_at - hung_at, JOIN_S + NEWS_S)
+        crew.await_event(Healed, 10.0, since=hung_at, wanted=lambda event: event.group == 2)
+        crew.all_meet({0, 1, 2})
+        assert workers[2].is_running
+
+
+def test_an_exception_in_a_collective_costs_one_step(make_crew: Callable[..., Crew]) -> None:
+    with lighthouse_process("--min-replicas=1") as lighthouse:
+        crew = make_crew(lighthouse.address)
+        workers = [crew.start(group)[0] for group in range(2)]
+        crew.all_meet({0, 1})
+        failed_at = time.monotonic()
+        workers[1].order("fail")
+        discarded = crew.await_event(Discarded, 5.0, since=failed_at)
+        again_at = crew.await_commits({0, 1}, 10.0, since=discarded.at, num_members=2)
+        check("a collective fails", again_at - discarded.at, NEWS_S)
+        (own,) = crew.of(1, Discarded, since=failed_at)
+        assert "this sum fails on purpose" in own.reason
+        assert len(crew.of(0, Discarded, since=failed_at)) <= 1
+        assert all(worker.is_running for worker in workers)
