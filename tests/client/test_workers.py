@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +12,14 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from torchft_svc.client import Manager
-from torchft_svc.errors import ConfigError, DeadlineExceeded, TorchFTError, Unreachable
+from torchft_svc.client import HTTPTransport, Manager
+from torchft_svc.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    TorchFTError,
+    Unreachable,
+)
 
 from .training import Trainer, assert_identical, lighthouse, together
 
@@ -26,15 +32,23 @@ def address() -> Iterator[str]:
 
 @contextlib.contextmanager
 def workers(
-    address: str, name: str, num: int, seed: int = 0, **options: Any
+    address: str,
+    name: str,
+    num: int,
+    seed: int = 0,
+    of_rank: Mapping[int, dict[str, Any]] | None = None,
+    **options: Any,
 ) -> Iterator[list[Trainer]]:
-    """One group of ``num`` workers, each with a model of its own."""
+    """One group of ``num`` workers, each with a model, and maybe options, of its own."""
+    own = of_rank or {}
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     place = {"store_addr": "localhost", "store_port": store.port, "world_size": num}
     with contextlib.ExitStack() as stack:
         made = together(
             *(
-                lambda rank=rank: Trainer(address, name, seed + rank, rank=rank, **place, **options)
+                lambda rank=rank: Trainer(
+                    address, name, seed + rank, rank=rank, **place, **options, **own.get(rank, {})
+                )
                 for rank in range(num)
             )
         )
@@ -173,3 +187,36 @@ def test_rank_0_hosts_the_store_that_the_environment_names(
         client = TCPStore("localhost", port, is_master=False, wait_for_workers=False)
         assert client.check(["torchft/services/0/manager_address"])
         assert manager.should_commit()
+
+
+class FailsOnce(HTTPTransport[Any]):
+    """The first state that is fetched does not arrive."""
+
+    failed = False
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        if not self.failed:
+            self.failed = True
+            raise CheckpointError("a test", "lost on the way")
+        return super().recv_checkpoint(src_rank, metadata, step, timeout)
+
+
+def test_a_heal_that_fails_for_one_worker_is_repeated_by_all(address: str) -> None:
+    with workers(address, "a", 2) as first:
+        together(*(lambda worker=worker: worker.until(3) for worker in first))
+        transport = FailsOnce(timedelta(seconds=10), hostname="127.0.0.1")
+        with workers(
+            address, "b", 2, seed=10, of_rank={1: {"checkpoint_transport": transport}}
+        ) as second:
+
+            def train(worker: Trainer) -> None:
+                # A healed step number alone does not count: the group has to commit.
+                while not worker.step() or worker.manager.current_step() < 300:
+                    pass
+
+            everyone = [*first, *second]
+            together(*(lambda worker=worker: train(worker) for worker in everyone))
+            assert transport.failed
+            assert {worker.manager.current_step() for worker in everyone} == {300}
+            for rank in range(2):
+                assert_identical([first[rank], second[rank]])

@@ -41,21 +41,39 @@ def test_the_group_speaks_for_all_its_workers() -> None:
     assert group.quorum_requested(request(2), 12) == (asks(shrink_only=True, commit_failures=4),)
 
 
-@pytest.mark.parametrize("last", [0, 2])
-def test_workers_at_different_steps_all_get_the_error(last: int) -> None:
+@pytest.mark.parametrize("steps", [(5, 5, 6), (7, 5, 6), (5, 7, 7)])
+def test_workers_at_different_steps_ask_as_one_that_is_behind(steps: tuple[int, ...]) -> None:
+    """A heal has failed for some: all heal again, to the step 7 of the quorum."""
     group = Group(3)
-    ranks = [rank for rank in range(3) if rank != last]
-    group.quorum_requested(request(ranks[0]), 10)
-    orders = group.quorum_requested(request(ranks[1], step=6), 11)
-    sentence = (
-        "the workers of this group are at different steps: "
-        f"rank {ranks[0]} at step 5, rank {ranks[1]} at step 6"
+    for rank, step in enumerate(steps):
+        orders = group.quorum_requested(request(rank, step), 10 + rank)
+    assert orders == (asks(step=5),)
+    answers = group.quorum_formed(1, QUORUM)
+    assert [order.caller for order in answers if isinstance(order, AnswerWorker)] == [10, 11, 12]
+    # Whose heal fails again votes at its own step.
+    for rank, step in enumerate(steps[:2]):
+        assert group.voted(vote(rank, step=step), 20 + rank) == ()
+    assert group.voted(vote(2, yes=False, step=steps[2]), 22) == tuple(
+        AnswerVote(caller, should_commit=False) for caller in (20, 21, 22)
     )
-    assert plain(orders) == [Refused(who, "RequestRefused", sentence) for who in (10, 11)]
-    assert group.quorum_requested(request(last, step=6), 12) == ()
-    for rank, caller in zip(ranks, (13, 14), strict=True):
-        orders = group.quorum_requested(request(rank, step=6), caller)
-    assert orders == (asks(step=6),)
+
+
+@pytest.mark.parametrize("steps", [(5, 5, 8), (8, 7, 7)])
+def test_workers_at_different_steps_that_nobody_can_mend_all_get_the_error(
+    steps: tuple[int, ...],
+) -> None:
+    group = Group(3)
+    for rank, step in enumerate(steps):
+        group.quorum_requested(request(rank, step), 10 + rank)
+    places = ", ".join(f"rank {rank} at step {step}" for rank, step in enumerate(steps))
+    sentence = f"the workers of this group are at different steps: {places}"
+    assert plain(group.quorum_formed(1, QUORUM)) == [
+        Refused(who, "RequestRefused", sentence) for who in (10, 11, 12)
+    ]
+    assert group.quorum_formed(1, QUORUM) == ()
+    for rank in range(3):
+        orders = group.quorum_requested(request(rank, step=6), 13 + rank)
+    assert orders == (asks(2, step=6),)
 
 
 def test_a_failed_round_is_told_to_every_worker_at_once() -> None:
@@ -118,14 +136,10 @@ def test_a_repeated_request_for_another_step_is_not_mixed_in() -> None:
     group = Group(2)
     group.quorum_requested(request(0), 10)
     group.quorum_requested(request(1), 11)
-    sentence = (
-        "the workers of this group are at different steps: rank 0 at step 6, rank 1 at step 5"
-    )
     assert plain(group.quorum_requested(request(0, step=6), 12)) == [
         Refused(10, "QuorumFailed", SUPERSEDED),
         StopAsking(1),
-        Refused(12, "RequestRefused", sentence),
-        Refused(11, "RequestRefused", sentence),
+        asks(2, step=5),
     ]
     assert group.quorum_formed(1, QUORUM) == ()
 

@@ -143,7 +143,9 @@ def test_a_worker_that_asks_again_instead_of_voting_frees_the_voter(workers: Wor
         assert asked[0].result().round == asked[1].result().round
 
 
-def test_different_steps_are_an_error_for_every_worker(workers: Workers) -> None:
+def test_different_steps_that_no_heal_can_mend_are_an_error_for_every_worker(
+    workers: Workers,
+) -> None:
     asked = [workers.ask(0, step=3), workers.ask(1, step=4)]
     for each in asked:
         with pytest.raises(RequestRefused) as caught:

@@ -24,7 +24,14 @@ from torchft_svc.client.state import StateRegistry
 from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.coordination import ManagerClient, QuorumResult
 from torchft_svc.core.step import Phase, Standing, StepMachine, StepState, participation
-from torchft_svc.errors import Drained, GroupLeft, QuorumFailed, TorchFTError, Unreachable
+from torchft_svc.errors import (
+    Drained,
+    GroupLeft,
+    QuorumFailed,
+    RequestRefused,
+    TorchFTError,
+    Unreachable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -207,6 +214,11 @@ class Round:
         """Raise `Drained` if the answer was that the group is to end."""
         if isinstance(self.error, GroupLeft):
             raise Drained(str(self.error))
+
+    def check_refused(self) -> None:
+        """Raise what only somebody who changes the program or its settings can mend."""
+        if isinstance(self.error, RequestRefused):
+            raise self.error
 
     def run(self) -> None:
         """Carry the round out; raises nothing."""

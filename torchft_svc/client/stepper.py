@@ -148,6 +148,7 @@ class Stepper:
             if not committed:
                 self._links.registry.gate.open()
         self._check_trust()
+        round_.check_refused()
         return committed
 
     def hear_error(self, error: Exception, epoch: int) -> None:

@@ -178,9 +178,6 @@ class Group:
             orders.append(StopAsking(self._round))
             self._asking = False
         self._meet(request)
-        steps = {asked.step for asked, _ in self._requests.values()}
-        if len(steps) > 1:
-            return (*orders, *self._refuse_requests(_different_steps(self._requests)))
         if len(self._requests) < self.world_size:
             return tuple(orders)
         if self._drain_reason is not None:
@@ -189,15 +186,23 @@ class Group:
         return (*orders, self._ask())
 
     def quorum_formed(self, round_: int, quorum: Quorum) -> tuple[Order, ...]:
-        """The lighthouse has answered the question of ``round_``."""
+        """The lighthouse has answered the question of ``round_``.
+
+        Workers may be at different steps after a heal that failed for some of them. Then the group
+        has asked as one that is behind, and all its workers heal again. If it is not behind,
+        nobody can say which worker is right, and all get the error.
+        """
         if not self._asking or round_ != self._round:
             return ()
+        steps = {request.step for request, _ in self._requests.values()}
+        if len(steps) > 1 and max(steps) > quorum.max_step:
+            self._asking = False
+            return tuple(self._refuse_requests(_different_steps(self._requests)))
         answers = [
             AnswerWorker(caller, request, quorum, round_)
             for request, caller in self._requests.values()
         ]
-        asked_step = next(iter(self._requests.values()))[0].step
-        self._steps = frozenset((asked_step, quorum.max_step))
+        self._steps = frozenset({*steps, quorum.max_step})
         self._ended = None
         self._asking = False
         self._requests = {}
@@ -351,7 +356,7 @@ class Group:
         self._asking = True
         ask = AskLighthouse(
             round=self._round,
-            step=requests[0].step,
+            step=min(request.step for request in requests),
             shrink_only=any(request.shrink_only for request in requests),
             commit_failures=max(request.commit_failures for request in requests),
             new_incarnation=self._restarted,
