@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchft_svc.core.group import (
+from torchft_svc.core.group import Group
+from torchft_svc.core.group_orders import (
     AskLighthouse,
-    Group,
 )
 from torchft_svc.core.requests import Vote, WorkerRequest
 

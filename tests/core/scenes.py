@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchft_svc.core.activity import Activity
-from torchft_svc.core.group import RefuseWorker
+from torchft_svc.core.group_orders import (
+    RefuseWorker,
+)
 from torchft_svc.core.lighthouse import (
     AnswerQuorum,
     Lighthouse,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_svc.core.group import (
+from torchft_svc.core.group import Group
+from torchft_svc.core.group_orders import (
     AnswerVote,
     AnswerWorker,
-    Group,
     LeaveLighthouse,
     StopAsking,
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_svc.core.group import (
+from torchft_svc.core.group import Group
+from torchft_svc.core.group_orders import (
     AnswerVote,
-    Group,
 )
 from torchft_svc.core.requests import Vote
 from torchft_svc.errors import RequestRefused

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torchft_svc.core.group import (
+from torchft_svc.core.group import Group
+from torchft_svc.core.group_orders import (
     AnswerWorker,
     AskLighthouse,
-    Group,
     LeaveLighthouse,
     Order,
     RefuseWorker,

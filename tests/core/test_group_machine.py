@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from torchft_svc.core.group import (
+from torchft_svc.core.group import Group
+from torchft_svc.core.group_orders import (
     AnswerVote,
     AnswerWorker,
     AskLighthouse,
-    Group,
     LeaveLighthouse,
     Order,
     RefuseWorker,

@@ -7,7 +7,12 @@ from collections import deque
 
 import pytest
 
-from torchft_svc.core.group import AnswerVote, AskLighthouse, Group, Order
+from torchft_svc.core.group import Group
+from torchft_svc.core.group_orders import (
+    AnswerVote,
+    AskLighthouse,
+    Order,
+)
 from torchft_svc.errors import RequestRefused
 
 from .barriers import QUORUM, asks, request, vote

@@ -9,9 +9,7 @@ from __future__ import annotations
 import time
 from enum import Enum
 
-from torchft_svc.core.group import (
-    Group,
-)
+from torchft_svc.core.group import Group
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.requests import WorkerRequest
 from torchft_svc.errors import Unreachable

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from torchft_svc.core.activity import Activity, WorkerActivities
-from torchft_svc.core.group import (
+from torchft_svc.core.group import Group
+from torchft_svc.core.group_orders import (
     AnswerVote,
     AnswerWorker,
     AskLighthouse,
-    Group,
     LeaveLighthouse,
     Order,
     RefuseWorker,

@@ -9,7 +9,9 @@ import uuid
 from collections.abc import Callable
 
 from torchft_svc.core.activity import Activity
-from torchft_svc.core.group import AskLighthouse
+from torchft_svc.core.group_orders import (
+    AskLighthouse,
+)
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import DeadlineExceeded, NotLeader, PeerError, QuorumFailed, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig

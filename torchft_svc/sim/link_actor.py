@@ -9,7 +9,9 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchft_svc.core.group import AskLighthouse
+from torchft_svc.core.group_orders import (
+    AskLighthouse,
+)
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, TorchFTError, Unreachable
 from torchft_svc.sim.network import End, Network, Stream

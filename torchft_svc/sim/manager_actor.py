@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchft_svc.core.assignment import Assignment, assign
-from torchft_svc.core.group import (
+from torchft_svc.core.group import Group
+from torchft_svc.core.group_orders import (
     AnswerVote,
     AnswerWorker,
     AskLighthouse,
-    Group,
     LeaveLighthouse,
     Order,
     RefuseWorker,

@@ -1,0 +1,70 @@
+"""What a replica group's decisions order the shell to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchft_svc.core.requests import WorkerRequest
+from torchft_svc.core.types import Quorum
+from torchft_svc.errors import TorchFTError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskLighthouse:
+    """Ask for a quorum on behalf of the whole group, and tell the outcome of ``round``.
+
+    ``new_incarnation``: a worker was restarted, so to the others this is another group now.
+    """
+
+    round: int
+    step: int
+    shrink_only: bool
+    commit_failures: int
+    new_incarnation: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsking:
+    """Nobody waits for the outcome of ``round`` any more."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveLighthouse:
+    """The other groups must not wait for this one any more.
+
+    ``between_steps``: it has finished its last step, so nobody has to give one up.
+    """
+
+    reason: str
+    between_steps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerWorker:
+    """Send ``quorum`` to the worker, as seen by its group rank."""
+
+    caller: int
+    request: WorkerRequest
+    quorum: Quorum
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerVote:
+    """Send the group's decision."""
+
+    caller: int
+    should_commit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseWorker:
+    """Tell ``caller`` that its request or vote failed."""
+
+    caller: int
+    error: TorchFTError
+
+
+Order = AskLighthouse | StopAsking | LeaveLighthouse | AnswerWorker | AnswerVote | RefuseWorker
