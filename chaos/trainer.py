@@ -23,6 +23,7 @@ from torchft_svc.client import (
     Manager,
     OptimizerWrapper,
     ProcessGroupGloo,
+    WorldSizeMode,
 )
 
 # Weights that nothing but healing could make equal, and gradients that differ between groups.
@@ -146,6 +147,8 @@ def _manager(options: WorkerOptions, state: State, log: EventLog, orders: Orders
         name.removesuffix("_s"): timedelta(seconds=value) if name.endswith("_s") else value
         for name, value in options.manager.items()
     }
+    if "world_size_mode" in given:
+        given["world_size_mode"] = WorldSizeMode[given["world_size_mode"]]
     timeout_s = options.manager.get("timeout_s", _DEFAULT_TIMEOUT_S)
     settings: dict[str, Any] = {
         "timeout": timedelta(seconds=timeout_s),

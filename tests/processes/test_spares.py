@@ -1,0 +1,40 @@
+"""A participant dies while a spare lives: the spare takes its place in the next quorum."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from running import lighthouse_process
+
+from chaos.crew import Crew
+from demo.events import Committed
+from tests.processes.bounds import NEWS_S, check
+
+pytestmark = pytest.mark.processes
+START_S = 60.0
+
+
+def test_the_number_of_participants_never_drops(make_crew: Callable[..., Crew]) -> None:
+    with lighthouse_process("--min-replicas=2") as lighthouse:
+        crew = make_crew(
+            lighthouse.address,
+            manager={"world_size_mode": "FIXED_WITH_SPARES", "min_replica_size": 2},
+        )
+        workers = [crew.start(group)[0] for group in range(3)]
+        crew.await_commits({0, 1, 2}, START_S, since=time.monotonic(), num_members=3)
+        assert not crew.of(2, Committed)[-1].participating
+        killed_at = crew.kill(workers[0])
+        again_at = crew.await_commits({1, 2}, 10.0, since=killed_at, num_members=2)
+        check("a participant is killed, a spare takes over", again_at - killed_at, NEWS_S)
+        crew.start(0)
+        crew.await_commits({0, 1, 2}, START_S, since=again_at, num_members=3)
+    after = [event for group in (1, 2) for event in crew.of(group, Committed, since=killed_at)]
+    assert {event.num_participants for event in after} == {2}
+    assert crew.of(2, Committed, since=killed_at)[0].participating
+    # Equal at every step that both have committed, the spare's time as a spare included.
+    digests = [{e.step: e.digest for e in crew.of(group, Committed)} for group in (1, 2)]
+    common = digests[0].keys() & digests[1].keys()
+    assert len(common) > 10
+    assert all(digests[0][step] == digests[1][step] for step in common)
