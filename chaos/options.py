@@ -15,8 +15,8 @@ class WorkerOptions:
 
     ``folder`` takes its event log, its output and its orders. ``step_s`` is how long the forward
     pass takes, ``ballast`` the bytes of state beyond the model's, for heals that take a while.
-    ``manager`` are keywords of `torchft_svc.client.Manager`; those that end in ``_s`` are seconds, and
-    ``world_size_mode`` is given by its name.
+    ``manager`` are keywords of `torchft_svc.client.Manager`; those that end in ``_s`` are seconds,
+    and ``world_size_mode`` is given by its name.
     """
 
     folder: Path
