@@ -73,6 +73,7 @@ METHODS = {
         "Session": ("SessionRequest", "SessionNews", True, True),
         "Kill": ("LighthouseKillRequest", "LighthouseKillResponse", False, False),
         "Drain": ("LighthouseDrainRequest", "LighthouseDrainResponse", False, False),
+        "AcceptLoss": ("AcceptLossRequest", "AcceptLossResponse", False, False),
     },
     "ManagerService": {
         "Quorum": ("ManagerQuorumRequest", "ManagerQuorumResponse", False, False),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from running import eventually
+from running import eventually, line_to, members
 
 from torchft_svc.coordination import (
     LighthouseClient,
@@ -129,3 +129,20 @@ def test_an_order_that_cannot_be_delivered_is_refused(operator: LighthouseClient
     operator.heartbeat("b:2")
     with pytest.raises(RequestRefused, match="several groups 'b', say which: b:1, b:2"):
         operator.kill("b")
+
+
+def test_a_loss_is_accepted_once(lighthouse: LighthouseServer, operator: LighthouseClient) -> None:
+    with line_to(lighthouse.address()) as line:
+        for replica_id in ("a:1", "b:1"):
+            line.beat(replica_id)
+        asked = [line.quorum("b:1", step=5), line.quorum("a:1", step=7)]
+        assert members(asked[0].result()) == ["a:1", "b:1"]
+        with pytest.raises(RequestRefused, match="job 'default' has no loss to accept"):
+            operator.accept_loss()
+        line.leave("a:1")
+        waiting = line.quorum("b:1", step=5)
+        line.beat("b:1")  # the request before it has arrived
+        assert operator.accept_loss() == 7
+        assert members(waiting.result()) == ["b:1"]
+        with pytest.raises(RequestRefused, match="no loss to accept: no group asks"):
+            operator.accept_loss()

@@ -37,6 +37,7 @@ class Naive:
     committed_step: int = 0
     last_id: int = 0
     heard_id: int = 0
+    loss_accepted: bool = False
 
     def request(self, member: Member, caller: int, now: float) -> None:
         self._sign_of_life(member.replica_id, now)
@@ -54,6 +55,7 @@ class Naive:
                     asked_at = request.asked_at
         if not held:
             self.stragglers.discard(member.replica_id)
+            self._has_come(member)
         self.requests.append(Request(member, caller, asked_at, held))
         self._settle(now)
 
@@ -73,6 +75,22 @@ class Naive:
             self._lose(replica_id)
         self._settle(now)
 
+    def accept_loss(self, now: float) -> None:
+        """Refused, with a word in the log, unless nothing but the policy could hold them back."""
+        asking = [request.member for request in self.requests if not request.held]
+        before = self.previous.participants if self.previous else ()
+        inside = {member.replica_id for member in before}
+        if any(member.shrink_only and member.replica_id in inside for member in asking):
+            asking = [member for member in asking if member.replica_id in inside]
+        policy = self.config.on_step_regression
+        holds = policy == "hold" or (policy == "auto" and len(self.veterans) > 0)
+        behind = asking != [] and all(member.step < self.committed_step for member in asking)
+        if not self.loss_accepted and not (holds and behind):
+            self.log.append(("nothing to accept",))
+            return
+        self.loss_accepted = True
+        self._settle(now)
+
     def time_passed(self, now: float) -> None:
         for replica_id, seen_at in list(self.groups.items()):
             if now - seen_at >= self.config.heartbeat_timeout_s:
@@ -89,6 +107,7 @@ class Naive:
             previous=self.previous,
             committed_step=self.committed_step,
             told_min_replicas=max((each.member.min_replicas for each in asking), default=0),
+            loss_accepted=self.loss_accepted,
         )
 
     def _settle(self, now: float) -> None:
@@ -97,8 +116,10 @@ class Naive:
                 request.held = False
                 self.stragglers.discard(request.member.replica_id)
                 request.asked_at = now
+                self._has_come(request.member)
         if not self.groups:  # the job is over; its ids and its step are remembered
             self.previous = None
+            self.loss_accepted = False
             self.last_id = max(self.last_id, self.heard_id)
         while True:
             if self.view().waiting:
@@ -130,8 +151,13 @@ class Naive:
         self.previous = Quorum(quorum_id=self.last_id, participants=tuple(members))
         self.veterans |= set(ids)
         top = max(member.step for member in members)
+        self.loss_accepted = False
         self.committed_step = top if lost_from is not None else max(top, self.committed_step)
         self.log.append(("quorum", now, self.previous, tuple(callers), lost_from))
+
+    def _has_come(self, member: Member) -> None:
+        if member.step >= self.committed_step:
+            self.loss_accepted = False
 
     def _is_held(self, replica_id: str) -> bool:
         for other in self.groups:

@@ -114,6 +114,9 @@ class Scene:
     def leave(self, replica_id: str, reason: str = "bye", job: str = JOB) -> None:
         self._note(self.house.leave(job, replica_id, reason, self.now))
 
+    def accept_loss(self, job: str = JOB) -> None:
+        self._note(self.house.accept_loss(job, self.now))
+
     def until(self, now: float) -> None:
         """Move the clock, waking the lighthouse whenever it asked for that."""
         for _ in range(10_000):

@@ -6,8 +6,9 @@ import pytest
 
 from torchft_svc.core.membership import Membership
 from torchft_svc.core.types import MAX_INT64, Member, Quorum, QuorumConfig
+from torchft_svc.errors import RequestRefused
 
-from .scenes import Refused, Scene, answer, config, formed, loss, member
+from .scenes import JOB, Refused, Scene, answer, config, formed, loss, member
 
 SILENT = "no sign of life for 100 s"
 
@@ -154,6 +155,64 @@ def test_rule_7_a_held_quorum_is_let_go_when_the_last_veteran_dies() -> None:
         Refused(3, "QuorumFailed", f"no quorum: 'b' is out: {SILENT}"),
         answer(2, member("c", 4), callers=(4,), lost_from=7),
     ]
+
+
+def held(min_replicas: int = 1) -> Scene:
+    """`b` asks at step 5 for a job that has committed step 7; `a`, which has it, is lost."""
+    scene = Scene()
+    scene.beat("a", "b")
+    scene.ask("a", step=7)
+    scene.ask("b", step=5)
+    scene.leave("a")
+    scene.ask("b", step=5, min_replicas=min_replicas)
+    scene.take()
+    return scene
+
+
+def test_rule_7_an_operator_accepts_the_loss_once() -> None:
+    scene = held()
+    scene.accept_loss()
+    group = member("b", 5, min_replicas=1)
+    assert scene.take() == [answer(2, group, callers=(3,), lost_from=7)]
+    assert scene.house.committed_step(JOB) == 5
+    scene.ask("b", step=4)  # and not the next one
+    assert scene.take() == []
+    assert "committed step 5" in scene.why()
+
+
+def test_rule_7_a_loss_is_accepted_before_there_are_enough_groups() -> None:
+    scene = held(min_replicas=2)
+    assert scene.why() == "1 of at least 2 groups ask"
+    scene.accept_loss()
+    assert scene.take() == []
+    scene.accept_loss()  # twice does no harm
+    scene.ask("c", step=6)
+    (order,) = scene.take()
+    assert (order.callers, order.lost_from) == ((3, 4), 7)
+
+
+def test_rule_7_a_loss_that_was_accepted_is_none_if_the_newer_state_comes_back() -> None:
+    scene = held(min_replicas=3)
+    scene.accept_loss()
+    caller = scene.ask("a", step=7)
+    scene.withdraw(caller)
+    scene.leave("a")
+    scene.ask("c", step=5)
+    scene.ask("d", step=5)
+    assert scene.take() == [loss("a")]
+    assert "committed step 7" in scene.why()
+
+
+@pytest.mark.parametrize("policy", ["auto", "hold", "warn"])
+def test_rule_7_nothing_to_accept(policy: str) -> None:
+    scene = formed("a", "b", step=7, settings=config(on_step_regression=policy))
+    for job, why in ((JOB, "no group asks for a quorum"), ("else", "no group asks")):
+        with pytest.raises(RequestRefused, match=f"job '{job}' has no loss to accept: {why}"):
+            scene.accept_loss(job)
+    scene.ask("a", step=7)
+    with pytest.raises(RequestRefused, match=r"waiting for b: alive.* would lose committed steps"):
+        scene.accept_loss()
+    assert scene.take() == []
 
 
 def test_a_restarted_lighthouse_tells_by_seen_ids_whose_state_is_older() -> None:

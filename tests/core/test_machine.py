@@ -126,6 +126,10 @@ class Groups(RuleBasedStateMachine):
         for _ in range(seconds):
             self.world.pass_second()
 
+    @rule(job=st.sampled_from(JOBS))
+    def an_operator_accepts_a_loss(self, job: str) -> None:
+        self.world.accept_loss(job)
+
     @rule()
     def the_lighthouse_restarts(self) -> None:
         self.world.restart_lighthouse()

@@ -29,6 +29,7 @@ def view(
     straggling: Iterable[str] = (),
     previous: Iterable[str] = (),
     committed_step: int = 0,
+    loss_accepted: bool = False,
 ) -> JobView:
     """A job where ``asking`` wait, and ``silent`` live but have not asked."""
     waiting = {each.replica_id: Waiter(each, at) for each, at in asking}
@@ -41,6 +42,7 @@ def view(
         previous=quorum(5, *before) if before else None,
         committed_step=committed_step,
         told_min_replicas=max((each.min_replicas for each, _ in asking), default=0),
+        loss_accepted=loss_accepted,
     )
 
 
@@ -210,9 +212,14 @@ TABLE: dict[str, tuple[JobView, dict[str, Any], float, Formed | Waiting]] = {
         0,
         Waiting(
             "the job has committed step 8, the groups that ask have at most step 7: waiting for a "
-            "group with the newer state (or start the lighthouse with --on-step-regression warn to "
-            "accept the loss)"
+            "group with the newer state (or for `lighthouse accept-loss`, which gives it up)"
         ),
+    ),
+    "7: an operator accepted the loss": (
+        view((AHEAD, 0), committed_step=8, loss_accepted=True),
+        {"on_step_regression": "hold"},
+        0,
+        Formed((AHEAD,), lost_from=8),
     ),
     "7: warn": (
         view((AHEAD, 0), veterans="b", committed_step=8),

@@ -79,6 +79,8 @@ class Teller:
             self.scene.leave(names[0], " ".join(names[1:]))
         elif event == "give-up":
             self.scene.withdraw(int(names[0]))
+        elif event == "accept-loss":
+            self.scene.accept_loss()
         else:
             raise ValueError(f"unknown event {event!r}")
         return [*self.orders(), *self.reason()]

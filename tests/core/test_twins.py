@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torchft_svc.core.lighthouse import AnswerQuorum, Lighthouse, Order, RefuseRequest, ReportLoss
 from torchft_svc.core.quorum import Formed, JobView, Waiter, decide
 from torchft_svc.core.types import QuorumConfig
+from torchft_svc.errors import RequestRefused
 
 from . import twin
 from .naive import Naive
@@ -56,6 +57,7 @@ def views(draw: st.DrawFn) -> JobView:
         previous=quorum(1, *[member(name) for name in sorted(before)]) if before else None,
         committed_step=draw(st.integers(0, 4)),
         told_min_replicas=max((each.member.min_replicas for each in waiting.values()), default=0),
+        loss_accepted=draw(st.sampled_from([False, False, True])),
     )
 
 
@@ -90,6 +92,7 @@ events = st.one_of(
     st.tuples(st.just("leave"), replica_ids),
     st.tuples(st.just("withdraw"), st.integers(1, 5)),
     st.tuples(st.just("pass"), st.integers(1, 4)),
+    st.tuples(st.just("accept"), st.none()),
     st.tuples(st.just("question"), st.none()),
 )
 
@@ -120,6 +123,8 @@ def test_the_lighthouse_publishes_exactly_when_a_naive_one_does(
         elif kind == "withdraw":
             run.fast += run.orders(run.house.withdraw(JOB, number - what, run.now))
             run.naive.withdraw(number - what, run.now)
+        elif kind == "accept":
+            run.accept()
         elif kind == "pass":
             for _ in range(what):
                 run.wait()
@@ -148,6 +153,13 @@ class Side:
             self.fast += self.orders(self.house.tick(self.now))
         self.naive.time_passed(self.now)
 
+    def accept(self) -> None:
+        try:
+            self.fast += self.orders(self.house.accept_loss(JOB, self.now))
+        except RequestRefused:
+            self.fast.append(("nothing to accept",))
+        self.naive.accept_loss(self.now)
+
     def compare(self) -> None:
         assert sorted(self.fast, key=repr) == sorted(self.naive.log, key=repr)
         self.fast.clear()
@@ -164,6 +176,7 @@ class Side:
         assert set(view.straggling) == expected.straggling
         assert (view.previous, view.committed_step) == (expected.previous, expected.committed_step)
         assert view.told_min_replicas == expected.told_min_replicas
+        assert view.loss_accepted == expected.loss_accepted
         awaited = expected.previous_ids() & expected.living - expected.waiting.keys()
         assert state.members._awaited == awaited - expected.straggling
 

@@ -53,6 +53,8 @@ def decide(
     if len(asking) < (max(told) or config.min_replicas):
         return math.inf
     if all(member.step < view.committed_step for member in asking):
+        if view.loss_accepted:
+            return asking, view.committed_step
         if config.on_step_regression == "hold":
             return math.inf
         if config.on_step_regression == "auto" and len(view.veterans) > 0:

@@ -72,6 +72,7 @@ class JobBooks:
     committed_step: int = 0
     took_part: set[str] = field(default_factory=set)
     announced: set[str] = field(default_factory=set)
+    loss_accepted: bool = False  # by an operator, since the last quorum
 
 
 @dataclass
@@ -145,6 +146,24 @@ class World:
             orders = self.house.leave(group.job, group.replica_id, "its session ended", self.now)
             self.carry_out(orders)
 
+    def accept_loss(self, job: str) -> None:
+        """An operator gives up what those who ask do not have; refused if one of them has it."""
+        books = self.books.get(job, JobBooks())
+        callers = set(self.house._jobs[job].members._replica_of) if job in self.house._jobs else ()
+        asking = [each for each in self.groups.values() if each.caller in callers]
+        try:
+            orders = self.house.accept_loss(job, self.now)
+        except RequestRefused:
+            return
+        policy = self.config.on_step_regression
+        assert policy != "warn", "nothing is held back"
+        newest = [each for each in asking if each.step >= books.committed_step]
+        shrinks = any(each.asked and each.asked.shrink_only for each in asking)
+        assert asking, "nobody asks"
+        assert not newest or shrinks, "the newer state is here"
+        books.loss_accepted = True
+        self.carry_out(orders)
+
     def restart_lighthouse(self) -> None:
         """Everything is forgotten, every call is broken; its ids begin above any before."""
         first_id = max((books.last_id for books in self.books.values()), default=0)
@@ -153,6 +172,7 @@ class World:
         self.hangs_told.clear()
         for books in self.books.values():
             books.committed_step = 0
+            books.loss_accepted = False
             books.took_part.clear()
             books.announced.clear()
         self.asked_by.clear()
@@ -265,13 +285,15 @@ class World:
         assert len(order.callers) >= max(each.min_replicas for each in order.quorum.participants)
         if max_step < books.committed_step:
             assert order.lost_from == books.committed_step, "I4: a loss is told"
-            assert self.config.on_step_regression != "hold", "I4"
-            if self.config.on_step_regression == "auto":
+            policy = "warn" if books.loss_accepted else self.config.on_step_regression
+            assert policy != "hold", "I4"
+            if policy == "auto":
                 assert not books.took_part & living, "I4: a group of the job is alive"
             books.committed_step = max_step
         else:
             assert order.lost_from is None
             books.committed_step = max_step
+        books.loss_accepted = False
         books.took_part &= living
         books.took_part |= {each.replica_id for each in order.quorum.participants}
 

@@ -38,6 +38,7 @@ class LighthouseClient(Client):
         self._leave = self._method("Leave", pb.LighthouseLeaveResponse.FromString)
         self._kill = self._method("Kill", pb.LighthouseKillResponse.FromString)
         self._drain = self._method("Drain", pb.LighthouseDrainResponse.FromString)
+        self._accept_loss = self._method("AcceptLoss", pb.AcceptLossResponse.FromString)
         self._connect()
 
     def quorum(
@@ -102,6 +103,16 @@ class LighthouseClient(Client):
             RequestRefused: there is no such group, or it cannot be told (it only sends heartbeats).
         """
         self._drain(pb.LighthouseDrainRequest(replica_id=replica_id, reason=reason), timeout)
+
+    def accept_loss(self, timeout: timedelta = timedelta(seconds=5)) -> int:
+        """Let the job's next quorum go back to what the groups that ask have; from which step.
+
+        Once, and only if no group with the newer state asks before.
+
+        Raises:
+            RequestRefused: no quorum is held back because it would lose committed steps.
+        """
+        return self._accept_loss(pb.AcceptLossRequest(), timeout).committed_step
 
 
 def _member(message: pb.QuorumMember) -> QuorumMember:

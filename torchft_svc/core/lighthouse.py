@@ -164,6 +164,23 @@ class Lighthouse:
         orders = self._remove(job, state, replica_id, reason, between_steps)
         return self._settle(job, state, orders, now)
 
+    def accept_loss(self, job: str, now: float) -> tuple[Order, ...]:
+        """An operator lets the next quorum through although it loses committed steps.
+
+        Forgotten when a group with the newer state asks.
+
+        Raises:
+            RequestRefused: no quorum of this job is held back for that reason.
+        """
+        check_name("job", job)
+        state = self._jobs.get(job)
+        if state is None or not state.members.accept_loss():
+            raise RequestRefused(
+                f"job {job!r} has no loss to accept: {self.why(job, now)}; only a quorum that is "
+                "held back because it would lose committed steps can be let through"
+            )
+        return self._settle(job, state, [], now)
+
     def tick(self, now: float) -> tuple[Order, ...]:
         """Time has passed; call it at `next_deadline`, or more often."""
         self._wake_at = None
@@ -223,6 +240,11 @@ class Lighthouse:
         """Whether a living group has been reported as hung, and still is."""
         state = self._jobs.get(job)
         return state is not None and state.hangs.is_hung(replica_id)
+
+    def committed_step(self, job: str) -> int:
+        """The highest that a quorum of this job has shown, less what was given up since."""
+        state = self._jobs.get(job)
+        return state.members.committed_step if state else 0
 
     def quorum_left(self, job: str) -> list[str]:
         """The living groups of the last quorum."""

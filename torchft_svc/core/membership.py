@@ -16,6 +16,7 @@ from torchft_svc.core.quorum import (
     Waiting,
     absent_deadlines,
     decide,
+    has_loss_to_accept,
 )
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 
@@ -44,6 +45,7 @@ class Membership:
         self.previous: Quorum | None = None
         self._previous_ids: frozenset[str] = frozenset()
         self.committed_step = committed_step
+        self._loss_accepted = False
 
     # -- what happened ---------------------------------------------------------------------------
 
@@ -76,6 +78,8 @@ class Membership:
         self._replica_of[caller] = member.replica_id
         self._straggling.discard(member.replica_id)
         self._awaited.discard(member.replica_id)
+        if member.step >= self.committed_step:
+            self._loss_accepted = False  # the newer state is back, there is nothing to give up
         return replaced
 
     def withdrew(self, caller: int, now: float) -> None:
@@ -120,7 +124,14 @@ class Membership:
         self._veterans |= self._previous_ids
         self._announced.clear()
         self.committed_step = quorum.max_step  # lower than before only if that is accepted (7)
+        self._loss_accepted = False  # once
         return tuple(callers)
+
+    def accept_loss(self) -> bool:
+        """An operator gives up the steps that those who ask do not have; False: there are none."""
+        if has_loss_to_accept(self.view(), self._config):
+            self._loss_accepted = True
+        return self._loss_accepted
 
     def _no_longer_waits(self, replica_id: str) -> Waiter:
         waiter = self._waiting.pop(replica_id)
@@ -246,6 +257,7 @@ class Membership:
             previous=self.previous,
             committed_step=self.committed_step,
             told_min_replicas=max(self._told_min_replicas, default=0),
+            loss_accepted=self._loss_accepted,
         )
 
 

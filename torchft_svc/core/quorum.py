@@ -29,6 +29,7 @@ class JobView:
 
     ``veterans`` took part in a quorum of this job, ``straggling`` were waited for in vain (and are
     not in ``waiting``). ``told_min_replicas`` is the largest that those who wait tell (0: none).
+    ``loss_accepted``: an operator gave up the steps that those who wait do not have.
     """
 
     waiting: Mapping[str, Waiter]
@@ -38,6 +39,7 @@ class JobView:
     previous: Quorum | None
     committed_step: int
     told_min_replicas: int = 0
+    loss_accepted: bool = False
 
     def previous_ids(self) -> frozenset[str]:
         if self.previous is None:
@@ -124,14 +126,27 @@ def _check_progress(
     max_step = max(member.step for member in members)
     if max_step >= view.committed_step:
         return Formed(members)
+    if _may_lose(view, config):
+        return Formed(members, lost_from=view.committed_step)
+    return Waiting(
+        f"the job has committed step {view.committed_step}, the groups that ask have at most "
+        f"step {max_step}: waiting for a group with the newer state "
+        "(or for `lighthouse accept-loss`, which gives it up)"
+    )
+
+
+def _may_lose(view: JobView, config: QuorumConfig) -> bool:
     policy = config.on_step_regression
-    if policy == "hold" or (policy == "auto" and view.veterans):
-        return Waiting(
-            f"the job has committed step {view.committed_step}, the groups that ask have at most "
-            f"step {max_step}: waiting for a group with the newer state "
-            "(or start the lighthouse with --on-step-regression warn to accept the loss)"
-        )
-    return Formed(members, lost_from=view.committed_step)
+    return view.loss_accepted or policy == "warn" or (policy == "auto" and not view.veterans)
+
+
+def has_loss_to_accept(view: JobView, config: QuorumConfig) -> bool:
+    """Whether those who ask are behind the job's committed step, and held back because of that,
+    or would be as soon as they are enough."""
+    if not view.waiting or _may_lose(view, config):
+        return False
+    candidates = _candidates(view, view.previous_ids())
+    return max(member.step for member in candidates) < view.committed_step
 
 
 def name_some(replica_ids: Mapping[str, object]) -> str:

@@ -129,6 +129,18 @@ class LighthouseDriver:
         session.tell(news)
         return replica_id
 
+    def accept_loss(self, job: str) -> int:
+        """Let the next quorum of ``job`` lose committed steps; up to which step it does.
+
+        Raises:
+            RequestRefused: none is held back for that reason.
+        """
+        committed_step = self._core.committed_step(job)
+        orders = self._core.accept_loss(job, time.monotonic())
+        log.warning("loss accepted by an operator job=%s step=%d", job, committed_step)
+        self._carry_out(orders)
+        return committed_step
+
     def end_term(self, error: TorchFTError) -> None:
         """Another lighthouse leads: tell all who are here, and forget them."""
         for answer in self._answers.values():

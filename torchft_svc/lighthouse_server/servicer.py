@@ -60,6 +60,10 @@ def lighthouse_service(
         log.info("drain job=%s replica=%s: %s", _job(context), replica_id, reason)
         return b""
 
+    async def accept_loss(request: pb.AcceptLossRequest, context: Context) -> bytes:
+        committed_step = driver.accept_loss(_job(context))
+        return pb.AcceptLossResponse(committed_step=committed_step).SerializeToString()
+
     async def session(requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
         async with Tasks() as tasks:
             await Session(driver, _job(context), tasks).run(requests, context)
@@ -72,6 +76,7 @@ def lighthouse_service(
             "Leave": leave,
             "Kill": kill,
             "Drain": drain,
+            "AcceptLoss": accept_loss,
         },
         streams={"Session": session},
         check=check_leads,
