@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.base import Members, ProcessGroup
 from torchft_svc.client.process_groups.wrapper import ProcessGroupWrapper
 
 
@@ -32,12 +32,12 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
         """The next collective is carried out, but who waits for it gets ``error``."""
         self._future_error = error
 
-    def configure(self, *args: Any, **kwargs: Any) -> None:
+    def _configure(self, members: Members) -> None:
         """See `ProcessGroup.configure`."""
         error, self._configure_error = self._configure_error, None
         if error is not None:
             raise error
-        super().configure(*args, **kwargs)
+        super()._configure(members)
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
         error, self._launch_error = self._launch_error, None

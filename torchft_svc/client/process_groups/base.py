@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +23,20 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
     forward.__name__ = name
     return forward
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """With whom to connect: the arguments of `ProcessGroup.configure` that say so."""
+
+    store_addr: str
+    replica_id: str
+    rank: int
+    world_size: int
+    quorum_id: int | None = None
+    group_rank: int | None = None
+    group_world_size: int | None = None
+    global_ranks: list[int] | None = None
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -68,7 +83,6 @@ class ProcessGroup(dist.ProcessGroup):
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
         """Start collective ``name`` of `operations.COLLECTIVES`; the work."""
 
-    @abc.abstractmethod
     def configure(
         self,
         store_addr: str,
@@ -90,6 +104,22 @@ class ProcessGroup(dist.ProcessGroup):
         Raises:
             PeerError: the others did not come in time, or one of them failed.
         """
+        self._configure(
+            Members(
+                store_addr,
+                replica_id,
+                rank,
+                world_size,
+                quorum_id,
+                group_rank,
+                group_world_size,
+                global_ranks,
+            )
+        )
+
+    @abc.abstractmethod
+    def _configure(self, members: Members) -> None:
+        """What `configure` does."""
 
     @abc.abstractmethod
     def abort(self) -> None:

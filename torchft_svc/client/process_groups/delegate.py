@@ -8,7 +8,7 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.base import Members, ProcessGroup
 from torchft_svc.client.process_groups.graveyard import Graveyard
 from torchft_svc.client.process_groups.loss import Loss
 from torchft_svc.client.process_groups.meeting import StoreLine, meet
@@ -42,18 +42,8 @@ class DelegatingProcessGroup(ProcessGroup):
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
         """Connect the members that have met in ``store``."""
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: int | None = None,
-        group_rank: int | None = None,
-        group_world_size: int | None = None,
-        global_ranks: list[int] | None = None,
-    ) -> None:
-        """See `ProcessGroup.configure`."""
+    def _configure(self, members: Members) -> None:
+        rank, world_size, quorum_id = members.rank, members.world_size, members.quorum_id
         self.abort()
         timeout_s = self._timeout.total_seconds()
 
@@ -65,7 +55,7 @@ class DelegatingProcessGroup(ProcessGroup):
 
         self._graveyard.make_room(timeout_s, check)
         try:
-            store = meet(self._line, store_addr, rank, world_size, timeout_s, check)
+            store = meet(self._line, members.store_addr, rank, world_size, timeout_s, check)
             backend = self._make_backend(store, rank, world_size)
         except PeerError:
             self._line.drop()
@@ -73,7 +63,8 @@ class DelegatingProcessGroup(ProcessGroup):
         except RuntimeError as error:  # torch's only class for what its backends meet
             self._line.drop()
             raise QuorumFailed(
-                f"{replica_id} could not connect to the members of quorum {quorum_id}: {error}"
+                f"{members.replica_id} could not connect to the members of quorum {quorum_id}: "
+                f"{error}"
             ) from error
         with self._lock:
             self._backend, self._rank, self._world_size = backend, rank, world_size

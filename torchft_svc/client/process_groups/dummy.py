@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchft_svc.client.process_groups.base import Members
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.operations import INTO_OUTPUT, flat
 from torchft_svc.client.process_groups.stores import Store
@@ -19,20 +20,10 @@ class ProcessGroupDummy(DelegatingProcessGroup):
     numbers, but nothing is exchanged.
     """
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: int | None = None,
-        group_rank: int | None = None,
-        group_world_size: int | None = None,
-        global_ranks: list[int] | None = None,
-    ) -> None:
+    def _configure(self, members: Members) -> None:
         """Take the numbers, meet nobody."""
-        self._backend = _Alone()
-        self._rank, self._world_size, self._error = rank, world_size, None
+        self._backend, self._error = _Alone(), None
+        self._rank, self._world_size = members.rank, members.world_size
 
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
         return _Alone()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.base import Members, ProcessGroup
 from torchft_svc.client.process_groups.operations import result_of
 from torchft_svc.client.work import CompletedWork
 from torchft_svc.errors import ConfigError, RequestRefused
@@ -38,17 +38,7 @@ class ManagedProcessGroup(ProcessGroup):
         self._manager = manager
         self._averages_sums = averages_sums
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: int | None = None,
-        group_rank: int | None = None,
-        group_world_size: int | None = None,
-        global_ranks: list[int] | None = None,
-    ) -> None:
+    def _configure(self, members: Members) -> None:
         """Not for callers: the manager's own process group is configured by the manager.
 
         Raises:

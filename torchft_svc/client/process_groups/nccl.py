@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from torchft_svc.client.deadlines import Timer
 from torchft_svc.client.process_groups.backend import WholeBackend
+from torchft_svc.client.process_groups.base import Members
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.device_work import DeviceWork
 from torchft_svc.client.process_groups.stores import Store
@@ -74,20 +75,9 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         self._endings: list[threading.Thread] = []
         set_default(*_GIVE_UP_CONNECTING)
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: int | None = None,
-        group_rank: int | None = None,
-        group_world_size: int | None = None,
-        global_ranks: list[int] | None = None,
-    ) -> None:
-        """See `ProcessGroup.configure`."""
-        self._wanted_quorum_id = quorum_id
-        super().configure(store_addr, replica_id, rank, world_size, quorum_id)
+    def _configure(self, members: Members) -> None:
+        self._wanted_quorum_id = members.quorum_id
+        super()._configure(members)
 
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
         options = dist.ProcessGroupNCCL.Options(self._high_priority)

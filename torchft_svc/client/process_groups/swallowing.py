@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.base import Members, ProcessGroup
 from torchft_svc.client.process_groups.operations import IN_PLACE, result_of
 from torchft_svc.client.process_groups.wrapper import ProcessGroupWrapper
 from torchft_svc.client.work import CompletedWork
@@ -31,10 +31,10 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         super().__init__(pg)
         self._first_error: Exception | None = None
 
-    def configure(self, *args: Any, **kwargs: Any) -> None:
-        """See `ProcessGroup.configure`; forgets the error."""
+    def _configure(self, members: Members) -> None:
+        """Forgets the error."""
         self._first_error = None
-        super().configure(*args, **kwargs)
+        super()._configure(members)
 
     def error(self) -> Exception | None:
         """The first error since the group was configured, or None."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import timedelta
 from typing import Any
 
-from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.base import Members, ProcessGroup
 
 
 class ProcessGroupWrapper(ProcessGroup):
@@ -20,28 +21,8 @@ class ProcessGroupWrapper(ProcessGroup):
         """The wrapped group."""
         return self._pg
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: int | None = None,
-        group_rank: int | None = None,
-        group_world_size: int | None = None,
-        global_ranks: list[int] | None = None,
-    ) -> None:
-        """See `ProcessGroup.configure`."""
-        self._pg.configure(
-            store_addr,
-            replica_id,
-            rank,
-            world_size,
-            quorum_id,
-            group_rank,
-            group_world_size,
-            global_ranks,
-        )
+    def _configure(self, members: Members) -> None:
+        self._pg.configure(**dataclasses.asdict(members))
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
         return self._pg._launch(name, args, kwargs)

@@ -83,13 +83,7 @@ class Child:
 
     def _configure(self, message: Configure) -> None:
         self._pg.set_timeout(message.timeout)
-        self._pg.configure(
-            message.store_addr,
-            message.replica_id,
-            message.rank,
-            message.world_size,
-            message.quorum_id,
-        )
+        self._pg._configure(message.members)
 
     def _launch(self, message: Launch) -> None:
         try:

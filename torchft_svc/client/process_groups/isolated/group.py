@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.base import Members, ProcessGroup
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
     Configure,
@@ -60,20 +60,9 @@ class ProcessGroupBabyGloo(ProcessGroup):
         self._loss: Loss | None = None
         self._stopped = False
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: int | None = None,
-        group_rank: int | None = None,
-        group_world_size: int | None = None,
-        global_ranks: list[int] | None = None,
-    ) -> None:
-        """See `ProcessGroup.configure`."""
+    def _configure(self, members: Members) -> None:
         self.abort()
-        self._check(quorum_id)
+        self._check(members.quorum_id)
         child = self._child = self._child or ChildProcess()
         number = next(self._numbers)
         over = threading.Event()
@@ -83,20 +72,17 @@ class ProcessGroupBabyGloo(ProcessGroup):
             outcome.append(error)
             over.set()
 
-        request = Configure(
-            number, store_addr, replica_id, rank, world_size, quorum_id, self._timeout
-        )
-        child.send(request, number, on_end)
+        child.send(Configure(number, members, self._timeout), number, on_end)
         try:
-            self._await(over, self._timeout.total_seconds() + _ANSWER_GRACE_S, quorum_id)
+            self._await(over, self._timeout.total_seconds() + _ANSWER_GRACE_S, members.quorum_id)
         except PeerError:
             self._drop(child)
             raise
         if outcome[0] is not None:
             raise outcome[0]
         with self._lock:
-            self._rank, self._world_size = rank, world_size
-            self._quorum_id, self._error = quorum_id, None
+            self._rank, self._world_size = members.rank, members.world_size
+            self._quorum_id, self._error = members.quorum_id, None
 
     def abort(self) -> None:
         """See `ProcessGroup.abort`; kills the process if it has operations under way."""

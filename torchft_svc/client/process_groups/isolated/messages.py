@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchft_svc.client.process_groups.base import Members
+
 # Options of collectives cannot be pickled; these are the fields that torch reads.
 _OPTION_FIELDS = ("reduceOp", "rootRank", "rootTensor", "timeout", "asyncOp", "device_ids")
 
@@ -25,11 +27,7 @@ class Configure:
     """Meet the members; answered by `Configured` or `Failed` with this ``number``."""
 
     number: int
-    store_addr: str
-    replica_id: str
-    rank: int
-    world_size: int
-    quorum_id: int | None
+    members: Members
     timeout: timedelta
 
 
