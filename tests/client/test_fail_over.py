@@ -19,6 +19,7 @@ class Course:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.quorum_ids: list[int] = []
+        self.members: dict[int, list[str]] = {}  # by quorum id
         self.committed: list[bool] = []
 
     def until(self, step: int) -> None:
@@ -26,6 +27,8 @@ class Course:
             self.committed.append(self.trainer.step())
             quorum = self.trainer.manager._runtime.membership.quorum
             self.quorum_ids.append(0 if quorum is None else quorum.quorum_id)
+            if quorum is not None:
+                self.members[quorum.quorum_id] = quorum.replica_ids
             assert len(self.committed) < 500
 
     def check(self, max_discarded: int) -> None:
@@ -47,6 +50,9 @@ def train_through(
         assert_identical([a, b])
     for course in courses:
         course.check(max_discarded)
+    a_members, b_members = (course.members for course in courses)
+    for quorum_id in a_members.keys() & b_members.keys():
+        assert a_members[quorum_id] == b_members[quorum_id], "I1"
     return took_s, courses[0].quorum_ids
 
 

@@ -37,7 +37,8 @@ class Line(Protocol):
         """Wait for a quorum that contains ``member``.
 
         Raises:
-            TorchFTError: there is none; `Unreachable` if the lighthouse could not be asked.
+            TorchFTError: there is none; `Unreachable` if the lighthouse could not be asked,
+                `QuorumFailed` if its answer is not to be taken.
         """
 
     async def leave(self, reason: str, *, between_steps: bool) -> None:

@@ -9,9 +9,7 @@ import uuid
 from collections.abc import Callable
 
 from torchft_svc.core.activity import Activity
-from torchft_svc.core.group_orders import (
-    AskLighthouse,
-)
+from torchft_svc.core.group_orders import AskLighthouse
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import DeadlineExceeded, NotLeader, PeerError, QuorumFailed, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
@@ -144,8 +142,6 @@ class LighthouseLink:
             min_replicas=self._config.min_replicas,
         )
         quorum = await self._connection.ask(member, timeout_s)
-        if all(self.replica_id != member.replica_id for member in quorum.participants):
-            raise QuorumFailed(f"quorum {quorum.quorum_id} was formed without {self.replica_id!r}")
         self._seen_quorum_id = max(self._seen_quorum_id, quorum.quorum_id)
         return quorum
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 
+from torchft_svc.core.acceptance import check_answer
 from torchft_svc.core.activity import Activity
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import (
@@ -117,7 +118,9 @@ class SessionLine:
         )
         try:
             await self._send(stream, pb.SessionRequest(question=question))
-            return await asyncio.wait_for(answer, timeout_s + REFUSAL_GRACE_S)
+            quorum = await asyncio.wait_for(answer, timeout_s + REFUSAL_GRACE_S)
+            check_answer(member, quorum, ids_grow=True)
+            return quorum
         except DeadlineExceeded:
             raise  # a TimeoutError too, but the lighthouse's own, with the reason
         except asyncio.TimeoutError:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import grpc
 
+from torchft_svc.core.acceptance import check_answer
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import TorchFTError
 from torchft_svc.manager_server.config import ManagerConfig
@@ -61,7 +62,9 @@ class UnaryLine:
             if self._broken is None:
                 raise
             raise self._broken from None  # the channel was closed under this call
-        return quorum_from_wire(answer.quorum)
+        quorum = quorum_from_wire(answer.quorum)
+        check_answer(member, quorum, ids_grow=False)
+        return quorum
 
     async def hold(self, on_open: Callable[[], None]) -> None:
         """Send heartbeats. One that is late breaks nothing: the next one is a new chance."""

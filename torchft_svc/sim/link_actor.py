@@ -9,9 +9,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchft_svc.core.group_orders import (
-    AskLighthouse,
-)
+from torchft_svc.core.acceptance import check_answer
+from torchft_svc.core.group_orders import AskLighthouse
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, TorchFTError, Unreachable
 from torchft_svc.sim.network import End, Network, Stream
@@ -249,14 +248,14 @@ class LinkActor:
             commit_failures=question.ask.commit_failures,
             seen_quorum_id=self._seen_quorum_id,
         )
-        self._session.ask(member, timeout_s, lambda outcome: self._told(question, outcome))
+        self._session.ask(
+            member, timeout_s, lambda outcome: self._told(question, self._check(member, outcome))
+        )
 
     def _told(self, question: _Question, outcome: Outcome) -> None:
         if question is not self._question:
             return
         now = self._process.world.now
-        if isinstance(outcome, Quorum):
-            outcome = self._check(outcome)
         if isinstance(outcome, Unreachable) and now + question.pause_s < question.give_up_at:
             wait_s = question.pause_s * self._process.chance.uniform(0.5, 1.0)
             self._process.after(wait_s, self._ask_once, question)
@@ -269,11 +268,15 @@ class LinkActor:
         self._question = None
         question.done(outcome)
 
-    def _check(self, quorum: Quorum) -> Outcome:
-        if all(self.replica_id != member.replica_id for member in quorum.participants):
-            return QuorumFailed(f"quorum {quorum.quorum_id} was formed without this group")
-        self._seen_quorum_id = max(self._seen_quorum_id, quorum.quorum_id)
-        return quorum
+    def _check(self, asked: Member, outcome: Outcome) -> Outcome:
+        if not isinstance(outcome, Quorum):
+            return outcome
+        try:
+            check_answer(asked, outcome, ids_grow=True)
+        except QuorumFailed as error:
+            return error
+        self._seen_quorum_id = max(self._seen_quorum_id, outcome.quorum_id)
+        return outcome
 
 
 @dataclass(slots=True)

@@ -1,0 +1,107 @@
+"""A lighthouse whose ids go back: as one that was frozen and leads no more, or a public one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent import futures
+from datetime import timedelta
+from typing import Any
+
+import grpc
+import pytest
+from running import manager_process
+
+from torchft_svc.coordination import ManagerClient
+from torchft_svc.errors import QuorumFailed
+from torchft_svc.proto import torchft_pb2 as pb
+
+LONG = timedelta(seconds=10)
+
+
+class Scripted(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Answers each question with a quorum of the asker alone, under the next of ``ids``."""
+
+    def __init__(self, ids: list[int], has_sessions: bool) -> None:
+        self._ids = iter(ids)
+        self._has_sessions = has_sessions
+
+    def service(self, details: Any) -> Any:
+        method = details.method.rpartition("/")[2]
+        if method == "Session" and self._has_sessions:
+            return grpc.stream_stream_rpc_method_handler(
+                self._session,
+                pb.SessionRequest.FromString,
+                pb.SessionNews.SerializeToString,
+            )
+        if method == "Quorum":
+            return grpc.unary_unary_rpc_method_handler(
+                lambda request, _: pb.LighthouseQuorumResponse(quorum=self._next(request)),
+                pb.LighthouseQuorumRequest.FromString,
+                pb.LighthouseQuorumResponse.SerializeToString,
+            )
+        if method == "Heartbeat":
+            return grpc.unary_unary_rpc_method_handler(lambda *_: b"")
+        return None
+
+    def _next(self, question: Any) -> Any:
+        return pb.Quorum(quorum_id=next(self._ids), participants=[question.requester])
+
+    def _session(self, requests: Iterator[Any], _: Any) -> Iterator[Any]:
+        yield pb.SessionNews(welcome=pb.SessionWelcome())
+        for request in requests:
+            kind = request.WhichOneof("kind")
+            if kind == "question":
+                number = request.question.number
+                yield pb.SessionNews(quorum=self._next(request.question), answers=number)
+            elif kind == "leave":
+                return
+
+
+@contextlib.contextmanager
+def scripted(*ids: int, has_sessions: bool) -> Iterator[str]:
+    server = grpc.server(futures.ThreadPoolExecutor(10))
+    server.add_generic_rpc_handlers((Scripted(list(ids), has_sessions),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait(10)
+
+
+def ask(client: ManagerClient, step: int) -> int:
+    return client._quorum(0, step, "", False, LONG).quorum_id
+
+
+@pytest.mark.processes
+def test_i1_a_manager_refuses_an_older_quorum_and_asks_again() -> None:
+    with (
+        scripted(7, 6, 8, has_sessions=True) as stale,
+        manager_process(stale) as manager,
+        ManagerClient(manager.address, LONG) as client,
+    ):
+        assert ask(client, 0) == 7
+        with pytest.raises(QuorumFailed, match="quorum 6 is older than quorum 7"):
+            ask(client, 1)
+        assert ask(client, 1) == 8
+
+
+@pytest.mark.processes
+def test_i1_a_manager_with_retries_does_not_tell_its_workers_of_an_older_quorum() -> None:
+    with (
+        scripted(7, 6, 8, has_sessions=True) as stale,
+        manager_process(stale, "--quorum-retries=1") as manager,
+        ManagerClient(manager.address, LONG) as client,
+    ):
+        assert [ask(client, step) for step in (0, 1)] == [7, 8]
+
+
+@pytest.mark.processes
+def test_the_ids_of_a_public_lighthouse_may_begin_anew() -> None:
+    with (
+        scripted(7, 1, has_sessions=False) as restarted,
+        manager_process(restarted) as manager,
+        ManagerClient(manager.address, LONG) as client,
+    ):
+        assert [ask(client, step) for step in (0, 1)] == [7, 1]
