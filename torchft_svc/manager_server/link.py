@@ -120,6 +120,9 @@ class LighthouseLink:
                 return await self._ask_once(question, deadline)
             except (Unreachable, NotLeader) as error:
                 log.info("the lighthouse could not be asked: %s", error)
+            except QuorumFailed:
+                if not self._connection.better:
+                    raise  # else it was withdrawn here, in order to ask a better one
             if self._left:
                 raise QuorumFailed("this group has left the lighthouse")
             await asyncio.sleep(MIN_RECONNECT_MS / 1000)  # a line that breaks is open for a moment
