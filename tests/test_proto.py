@@ -73,6 +73,7 @@ METHODS = {
         "Session": ("SessionRequest", "SessionNews", True, True),
         "Kill": ("LighthouseKillRequest", "LighthouseKillResponse", False, False),
         "Drain": ("LighthouseDrainRequest", "LighthouseDrainResponse", False, False),
+        "Status": ("LighthouseStatusRequest", "LighthouseStatusResponse", False, False),
         "AcceptLoss": ("AcceptLossRequest", "AcceptLossResponse", False, False),
     },
     "ManagerService": {

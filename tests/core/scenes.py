@@ -10,9 +10,9 @@ from torchft_svc.core.activity import Activity
 from torchft_svc.core.group_orders import (
     RefuseWorker,
 )
-from torchft_svc.core.lighthouse import (
+from torchft_svc.core.lighthouse import Lighthouse
+from torchft_svc.core.lighthouse_orders import (
     AnswerQuorum,
-    Lighthouse,
     Order,
     RefuseRequest,
     ReportLoss,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchft_svc.core.activity import HANGING_PHASES, Activity, HangWatch, WorkerActivities
-from torchft_svc.core.lighthouse import ReportHang
+from torchft_svc.core.lighthouse_orders import ReportHang
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import QuorumConfig
 from torchft_svc.errors import ConfigError

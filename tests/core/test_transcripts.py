@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchft_svc.core.lighthouse import AnswerQuorum, ReportLoss
+from torchft_svc.core.lighthouse_orders import AnswerQuorum, ReportLoss
 from torchft_svc.core.types import Member
 
 from .scenes import Refused, Scene, config

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchft_svc.core.lighthouse import AnswerQuorum, Lighthouse, Order, RefuseRequest, ReportLoss
+from torchft_svc.core.lighthouse import Lighthouse
+from torchft_svc.core.lighthouse_orders import AnswerQuorum, Order, RefuseRequest, ReportLoss
 from torchft_svc.core.quorum import Formed, JobView, Waiter, decide
 from torchft_svc.core.types import QuorumConfig
 from torchft_svc.errors import RequestRefused

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from torchft_svc.core.activity import Activity
 from torchft_svc.core.assignment import assign
-from torchft_svc.core.lighthouse import (
+from torchft_svc.core.lighthouse import Lighthouse
+from torchft_svc.core.lighthouse_orders import (
     AnswerQuorum,
-    Lighthouse,
     Order,
     RefuseRequest,
     ReportHang,

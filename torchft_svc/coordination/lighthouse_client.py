@@ -8,9 +8,11 @@ from datetime import timedelta
 
 from torchft_svc.coordination.client import Client
 from torchft_svc.coordination.types import Quorum, QuorumMember, Timestamp
+from torchft_svc.core.overview import JobStatus
 from torchft_svc.core.types import DEFAULT_JOB, Member
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import member_to_wire
+from torchft_svc.rpc.codec_status import status_from_wire
 from torchft_svc.rpc.security import Security
 
 
@@ -39,6 +41,7 @@ class LighthouseClient(Client):
         self._kill = self._method("Kill", pb.LighthouseKillResponse.FromString)
         self._drain = self._method("Drain", pb.LighthouseDrainResponse.FromString)
         self._accept_loss = self._method("AcceptLoss", pb.AcceptLossResponse.FromString)
+        self._status = self._method("Status", pb.LighthouseStatusResponse.FromString)
         self._connect()
 
     def quorum(
@@ -103,6 +106,16 @@ class LighthouseClient(Client):
             RequestRefused: there is no such group, or it cannot be told (it only sends heartbeats).
         """
         self._drain(pb.LighthouseDrainRequest(replica_id=replica_id, reason=reason), timeout)
+
+    def status(
+        self, job_id: str = "", timeout: timedelta = timedelta(seconds=5)
+    ) -> list[JobStatus]:
+        """The quorum and the groups of every job, sorted by name, or of ``job_id`` alone.
+
+        Raises:
+            RequestRefused: no group of that job is alive.
+        """
+        return status_from_wire(self._status(pb.LighthouseStatusRequest(job=job_id), timeout))
 
     def accept_loss(self, timeout: timedelta = timedelta(seconds=5)) -> int:
         """Let the job's next quorum go back to what the groups that ask have; from which step.

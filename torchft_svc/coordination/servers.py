@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torchft_svc.core.types import DEFAULT_JOB, QuorumConfig
 from torchft_svc.env import Environment
@@ -43,8 +43,9 @@ class LighthouseServer(_Server):
     """A lighthouse inside this process, for tests and small jobs.
 
     ``bind`` is ``host:port`` (``:0``: any free port on every interface). Durations are
-    milliseconds. ``quorum_tick_ms`` is accepted and has no effect: nothing polls. ``security``: TLS
-    files and token (default: those of the environment).
+    milliseconds. ``quorum_tick_ms`` is accepted and has no effect: nothing polls. A group whose
+    step stands still for ``hang_timeout_ms`` (None: however long) is reported, or ended if
+    ``on_hang`` is ``kill``. ``security``: TLS files and token (default: those of the environment).
 
     Raises:
         AddressError: nothing can be bound there.
@@ -60,17 +61,20 @@ class LighthouseServer(_Server):
         heartbeat_timeout_ms: int | None = None,
         *,
         startup_timeout_ms: int | None = None,
+        hang_timeout_ms: int | None = None,
+        on_hang: Literal["report", "kill"] = "report",
         security: Security | None = None,
     ) -> None:
         told = {
             "join_timeout_s": join_timeout_ms,
             "heartbeat_timeout_s": heartbeat_timeout_ms,
             "startup_timeout_s": startup_timeout_ms,
+            "hang_timeout_s": hang_timeout_ms,
         }
         durations: dict[str, Any] = {
             field: value / 1000 for field, value in told.items() if value is not None
         }
-        config = QuorumConfig(min_replicas=min_replicas, **durations)
+        config = QuorumConfig(min_replicas=min_replicas, on_hang=on_hang, **durations)
         where = parse_address(bind, may_bind=True)
         self._running = Background(run_lighthouse(config, where, _or_environment(security)))
 

@@ -11,75 +11,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torchft_svc.core.activity import Activity, HangWatch
+from torchft_svc.core.lighthouse_orders import (
+    AnswerQuorum,
+    Order,
+    RefuseRequest,
+    ReportHang,
+    ReportLoss,
+    ReportWaiting,
+)
 from torchft_svc.core.membership import Membership
+from torchft_svc.core.overview import JobStatus, describe
 from torchft_svc.core.quorum import Formed
 from torchft_svc.core.step import Phase
-from torchft_svc.core.types import Member, Quorum, QuorumConfig, check_name
-from torchft_svc.errors import QuorumFailed, RequestRefused, TorchFTError
+from torchft_svc.core.types import MAX_NAME_LENGTH, Member, Quorum, QuorumConfig, check_name
+from torchft_svc.errors import QuorumFailed, RequestRefused
 
 # Heartbeats that one lighthouse wants to hear per second, over all groups of a job; above that,
 # groups are told to beat less often, though never less than four times per heartbeat timeout.
 MAX_BEATS_PER_SECOND = 1000.0
 MIN_BEATS_PER_TIMEOUT = 4.0
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerQuorum:
-    """Send ``quorum`` to ``callers``, one for each member, in member order."""
-
-    job: str
-    callers: tuple[int, ...]
-    quorum: Quorum
-    lost_from: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RefuseRequest:
-    """Tell ``caller`` that its request failed."""
-
-    caller: int
-    error: TorchFTError
-
-
-@dataclass(frozen=True, slots=True)
-class ReportLoss:
-    """``replica_id`` is no longer alive, because of ``reason``.
-
-    ``between_steps``: it left when it had finished its step, so its fellows lose nothing.
-    ``quorum_id``: of the job's last quorum (0: none yet); the group may come back into a later one.
-    """
-
-    job: str
-    replica_id: str
-    reason: str
-    between_steps: bool = False
-    quorum_id: int = field(default=0, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ReportHang:
-    """``replica_id`` has stood in ``phase`` of ``step`` for ``for_s`` seconds; told once.
-
-    ``kill``: its processes are to be ended.
-    """
-
-    job: str
-    replica_id: str
-    phase: Phase
-    step: int
-    for_s: float
-    kill: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ReportWaiting:
-    """``replica_id``, which is not in the last quorum, asks for one; told once in its life."""
-
-    job: str
-    replica_id: str
-
-
-Order = AnswerQuorum | RefuseRequest | ReportLoss | ReportHang | ReportWaiting
 
 
 @dataclass(slots=True)
@@ -208,6 +158,21 @@ class Lighthouse:
         if held and not state.members.view().waiting:
             return "; ".join(held)
         return "; ".join([*held, state.members.why(now)])
+
+    def status(self, job: str, now: float) -> list[JobStatus]:
+        """All jobs that have living groups, or the one that is named.
+
+        Raises:
+            RequestRefused: there is no such job.
+        """
+        if job and job not in self._jobs:
+            raise RequestRefused(f"this lighthouse serves no job {job[:MAX_NAME_LENGTH]!r} now")
+        found = []
+        for name in [job] if job else sorted(self._jobs):
+            state, why = self._jobs[name], self.why(name, now)
+            held = [member for member, _ in state.held.values()]
+            found.append(describe(name, state.members, state.hangs, held, why, now))
+        return found
 
     def find(self, job: str, name: str) -> str:
         """The living group of ``job`` that an operator calls ``name``: its replica id or its name.

@@ -219,6 +219,19 @@ class Membership:
         """The living groups of the last quorum."""
         return [key for key in self._previous_ids if key in self._seen_at]
 
+    @property
+    def min_replicas(self) -> int:
+        """Of the lighthouse; what the groups tell goes before it."""
+        return self._config.min_replicas
+
+    def asking(self) -> list[Member]:
+        """The requests that wait for an answer."""
+        return [waiter.member for waiter in self._waiting.values()]
+
+    def silences(self, now: float) -> list[tuple[str, float]]:
+        """The living groups, and for how many seconds each has been silent."""
+        return [(replica_id, now - seen_at) for replica_id, seen_at in self._seen_at.items()]
+
     def waiting(self) -> list[str]:
         """The groups that ask."""
         return list(self._waiting)

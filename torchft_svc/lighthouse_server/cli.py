@@ -9,12 +9,14 @@ import click
 from torchft_svc.core.types import QuorumConfig
 from torchft_svc.errors import UsageError
 from torchft_svc.lighthouse_server.app import Election, run_lighthouse
+from torchft_svc.lighthouse_server.orders import ORDERS
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.cli import Address, option, run, security_options
+from torchft_svc.rpc.commands import ServiceCommand
 from torchft_svc.rpc.security import Security
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=ServiceCommand, orders=ORDERS, context_settings={"show_default": True})
 @option("--bind", type=Address(may_bind=True), default=":29510", help="Address to listen on.")
 @option("--min-replicas", type=int, default=1, help="Fewest groups that make a quorum.")
 @option(

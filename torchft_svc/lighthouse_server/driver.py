@@ -8,15 +8,16 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from torchft_svc.core.lighthouse import (
+from torchft_svc.core.lighthouse import Lighthouse
+from torchft_svc.core.lighthouse_orders import (
     AnswerQuorum,
-    Lighthouse,
     Order,
     RefuseRequest,
     ReportHang,
     ReportLoss,
     ReportWaiting,
 )
+from torchft_svc.core.overview import JobStatus
 from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded, NotLeader, RequestRefused, TorchFTError
 from torchft_svc.lighthouse_server.pauses import Pauses
@@ -128,6 +129,10 @@ class LighthouseDriver:
             )
         session.tell(news)
         return replica_id
+
+    def status(self, job: str) -> list[JobStatus]:
+        """What people want to know of ``job``, or of all (empty)."""
+        return self._core.status(job, time.monotonic())
 
     def accept_loss(self, job: str) -> int:
         """Let the next quorum of ``job`` lose committed steps; up to which step it does.

@@ -13,6 +13,7 @@ from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.session import MAX_REASON_LENGTH, Session
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY, drain_news, kill_news, member_from_wire
+from torchft_svc.rpc.codec_status import status_to_wire
 from torchft_svc.rpc.deadline import remaining_s
 from torchft_svc.rpc.serving import Service
 from torchft_svc.rpc.tasks import Tasks
@@ -60,6 +61,9 @@ def lighthouse_service(
         log.info("drain job=%s replica=%s: %s", _job(context), replica_id, reason)
         return b""
 
+    async def status(request: pb.LighthouseStatusRequest, context: Context) -> bytes:
+        return status_to_wire(driver.status(request.job)).SerializeToString()
+
     async def accept_loss(request: pb.AcceptLossRequest, context: Context) -> bytes:
         committed_step = driver.accept_loss(_job(context))
         return pb.AcceptLossResponse(committed_step=committed_step).SerializeToString()
@@ -77,6 +81,7 @@ def lighthouse_service(
             "Kill": kill,
             "Drain": drain,
             "AcceptLoss": accept_loss,
+            "Status": status,
         },
         streams={"Session": session},
         check=check_leads,

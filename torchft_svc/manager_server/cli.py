@@ -12,15 +12,17 @@ from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.errors import UsageError
 from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.orders import ORDERS
 from torchft_svc.manager_server.owner import end_owner, watch_owner
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.cli import Address, Addresses, option, run, security_options
+from torchft_svc.rpc.commands import ServiceCommand
 from torchft_svc.rpc.security import Security
 
 log = logging.getLogger(__name__)
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=ServiceCommand, orders=ORDERS, context_settings={"show_default": True})
 @option(
     "--lighthouse",
     type=Addresses(),

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchft_svc.core.assignment import Assignment
-from torchft_svc.core.lighthouse import AnswerQuorum, Lighthouse, ReportLoss
+from torchft_svc.core.lighthouse import Lighthouse
+from torchft_svc.core.lighthouse_orders import AnswerQuorum, ReportLoss
 from torchft_svc.core.step import StepState
 from torchft_svc.core.types import Quorum
 from torchft_svc.sim.world import Process, World

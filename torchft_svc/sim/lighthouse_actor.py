@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from torchft_svc.core.lighthouse import AnswerQuorum, Lighthouse, Order, RefuseRequest, ReportLoss
+from torchft_svc.core.lighthouse import Lighthouse
+from torchft_svc.core.lighthouse_orders import AnswerQuorum, Order, RefuseRequest, ReportLoss
 from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded, RequestRefused, TorchFTError
 from torchft_svc.sim.invariants import Invariants

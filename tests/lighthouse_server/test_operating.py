@@ -1,0 +1,132 @@
+"""Tests the commands with which people look at a lighthouse and give orders through it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from running import Line, Process, command, lighthouse_process, line_to, members, steady_address
+
+from torchft_svc.core.overview import GroupStatus, JobStatus
+from torchft_svc.lighthouse_server.table import MAX_ROWS, status_text
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def lighthouse() -> Iterator[Process]:
+    with lighthouse_process("--min-replicas=1") as process:
+        yield process
+
+
+@pytest.fixture
+def line(lighthouse: Process) -> Iterator[Line]:
+    with line_to(lighthouse.address) as line:
+        yield line
+
+
+def order(*words: str, **variables: str) -> tuple[int, str]:
+    """The exit status of `lighthouse WORDS`, and what it says."""
+    done = command("lighthouse_server", *words, **variables)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, (done.stdout + done.stderr).strip()
+
+
+def test_status_shows_all_jobs_or_one(lighthouse: Process, line: Line) -> None:
+    line.quorum("a:1", step=7, address="host:1", job="one").result()
+    line.beat("b:1", job="two")
+    where = f"--lighthouse={lighthouse.address}"
+    status, text = order("status", where)
+    assert status == 0
+    assert "committed step 7\n  1 groups: 1 in the quorum, 0 asking, 0 hung" in text
+    assert "job two: no quorum yet" in text
+    status, text = order("status", where, "--job_id=one", "--json")
+    assert status == 0
+    (job,) = json.loads(text)
+    (group,) = job["groups"]
+    assert (job["job"], job["committed_step"], job["waiting_for"]) == ("one", 7, "")
+    assert (group["replica_id"], group["step"], group["address"]) == ("a:1", 7, "host:1")
+    assert (group["in_quorum"], group["asking"]) == (True, False)
+    assert order("status", where, TORCHFT_JOB_ID="two")[1].startswith("job two:")
+
+
+def test_accept_loss_lets_the_job_go_on(lighthouse: Process, line: Line) -> None:
+    where = [f"--lighthouse={lighthouse.address}", "--job-id=back"]
+    for replica_id in ("a:1", "b:1"):
+        line.beat(replica_id, job="back")
+    behind = line.quorum("b:1", step=5, job="back")
+    line.quorum("a:1", step=7, job="back").result()
+    behind.result()
+    line.leave("a:1", job="back")
+    waiting = line.quorum("b:1", step=5, job="back", timeout_s=30)
+    line.beat("b:1", job="back")  # the request before it has arrived
+    status, text = order("status", *where)
+    assert (status, "lighthouse accept-loss" in text) == (0, True), text
+    assert order("accept-loss", *where) == (
+        0,
+        "job back goes on without its committed step 7",
+    )
+    assert members(waiting.result()) == ["b:1"]
+    status, text = order("accept-loss", *where)
+    assert (status, "job 'back' has no loss to accept" in text) == (1, True), text
+
+
+def test_a_group_that_is_not_there_or_cannot_be_told(lighthouse: Process, line: Line) -> None:
+    where = f"--lighthouse={lighthouse.address}"
+    line.beat("deaf:1")
+    for kind in ("drain", "kill"):
+        assert order(kind, where, "--replica=nobody") == (
+            1,
+            "Error: job 'default' has no living group 'nobody'",
+        )
+        status, text = order(kind, where, "--replica=deaf")
+        assert (status, "has no session with this lighthouse" in text) == (1, True), text
+        assert order(kind, where)[0] == 2  # no --replica
+    line.beat("deaf:2")
+    status, text = order("kill", where, "--replica=deaf")
+    assert (status, "say which: deaf:1, deaf:2" in text) == (1, True), text
+    assert order("status", where, "--job-id=none") == (
+        1,
+        "Error: this lighthouse serves no job 'none' now",
+    )
+
+
+def test_the_first_lighthouse_that_answers(lighthouse: Process) -> None:
+    gone = steady_address()
+    status, _ = order("status", TORCHFT_LIGHTHOUSE=f"{gone},{lighthouse.address}")
+    assert status == 0
+    status, text = order("status", f"--lighthouse={gone}")
+    assert (status, text.count("cannot be reached"), text.count("\n")) == (1, 1, 0), text
+
+
+def test_orders_need_the_token_that_is_set() -> None:
+    with lighthouse_process(TORCHFT_TOKEN="right" * 4) as secured:
+        where = f"--lighthouse={secured.address}"
+        for words in (["status"], ["accept-loss"], ["kill", "--replica=a"]):
+            status, text = order(*words, where)
+            assert (status, "Error: not authorized" in text) == (1, True), text
+        assert order("status", where, TORCHFT_TOKEN="right" * 4) == (
+            0,
+            "no job has a living group",
+        )
+
+
+def test_a_long_table_stays_readable() -> None:
+    groups = [GroupStatus(replica_id=f"g{i:04}:1", in_quorum=True, step=9) for i in range(1000)]
+    groups[700] = GroupStatus(replica_id="g0700:1", in_quorum=True, hung=True)
+    groups[800] = GroupStatus(replica_id="g0800:1", asking=True)
+    job = JobStatus(job="large", quorum_id=3, groups=tuple(groups))
+    lines = status_text([job]).splitlines()
+    assert lines[1].strip().startswith("1000 groups: 999 in the quorum, 1 asking, 1 hung")
+    assert [line.split()[0] for line in lines[3:6]] == ["g0700:1", "g0800:1", "g0000:1"]
+    assert len(lines) == MAX_ROWS + 4
+    assert lines[-1].strip() == "and 960 more (--all shows them)"
+    assert len(status_text([job], show_all=True).splitlines()) == 1003
+    columns = {
+        line.index(state)
+        for line in lines[3:-1]
+        for state in ("HUNG", "in q", "asking")
+        if state in line[:24]
+    }
+    assert len(columns) == 1, "aligned"

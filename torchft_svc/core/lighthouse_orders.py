@@ -1,0 +1,68 @@
+"""The orders that the lighthouse's rules give, for its shell to carry out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchft_svc.core.step import Phase
+from torchft_svc.core.types import Quorum
+from torchft_svc.errors import TorchFTError
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerQuorum:
+    """Send ``quorum`` to ``callers``, one for each member, in member order."""
+
+    job: str
+    callers: tuple[int, ...]
+    quorum: Quorum
+    lost_from: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseRequest:
+    """Tell ``caller`` that its request failed."""
+
+    caller: int
+    error: TorchFTError
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLoss:
+    """``replica_id`` is no longer alive, because of ``reason``.
+
+    ``between_steps``: it left when it had finished its step, so its fellows lose nothing.
+    ``quorum_id``: of the job's last quorum (0: none yet); the group may come back into a later one.
+    """
+
+    job: str
+    replica_id: str
+    reason: str
+    between_steps: bool = False
+    quorum_id: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportHang:
+    """``replica_id`` has stood in ``phase`` of ``step`` for ``for_s`` seconds; told once.
+
+    ``kill``: its processes are to be ended.
+    """
+
+    job: str
+    replica_id: str
+    phase: Phase
+    step: int
+    for_s: float
+    kill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReportWaiting:
+    """``replica_id``, which is not in the last quorum, asks for one; told once in its life."""
+
+    job: str
+    replica_id: str
+
+
+Order = AnswerQuorum | RefuseRequest | ReportLoss | ReportHang | ReportWaiting

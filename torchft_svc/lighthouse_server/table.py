@@ -1,0 +1,70 @@
+"""Shows the status of jobs: as a table for people, as JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Sequence
+
+from torchft_svc.core.overview import GroupStatus, JobStatus
+
+# A screen full; the groups that somebody may have to look after come first.
+MAX_ROWS = 40
+
+_HEAD = ("GROUP", "STEP", "STATE", "PHASE", "FOR", "SILENT", "MANAGER")
+
+
+def status_text(jobs: Sequence[JobStatus], *, show_all: bool = False) -> str:
+    """A few lines about each job, and a table of its groups."""
+    if not jobs:
+        return "no job has a living group"
+    return "\n\n".join("\n".join(_job(job, show_all)) for job in jobs)
+
+
+def status_json(jobs: Iterable[JobStatus]) -> str:
+    """A list of objects with the fields of `JobStatus`."""
+    return json.dumps([dataclasses.asdict(job) for job in jobs], indent=2, default=_phase_name)
+
+
+def _phase_name(phase: object) -> str:
+    return str(getattr(phase, "value", phase))
+
+
+def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
+    num_asking = sum(group.asking for group in job.groups)
+    num_hung = sum(group.hung for group in job.groups)
+    num_in_quorum = sum(group.in_quorum for group in job.groups)
+    quorum = f"quorum {job.quorum_id}" if job.quorum_id else "no quorum yet"
+    yield f"job {job.job}: {quorum}, committed step {job.committed_step}"
+    yield (
+        f"  {len(job.groups)} groups: {num_in_quorum} in the quorum, {num_asking} asking, "
+        f"{num_hung} hung; at least {job.min_replicas} train"
+    )
+    if job.waiting_for:
+        yield f"  no quorum now: {job.waiting_for}"
+    groups = sorted(job.groups, key=_urgency)
+    shown = groups if show_all else groups[:MAX_ROWS]
+    rows = [_HEAD, *map(_row, shown)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield "  " + "  ".join(cells).rstrip()
+    if len(shown) < len(groups):
+        yield f"  and {len(groups) - len(shown)} more (--all shows them)"
+
+
+def _urgency(group: GroupStatus) -> tuple[bool, bool, str]:
+    return not group.hung, group.in_quorum, group.replica_id
+
+
+def _row(group: GroupStatus) -> tuple[str, ...]:
+    states = {"HUNG": group.hung, "in quorum": group.in_quorum, "asking": group.asking}
+    return (
+        group.replica_id,
+        str(group.step),
+        ", ".join(name for name, holds in states.items() if holds) or "outside",
+        group.phase.value if group.phase else "-",
+        f"{group.phase_s:.1f} s" if group.phase else "-",
+        f"{group.silent_s:.1f} s",
+        group.address or "-",
+    )

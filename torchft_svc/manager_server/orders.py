@@ -1,0 +1,32 @@
+"""What an operator may ask of a manager: `torchft-manager drain`."""
+
+from __future__ import annotations
+
+import click
+
+from torchft_svc.core.types import DEFAULT_JOB
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.address import HostPort
+from torchft_svc.rpc.cli import Address, option, security_options
+from torchft_svc.rpc.commands import ask
+from torchft_svc.rpc.security import Security
+
+
+@click.command()
+@option(
+    "--manager",
+    type=Address(),
+    envvar="TORCHFT_MANAGER_ADDR",
+    required=True,
+    help="Address of the group's manager (`lighthouse status` shows it).",
+)
+@option("--reason", default="", help="Told to the group, and logged.")
+@security_options
+def drain(manager: HostPort, reason: str, security: Security) -> None:
+    """Let the group finish its step, leave, and end."""
+    request = pb.DrainRequest(reason=reason)
+    ask("manager", str(manager), security, DEFAULT_JOB, request, pb.DrainResponse)
+    click.echo("the group was told to finish its step and end")
+
+
+ORDERS = (drain,)

@@ -1,0 +1,105 @@
+"""What the commands for operators share: how they are called, and how they ask a service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import click
+import grpc
+from google.protobuf.message import Message
+
+from torchft_svc.errors import DeadlineExceeded, NotLeader, TorchFTError, Unreachable
+from torchft_svc.rpc.address import split_addresses
+from torchft_svc.rpc.channel import open_channel
+from torchft_svc.rpc.codec import JOB_KEY
+from torchft_svc.rpc.security import Security
+from torchft_svc.rpc.status import to_error
+
+# An operator waits for so long for each address.
+ASK_TIMEOUT_S = 5.0
+
+Answer = TypeVar("Answer", bound=Message)
+
+
+class ServiceCommand(click.Command):
+    """A command that runs a service; an order as the first word asks one that runs instead.
+
+    A click group would want the service's own required options before each order.
+    """
+
+    def __init__(self, *args: Any, orders: Sequence[click.Command], **attrs: Any) -> None:
+        super().__init__(*args, **attrs)
+        self._orders = {order.name: order for order in orders}
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        order = self._orders.get(args[0]) if args else None
+        if order is None:
+            return super().make_context(info_name, args, parent, **extra)
+        return order.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Instead of the options, to one that runs"):
+            formatter.write_dl(
+                [(str(name), order.get_short_help_str()) for name, order in self._orders.items()]
+            )
+
+
+def ask(
+    peer: str, addresses: str, security: Security, job: str, request: Message, answer: type[Answer]
+) -> Answer:
+    """What the first of ``addresses`` that answers says; of lighthouses, what the leader says.
+
+    Raises:
+        click.ClickException: in one sentence, why there is no answer (exit status 1).
+    """
+    left = list(split_addresses(addresses))
+    asked: list[str] = []
+    failures: list[str] = []
+    while left:
+        asked.append(left.pop(0))
+        try:
+            return _ask_one(peer, asked[-1], security, job, request, answer)
+        except NotLeader as error:
+            failures.append(f"{asked[-1]}: {error}")
+            left = [each for each in left if each != error.leader]
+            if error.leader and error.leader not in asked:
+                left.insert(0, error.leader)
+        except (Unreachable, DeadlineExceeded) as error:
+            failures.append(str(error))
+        except TorchFTError as error:
+            raise click.ClickException(str(error)) from None
+    raise click.ClickException("; ".join(failures))
+
+
+def _ask_one(
+    peer: str, address: str, security: Security, job: str, request: Message, answer: type[Answer]
+) -> Answer:
+    method = type(request).__name__.removeprefix("Lighthouse").removesuffix("Request")
+    metadata = ((JOB_KEY, job), *security.metadata)
+    with open_channel(address, security) as channel:
+        call = channel.unary_unary(
+            f"/torchft.{peer.capitalize()}Service/{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=answer.FromString,
+        )
+        try:
+            told: Answer = call(request, timeout=ASK_TIMEOUT_S, metadata=metadata)
+        except grpc.RpcError as error:
+            raise to_error(
+                error,
+                peer=peer,
+                address=address,
+                action=f"{peer}'s {method}",
+                timeout_s=ASK_TIMEOUT_S,
+            ) from None
+    return told
