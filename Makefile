@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_FLAGS ?=
 SEED ?= 0
+MINUTES ?= 10
 SECONDS ?= 60
 
-.PHONY: demo test check proto proto-check bench soak soak-rounds sim clean
+.PHONY: demo test check proto proto-check bench soak soak-rounds sim chaos clean
 
 demo: $(READY)
 	$(BIN)/python -m demo $(DEMO_FLAGS)
@@ -34,6 +35,9 @@ soak-rounds: $(READY)
 sim: $(READY)
 	$(BIN)/python -m torchft_svc.sim --seconds $(SECONDS) $(if $(filter 0,$(SEED)),,--seed $(SEED))
 
+chaos: $(READY)
+	$(BIN)/python -m chaos --minutes $(MINUTES) --seed $(SEED)
+
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=torchft_svc/proto --pyi_out=torchft_svc/proto proto/torchft.proto proto/etcd.proto
 
@@ -41,7 +45,7 @@ proto-check: $(READY)
 	$(BIN)/python -m pytest -q tests/test_proto.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-report*
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-report* chaos-report*
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

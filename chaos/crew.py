@@ -65,6 +65,14 @@ class Worker:
                     return pid
         return None
 
+    def kill_manager(self) -> float:
+        """SIGKILL for the manager alone, if it is there; the instant before."""
+        pid, at = self.manager_pid(), time.monotonic()
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return at
+
     def order(self, order: str) -> None:
         """Have it do something to itself, see `chaos.trainer`."""
         with self.options.orders.open("w") as pipe:
@@ -86,6 +94,7 @@ class Crew:
     events: list[Event] = field(default_factory=list)
     lives: list[Worker] = field(default_factory=list)
     _num_lives: dict[int, int] = field(default_factory=dict)
+    _num_read: int = 0
 
     def start(self, group: int, **changes: Any) -> list[Worker]:
         """Start the next life of a group; its workers in order of group rank."""
@@ -114,6 +123,12 @@ class Crew:
         self._note(Started(at=began_at, pid=pid, **_life(options)))
         return worker
 
+    def lives_of(self, group: int) -> list[Worker]:
+        """The workers of the group's latest life, in order of group rank."""
+        latest = self._num_lives[group] - 1
+        mine = (worker for worker in self.lives if worker.options.group == group)
+        return [worker for worker in mine if worker.options.incarnation == latest]
+
     def kill(self, worker: Worker, *, with_manager: bool = False) -> float:
         """SIGKILL; the instant before."""
         worker.told_to_go = True
@@ -127,7 +142,6 @@ class Crew:
 
     def read(self) -> list[Event]:
         """What happened since the last call; it is in ``events``, too."""
-        num_known = len(self.events)
         for worker in self.lives:
             if not worker.is_running:
                 continue
@@ -139,7 +153,9 @@ class Crew:
                 self._note(
                     Exited(at=at, status=worker.status, expected=expected, **_life(worker.options))
                 )
-        return self.events[num_known:]
+        new = self.events[self._num_read :]
+        self._num_read = len(self.events)
+        return new
 
     def await_event(
         self,

@@ -26,7 +26,7 @@ _LIGHTHOUSE_START_S = 20.0
 _LEFTOVER_GRACE_S = 2.0
 _POLL_S = 0.02
 # Inherited by every descendant, it shows which processes on the machine are ours.
-_MARK = "TORCHFT_DEMO_RUN"
+MARK = "TORCHFT_DEMO_RUN"
 _PR_SET_PDEATHSIG = 1
 
 # Arguments of the trainer for (group, incarnation, event file).
@@ -137,7 +137,7 @@ class Cluster:
             "RES_OPTIONS": "timeout:1 attempts:1",
             "PYTHONUNBUFFERED": "1",
             "TORCHFT_LIGHTHOUSE": self._lighthouse_address,
-            _MARK: self._mark,
+            MARK: self._mark,
         }
 
     def last_words_of(self, event: Event) -> str:
@@ -212,7 +212,7 @@ class Cluster:
     def end_leftovers(self) -> list[str]:
         """Wait a moment for our processes to go; kill those that stay, and return them."""
         deadline = time.monotonic() + _LEFTOVER_GRACE_S
-        while (left := _processes_with(self._mark)) and time.monotonic() < deadline:
+        while (left := processes_with(self._mark)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         for pid in left:
             os.kill(pid, signal.SIGKILL)
@@ -247,10 +247,10 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _processes_with(mark: str) -> dict[int, str]:
+def processes_with(mark: str) -> dict[int, str]:
     """Living processes started by this run, by pid; the machine's others are not looked at."""
     found: dict[int, str] = {}
-    wanted = f"{_MARK}={mark}".encode()
+    wanted = f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             # A zombie's environment is empty: what is dead already is not left over.

@@ -9,9 +9,10 @@ from collections.abc import Callable
 import pytest
 from running import lighthouse_process
 
+from chaos.bounds import NEWS_S
 from chaos.crew import Crew
 from chaos.gateway import Gateway
-from tests.processes.bounds import NEWS_S, check
+from tests.processes.bounds import check
 from torchft_svc.manager_server.app import WORKER_KEEPALIVE_MS
 
 pytestmark = pytest.mark.processes

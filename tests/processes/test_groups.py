@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 from running import lighthouse_process
 
+from chaos.bounds import NEWS_S
 from chaos.crew import Crew
 from demo.events import Discarded, Exited
-from tests.processes.bounds import NEWS_S, check
+from tests.processes.bounds import check
 
 pytestmark = pytest.mark.processes
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 from running import lighthouse_process
 
+from chaos.bounds import NEWS_S
 from chaos.crew import Crew
-from tests.processes.bounds import NEWS_S, check
+from tests.processes.bounds import check
 
 pytestmark = pytest.mark.processes
 

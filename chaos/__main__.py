@@ -1,0 +1,123 @@
+"""The command ``python -m chaos``; exit status 1 if an invariant broke or a bound was missed."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import click
+
+from chaos.director import Director, RunFailed
+from chaos.faults import draw_faults
+from chaos.stage import Stage, leftovers
+from chaos.verdicts import Run, judge
+from demo.promises import Outcome
+
+try:
+    from rich.console import Console
+
+    from chaos.report import draw_picture, print_report, write_json
+except ModuleNotFoundError as error:
+    sys.exit(f"the report needs {error.name}: pip install 'torchft-svc[demo]'")
+
+_WIDTH_WITHOUT_TERMINAL = 140
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--minutes", type=click.FloatRange(min=0.05), default=10.0, help="How long.")
+@click.option("--seed", type=int, default=0, help="Draws what goes wrong, with whom, and when.")
+@click.option(
+    "--groups",
+    type=click.IntRange(2),
+    default=2,
+    help="Replica groups of one worker, the first job.",
+)
+@click.option(
+    "--pairs",
+    type=click.IntRange(0),
+    default=2,
+    help="Replica groups of two workers, the second job.",
+)
+@click.option(
+    "--lighthouses",
+    type=click.IntRange(1, 2),
+    default=1,
+    help="2: a list without leader election, which may split a job for a moment.",
+)
+@click.option(
+    "--report",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("chaos-report.png"),
+    help="The picture; the figures go beside it as JSON.",
+)
+def main(
+    minutes: float, seed: int, groups: int, pairs: int, lighthouses: int, report: Path
+) -> None:
+    """Let real groups train while everything goes wrong that can, and check every promise."""
+    if pairs == 1:
+        raise click.UsageError("--pairs 1 leaves nobody to go on: give 0, 2 or more")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH_WITHOUT_TERMINAL)
+    folder = Path(tempfile.mkdtemp(prefix="torchft-chaos-"))
+    jobs, sizes = cast(groups, pairs)
+    run = perform(folder, minutes * 60, seed, jobs, sizes, lighthouses)
+    verdicts = judge(run)
+    print_report(console, run, verdicts)
+    write_json(run, verdicts, seed, report.with_suffix(".json"))
+    draw_picture(run, report)
+    console.print(f"seed {seed}, picture: {report}", soft_wrap=True)
+    if any(verdict.outcome is Outcome.FAIL for verdict in verdicts):
+        console.print(f"[bold red]FAIL[/]; logs and events: {folder}", soft_wrap=True)
+        sys.exit(1)
+    shutil.rmtree(folder)
+    console.print("[bold green]PASS[/]: every promise was kept")
+
+
+def cast(groups: int, pairs: int) -> tuple[dict[str, list[int]], dict[int, int]]:
+    """The groups of each job, and how many workers each group has."""
+    jobs = {"one": list(range(groups))}
+    if pairs:
+        jobs["two"] = list(range(groups, groups + pairs))
+    return jobs, {group: 1 if group < groups else 2 for group in range(groups + pairs)}
+
+
+def perform(
+    folder: Path,
+    seconds: float,
+    seed: int,
+    jobs: dict[str, list[int]],
+    sizes: dict[int, int],
+    num_lighthouses: int = 1,
+) -> Run:
+    """The whole run, to the end of its last process."""
+    mark, failure = uuid.uuid4().hex, ""
+    began_at = time.monotonic()
+    _say(0.0, f"seed {seed}; logs and events: {folder}")
+    with Stage(folder, jobs, sizes, seed, mark, num_lighthouses) as stage:
+        director = Director(stage, draw_faults(seed, sizes, num_lighthouses), seconds, _say)
+        try:
+            director.run()
+        except RunFailed as error:
+            failure = str(error)
+        except KeyboardInterrupt:
+            failure = f"interrupted after {time.monotonic() - began_at:.0f} s"
+    return Run(
+        seen=director.history,
+        incidents=director.incidents,
+        leftovers=leftovers(mark),
+        failure=failure,
+    )
+
+
+def _say(elapsed_s: float, sentence: str) -> None:
+    # Not wrapped, coloured or buffered: it is read by programs, and by people as it comes.
+    print(f"{elapsed_s:7.1f} s  {sentence}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

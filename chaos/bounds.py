@@ -1,0 +1,20 @@
+"""Decides how late is too late: the bounds of the failure table, and what the machine may add."""
+
+from __future__ import annotations
+
+import os
+
+# Architecture, section 6. All are from the fault until the others have committed again.
+NEWS_S = 0.25
+MANAGER_BACK_S = 2.0
+LIGHTHOUSE_BACK_S = 1.0
+
+# A bound counts from an event to the next commit, which holds a whole step of several processes.
+# On a machine with more runnable processes than cores each of them waits for its turn, several
+# times in a step; a quarter of a second is what that takes with as many as there are cores.
+_MACHINE_S = 0.25
+
+
+def allowance_s() -> float:
+    """What a machine that is as busy as this one is now may add to any bound."""
+    return _MACHINE_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

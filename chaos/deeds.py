@@ -1,0 +1,93 @@
+"""Carries a fault out: one small function for each kind, and what has to be undone later."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+from chaos.faults import LIGHTHOUSE_AWAY_S, Fault, Kind
+from chaos.stage import Stage
+
+# Has an action done after so many seconds.
+Later = Callable[[float, Callable[[], object]], None]
+
+
+def carry_out(fault: Fault, stage: Stage, later: Later) -> float:
+    """Do it now; the instant at which it began."""
+    return _DEEDS[fault.kind](fault, stage, later)
+
+
+def _kill_worker(fault: Fault, stage: Stage, _: Later) -> float:
+    return stage.crew_of(fault.group).kill(stage.workers(fault.group)[fault.worker])
+
+
+def _kill_group(fault: Fault, stage: Stage, _: Later) -> float:
+    first, *others = stage.workers(fault.group)
+    for fellow in others:
+        stage.crew_of(fault.group).kill(fellow)
+    return stage.crew_of(fault.group).kill(first, with_manager=True)
+
+
+def _kill_manager(fault: Fault, stage: Stage, _: Later) -> float:
+    return stage.workers(fault.group)[0].kill_manager()
+
+
+def _freeze_group(fault: Fault, stage: Stage, later: Later) -> float:
+    workers = stage.workers(fault.group)
+    instants = [worker.signal_all(signal.SIGSTOP) for worker in workers]
+    later(fault.length_s, lambda: [worker.signal_all(signal.SIGCONT) for worker in workers])
+    return instants[0]
+
+
+def _freeze_worker(fault: Fault, stage: Stage, later: Later) -> float:
+    worker = stage.workers(fault.group)[fault.worker]
+    later(fault.length_s, lambda: worker.signal(signal.SIGCONT))
+    return worker.signal(signal.SIGSTOP)
+
+
+def _hang(fault: Fault, stage: Stage, _: Later) -> float:
+    at = time.monotonic()
+    stage.workers(fault.group)[fault.worker].order(f"hang {fault.length_s}")
+    return at
+
+
+def _fail_sum(fault: Fault, stage: Stage, _: Later) -> float:
+    at = time.monotonic()
+    stage.workers(fault.group)[fault.worker].order("fail")
+    return at
+
+
+def _cut_off(fault: Fault, stage: Stage, later: Later) -> float:
+    at = time.monotonic()
+    stage.cut(fault.group)
+    later(fault.length_s, lambda: stage.mend(fault.group))
+    return at
+
+
+def _drain(fault: Fault, stage: Stage, _: Later) -> float:
+    workers = stage.workers(fault.group)
+    for worker in workers:  # one is told, and all of them go
+        worker.told_to_go = True
+    return workers[fault.worker].signal(signal.SIGTERM)
+
+
+def _kill_lighthouse(fault: Fault, stage: Stage, later: Later) -> float:
+    lighthouse, at = stage.lighthouses[fault.worker], time.monotonic()
+    lighthouse.kill()
+    later(LIGHTHOUSE_AWAY_S, lambda: lighthouse.start(wait=False))
+    return at
+
+
+_DEEDS: dict[Kind, Callable[[Fault, Stage, Later], float]] = {
+    Kind.WORKER_KILLED: _kill_worker,
+    Kind.GROUP_KILLED: _kill_group,
+    Kind.MANAGER_KILLED: _kill_manager,
+    Kind.GROUP_FROZEN: _freeze_group,
+    Kind.WORKER_FROZEN: _freeze_worker,
+    Kind.WORKER_HANGS: _hang,
+    Kind.SUM_FAILS: _fail_sum,
+    Kind.CUT_OFF: _cut_off,
+    Kind.DRAINED: _drain,
+    Kind.LIGHTHOUSE_KILLED: _kill_lighthouse,
+}

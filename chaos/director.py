@@ -1,0 +1,196 @@
+"""Runs the faults one after another on the stage, and measures what each of them costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from chaos.bounds import allowance_s
+from chaos.deeds import carry_out
+from chaos.faults import BOUNDS_S, ENDING, EVERYBODY, Fault, Kind
+from chaos.stage import Stage
+from chaos.track import Place, Track
+from demo.events import Event, Exited
+
+_LOOK_S = 0.005
+_PROGRESS_EVERY_S = 3.0
+# The start of everything, and the way back from any fault, on a machine that is busy.
+MAX_RECOVERY_S = 60.0
+LEAVE_S = 15.0
+
+
+class RunFailed(Exception):
+    """The run cannot go on; the sentence says why."""
+
+
+@dataclass(slots=True)
+class Incident:
+    """A fault that was carried out at ``at``, and what it cost, in seconds.
+
+    ``stall_s``: until all that have to had committed an update begun after it; ``back_s``: until
+    the whole job had, with everybody in the quorum. ``allowed_s``: the bound, and what the machine,
+    as busy as it was then, may add.
+    """
+
+    number: int
+    fault: Fault
+    job: str
+    at: float
+    allowed_s: float
+    stall_s: float | None = None
+    back_s: float | None = None
+
+    def name(self) -> str:
+        where = f"group {self.fault.group}"
+        if self.fault.kind is Kind.LIGHTHOUSE_KILLED:
+            where = f"lighthouse {self.fault.worker + 1}"
+        length = f" for {self.fault.length_s:g} s" if self.fault.length_s else ""
+        return f"fault {self.number}: {self.fault.kind.value} ({where}){length}"
+
+
+@dataclass(slots=True)
+class Director:
+    """``run`` is called once; ``say`` takes a sentence and the seconds since the beginning."""
+
+    stage: Stage
+    faults: Iterator[Fault]
+    seconds: float
+    say: Callable[[float, str], None]
+    incidents: list[Incident] = field(default_factory=list)
+    history: list[tuple[str, Event]] = field(default_factory=list)
+    _track: Track = field(default_factory=Track)
+    _later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+    _began_at: float = 0.0
+    _progress_at: float = 0.0
+    _winding_down: bool = False
+
+    def run(self) -> None:
+        """From the first commit of all to the last worker's end.
+
+        Raises:
+            RunFailed: a group died by itself, or never recovered.
+        """
+        self._began_at = time.monotonic()
+        self._wait(lambda: self._all_back(self._began_at), "the start")
+        while time.monotonic() - self._began_at < self.seconds:
+            self._one(next(self.faults))
+        self._winding_down = True
+        self.stage.drain(LEAVE_S)
+        self._hear()
+
+    def _one(self, fault: Fault) -> None:
+        self._pause(fault.pause_s)
+        job = self.stage.job_of(fault.group)
+        allowed_s = BOUNDS_S[fault.kind] + allowance_s()
+        number = len(self.incidents) + 1
+        incident = Incident(number, fault, job, time.monotonic(), allowed_s)
+        self.incidents.append(incident)
+        incident.at = carry_out(fault, self.stage, self._after)
+        self._wait(lambda: self._has_gone_on(incident), incident.name())
+        self._wait(lambda: self._is_over(incident), incident.name())
+        stall = f"{incident.stall_s:.2f}" if incident.stall_s is not None else "-"
+        late = "" if (incident.stall_s or 0.0) <= allowed_s else f", ALLOWED {allowed_s:.2f} s"
+        told = f"{incident.name()}: {stall} s{late}, all back after {incident.back_s:.2f} s"
+        self.say(self._elapsed_s(), told)
+
+    def _has_gone_on(self, incident: Incident) -> bool:
+        """Whether all that have to have committed again, and if so, when the last had."""
+        fault = incident.fault
+        exempt = set() if fault.kind in EVERYBODY else {fault.group}
+        jobs = self.stage.jobs if fault.kind is Kind.LIGHTHOUSE_KILLED else [incident.job]
+        places = [place for job in jobs for place in self._places(job) if place[0] not in exempt]
+        first = [self._track.first_after(place, incident.at) for place in places]
+        if any(at is None for at in first):
+            return False
+        incident.stall_s = max((at for at in first if at is not None), default=incident.at)
+        incident.stall_s -= incident.at
+        return True
+
+    def _is_over(self, incident: Incident) -> bool:
+        """Whether what lasted is over, and everybody trains with everybody again."""
+        since = incident.at + incident.fault.length_s
+        if self._later or not self._all_back(since):
+            return False
+        if incident.fault.kind in ENDING and self._lives_before(incident):
+            return False
+        incident.back_s = time.monotonic() - incident.at
+        return True
+
+    def _lives_before(self, incident: Incident) -> bool:
+        """Whether a life that was to end goes on, or its end has not been seen yet."""
+        workers = self.stage.workers(incident.fault.group)
+        return any(worker.began_at < incident.at for worker in workers)
+
+    def _all_back(self, since: float) -> bool:
+        """Whether all workers have begun and committed after ``since``, in whole quorums."""
+        for job, groups in self.stage.jobs.items():
+            for place in self._places(job):
+                commit = self._track.fresh(place, since)
+                if commit is None or commit.event.num_participants < len(groups):
+                    return False
+        return True
+
+    def _places(self, job: str) -> list[Place]:
+        sizes = self.stage.sizes
+        return [(group, rank) for group in self.stage.jobs[job] for rank in range(sizes[group])]
+
+    # -- time ------------------------------------------------------------------------------------
+
+    def _after(self, delay_s: float, action: Callable[[], object]) -> None:
+        self._later.append((time.monotonic() + delay_s, action))
+
+    def _pause(self, length_s: float) -> None:
+        until = time.monotonic() + length_s
+        while time.monotonic() < until:
+            self._tick()
+
+    def _wait(self, is_over: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + MAX_RECOVERY_S
+        while not is_over():
+            if time.monotonic() > deadline:
+                raise RunFailed(f"not everybody was back {MAX_RECOVERY_S:g} s after {what}")
+            self._tick()
+
+    def _tick(self) -> None:
+        self._hear()
+        now = time.monotonic()
+        due = [each for each in self._later if each[0] <= now]
+        self._later = [each for each in self._later if each[0] > now]
+        for _, action in due:
+            action()
+        if now - self._progress_at > _PROGRESS_EVERY_S:
+            self._progress_at = now
+            steps = (
+                f"job {job} at step {self._track.top_step(groups)}"
+                for job, groups in self.stage.jobs.items()
+            )
+            self.say(self._elapsed_s(), f"{', '.join(steps)}, {len(self.incidents)} faults")
+        time.sleep(_LOOK_S)
+
+    def _hear(self) -> None:
+        new = list(self.stage.events())
+        self.history += new
+        self._track.hear(event for _, event in new)
+        for _, event in new:
+            if isinstance(event, Exited) and not self._winding_down:
+                self._restart(event)
+
+    def _restart(self, event: Exited) -> None:
+        """A group without one of its workers is ended and started again, as a launcher would."""
+        workers = self.stage.workers(event.group)
+        if workers[0].options.incarnation != event.incarnation:
+            return
+        if not event.expected and not any(worker.told_to_go for worker in workers):
+            said = workers[event.worker].said().strip()[-2000:]
+            raise RunFailed(f"group {event.group} died, status {event.status}: {said}")
+        crew = self.stage.crew_of(event.group)
+        if event.status == 0 and any(worker.is_running for worker in workers):
+            return  # it was drained: the others end by themselves
+        for worker in workers:
+            if worker.is_running:
+                crew.kill(worker, with_manager=True)
+        self.stage.start(event.group)
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._began_at

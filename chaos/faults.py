@@ -1,0 +1,94 @@
+"""Decides what goes wrong next, drawn from the seed, and how late the others may be after it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from chaos.bounds import LIGHTHOUSE_BACK_S, MANAGER_BACK_S, NEWS_S
+from torchft_svc.manager_server.app import WORKER_KEEPALIVE_MS
+
+# The lighthouses' settings: short, so that many faults fit into a minute.
+HEARTBEAT_TIMEOUT_S = 2.0
+JOIN_TIMEOUT_S = 1.0
+# A lighthouse that is killed is started again after this, and takes so long to start on a machine
+# that is busy with everything else.
+LIGHTHOUSE_AWAY_S = 0.5
+LIGHTHOUSE_START_S = 1.0
+# What lasts is drawn from here: from a hiccup that nobody has to notice to a loss.
+_LENGTHS_S = (0.3, 1.0, 3.0, 5.0)
+
+
+class Kind(Enum):
+    """What goes wrong; the value is what people are told."""
+
+    WORKER_KILLED = "a worker is killed"
+    GROUP_KILLED = "a worker and its manager are killed"
+    MANAGER_KILLED = "a manager is killed"
+    GROUP_FROZEN = "a worker and its manager are frozen"
+    WORKER_FROZEN = "a worker is frozen"
+    WORKER_HANGS = "a training loop hangs"
+    SUM_FAILS = "a collective fails"
+    CUT_OFF = "a manager is cut off from the lighthouses"
+    DRAINED = "a worker gets SIGTERM"
+    LIGHTHOUSE_KILLED = "a lighthouse is killed"
+
+
+# From the fault until all groups that it did not hit have committed an update begun after it.
+BOUNDS_S: Mapping[Kind, float] = {
+    Kind.WORKER_KILLED: NEWS_S,
+    Kind.GROUP_KILLED: NEWS_S,
+    Kind.MANAGER_KILLED: MANAGER_BACK_S,
+    Kind.GROUP_FROZEN: HEARTBEAT_TIMEOUT_S + NEWS_S,
+    Kind.WORKER_FROZEN: 2 * WORKER_KEEPALIVE_MS / 1000 + NEWS_S,
+    Kind.WORKER_HANGS: JOIN_TIMEOUT_S + NEWS_S,
+    Kind.SUM_FAILS: NEWS_S,
+    Kind.CUT_OFF: HEARTBEAT_TIMEOUT_S + NEWS_S,
+    Kind.DRAINED: NEWS_S,
+    Kind.LIGHTHOUSE_KILLED: LIGHTHOUSE_AWAY_S + LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S,
+}
+LASTING = frozenset({Kind.GROUP_FROZEN, Kind.WORKER_FROZEN, Kind.WORKER_HANGS, Kind.CUT_OFF})
+# After these the group that was hit has to commit again within the same bound: it was not ended.
+EVERYBODY = frozenset({Kind.MANAGER_KILLED, Kind.SUM_FAILS, Kind.LIGHTHOUSE_KILLED})
+ENDING = frozenset({Kind.WORKER_KILLED, Kind.GROUP_KILLED, Kind.DRAINED})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """``kind`` hits worker ``worker`` of ``group`` (or lighthouse ``worker``) for ``length_s``.
+
+    It comes ``pause_s`` after everybody has recovered from the one before.
+    """
+
+    kind: Kind
+    group: int
+    worker: int
+    length_s: float
+    pause_s: float
+
+
+def draw_faults(seed: int, sizes: Mapping[int, int], num_lighthouses: int) -> Iterator[Fault]:
+    """An endless row, in which kinds and groups come up equally often.
+
+    ``sizes`` are the numbers of workers, by group.
+    """
+    dice = random.Random(seed)
+    kinds = _shuffled_for_ever(dice, list(Kind))
+    groups = _shuffled_for_ever(dice, list(sizes))
+    for kind in kinds:
+        group = next(groups)
+        choices = num_lighthouses if kind is Kind.LIGHTHOUSE_KILLED else sizes[group]
+        yield Fault(
+            kind=kind,
+            group=group,
+            worker=dice.randrange(choices),
+            length_s=dice.choice(_LENGTHS_S) if kind in LASTING else 0.0,
+            pause_s=dice.uniform(0.1, 1.0),
+        )
+
+
+def _shuffled_for_ever(dice: random.Random, deck: list) -> Iterator:  # type: ignore[type-arg]
+    while True:
+        yield from dice.sample(deck, len(deck))

@@ -1,0 +1,184 @@
+"""All that a run plays on: lighthouses, ways to them that can be blocked, and the crews."""
+
+from __future__ import annotations
+
+import os
+import random
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chaos.crew import Crew, Worker
+from chaos.faults import HEARTBEAT_TIMEOUT_S, JOIN_TIMEOUT_S
+from chaos.gateway import Gateway
+from chaos.nursery import Nursery
+from demo.cluster import MARK, processes_with
+
+LIGHTHOUSE_START_S = 20.0
+# Ports below those that the system gives to connections: a restarted lighthouse gets its own again.
+_PORTS = range(15_000, 32_000)
+_LEFTOVER_GRACE_S = 5.0
+
+
+class Lighthouse:
+    """One lighthouse on a port of its own, which can be killed and started again."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._log = folder / f"{name}.log"
+        self.address = _steady_address()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, wait: bool) -> None:
+        """``wait``: until it serves; else at once."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torchft_svc.lighthouse_server"),
+                    f"--bind={self.address}",
+                    f"--heartbeat-timeout-ms={HEARTBEAT_TIMEOUT_S * 1000:.0f}",
+                    f"--join-timeout-ms={JOIN_TIMEOUT_S * 1000:.0f}",
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+        if wait:
+            self._await_line(self._process)
+
+    def _await_line(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            if not selector.select(LIGHTHOUSE_START_S) or not process.stdout.readline():
+                raise RuntimeError(f"the lighthouse did not start, see {self._log}")
+
+    def kill(self) -> None:
+        """SIGKILL, and wait; may be called twice."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._process = None
+
+
+def _steady_address() -> str:
+    while True:
+        port = random.choice(_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{port}"
+
+
+@dataclass(slots=True)
+class Stage:
+    """Starts all of it; leaving the block ends all of it. ``jobs``: group numbers, by job."""
+
+    folder: Path
+    jobs: dict[str, list[int]]
+    sizes: dict[int, int]
+    seed: int
+    mark: str
+    num_lighthouses: int = 1
+    nursery: Nursery = field(init=False)
+    lighthouses: list[Lighthouse] = field(default_factory=list)
+    crews: dict[str, Crew] = field(default_factory=dict)
+    _gateways: dict[int, list[Gateway]] = field(default_factory=dict)
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Stage:
+        os.environ[MARK] = self.mark  # inherited by every process that is started
+        try:
+            self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _open(self) -> None:
+        self.nursery = self._stack.enter_context(Nursery())
+        for number in range(1, self.num_lighthouses + 1):
+            lighthouse = Lighthouse(self.folder, f"lighthouse-{number}")
+            self._stack.callback(lighthouse.kill)
+            lighthouse.start(wait=True)
+            self.lighthouses.append(lighthouse)
+        for job, groups in self.jobs.items():
+            settings: dict[str, Any] = {"job": job, "seed": self.seed}
+            self.crews[job] = crew = Crew(self.nursery, self.folder, "", settings)
+            self._stack.callback(crew.end)
+            for group in groups:
+                self._gateways[group] = [
+                    self._stack.enter_context(Gateway(lighthouse.address))
+                    for lighthouse in self.lighthouses
+                ]
+                self.start(group)
+
+    def job_of(self, group: int) -> str:
+        return next(job for job, groups in self.jobs.items() if group in groups)
+
+    def crew_of(self, group: int) -> Crew:
+        return self.crews[self.job_of(group)]
+
+    def start(self, group: int) -> list[Worker]:
+        """The next life of a group."""
+        ways = ",".join(gateway.address for gateway in self._gateways[group])
+        return self.crew_of(group).start(group, lighthouse=ways, num_workers=self.sizes[group])
+
+    def workers(self, group: int) -> list[Worker]:
+        """Those of the group's latest life."""
+        return self.crew_of(group).lives_of(group)
+
+    def cut(self, group: int) -> None:
+        for gateway in self._gateways[group]:
+            gateway.hold()
+
+    def mend(self, group: int) -> None:
+        for gateway in self._gateways[group]:
+            gateway.release()
+
+    def events(self) -> Iterator[tuple[str, Any]]:
+        """What is new, with the job that it happened in."""
+        for job, crew in self.crews.items():
+            for event in crew.read():
+                yield job, event
+
+    def drain(self, within_s: float) -> None:
+        """SIGTERM for every worker, and wait until they have left."""
+        everybody = [worker for crew in self.crews.values() for worker in crew.lives]
+        for worker in everybody:
+            if worker.is_running:
+                worker.told_to_go = True
+                worker.signal(signal.SIGTERM)
+        deadline = time.monotonic() + within_s
+        while any(worker.is_running for worker in everybody) and time.monotonic() < deadline:
+            for crew in self.crews.values():
+                crew.read()
+            time.sleep(0.01)
+
+
+def leftovers(mark: str) -> list[str]:
+    """Kill, after a moment, what is still there of a run that has ended; who that was."""
+    deadline = time.monotonic() + _LEFTOVER_GRACE_S
+    while (left := _others_with(mark)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return [f"{pid}: {command}" for pid, command in left.items()]
+
+
+def _others_with(mark: str) -> dict[int, str]:
+    found = processes_with(mark)
+    found.pop(os.getpid(), None)
+    return found

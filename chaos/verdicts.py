@@ -1,0 +1,210 @@
+"""Decides whether the run kept what is promised: pure rules over what was seen."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from chaos.director import Incident
+from demo.events import Committed, Discarded, Event, Exited, Healed, Killed, PhaseBegan
+from demo.promises import Outcome, Verdict
+
+E = TypeVar("E", bound=Event)
+Seen = Sequence[tuple[str, Event]]  # the job that it happened in, and the event
+Life = tuple[int, int, int]  # group, incarnation, group rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """All that is known when the run is over; the events of one worker are in order."""
+
+    seen: Seen
+    incidents: Sequence[Incident]
+    leftovers: Sequence[str] = ()
+    failure: str = ""
+
+    def events(self, kind: type[E], job: str | None = None) -> Iterator[E]:
+        for where, event in self.seen:
+            if isinstance(event, kind) and job in (None, where):
+                yield event
+
+    def jobs(self) -> list[str]:
+        return sorted({job for job, _ in self.seen})
+
+
+def judge(run: Run) -> list[Verdict]:
+    """The verdict on every promise, in the order in which the report shows them."""
+    return [rule(run) for rule in _RULES]
+
+
+def _verdict(promise: str, faults: Sequence[str], proof: str) -> Verdict:
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    outcome = Outcome.FAIL if faults else Outcome.PASS
+    return Verdict(promise=promise, outcome=outcome, detail=faults[0] + more if faults else proof)
+
+
+def judge_end(run: Run) -> Verdict:
+    faults = [run.failure] if run.failure else []
+    if not run.incidents:
+        faults.append("nothing went wrong, so nothing was shown")
+    return _verdict("the run reached its end", faults, f"{len(run.incidents)} faults")
+
+
+def judge_bounds(run: Run) -> Verdict:
+    late = [
+        f"{incident.stall_s:.2f} s, allowed are {incident.allowed_s:.2f} s, at {incident.name()}"
+        for incident in run.incidents
+        if incident.stall_s is not None and incident.stall_s > incident.allowed_s
+    ]
+    return _verdict("the others went on within the bound of each fault", late, "see the table")
+
+
+def judge_ids(run: Run) -> Verdict:
+    """I1: per job, one id names one list of members; per worker's place, ids do not go back."""
+    faults, num_ids = [], 0
+    for job in run.jobs():
+        members: dict[int, str] = {}
+        last: dict[tuple[int, int], int] = {}
+        for commit in run.events(Committed, job):
+            if members.setdefault(commit.quorum_id, commit.members) != commit.members:
+                faults.append(f"job {job}: quorum {commit.quorum_id} has two lists of members")
+            place = commit.group, commit.worker
+            if commit.quorum_id < last.get(place, 0):
+                faults.append(f"group {commit.group} went back to quorum {commit.quorum_id}")
+            last[place] = commit.quorum_id
+        num_ids += len(members)
+    return _verdict("I1: quorum ids grow, and each names one quorum", faults, f"{num_ids} ids")
+
+
+def judge_identity(run: Run) -> Verdict:
+    """I3: equal steps, equal bits; a commit that was nobody else's is set apart (`lone_ends`)."""
+    faults, num_compared, num_lone = [], 0, 0
+    for job in run.jobs():
+        lone = lone_ends(run, job)
+        num_lone += len(lone)
+        first: dict[tuple[int, int], Committed] = {}
+        for commit in run.events(Committed, job):
+            if commit in lone:
+                continue
+            other = first.setdefault((commit.worker, commit.step), commit)
+            num_compared += other is not commit
+            if other.digest != commit.digest:
+                faults.append(
+                    f"job {job}, step {commit.step}: groups {other.group} and {commit.group} differ"
+                )
+    aside = f"; {num_lone} given up with their group and done again" if num_lone else ""
+    promise = "I3: groups that committed the same step are identical, bit for bit"
+    return _verdict(promise, faults, f"{num_compared} comparisons{aside}")
+
+
+def lone_ends(run: Run, job: str) -> set[Committed]:
+    """Commits that differ from everybody else's, and that nothing was built on.
+
+    A group decides its commit alone. If it is lost, or cut off, before the others commit that step,
+    they do it again without it; what it did is given up when it dies or heals.
+    """
+    ends: set[Committed] = set()
+    last: dict[Life, Committed] = {}
+    for event in run.events(Event, job):
+        life = (*event.life, event.worker)
+        if isinstance(event, Committed):
+            last[life] = event
+        elif isinstance(event, (Healed, Exited)) and life in last:
+            ends.add(last.pop(life))
+    at_step: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for commit in run.events(Committed, job):
+        if commit not in ends:
+            at_step[commit.worker, commit.step].add(commit.digest)
+    return {
+        end
+        for end in ends
+        if at_step[end.worker, end.step] and end.digest not in at_step[end.worker, end.step]
+    }
+
+
+def judge_progress(run: Run) -> Verdict:
+    """I4: a step that two groups have committed is never begun again."""
+    faults, top_of_all = [], 0
+    for job in run.jobs():
+        begun: dict[Life, float] = {}
+        done_at: dict[int, list[tuple[int, float]]] = defaultdict(list)  # by step: group, instant
+        shared: list[tuple[float, int]] = []  # when a step was committed by a second group
+        events = sorted(run.events(Event, job), key=lambda event: event.at)
+        for event in events:
+            life = (*event.life, event.worker)
+            if isinstance(event, PhaseBegan) and event.phase == "forward":
+                begun[life] = event.at
+            elif isinstance(event, Committed):
+                top = _top_before(shared, begun.get(life, event.at))
+                if event.step <= top:
+                    faults.append(
+                        f"job {job}: group {event.group} committed step {event.step} again, "
+                        f"step {top} was done"
+                    )
+                done_at[event.step].append((event.group, event.at))
+                if len({group for group, _ in done_at[event.step]}) == 2:
+                    shared.append((event.at, event.step))
+                top_of_all = max(top_of_all, event.step)
+    promise = "I4: no committed step was lost or done again"
+    return _verdict(promise, faults, f"up to step {top_of_all}")
+
+
+def _top_before(shared: Sequence[tuple[float, int]], at: float) -> int:
+    """The highest step that was shared before ``at``; instants grow, and so do steps."""
+    for done_at, step in reversed(shared):
+        if done_at < at:
+            return step
+    return 0
+
+
+def judge_discards(run: Run) -> Verdict:
+    """I6: after a discarded update the state is that of the commit before it."""
+    faults, num_checked = [], 0
+    last: dict[Life, Committed] = {}
+    for event in run.events(Event):
+        life = (*event.life, event.worker)
+        if isinstance(event, Committed):
+            last[life] = event
+        elif isinstance(event, Healed):
+            last.pop(life, None)
+        elif isinstance(event, Discarded) and life in last:
+            num_checked += 1
+            if (event.step, event.digest) != (last[life].step, last[life].digest):
+                faults.append(f"group {event.group} changed while it discarded at {event.step}")
+    return _verdict("I6: a discarded update changed nothing", faults, f"{num_checked} discards")
+
+
+def judge_exits(run: Run) -> Verdict:
+    """SIGTERM ends a worker with status 0; nobody dies by himself."""
+    faults, statuses = [], []
+    killed = {(*event.life, event.worker) for event in run.events(Killed)}
+    for event in run.events(Exited):
+        statuses.append(event.status)
+        if (*event.life, event.worker) not in killed and event.status != 0:
+            told = _fellow_was_killed(event, killed)
+            if not told:
+                faults.append(f"group {event.group} ended with status {event.status}")
+    proof = f"{len(statuses)} ends, {statuses.count(0)} with status 0"
+    return _verdict("nobody died by himself, SIGTERM ends with status 0", faults, proof)
+
+
+def _fellow_was_killed(event: Exited, killed: Iterable[Life]) -> bool:
+    return any((group, incarnation) == event.life for group, incarnation, _ in killed)
+
+
+def judge_leftovers(run: Run) -> Verdict:
+    return _verdict("no process was left over", list(run.leftovers), "none found")
+
+
+_RULES = (
+    judge_end,
+    judge_bounds,
+    judge_ids,
+    judge_identity,
+    judge_progress,
+    judge_discards,
+    judge_exits,
+    judge_leftovers,
+)
