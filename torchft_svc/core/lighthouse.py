@@ -42,8 +42,11 @@ class _Job:
     held: dict[str, tuple[Member, int]] = field(default_factory=dict)
 
     def next_deadline(self) -> float | None:
-        looks = (self.members.next_death(), self.members.look_at(), self.hangs.look_at())
-        return min((at for at in looks if at is not None), default=None)
+        next_at = None
+        for at in (self.members.next_death(), self.members.look_at(), self.hangs.look_at()):
+            if at is not None and (next_at is None or at < next_at):
+                next_at = at
+        return next_at
 
 
 class Lighthouse:

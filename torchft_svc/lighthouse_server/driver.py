@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -20,7 +20,7 @@ from torchft_svc.core.lighthouse_orders import (
 from torchft_svc.core.overview import JobStatus
 from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded, NotLeader, RequestRefused, TorchFTError
-from torchft_svc.lighthouse_server.pauses import Pauses
+from torchft_svc.lighthouse_server.questions import Hear, Outcome, Question, Questions
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (
     beat_from_wire,
@@ -52,13 +52,14 @@ class LighthouseDriver:
         self._check_leads = check_leads
         self._core = Lighthouse(config, first_quorum_id(time.time()))
         self._max_jobs = config.max_jobs
-        self._callers = itertools.count()
-        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._questions = Questions(self._why)
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = float("inf")
+        self._timer_at = math.inf
         self._quorum_ids: dict[str, int] = {}  # the last one logged, by job
         self._sessions: dict[tuple[str, str], Outbox] = {}
-        self._pauses = Pauses(self._core.why)
+
+    def _why(self, job: str, now: float) -> str:
+        return self._core.why(job, now)
 
     async def quorum(self, job: str, member: Member, timeout_s: float) -> bytes:
         """Wait for a quorum with ``member``; the encoded answer.
@@ -66,26 +67,53 @@ class LighthouseDriver:
         Raises:
             DeadlineExceeded: none within ``timeout_s``; says what was waited for.
         """
-        caller = next(self._callers)
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[bytes] = loop.create_future()
-        self._answers[caller] = answer
-        expiry = loop.call_later(timeout_s, self._expire, job, answer, timeout_s)
-        try:
-            self._carry_out(self._core.request(job, member, caller, time.monotonic()))
-            if answer.done():
-                return answer.result()
-            with self._pauses.waiting(job):
-                return await answer
-        finally:
-            expiry.cancel()
-            if self._answers.pop(caller, None) is not None:
-                self._carry_out(self._core.withdraw(job, caller, time.monotonic()))
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
-    def _expire(self, job: str, answer: asyncio.Future[bytes], timeout_s: float) -> None:
-        if not answer.done():
-            why = self._core.why(job, time.monotonic())
-            answer.set_exception(DeadlineExceeded("quorum", timeout_s, why))
+        def hear(outcome: Outcome) -> None:
+            if answer.done():  # its caller was cancelled in this moment
+                return
+            if isinstance(outcome, bytes):
+                answer.set_result(outcome)
+            else:
+                answer.set_exception(outcome)
+
+        caller = self.ask(job, member, timeout_s, hear)
+        try:
+            return await answer
+        finally:
+            self.withdraw(caller)
+
+    def ask(self, job: str, member: Member, timeout_s: float, hear: Hear) -> int:
+        """The same without waiting: ``hear`` is called once, maybe before this returns.
+
+        Returns the caller's number, for `withdraw`.
+
+        Raises:
+            RequestRefused: ``member`` cannot be; ``hear`` is not called.
+        """
+        now = time.monotonic()
+        caller = self._questions.open(Question(job, timeout_s, now + timeout_s, hear))
+        try:
+            orders = self._core.request(job, member, caller, now)
+        except RequestRefused:
+            self._questions.close(caller)
+            raise
+        self._carry_out(orders)
+        return caller
+
+    def withdraw(self, caller: int) -> None:
+        """Nobody waits for this answer any more; nothing, if it was given."""
+        question = self._questions.close(caller)
+        if question is not None:
+            self._carry_out(self._core.withdraw(question.job, caller, time.monotonic()))
+
+    def _expire(self, now: float) -> None:
+        expired = self._questions.expired(now)
+        for question in expired.values():  # before they are withdrawn, which changes the reasons
+            why = self._core.why(question.job, now)
+            question.hear(DeadlineExceeded("quorum", question.timeout_s, why))
+        for caller in expired:
+            self.withdraw(caller)
 
     def heartbeat(self, job: str, replica_id: str, doing: pb.SessionBeat | None = None) -> float:
         """A sign of life; returns how long the group may stay silent, in seconds."""
@@ -148,9 +176,8 @@ class LighthouseDriver:
 
     def end_term(self, error: TorchFTError) -> None:
         """Another lighthouse leads: tell all who are here, and forget them."""
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(error)
+        for question in self._questions.close_all():
+            question.hear(error)
         for session in self._sessions.values():
             session.fail(error)
         self._sessions.clear()
@@ -166,9 +193,9 @@ class LighthouseDriver:
             if isinstance(order, AnswerQuorum):
                 self._publish(order)
             elif isinstance(order, RefuseRequest):
-                answer = self._answers.pop(order.caller, None)
-                if answer is not None and not answer.done():
-                    answer.set_exception(order.error)
+                question = self._questions.close(order.caller)
+                if question is not None:
+                    question.hear(order.error)
             elif isinstance(order, ReportLoss):
                 self._tell_loss(order)
             elif isinstance(order, ReportHang):
@@ -215,9 +242,9 @@ class LighthouseDriver:
             return
         encoded = quorum_answer(order.quorum, time.time())
         for caller in order.callers:
-            answer = self._answers.pop(caller, None)
-            if answer is not None and not answer.done():
-                answer.set_result(encoded)
+            question = self._questions.close(caller)
+            if question is not None:
+                question.hear(encoded)
         quorum = order.quorum
         if order.lost_from is not None:
             log.warning(
@@ -239,9 +266,10 @@ class LighthouseDriver:
             del self._quorum_ids[next(iter(self._quorum_ids))]
 
     def _arm(self) -> None:
-        """Keep one timer for the core's next deadline; too early is harmless, too late is not."""
+        """Keep one timer for the next deadline; too early is harmless, too late is not."""
         at = self._core.next_deadline()
-        if at is None or at >= self._timer_at:
+        at = self._questions.look_at if at is None else min(at, self._questions.look_at)
+        if at >= self._timer_at:
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -250,5 +278,7 @@ class LighthouseDriver:
         self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
 
     def _tick(self) -> None:
-        self._timer, self._timer_at = None, float("inf")
-        self._carry_out(self._core.tick(time.monotonic()))
+        self._timer, self._timer_at = None, math.inf
+        now = time.monotonic()
+        self._expire(now)
+        self._carry_out(self._core.tick(now))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
@@ -30,22 +29,22 @@ class Pauses:
         self._why = why
         self._pauses: dict[str, _Pause] = {}  # of the jobs in which somebody waits
 
-    @contextmanager
-    def waiting(self, job: str) -> Iterator[None]:
-        """Somebody waits for a quorum of ``job`` as long as the block lasts."""
+    def began(self, job: str) -> None:
+        """One more waits for a quorum of ``job``."""
         pause = self._pauses.get(job)
         if pause is None:
             pause = self._pauses[job] = _Pause(time.monotonic())
             self._look_later(job, pause)
         pause.num_waiting += 1
-        try:
-            yield
-        finally:
-            pause.num_waiting -= 1
-            if pause.num_waiting == 0:
-                del self._pauses[job]
-                if pause.timer is not None:
-                    pause.timer.cancel()
+
+    def ended(self, job: str) -> None:
+        """One that waited does so no longer."""
+        pause = self._pauses[job]
+        pause.num_waiting -= 1
+        if pause.num_waiting == 0:
+            del self._pauses[job]
+            if pause.timer is not None:
+                pause.timer.cancel()
 
     def _look_later(self, job: str, pause: _Pause) -> None:
         pause.timer = asyncio.get_running_loop().call_later(SAY_AFTER_S, self._look, job, pause)

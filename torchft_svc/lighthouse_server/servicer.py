@@ -16,7 +16,6 @@ from torchft_svc.rpc.codec import JOB_KEY, drain_news, kill_news, member_from_wi
 from torchft_svc.rpc.codec_status import status_to_wire
 from torchft_svc.rpc.deadline import remaining_s
 from torchft_svc.rpc.serving import Service
-from torchft_svc.rpc.tasks import Tasks
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -69,8 +68,7 @@ def lighthouse_service(
         return pb.AcceptLossResponse(committed_step=committed_step).SerializeToString()
 
     async def session(requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
-        async with Tasks() as tasks:
-            await Session(driver, _job(context), tasks).run(requests, context)
+        await Session(driver, _job(context)).run(requests, context)
 
     return Service(
         "LighthouseService",

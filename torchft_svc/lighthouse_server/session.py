@@ -9,13 +9,13 @@ from typing import Any
 import grpc
 
 from torchft_svc.core.types import check_name, check_text
-from torchft_svc.errors import PeerError, RequestRefused, TorchFTError
+from torchft_svc.errors import NotLeader, RequestRefused, TorchFTError
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
+from torchft_svc.lighthouse_server.questions import Outcome
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import answers, member_from_wire, refusal
 from torchft_svc.rpc.deadline import MAX_WAIT_S
 from torchft_svc.rpc.outbox import Outbox
-from torchft_svc.rpc.tasks import Tasks
 
 # A connection that says nothing is not a session.
 HELLO_TIMEOUT_S = 5.0
@@ -28,14 +28,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Session:
     """Lives as long as its stream. When it ends, the group is out at once."""
 
-    def __init__(self, driver: LighthouseDriver, job: str, tasks: Tasks) -> None:
+    def __init__(self, driver: LighthouseDriver, job: str) -> None:
         self._driver = driver
         self._job = job
-        self._tasks = tasks
         self._replica_id = ""
         self._reason = "its session ended"
-        self._question: asyncio.Task[None] | None = None
-        self._number = 0
+        self._number = 0  # of the last question
+        self._caller: int | None = None  # who asked it at the driver
         self._outbox = Outbox()
 
     async def run(self, requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
@@ -78,7 +77,7 @@ class Session:
                 if message.withdrawal.number == self._number:  # or it has been overtaken
                     self._withdraw()
             elif kind == "leave":
-                await self._leave(message.leave)
+                self._leave(message.leave)
                 return
             else:
                 raise RequestRefused(f"a session has no place for {kind or 'an empty message'}")
@@ -91,26 +90,26 @@ class Session:
             )
         self._withdraw()
         self._number = question.number
-        self._question = self._tasks.start(self._answer(question), "session question")
+        member = member_from_wire(question.requester)
+        timeout_s = min(max(question.timeout_ms, 0) / 1000, MAX_WAIT_S)
+        try:
+            self._caller = self._driver.ask(self._job, member, timeout_s, self._answer)
+        except RequestRefused as error:
+            self._answer(error)
 
-    async def _leave(self, leave: pb.SessionLeave) -> None:
+    def _leave(self, leave: pb.SessionLeave) -> None:
         """The group is out before its stream ends; a question gets its answer or its error."""
         check_text("reason", leave.reason, MAX_REASON_LENGTH)
         reason = leave.reason or "it has left"
         self._driver.leave(self._job, self._replica_id, reason, between_steps=leave.between_steps)
-        if self._question is not None:
-            await asyncio.wait([self._question])
 
     def _withdraw(self) -> None:
-        if self._question is not None:
-            self._question.cancel()
+        if self._caller is not None:
+            self._driver.withdraw(self._caller)
 
-    async def _answer(self, question: pb.SessionQuestion) -> None:
-        member = member_from_wire(question.requester)
-        timeout_s = min(max(question.timeout_ms, 0) / 1000, MAX_WAIT_S)
-        try:
-            answer = await self._driver.quorum(self._job, member, timeout_s)
-            self._outbox.tell(answer + answers(question.number))
-        except (RequestRefused, PeerError) as error:
-            news = pb.SessionNews(refusal=refusal(error, question.number))
+    def _answer(self, outcome: Outcome) -> None:
+        if isinstance(outcome, bytes):
+            self._outbox.tell(outcome + answers(self._number))
+        elif not isinstance(outcome, NotLeader):  # the stream's end says who leads
+            news = pb.SessionNews(refusal=refusal(outcome, self._number))
             self._outbox.tell(news.SerializeToString())

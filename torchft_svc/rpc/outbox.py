@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
@@ -22,7 +23,10 @@ class Outbox:
     """Bounded: a client that does not read loses its stream instead of filling the memory."""
 
     def __init__(self) -> None:
-        self._news: asyncio.Queue[bytes] = asyncio.Queue(MAX_UNREAD_NEWS)
+        self._news: deque[bytes] = deque()
+        self._writer: asyncio.Future[None] | None = None  # waits for news
+        self._flushed = asyncio.Event()
+        self._flushed.set()
         self._failed = asyncio.Event()
         self._error: TorchFTError | None = None
         self._is_writing = False
@@ -30,10 +34,13 @@ class Outbox:
 
     def tell(self, news: bytes) -> None:
         """Queue encoded news, without waiting."""
-        try:
-            self._news.put_nowait(news)
-        except asyncio.QueueFull:
+        if len(self._news) >= MAX_UNREAD_NEWS:
             self.fail(RequestRefused(f"{MAX_UNREAD_NEWS} pieces of news were not read"))
+            return
+        self._news.append(news)
+        self._flushed.clear()
+        if self._writer is not None and not self._writer.done():
+            self._writer.set_result(None)
 
     def fail(self, error: TorchFTError) -> None:
         """End the stream with ``error``."""
@@ -42,7 +49,7 @@ class Outbox:
 
     async def flushed(self) -> None:
         """Return when all that was told is on its way; never, if the stream has ended before."""
-        await self._news.join()
+        await self._flushed.wait()
 
     async def exchange(
         self,
@@ -74,12 +81,16 @@ class Outbox:
             await asyncio.gather(*ends, return_exceptions=True)
 
     async def _write(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        loop = asyncio.get_running_loop()
         while not self._is_ending:
-            news = await self._news.get()
+            if not self._news:
+                self._flushed.set()
+                self._writer = loop.create_future()
+                await self._writer
+                continue
             self._is_writing = True
-            await context.write(news)
+            await context.write(self._news.popleft())
             self._is_writing = False
-            self._news.task_done()
 
     async def _raise_failure(self) -> None:
         await self._failed.wait()
