@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchft_svc.core.gathering import GATHER_S, Gathering
 from torchft_svc.core.quorum import JobView, Waiter
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 
@@ -38,6 +39,7 @@ class Naive:
     last_id: int = 0
     heard_id: int = 0
     loss_accepted: bool = False
+    told_num_groups: list[tuple[int, float]] = field(default_factory=list)  # and when
 
     def request(self, member: Member, caller: int, now: float) -> None:
         self._sign_of_life(member.replica_id, now)
@@ -55,7 +57,7 @@ class Naive:
                     asked_at = request.asked_at
         if not held:
             self.stragglers.discard(member.replica_id)
-            self._has_come(member)
+            self._has_come(member, now)
         self.requests.append(Request(member, caller, asked_at, held))
         self._settle(now)
 
@@ -108,7 +110,15 @@ class Naive:
             committed_step=self.committed_step,
             told_min_replicas=max((each.member.min_replicas for each in asking), default=0),
             loss_accepted=self.loss_accepted,
+            gathering=self._gathering(),
         )
+
+    def _gathering(self) -> Gathering:
+        if not self.told_num_groups:
+            return Gathering()
+        first = min(now for _, now in self.told_num_groups)
+        most = max(num for num, _ in self.told_num_groups)
+        return Gathering(most, first + min(GATHER_S, self.config.join_timeout_s))
 
     def _settle(self, now: float) -> None:
         for request in self.requests:
@@ -116,10 +126,11 @@ class Naive:
                 request.held = False
                 self.stragglers.discard(request.member.replica_id)
                 request.asked_at = now
-                self._has_come(request.member)
+                self._has_come(request.member, now)
         if not self.groups:  # the job is over; its ids and its step are remembered
             self.previous = None
             self.loss_accepted = False
+            self.told_num_groups = []
             self.last_id = max(self.last_id, self.heard_id)
         while True:
             if self.view().waiting:
@@ -150,12 +161,15 @@ class Naive:
         self.requests = [each for each in self.requests if each.member.replica_id not in ids]
         self.previous = Quorum(quorum_id=self.last_id, participants=tuple(members))
         self.veterans |= set(ids)
+        self.told_num_groups = []
         top = max(member.step for member in members)
         self.loss_accepted = False
         self.committed_step = top if lost_from is not None else max(top, self.committed_step)
         self.log.append(("quorum", now, self.previous, tuple(callers), lost_from))
 
-    def _has_come(self, member: Member) -> None:
+    def _has_come(self, member: Member, now: float) -> None:
+        if self.previous is None and member.last_num_groups > 1:
+            self.told_num_groups.append((member.last_num_groups, now))
         if member.step >= self.committed_step:
             self.loss_accepted = False
 

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from torchft_svc.core.gathering import Gathering
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.lighthouse_orders import AnswerQuorum, Order, RefuseRequest, ReportLoss
 from torchft_svc.core.quorum import Formed, JobView, Waiter, decide
@@ -59,6 +60,7 @@ def views(draw: st.DrawFn) -> JobView:
         committed_step=draw(st.integers(0, 4)),
         told_min_replicas=max((each.member.min_replicas for each in waiting.values()), default=0),
         loss_accepted=draw(st.sampled_from([False, False, True])),
+        gathering=draw(st.sampled_from([Gathering(), Gathering(), Gathering(3, 15.0)])),
     )
 
 
@@ -83,6 +85,7 @@ members = st.builds(
     commit_failures=st.sampled_from([0, 0, 0, 1]),
     seen_quorum_id=st.sampled_from([0, 0, 0, 3, 9]),
     min_replicas=st.sampled_from([0, 0, 0, 1, 3]),
+    last_num_groups=st.sampled_from([0, 0, 0, 0, 1, 2, 3]),
     address=st.sampled_from(["x:1", "x:1", "x:1", "y:1"]),
 )
 events = st.one_of(

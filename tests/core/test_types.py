@@ -30,6 +30,7 @@ AT_THE_LIMIT: list[dict[str, Any]] = [
     {"step": MAX_INT64},
     {"commit_failures": MAX_INT64},
     {"seen_quorum_id": MAX_INT64 // 2},
+    {"last_num_groups": 20_000},
     {"world_size": MAX_WORLD_SIZE},
     {"world_size": 0},
 ]
@@ -43,6 +44,7 @@ ABOVE_IT: list[tuple[dict[str, Any], str]] = [
     ({"data": "x" * 16385}, "data has 16385 characters, 16384 are allowed"),
     ({"step": -1}, "step is -1, must be 0 or more"),
     ({"commit_failures": -1}, "commit_failures is -1, must be 0 or more"),
+    ({"last_num_groups": -1}, "last_num_groups is -1, must be 0 to 1000000"),
     ({"seen_quorum_id": -1}, "seen_quorum_id is -1, must be 0 or more"),
     ({"seen_quorum_id": MAX_INT64 // 2 + 1}, f"seen_quorum_id {2**62} was never given out"),
     ({"world_size": MAX_WORLD_SIZE + 1}, "world_size is 1000001, must be 0 to 1000000"),

@@ -34,18 +34,32 @@ def waited_for(view: JobView, config: QuorumConfig) -> dict[str, float]:
     return result
 
 
+def still_waited_for(view: JobView, config: QuorumConfig, now: float) -> list[float]:
+    """Until when somebody is, for each who is.
+
+    A lighthouse without a quorum lets those gather that were in one elsewhere.
+    """
+    gather_until = view.gathering.until
+    few = len(view.living) < view.gathering.num_groups
+    if few and gather_until is not None and now < gather_until:
+        return [gather_until]
+    previous = [member.replica_id for member in view.previous.participants] if view.previous else []
+    all_are_back = previous != [] and all(replica_id in view.waiting for replica_id in previous)
+    if all_are_back:
+        return []
+    return [until for until in waited_for(view, config).values() if until > now]
+
+
 def decide(
     view: JobView, config: QuorumConfig, now: float
 ) -> tuple[list[Member], int | None] | float:
     """The members and the step that is lost with them, or when to look again (inf: never)."""
     if not view.waiting:
         return math.inf
+    still = still_waited_for(view, config, now)
+    if still:
+        return min(still)
     previous = [member.replica_id for member in view.previous.participants] if view.previous else []
-    all_are_back = previous != [] and all(replica_id in view.waiting for replica_id in previous)
-    if not all_are_back:
-        still = [until for until in waited_for(view, config).values() if until > now]
-        if still:
-            return min(still)
     asking = [view.waiting[replica_id].member for replica_id in sorted(view.waiting)]
     if any(member.shrink_only and member.replica_id in previous for member in asking):
         asking = [member for member in asking if member.replica_id in previous]

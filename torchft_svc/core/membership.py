@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
+from torchft_svc.core.gathering import NOBODY_IS_TO_COME
 from torchft_svc.core.quorum import (
     Formed,
     JobView,
@@ -46,6 +47,7 @@ class Membership:
         self._previous_ids: frozenset[str] = frozenset()
         self.committed_step = committed_step
         self._loss_accepted = False
+        self._gathering = NOBODY_IS_TO_COME
 
     # -- what happened ---------------------------------------------------------------------------
 
@@ -78,6 +80,8 @@ class Membership:
         self._replica_of[caller] = member.replica_id
         self._straggling.discard(member.replica_id)
         self._awaited.discard(member.replica_id)
+        if self.previous is None:
+            self._gathering = self._gathering.heard(member, now, self._config.join_timeout_s)
         if member.step >= self.committed_step:
             self._loss_accepted = False  # the newer state is back, there is nothing to give up
         return replaced
@@ -125,6 +129,7 @@ class Membership:
         self._announced.clear()
         self.committed_step = quorum.max_step  # lower than before only if that is accepted (7)
         self._loss_accepted = False  # once
+        self._gathering = NOBODY_IS_TO_COME
         return tuple(callers)
 
     def accept_loss(self) -> bool:
@@ -271,6 +276,7 @@ class Membership:
             committed_step=self.committed_step,
             told_min_replicas=max(self._told_min_replicas, default=0),
             loss_accepted=self._loss_accepted,
+            gathering=self._gathering,
         )
 
 

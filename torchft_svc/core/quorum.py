@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
+from torchft_svc.core.gathering import NOBODY_IS_TO_COME, Gathering
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 
 # A reason is read by people: it names a few groups and counts the others.
@@ -30,6 +31,7 @@ class JobView:
     ``veterans`` took part in a quorum of this job, ``straggling`` were waited for in vain (and are
     not in ``waiting``). ``told_min_replicas`` is the largest that those who wait tell (0: none).
     ``loss_accepted``: an operator gave up the steps that those who wait do not have.
+    ``gathering`` matters until there is a ``previous``.
     """
 
     waiting: Mapping[str, Waiter]
@@ -40,6 +42,7 @@ class JobView:
     committed_step: int
     told_min_replicas: int = 0
     loss_accepted: bool = False
+    gathering: Gathering = NOBODY_IS_TO_COME
 
     def previous_ids(self) -> frozenset[str]:
         if self.previous is None:
@@ -68,6 +71,10 @@ def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
     """Apply the rules to what is known at ``now`` (monotonic seconds)."""
     if not view.waiting:
         return Waiting("no group asks for a quorum")
+    missing = view.gathering.missing(len(view.living), now)
+    if missing:
+        why = f"this lighthouse is new to the job: waiting for {missing} more groups of its quorum"
+        return Waiting(why, view.gathering.until)
     deadlines = absent_deadlines(view, config)
     absent = {replica_id: at for replica_id, at in deadlines.items() if at > now}
     if absent:

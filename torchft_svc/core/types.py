@@ -28,7 +28,8 @@ class Member:
 
     ``step`` counts committed optimizer updates, ``commit_failures`` the steps discarded since,
     ``seen_quorum_id`` is the highest quorum id that the group has been told (0: none),
-    ``min_replicas`` the fewest groups that its job trains with (0: the lighthouse knows).
+    ``min_replicas`` the fewest groups that its job trains with (0: the lighthouse knows),
+    ``last_num_groups`` how many were in the last quorum that it has been told (0: none).
     ``unknown`` is what a newer client says about itself, encoded; its fellows get it as it came.
     """
 
@@ -42,6 +43,7 @@ class Member:
     commit_failures: int = 0
     seen_quorum_id: int = 0
     min_replicas: int = 0
+    last_num_groups: int = 0
     unknown: bytes = b""
 
     def check(self) -> None:
@@ -63,7 +65,7 @@ class Member:
         # The clock-derived base of a lighthouse is far below this; more would exhaust the ids.
         if self.seen_quorum_id > MAX_INT64 // 2:
             raise RequestRefused(f"seen_quorum_id {self.seen_quorum_id} was never given out")
-        for field in ("world_size", "min_replicas"):
+        for field in ("world_size", "min_replicas", "last_num_groups"):
             if not 0 <= getattr(self, field) <= MAX_WORLD_SIZE:
                 raise RequestRefused(
                     f"{field} is {getattr(self, field)}, must be 0 to {MAX_WORLD_SIZE}"

@@ -39,6 +39,7 @@ class LighthouseLink:
         self.activity: Callable[[], Activity | None] = _not_telling
         self.address = ""
         self._seen_quorum_id = 0
+        self._last_num_groups = 0
         self._route = Route(config.lighthouses)
         self._holding: asyncio.Task[None] | None = None
         self._new_incarnation()
@@ -143,9 +144,11 @@ class LighthouseLink:
             commit_failures=question.commit_failures,
             seen_quorum_id=self._seen_quorum_id,
             min_replicas=self._config.min_replicas,
+            last_num_groups=self._last_num_groups,
         )
         quorum = await self._connection.ask(member, timeout_s)
         self._seen_quorum_id = max(self._seen_quorum_id, quorum.quorum_id)
+        self._last_num_groups = len(quorum.participants)
         return quorum
 
 

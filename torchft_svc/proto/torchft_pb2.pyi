@@ -24,7 +24,7 @@ PHASE_TRAINING: Phase
 PHASE_VOTING: Phase
 
 class QuorumMember(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "seen_quorum_id", "joining", "min_replicas")
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "seen_quorum_id", "joining", "min_replicas", "last_num_groups")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class QuorumMember(_message.Message):
     SEEN_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     JOINING_FIELD_NUMBER: _ClassVar[int]
     MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    LAST_NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -47,7 +48,8 @@ class QuorumMember(_message.Message):
     seen_quorum_id: int
     joining: bool
     min_replicas: int
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., seen_quorum_id: _Optional[int] = ..., joining: bool = ..., min_replicas: _Optional[int] = ...) -> None: ...
+    last_num_groups: int
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., seen_quorum_id: _Optional[int] = ..., joining: bool = ..., min_replicas: _Optional[int] = ..., last_num_groups: _Optional[int] = ...) -> None: ...
 
 class Quorum(_message.Message):
     __slots__ = ("quorum_id", "participants", "created")

@@ -31,6 +31,7 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         commit_failures=message.commit_failures,
         seen_quorum_id=message.seen_quorum_id,
         min_replicas=message.min_replicas,
+        last_num_groups=message.last_num_groups,
         unknown=_unknown_fields(message),
     )
 
@@ -58,6 +59,7 @@ def member_to_wire(member: Member) -> pb.QuorumMember:
         commit_failures=member.commit_failures,
         seen_quorum_id=member.seen_quorum_id,
         min_replicas=member.min_replicas,
+        last_num_groups=member.last_num_groups,
     )
     if member.unknown:
         message.MergeFromString(member.unknown)
