@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import psutil
-from running import Process, eventually, lighthouse_process, manager_process
+from running import Process, eventually, lighthouse_process, listeners, manager_process
 
 from torchft_svc.coordination import ManagerClient
 
@@ -96,7 +96,7 @@ class Training:
 
     def _train(self, number: int) -> None:
         with ManagerClient(self.managers[number].address, CALL) as client:
-            client.attach(0, lambda replica_id, reason: None)
+            client.attach(0, listeners())
             try:
                 while not self._stop.wait(STEP_S):
                     self._step(client, number)

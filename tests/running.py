@@ -13,12 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any
 
 import grpc
 import psutil
 
+from torchft_svc.coordination import Listeners
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import open_channel
 from torchft_svc.rpc.codec import JOB_KEY
@@ -225,6 +227,16 @@ def line_to(address: str, security: Security = PLAIN) -> Iterator[Line]:
         yield line
     finally:
         line.close()
+
+
+def listeners(**wanted: Callable[..., None]) -> Listeners:
+    """Of a worker's news, all that is not ``wanted`` is ignored."""
+    ignoring: dict[str, Any] = dict.fromkeys((field.name for field in fields(Listeners)), _ignore)
+    return Listeners(**{**ignoring, **wanted})
+
+
+def _ignore(*_: object) -> None:
+    pass
 
 
 def members(answer: Any) -> list[str]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from running import eventually, line_to, members
+from running import eventually, line_to, listeners, manager_process, members
 
 from torchft_svc.coordination import (
     LighthouseClient,
     LighthouseServer,
-    Listeners,
     ManagerClient,
     ManagerServer,
 )
@@ -25,22 +25,29 @@ LONG = timedelta(seconds=10)
 class Worker:
     """A worker that only listens."""
 
-    def __init__(self, manager: ManagerServer, group_rank: int) -> None:
+    def __init__(self, address: str, group_rank: int) -> None:
         self.heard: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        self.client = ManagerClient(manager.address(), LONG)
+        self.listens = threading.Event()
+        self.listens.set()
+        self.client = ManagerClient(address, LONG)
         self.client.attach(
             group_rank,
-            Listeners(
-                on_loss=lambda *_: None,
+            listeners(
                 on_kill=lambda reason: self.heard.put(("kill", reason)),
-                on_drain=lambda reason: self.heard.put(("drain", reason)),
-                on_waiting=lambda _: None,
+                on_drain=self._hear_drain,
             ),
         )
+
+    def _hear_drain(self, reason: str) -> None:
+        self.heard.put(("drain", reason))
+        assert self.listens.wait(30)
+
+    def is_ready(self) -> Worker:
         eventually(self._is_told)
+        return self
 
     def _is_told(self) -> bool:
-        """Whether the line is there: orders before that are lost."""
+        """Whether the line is there."""
         self.client.drain("ready")
         with contextlib.suppress(queue.Empty):
             return bool(self.heard.get(timeout=0.2))
@@ -86,7 +93,7 @@ def start(lighthouse: LighthouseServer, name: str) -> ManagerServer:
 
 @pytest.fixture
 def workers(manager: ManagerServer) -> Iterator[list[Worker]]:
-    made = [Worker(manager, group_rank) for group_rank in range(2)]
+    made = [Worker(manager.address(), group_rank).is_ready() for group_rank in range(2)]
     yield made
     for worker in made:
         worker.client.close()
@@ -110,12 +117,39 @@ def test_other_groups_do_not_hear_an_order(
     lighthouse: LighthouseServer, operator: LighthouseClient, workers: list[Worker]
 ) -> None:
     with start(lighthouse, "other") as manager:
-        stranger = Worker(manager, 0)
+        stranger = Worker(manager.address(), 0).is_ready()
         operator.drain("other", "by name")
         assert stranger.next_order() == ("drain", "by name")
         stranger.client.close()
     operator.drain("group", "theirs")
     assert [worker.next_order() for worker in workers] == [("drain", "theirs")] * 2
+
+
+def test_a_worker_that_attaches_late_hears_the_order(manager: ManagerServer) -> None:
+    with ManagerClient(manager.address(), LONG) as operator:
+        operator.drain("maintenance")
+        for kind in ("drain", "kill"):
+            getattr(operator, kind)("maintenance")
+            worker = Worker(manager.address(), 1)
+            assert worker.heard.get(timeout=5) == (kind, "maintenance")
+            worker.client.close()
+
+
+@pytest.mark.processes
+def test_a_worker_that_reads_late_still_hears_that_it_is_killed(
+    lighthouse: LighthouseServer,
+) -> None:
+    """It is busy with what it heard before, until its manager has ended."""
+    with manager_process(lighthouse.address(), "--group-world-size=2") as manager:
+        worker = Worker(manager.address, 0).is_ready()
+        worker.listens.clear()
+        worker.client.drain("first")
+        assert worker.next_order() == ("drain", "first")
+        worker.client.kill("then")
+        assert manager.wait() == 1
+        worker.listens.set()
+        assert worker.next_order() == ("kill", "then")
+        worker.client.close()
 
 
 def test_an_order_that_cannot_be_delivered_is_refused(operator: LighthouseClient) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import timedelta
 
 import grpc
@@ -13,10 +13,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from papers import LONG_AGO, TOKEN, Papers, papers, variables
-from running import Process, command, lighthouse_process, line_to, manager_process
+from running import Process, command, lighthouse_process, line_to, listeners, manager_process
 
 from torchft_svc.coordination import LighthouseClient, LighthouseServer, ManagerClient
-from torchft_svc.coordination.attachment import Listeners
 from torchft_svc.errors import TorchFTError, Unauthorized, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import open_channel
@@ -30,12 +29,6 @@ OTHER_TOKEN = "a-token-of-another-cluster"  # noqa: S105 - of these tests
 @pytest.fixture(scope="module")
 def some(tmp_path_factory: pytest.TempPathFactory) -> Papers:
     return papers(tmp_path_factory.mktemp("papers"))
-
-
-def listeners(lost: threading.Event) -> Listeners:
-    """Only the loss of a member is of interest."""
-    every = dict.fromkeys((field.name for field in fields(Listeners)), lambda *_: None)
-    return Listeners(**{**every, "on_loss": lambda *_: lost.set()})
 
 
 def complaint(address: str, client: Security) -> TorchFTError | None:
@@ -325,7 +318,7 @@ def test_news_come_to_who_knows_the_token(some: Papers) -> None:
         ManagerClient(dies.address, TIMEOUT, security=known) as other,
         ThreadPoolExecutor() as pool,
     ):
-        worker.attach(0, listeners(lost))
+        worker.attach(0, listeners(on_loss=lambda *_: lost.set()))
         asked = pool.submit(other._quorum, 0, 0, "", False, TIMEOUT)
         assert worker._quorum(0, 0, "", False, TIMEOUT).replica_world_size == 2
         asked.result()

@@ -37,10 +37,10 @@ async def attach(
     group_rank, worker_id = first.hello.rank, first.hello.worker_id
     check_text("worker id", worker_id, MAX_ADDRESS_LENGTH)
     outbox = Outbox()
+    outbox.tell(pb.AttachNews(welcome=pb.AttachWelcome()).SerializeToString())
     driver.attach(group_rank, worker_id, outbox)
     reason = "its process ended, or does not answer"
     try:
-        outbox.tell(pb.AttachNews(welcome=pb.AttachWelcome()).SerializeToString())
         await outbox.exchange(_read(driver, group_rank, requests), context)
         reason = "it has stopped"
     finally:

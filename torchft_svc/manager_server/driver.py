@@ -50,6 +50,8 @@ class ManagerDriver:
         self._asking: asyncio.Task[None] | None = None
         self._workers: dict[int, Outbox] = {}
         self._activities = WorkerActivities()
+        self._last_order: bytes | None = None
+        self._is_ending = False
         self.killed = asyncio.Event()
 
     async def quorum(self, request: WorkerRequest, timeout_s: float) -> bytes:
@@ -77,12 +79,16 @@ class ManagerDriver:
         """
         self._core.attached(group_rank, worker_id)
         self._workers[group_rank] = outbox
+        if self._last_order is not None:
+            outbox.tell(self._last_order)
 
     def detach(self, group_rank: int, worker_id: str, outbox: Outbox, reason: str) -> None:
         """The worker's stream has ended; nothing, if it has another one already."""
         if self._workers.get(group_rank) is outbox:
             del self._workers[group_rank]
             self._activities.gone(group_rank)
+            if not self._workers and not self._is_ending:
+                self._last_order = None  # whoever comes after those that were told begins anew
             self._carry_out(self._core.detached(group_rank, worker_id, reason))
 
     def hear_phase(self, group_rank: int, message: pb.AttachPhase) -> None:
@@ -121,21 +127,28 @@ class ManagerDriver:
     def kill(self, reason: str) -> None:
         """The group has to end at once: every worker hears of it, then ``killed`` is set."""
         log.warning("killed by request: %r", reason)
-        self._tell_workers(kill_news(reason))
-        self._tasks.start(self._end(), "end")
+        self._order(kill_news(reason))
+        if not self._is_ending:
+            self._is_ending = True
+            self._tasks.start(self._end(), "end")
 
     def drain(self, reason: str) -> None:
         """The group has to finish its step and end: every worker hears of it."""
         log.warning("draining: %r", reason)
-        self._tell_workers(drain_news(reason))
+        self._order(drain_news(reason))
         self._carry_out(self._core.drain(reason))
+
+    def _order(self, news: bytes) -> None:
+        """Also a worker that attaches later hears it."""
+        self._last_order = news
+        self._tell_workers(news)
 
     def _tell_workers(self, news: bytes) -> None:
         for outbox in self._workers.values():
             outbox.tell(news)
 
     async def _end(self) -> None:
-        hearing = [asyncio.create_task(outbox.flushed()) for outbox in self._workers.values()]
+        hearing = [asyncio.create_task(outbox.end()) for outbox in self._workers.values()]
         try:
             if hearing:
                 await asyncio.wait(hearing, timeout=KILL_NEWS_S)

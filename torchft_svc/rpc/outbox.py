@@ -28,6 +28,8 @@ class Outbox:
         self._flushed = asyncio.Event()
         self._flushed.set()
         self._failed = asyncio.Event()
+        self._ends = asyncio.Event()
+        self._ended = asyncio.Event()
         self._error: TorchFTError | None = None
         self._is_writing = False
         self._is_ending = False
@@ -47,7 +49,12 @@ class Outbox:
         self._error = self._error or error
         self._failed.set()
 
-    async def flushed(self) -> None:
+    async def end(self) -> None:
+        """End the stream in good order behind all that was told, and return when that is done."""
+        self._ends.set()
+        await self._ended.wait()
+
+    async def _flushed(self) -> None:
         """Return when all that was told is on its way; never, if the stream has ended before."""
         await self._flushed.wait()
 
@@ -56,7 +63,7 @@ class Outbox:
         reading: Coroutine[Any, Any, None],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        """Write what is told until ``reading`` is over, whose error is raised here.
+        """Write what is told until `end`, or until ``reading`` is over, whose error is raised here.
 
         What was told before it ended in good order still goes out.
 
@@ -65,13 +72,18 @@ class Outbox:
             TorchFTError: what `fail` was told.
         """
         writing = asyncio.create_task(self._write(context))
-        ends = [asyncio.create_task(reading), writing, asyncio.create_task(self._raise_failure())]
+        ends = [
+            asyncio.create_task(reading),
+            writing,
+            asyncio.create_task(self._raise_failure()),
+            asyncio.create_task(self._ends.wait()),
+        ]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in done:
                 end.result()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.flushed(), WRITE_GRACE_S)
+                await asyncio.wait_for(self._flushed(), WRITE_GRACE_S)
         finally:
             self._is_ending = True
             if self._is_writing:
@@ -79,6 +91,7 @@ class Outbox:
             for end in ends:
                 end.cancel()
             await asyncio.gather(*ends, return_exceptions=True)
+            self._ended.set()
 
     async def _write(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         loop = asyncio.get_running_loop()
