@@ -46,7 +46,7 @@ _WIDTH_WITHOUT_TERMINAL = 140
     "--lighthouses",
     type=click.IntRange(1, 2),
     default=1,
-    help="2: a list without leader election, which may split a job for a moment.",
+    help="2: a list without leader election; a fault on the way back to the first may split a job.",
 )
 @click.option(
     "--report",

@@ -14,7 +14,7 @@ from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.requests import WorkerRequest
 from torchft_svc.errors import Unreachable
 
-from .scenes import JOB, Refused, Scene, config, formed, loss, plain
+from .scenes import JOB, Refused, Scene, config, formed, loss, member, plain, quorum
 
 
 def test_trap_a_caller_that_gave_up_still_gets_into_the_next_quorum() -> None:
@@ -156,7 +156,8 @@ def test_trap_only_the_last_rank_s_step_and_failures_are_forwarded() -> None:
     assert (asked.commit_failures, asked.shrink_only) == (2, True)  # type: ignore[union-attr]
     group = Group(2)
     group.quorum_requested(WorkerRequest(group_rank=0, step=4), 1)
-    told = plain(group.quorum_requested(WorkerRequest(group_rank=1, step=5), 2))
+    group.quorum_requested(WorkerRequest(group_rank=1, step=5), 2)
+    told = plain(group.quorum_formed(1, quorum(1, member("a", 4))))
     assert [(order.caller, order.error) for order in told] == [
         (1, "RequestRefused"),
         (2, "RequestRefused"),
