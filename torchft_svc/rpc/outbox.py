@@ -25,7 +25,7 @@ class Outbox:
     def __init__(self) -> None:
         self._news: deque[bytes] = deque()
         self._writer: asyncio.Future[None] | None = None  # waits for news
-        self._flushed = asyncio.Event()
+        self._flushed = asyncio.Event()  # all that was told is on its way
         self._flushed.set()
         self._failed = asyncio.Event()
         self._ends = asyncio.Event()
@@ -54,10 +54,6 @@ class Outbox:
         self._ends.set()
         await self._ended.wait()
 
-    async def _flushed(self) -> None:
-        """Return when all that was told is on its way; never, if the stream has ended before."""
-        await self._flushed.wait()
-
     async def exchange(
         self,
         reading: Coroutine[Any, Any, None],
@@ -83,7 +79,7 @@ class Outbox:
             for end in done:
                 end.result()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._flushed(), WRITE_GRACE_S)
+                await asyncio.wait_for(self._flushed.wait(), WRITE_GRACE_S)
         finally:
             self._is_ending = True
             if self._is_writing:
