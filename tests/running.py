@@ -64,11 +64,15 @@ def steady_address() -> str:
 class Process:
     """A command of ours in a process of its own; leaving the block kills it."""
 
-    def __init__(self, module: str, *flags: str, **variables: str) -> None:
+    def __init__(
+        self, module: str, *flags: str, namespace: str | None = None, **variables: str
+    ) -> None:
+        """``namespace`` is the network namespace that it runs in (default: ours)."""
         self.module = module
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the block
+        within = ("ip", "netns", "exec", namespace) if namespace else ()
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", f"torchft_svc.{module}", *flags],
+            [*within, sys.executable, "-m", f"torchft_svc.{module}", *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._errors,

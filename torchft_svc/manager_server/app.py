@@ -14,7 +14,7 @@ from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.manager_server.servicer import manager_service
 from torchft_svc.rpc.address import HostPort, advertised_host, parse_address
-from torchft_svc.rpc.serving import Service, serve
+from torchft_svc.rpc.serving import Patience, Service, serve
 from torchft_svc.rpc.tasks import Tasks
 
 # A worker that is frozen while its manager is not: twice this is below the time after which a
@@ -50,8 +50,9 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
         return manager_service(driver)
 
     bind = parse_address(config.bind, may_bind=True)
+    patience = Patience(keepalive_ms=WORKER_KEEPALIVE_MS)
     async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(serve(build, bind, config.security, WORKER_KEEPALIVE_MS))
+        await stack.enter_async_context(serve(build, bind, config.security, patience))
         await stack.enter_async_context(tasks)
         stack.push_async_callback(link.leave, "its manager stops")
         link.start()

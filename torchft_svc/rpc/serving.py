@@ -27,10 +27,6 @@ log = logging.getLogger(__name__)
 
 # The largest request is a quorum request: a few addresses, and at most 16 KB of `data`.
 MAX_REQUEST_BYTES = 256 * 1024
-# A connection is greeted within milliseconds; one that says nothing must not keep its descriptor.
-HANDSHAKE_TIMEOUT_MS = 10_000
-# Managers and workers have a stream open all the time; whoever asks rarely connects again.
-MAX_IDLE_MS = 60_000
 # A stop lets calls that are about to be answered go out, and no more than that.
 GRACE_S = 0.5
 
@@ -44,9 +40,33 @@ _OPTIONS = (
     ("grpc.http2.bdp_probe", 0),
     # Clients ask for signs of life as often as they like.
     ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
-    ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """What a server bears with before it hangs up, in milliseconds.
+
+    The streams of a caller that is frozen, or whose host vanished without a word, are ended after
+    twice ``keepalive_ms``; a connection without a call, after once to twice ``idle_ms``.
+    """
+
+    # A connection is greeted within milliseconds; a silent one must not keep its descriptor.
+    handshake_ms: int = 10_000
+    # Managers and workers have a stream open all the time; whoever asks rarely connects again.
+    idle_ms: int = 60_000
+    keepalive_ms: int = KEEPALIVE_MS
+
+    def options(self) -> tuple[tuple[str, int], ...]:
+        """As gRPC wants it."""
+        return (
+            ("grpc.server_handshake_timeout_ms", self.handshake_ms),
+            ("grpc.max_connection_idle_ms", self.idle_ms),
+            *keepalive(self.keepalive_ms),
+        )
+
+
+USUAL = Patience()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +142,11 @@ async def serve(
     build: Callable[[HostPort], Service],
     bind: HostPort,
     security: Security = PLAIN,
-    keepalive_ms: int = KEEPALIVE_MS,
+    patience: Patience = USUAL,
 ) -> AsyncIterator[HostPort]:
     """Serve until the block is left; gives the address with the port that was really bound.
 
-    ``build`` makes the service once that address is known. The streams of a caller that is frozen,
-    or whose host vanished without a word, are ended after twice ``keepalive_ms``.
+    ``build`` makes the service once that address is known.
 
     Raises:
         AddressError: nothing can be bound there (port in use, not an address of this machine, ...).
@@ -138,7 +157,7 @@ async def serve(
     guards = () if security.token is None else (TokenGuard(security),)
     if security.token is not None and credentials is None:
         log.warning("the token travels unencrypted: set TORCHFT_TLS_CERT and TORCHFT_TLS_KEY")
-    options = (*_OPTIONS, *keepalive(keepalive_ms))
+    options = (*_OPTIONS, *patience.options())
     server = grpc.aio.server(options=options, interceptors=guards)
     try:
         if credentials is None:
