@@ -131,6 +131,18 @@ def begins_a_step(lighthouse: str) -> None:
     say("training")
 
 
+def leads(lighthouse: str) -> None:
+    """Rank 0 of a group of two: commits a step with the other, and hangs."""
+    commits_a_step(lighthouse)
+    time.sleep(LIFE_S)
+
+
+def leads_into_a_step(lighthouse: str) -> None:
+    """The same, and hangs in the next step's forward pass."""
+    commits_a_step(lighthouse).zero_grad()
+    time.sleep(LIFE_S)
+
+
 def sleeps(lighthouse: str) -> None:
     """Its main thread hangs."""
     make(lighthouse)
@@ -179,11 +191,16 @@ def forks(lighthouse: str) -> None:
 
 def returns(lighthouse: str) -> None:
     """Ends without shutting its manager down."""
+    commits_a_step(lighthouse)
+
+
+def commits_a_step(lighthouse: str) -> OptimizerWrapper:
     _, optimizer, model = make(lighthouse)
     optimizer.zero_grad()
     model(torch.ones(3, 4)).sum().backward()
     assert optimizer.step()
     say("training")
+    return optimizer
 
 
 def raises(lighthouse: str) -> None:

@@ -29,13 +29,15 @@ class Listeners:
 
     ``on_loss``: a member of the last quorum is dead or has left (replica id, reason, id of that
     quorum). ``on_kill``: this worker has to end at once, ``on_drain``: when its step is finished
-    (the reason). ``on_waiting``: a group waits to join the last quorum (replica id).
+    (the reason). ``on_waiting``: a group waits to join the last quorum (replica id). ``on_over``:
+    the manager ends, and there will be no other (the reason).
     """
 
     on_loss: Callable[[str, str, int], None]
     on_kill: Callable[[str], None]
     on_drain: Callable[[str], None]
     on_waiting: Callable[[str], None]
+    on_over: Callable[[str], None] = lambda reason: None
 
     def hear(self, news: pb.AttachNews) -> None:
         kind = news.WhichOneof("kind")
@@ -47,6 +49,8 @@ class Listeners:
             self.on_drain(news.drain.reason)
         elif kind == "waiting":
             self.on_waiting(news.waiting.replica_id)
+        elif kind == "over":
+            self.on_over(news.over.reason)
 
 
 class Attachment:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import uuid
 from datetime import timedelta
 
@@ -15,6 +17,8 @@ from torchft_svc.errors import QuorumFailed
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import phase_to_wire
 from torchft_svc.rpc.security import Security
+
+log = logging.getLogger(__name__)
 
 
 class ManagerClient(Client):
@@ -39,6 +43,7 @@ class ManagerClient(Client):
     ) -> None:
         super().__init__("manager", addr, connect_timeout, DEFAULT_JOB, security)
         self._whereabouts = whereabouts or Whereabouts(lambda: None, 0.0)
+        self._over = ""  # an address whose manager has ended for good
         self._worker_id = str(uuid.uuid4())
         self._round = 0
         self._attachment: Attachment | None = None
@@ -61,7 +66,7 @@ class ManagerClient(Client):
             self._metadata,
             group_rank,
             self._worker_id,
-            listeners,
+            dataclasses.replace(listeners, on_over=self._hear_over),
             self._lost_contact,
         )
 
@@ -72,7 +77,7 @@ class ManagerClient(Client):
 
     def patience(self, deadline: float) -> Patience:
         """For a call that is to be repeated while the manager is being started anew."""
-        return Patience(self._whereabouts, deadline)
+        return Patience(Whereabouts(self._find, self._whereabouts.patience_s), deadline)
 
     def close(self) -> None:
         """Detach, cancel what is under way, close the connection; may be called twice."""
@@ -81,9 +86,18 @@ class ManagerClient(Client):
         super().close()
 
     def _lost_contact(self) -> None:
-        addr = self._whereabouts.find()
+        addr = self._find()
         if addr is not None:
             self._move(addr)
+
+    def _hear_over(self, reason: str) -> None:
+        log.warning("the manager at %s ends for good: %s", self._addr, reason)
+        self._over = self._addr
+
+    def _find(self) -> str | None:
+        """Where the manager is; None if there is none any more."""
+        addr = self._whereabouts.find()
+        return None if addr == self._over else addr
 
     def _quorum(
         self,

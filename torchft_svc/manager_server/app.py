@@ -54,6 +54,16 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(serve(build, bind, config.security, patience))
         await stack.enter_async_context(tasks)
-        stack.push_async_callback(link.leave, "its manager stops")
+        stack.push_async_callback(_end, driver, link, has_owner=config.owner_pid is not None)
         link.start()
         yield RunningManager(link.address, driver.killed)
+
+
+async def _end(driver: ManagerDriver, link: LighthouseLink, *, has_owner: bool) -> None:
+    """The other groups hear of it first. Who has an owner stops because that does, or is dead: it
+    will have no successor, and the workers need not look for one."""
+    if has_owner:
+        driver.tell_over("the process of group rank 0, which had started it, stops or is dead")
+    await link.leave("its manager stops")
+    if has_owner:
+        await driver.news_left()

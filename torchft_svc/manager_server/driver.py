@@ -25,7 +25,13 @@ from torchft_svc.core.types import check_step
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed, TorchFTError
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import drain_news, kill_news, phase_from_wire, worker_answer
+from torchft_svc.rpc.codec import (
+    drain_news,
+    kill_news,
+    over_news,
+    phase_from_wire,
+    worker_answer,
+)
 from torchft_svc.rpc.outbox import Outbox
 from torchft_svc.rpc.tasks import Tasks
 
@@ -33,8 +39,8 @@ log = logging.getLogger(__name__)
 
 # The lighthouse's answer, or its reason, must still reach the workers within their own deadlines.
 ANSWER_MARGIN_S = 0.05
-# Workers that do not read the order to end are ended without having heard it.
-KILL_NEWS_S = 0.5
+# Workers that do not read the last news, such as the order to end, do not hold up the end.
+LAST_NEWS_S = 0.5
 
 
 class ManagerDriver:
@@ -138,6 +144,10 @@ class ManagerDriver:
         self._order(drain_news(reason))
         self._carry_out(self._core.drain(reason))
 
+    def tell_over(self, reason: str) -> None:
+        """This manager ends, and there will be no other: nobody need look for one."""
+        self._tell_workers(over_news(reason))
+
     def _order(self, news: bytes) -> None:
         """Also a worker that attaches later hears it."""
         self._last_order = news
@@ -148,14 +158,20 @@ class ManagerDriver:
             outbox.tell(news)
 
     async def _end(self) -> None:
-        hearing = [asyncio.create_task(outbox.end()) for outbox in self._workers.values()]
         try:
-            if hearing:
-                await asyncio.wait(hearing, timeout=KILL_NEWS_S)
+            await self.news_left()
         finally:
-            for each in hearing:
-                each.cancel()
             self.killed.set()
+
+    async def news_left(self) -> None:
+        """Return when what the workers were told is on its way, or they do not read it."""
+        leaving = [asyncio.create_task(outbox.end()) for outbox in self._workers.values()]
+        try:
+            if leaving:
+                await asyncio.wait(leaving, timeout=LAST_NEWS_S)
+        finally:
+            for each in leaving:
+                each.cancel()
 
     async def _wait(
         self, action: str, timeout_s: float, enter: Callable[[int], Sequence[Order]]

@@ -436,19 +436,27 @@ class AttachPhase(_message.Message):
     def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ...) -> None: ...
 
 class AttachNews(_message.Message):
-    __slots__ = ("welcome", "lost", "kill", "drain", "waiting")
+    __slots__ = ("welcome", "lost", "kill", "drain", "waiting", "over")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     KILL_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
     welcome: AttachWelcome
     lost: MemberLost
     kill: Kill
     drain: Drain
     waiting: MemberWaiting
-    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ...) -> None: ...
+    over: AttachOver
+    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ..., over: _Optional[_Union[AttachOver, _Mapping]] = ...) -> None: ...
 
 class AttachWelcome(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class AttachOver(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...

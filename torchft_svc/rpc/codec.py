@@ -109,6 +109,11 @@ def drain_news(reason: str) -> bytes:
     return pb.SessionNews(drain=pb.Drain(reason=reason)).SerializeToString()
 
 
+def over_news(reason: str) -> bytes:
+    """The news, for a worker, that its manager ends and will have no successor."""
+    return pb.AttachNews(over=pb.AttachOver(reason=reason)).SerializeToString()
+
+
 def refusal(error: TorchFTError, number: int) -> pb.SessionRefusal:
     """``error`` as the answer to question ``number``."""
     name, text = error_to_wire(error)

@@ -1,0 +1,116 @@
+"""Rank 0 of a group is killed, and a launcher's store lives on: the others hear of it at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from torchft_svc.errors import PeerError
+
+from .programs import Program, running
+from .training import DEADLINE_S, Trainer, lighthouse
+
+pytestmark = pytest.mark.processes
+# The architecture's bound, and what a machine may add that has no core to spare.
+BOUND_S = 0.25 + 0.25 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+@contextlib.contextmanager
+def group(program: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Program, Trainer]]:
+    """Rank 0 as a process, and rank 1 here; they have committed a step together."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    place = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    with lighthouse() as address, contextlib.ExitStack() as stack:
+        with monkeypatch.context() as launcher:
+            for name, value in place.items():
+                launcher.setenv(name, value)
+            leader = stack.enter_context(running(program, address))
+        leader.read_until("manager")
+        other = stack.enter_context(
+            Trainer(
+                address,
+                "",
+                0,
+                rank=1,
+                world_size=2,
+                store_addr="localhost",
+                store_port=store.port,
+                in_process=False,
+                quorum_timeout=timedelta(seconds=DEADLINE_S),
+            )
+        )
+        assert other.step()
+        leader.read_until("training")
+        yield leader, other
+    del store
+
+
+def kill(leader: Program) -> float:
+    """SIGKILL; when that was."""
+    at = time.monotonic()
+    leader.process.kill()
+    return at
+
+
+def check_next_step(leader: Program, other: Trainer) -> None:
+    """The manager is gone, and nobody waits for another one."""
+    leader.check_children()
+    began_at = time.monotonic()
+    other.manager.start_quorum()
+    with pytest.raises(PeerError):
+        other.manager.wait_quorum()
+    assert not other.manager.should_commit()
+    assert time.monotonic() - began_at < BOUND_S
+
+
+def test_who_waits_for_a_quorum_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with group("leads", monkeypatch) as (leader, other):
+        other.manager.start_quorum()
+        killed_at: list[float] = []
+        # It may ask a moment later than it is killed: that makes no difference.
+        killer = threading.Timer(0.1, lambda: killed_at.append(kill(leader)))
+        killer.start()
+        with pytest.raises(PeerError):
+            other.manager.wait_quorum()
+        failed_at = time.monotonic()
+        killer.join()
+        assert 0 < failed_at - killed_at[0] < BOUND_S
+        assert not other.manager.should_commit()
+        check_next_step(leader, other)
+
+
+def test_who_votes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with group("leads_into_a_step", monkeypatch) as (leader, other):
+        other.backward()
+        killed_at = kill(leader)
+        with contextlib.suppress(PeerError):
+            assert not other.optimizer.step()
+        assert time.monotonic() - killed_at < BOUND_S
+        check_next_step(leader, other)
+
+
+def test_who_votes_later_finds_no_manager_and_does_not_wait_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with group("leads_into_a_step", monkeypatch) as (leader, other):
+        other.backward()
+        kill(leader)
+        leader.check_children()
+        began_at = time.monotonic()
+        with pytest.raises(PeerError):
+            other.optimizer.step()
+        assert time.monotonic() - began_at < BOUND_S
+        check_next_step(leader, other)
