@@ -19,7 +19,7 @@ from torchft_svc.core.group_orders import (
     StopAsking,
 )
 from torchft_svc.core.requests import Vote, WorkerRequest
-from torchft_svc.errors import QuorumFailed, RequestRefused
+from torchft_svc.errors import GroupLeft, QuorumFailed, RequestRefused
 
 from .scenes import member, quorum
 
@@ -45,6 +45,7 @@ class Barriers(RuleBasedStateMachine):
         self.over = False  # the commit barrier, because somebody asked again or was lost
         self.lines: dict[int, str] = {}
         self.known: dict[int, str] = {}  # the worker that was last met at each rank
+        self.is_draining = False
         self.is_new = False  # whether another one has been met since the last question
 
     @initialize(world_size=st.integers(1, 3))
@@ -57,6 +58,7 @@ class Barriers(RuleBasedStateMachine):
         worker_id=workers,
         shrink_only=st.booleans(),
         commit_failures=st.integers(0, 2),
+        draining=st.sampled_from([False] * 9 + [True]),
     )
     def worker_asks(self, rank: int, step: int, **fields: Any) -> None:
         self.caller += 1
@@ -69,6 +71,7 @@ class Barriers(RuleBasedStateMachine):
             assert rank >= self.group.world_size or taken[0].worker_id != request.worker_id
             return
         self.over = True
+        self.is_draining |= request.draining
         self.asking[self.caller] = request
         self.is_new |= self.known.setdefault(rank, request.worker_id) != request.worker_id
         self.known[rank] = request.worker_id
@@ -144,10 +147,18 @@ class Barriers(RuleBasedStateMachine):
         if self.question is None or late:
             assert orders == ()
             return
-        assert all(isinstance(order, RefuseWorker) and order.error is error for order in orders)
+        for order in orders:
+            assert isinstance(order, RefuseWorker)
+            assert isinstance(order.error, GroupLeft) if self.is_draining else order.error is error
         self.question = None
         self.carry_out(orders)
         assert not self.asking, "all ranks get one error"
+
+    @rule(chance=st.integers(0, 3))
+    def an_operator_drains(self, chance: int) -> None:
+        if chance == 0:  # rarely: nothing else happens afterwards
+            self.is_draining = True
+            self.carry_out(self.group.drain("maintenance"))
 
     @rule(rank=ranks, worker_id=workers)
     def worker_attaches(self, rank: int, worker_id: str) -> None:
@@ -169,6 +180,7 @@ class Barriers(RuleBasedStateMachine):
         assert not self.voting, "its death releases the others"
         assert self.question is None
         self.is_new = True
+        self.is_draining &= bool(self.lines)  # those who come next begin anew
 
     def carry_out(self, orders: tuple[Order, ...]) -> None:
         for order in orders:
@@ -179,7 +191,11 @@ class Barriers(RuleBasedStateMachine):
                 assert order.round == self.question.round
                 self.question = None
             elif isinstance(order, LeaveLighthouse):
-                assert order == orders[-1], "it leaves after everyone has been told"
+                if order.between_steps:
+                    assert self.is_draining
+                    assert not (self.voting or self.votes) or self.over, "it finishes its step"
+                else:
+                    assert order == orders[-1], "it leaves after everyone has been told"
             else:
                 assert order.caller not in self.told, "nobody is answered twice"
                 self.told.add(order.caller)
@@ -193,6 +209,7 @@ class Barriers(RuleBasedStateMachine):
 
     def check_question(self, question: AskLighthouse) -> None:
         assert self.question is None, "one question at a time"
+        assert not self.is_draining, "it takes part in no quorum any more"
         assert question.round == self.last_round + 1
         self.question, self.last_round = question, question.round
         assert question.new_incarnation == self.is_new
