@@ -15,6 +15,9 @@ from torchft_svc.errors import DeadlineExceeded
 from torchft_svc.proto import torchft_pb2 as pb
 
 SOON = timedelta(seconds=0.5)
+# The reason is told a twentieth earlier, at most 0.1 s; with less patience a busy machine could let
+# the caller's own clock end the call first.
+IMPATIENT = timedelta(seconds=2)
 
 
 @pytest.fixture
@@ -111,14 +114,15 @@ def test_a_caller_that_timed_out_does_not_get_into_the_next_quorum(line: Line) -
 
 
 def test_the_reason_is_told_before_the_callers_deadline(server: LighthouseServer) -> None:
-    with LighthouseClient(server.address(), SOON) as client:
+    with LighthouseClient(server.address(), IMPATIENT) as client:
         began_at = time.monotonic()
         with pytest.raises(TimeoutError, match="1 of at least 2 groups ask") as caught:
-            client.quorum("a:1", SOON)
-        assert 0.3 < time.monotonic() - began_at <= 0.6
+            client.quorum("a:1", IMPATIENT)
+        took_s = time.monotonic() - began_at
+    assert 0.9 * IMPATIENT.total_seconds() < took_s < IMPATIENT.total_seconds()
     assert isinstance(caught.value, DeadlineExceeded)
     assert str(caught.value) == (
-        "lighthouse's Quorum timed out after 0.5 s: 1 of at least 2 groups ask"
+        "lighthouse's Quorum timed out after 2 s: 1 of at least 2 groups ask"
     )
 
 

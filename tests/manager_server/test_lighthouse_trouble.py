@@ -25,11 +25,17 @@ from running import (
     steady_address,
 )
 
+from tests.processes.bounds import check
 from torchft_svc.coordination import LighthouseServer, ManagerClient, ManagerServer
 from torchft_svc.errors import Unreachable
+from torchft_svc.manager_server import driver
 
 LONG = timedelta(seconds=10)
 CONNECT_S = 0.5
+# So long may an answer take from process to process while everything runs at once.
+BUSY_S = 1.0
+# From the moment that a lighthouse is back to the quorum that waited for it.
+BACK_S = 1.0
 
 
 def start_manager(lighthouse: str, workers: int = 2, retries: int = 0) -> ManagerServer:
@@ -80,14 +86,19 @@ def test_a_failed_quorum_is_told_to_every_worker_at_once(
     assert took_s < CONNECT_S + 1.0, "long before the workers' own deadline of 10 s"
 
 
-def test_the_lighthouses_refusal_reaches_every_worker_with_its_reason() -> None:
+def test_the_lighthouses_refusal_reaches_every_worker_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is asked to refuse before the manager's own deadline; here, long before that."""
+    monkeypatch.setattr(driver, "ANSWER_MARGIN_S", BUSY_S)
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=3) as lighthouse,
         start_manager(lighthouse.address()) as manager,
         line_to(manager.address()) as line,
     ):
         asked = [
-            line.ask_manager(rank=rank, worker_id=f"w{rank}", timeout_s=0.7) for rank in (0, 1)
+            line.ask_manager(rank=rank, worker_id=f"w{rank}", timeout_s=2 * BUSY_S)
+            for rank in (0, 1)
         ]
         for each in asked:
             code, reason = failure(each)
@@ -111,7 +122,7 @@ def test_the_next_quorum_waits_for_a_lighthouse_that_restarts() -> None:
         with lighthouse_process(bind=first.address):
             began_at = time.monotonic()
             after = asked.result()
-            assert time.monotonic() - began_at < 1.0
+            check("the next quorum", time.monotonic() - began_at, BACK_S)
         assert after.quorum_id > before.quorum_id
         assert after.replica_ids == before.replica_ids, "the group is the same one"
 
