@@ -120,3 +120,8 @@ def test_a_leader_that_dies_or_freezes_is_replaced(
             code, _ = failure(waiting)
             assert code is grpc.StatusCode.UNAVAILABLE, "nothing is published after the lease"
             assert not leads(first)
+
+
+def test_a_dead_etcd_in_the_list_is_passed_over(etcd: str) -> None:
+    with lighthouse(f"127.0.0.1:1,{etcd}") as only:
+        eventually(lambda: leads(only), 2 * LEASE_S + 5.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from running import manager_process
+from running import lighthouse_process, manager_process
 
 from torchft_svc.coordination import ManagerClient
 from torchft_svc.errors import QuorumFailed
@@ -105,3 +105,16 @@ def test_the_ids_of_a_public_lighthouse_may_begin_anew() -> None:
         ManagerClient(manager.address, LONG) as client,
     ):
         assert [ask(client, step) for step in (0, 1)] == [7, 1]
+
+
+@pytest.mark.processes
+def test_a_public_lighthouse_in_a_list_takes_over_from_a_dead_one() -> None:
+    with (
+        scripted(1, 2, has_sessions=False) as public,
+        lighthouse_process() as ours,
+        manager_process(f"{ours.address},{public}") as manager,
+        ManagerClient(manager.address, LONG) as client,
+    ):
+        assert ask(client, 0) > 2
+        ours.kill()
+        assert ask(client, 1) == 1
