@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import socket
@@ -38,7 +39,13 @@ pytestmark = [
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[str]:
     """The address of a server of one."""
-    address, peers = steady_address(), steady_address()
+    with etcd_at(steady_address(), steady_address(), tmp_path) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def etcd_at(address: str, peers: str, tmp_path: Path) -> Iterator[str]:
+    """``tmp_path`` is what it remembers over a restart."""
     flags = {
         "data-dir": tmp_path,
         "listen-client-urls": f"http://{address}",
@@ -125,3 +132,18 @@ def test_a_leader_that_dies_or_freezes_is_replaced(
 def test_a_dead_etcd_in_the_list_is_passed_over(etcd: str) -> None:
     with lighthouse(f"127.0.0.1:1,{etcd}") as only:
         eventually(lambda: leads(only), 2 * LEASE_S + 5.0)
+
+
+def test_a_leader_without_etcd_stops_in_time_and_leads_again_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    place = steady_address(), steady_address(), tmp_path
+    with contextlib.ExitStack() as stack:
+        with etcd_at(*place) as etcd:
+            only = stack.enter_context(lighthouse(etcd))
+            eventually(lambda: leads(only))
+        ended_at = time.monotonic()
+        eventually(lambda: not leads(only))
+        assert time.monotonic() - ended_at < LEASE_S, "before the lease can end elsewhere"
+        with etcd_at(*place):
+            eventually(lambda: leads(only), 2 * LEASE_S + 5.0)
