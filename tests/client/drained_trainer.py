@@ -1,6 +1,7 @@
 """A worker that trains until it is drained, as a process: run by test_draining.py.
 
-Arguments: the lighthouse's address and the group's name; the environment says which worker it is.
+Arguments: the lighthouse's address, the group's name, maybe `in-process`; the environment says which
+worker it is.
 Prints `training` after each step that two or more groups committed, `discarded` after one that was
 not committed, and `drained` with the step at its end.
 """
@@ -28,6 +29,7 @@ def main() -> None:
         load_state_dict=model.load_state_dict,
         lighthouse_addr=sys.argv[1],
         replica_id=sys.argv[2],
+        in_process="in-process" in sys.argv,
     ) as manager:
         optimizer = OptimizerWrapper(manager, sgd)
         parallel = DistributedDataParallel(manager, model)

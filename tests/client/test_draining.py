@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from running import eventually
+from running import command, eventually, manager_process
 
 from torchft_svc.coordination import LighthouseClient
 
@@ -31,11 +31,11 @@ JOIN_TIMEOUT_MS = 10_000
 class Worker:
     """A process of a group, with a process group of its own, as a launcher makes it."""
 
-    def __init__(self, address: str, name: str, out: Path, **place: str) -> None:
+    def __init__(self, address: str, name: str, out: Path, *flags: str, **place: str) -> None:
         self.out = out
         with out.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, str(PROGRAM), address, name],
+                [sys.executable, str(PROGRAM), address, name, *flags],
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
@@ -135,3 +135,26 @@ def test_preempted_groups_cost_nobody_a_step(tmp_path: Path) -> None:
         eventually(lambda: a.steps(1) >= 3, DEADLINE_S)
         assert a.waits_s() < DELAY_S
         assert [worker.discards(3) for worker in (a, b, c)] == [0] * 3
+
+
+@pytest.mark.parametrize("kind", ["in-process", "sidecar"])
+def test_a_manager_of_any_kind_drains(tmp_path: Path, kind: str) -> None:
+    with contextlib.ExitStack() as stack, lighthouse() as address:
+        place = {}
+        if kind == "sidecar":
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                port = str(probe.getsockname()[1])
+            store = f"--store-address=127.0.0.1:{port}"
+            sidecar = stack.enter_context(manager_process(address, store, name="a"))
+            place = {"TORCHFT_MANAGER_ADDR": sidecar.address, "MASTER_PORT": port}
+            place |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
+        worker = Worker(address, "a", tmp_path / "a", kind, **place)
+        stack.callback(worker.process.kill)
+        eventually(lambda: worker.steps(1) >= 3, DEADLINE_S)
+        if kind == "sidecar":
+            done = command("manager_server", "drain", f"--manager={sidecar.address}")
+            assert done.returncode == 0, done.stderr
+        else:
+            term(worker)
+        worker.ends()
+        assert worker.discards(1) == 0

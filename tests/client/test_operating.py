@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+import time
 from datetime import timedelta
 
 import pytest
+from running import eventually
 
+from torchft_svc.client.draining import REPEAT_S
 from torchft_svc.coordination import LighthouseClient
 
 from .programs import END_S, running
@@ -30,3 +33,19 @@ def test_a_kill_ends_a_trainer_that_hangs(program: str, status: int) -> None:
             told = trainer.errors()
             assert "this process is killed: it hangs" in told
             assert "in sleeps" in told, "where its main thread stands"
+
+
+def test_a_second_sigterm_ends_a_trainer_at_once() -> None:
+    """Its step never ends; what is repeated within a second counts as the same request."""
+    with lighthouse() as address, running("sleeps", address) as trainer:
+        trainer.read_until("training")
+        began_at = time.monotonic()
+
+        def has_ended() -> bool:
+            trainer.process.send_signal(signal.SIGTERM)
+            return trainer.process.poll() is not None
+
+        eventually(has_ended, REPEAT_S + END_S)
+        assert time.monotonic() - began_at > REPEAT_S
+        assert trainer.process.returncode == -signal.SIGTERM
+        trainer.check_children()

@@ -154,9 +154,9 @@ class Barriers(RuleBasedStateMachine):
         self.carry_out(orders)
         assert not self.asking, "all ranks get one error"
 
-    @rule(chance=st.integers(0, 3))
-    def an_operator_drains(self, chance: int) -> None:
-        if chance == 0:  # rarely: nothing else happens afterwards
+    @rule()
+    def an_operator_drains_while_they_wait(self) -> None:
+        if self.question is not None:  # else the workers that ask drain it
             self.is_draining = True
             self.carry_out(self.group.drain("maintenance"))
 
