@@ -1,7 +1,7 @@
 """A worker that trains until it is drained, as a process: run by test_draining.py.
 
-Arguments: the lighthouse's address, the group's name, maybe `in-process`; the environment says which
-worker it is.
+Arguments: the lighthouse's address, the group's name, maybe `in-process`; the environment says
+which worker it is.
 Prints `training` after each step that two or more groups committed, `discarded` after one that was
 not committed, and `drained` with the step at its end.
 """
