@@ -140,7 +140,7 @@ def _spare_the_collector() -> None:
     are looked at often, because gRPC leaves a cycle of five objects behind every call."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(2_000, 10, 100)
+    gc.set_threshold(5_000, 50, 100)
 
 
 def _allow_descriptors() -> None:
