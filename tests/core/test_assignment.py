@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchft_svc.core.assignment import Assignment, assign, heal_plan
+from torchft_svc.core.assignment import MAX_HEAL_SOURCES, Assignment, assign, heal_plan
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import QuorumFailed
 
@@ -41,6 +41,8 @@ def test_the_part_of_a_member_that_is_up_to_date() -> None:
         heal_source=None,
         heal_source_address="",
         heal_targets=(3,),
+        extra_source_addresses=(),
+        extra_targets=(1, 4),
         commit_failures=3,
         replica_ids=("a", "b", "c", "d", "e"),
     )
@@ -58,6 +60,8 @@ def test_the_part_of_a_member_that_is_behind() -> None:
         heal_source=0,
         heal_source_address="a:1",
         heal_targets=(),
+        extra_source_addresses=("c:1",),
+        extra_targets=(),
         commit_failures=3,
         replica_ids=("a", "b", "c", "d", "e"),
     )
@@ -196,15 +200,43 @@ def check_healing(seen: Quorum, parts: list[Assignment], init_sync: bool) -> Non
         (part.heal_source, part.replica_rank) for part in parts if part.heal_source is not None
     }
     assert pairs == {(part.replica_rank, target) for part in parts for target in part.heal_targets}
+    extras = {
+        (address, part.replica_rank) for part in parts for address in part.extra_source_addresses
+    }
+    assert extras == {
+        (members[part.replica_rank].address, target)
+        for part in parts
+        for target in part.extra_targets
+    }
     healing = {target for _, target in pairs}
     if top == 0:
         assert healing == (set(range(1, len(members))) if init_sync else set())
         return
     assert healing == set(range(len(members))) - current
+    for part in parts:
+        if part.heal_source is not None:
+            sources = [part.heal_source_address, *part.extra_source_addresses]
+            assert len(sources) == min(MAX_HEAL_SOURCES, len(current))
+            assert set(sources) <= {members[rank].address for rank in current}
     assert all(members[source or 0].step == top for source, _ in pairs)
     loads = Counter(dict.fromkeys(current, 0))
     loads.update(source for source, _ in pairs if source is not None)
     assert max(loads.values()) - min(loads.values()) <= 1
+
+
+def test_four_groups_at_most_serve_one_that_heals_and_it_begins_at_its_own_source() -> None:
+    seen = quorum(7, *(member(name, 5) for name in "abcdef"), member("g", 1))
+    part = assign(seen, "g", group_rank=4)
+    assert part.heal_source_address == "e:1"
+    assert part.extra_source_addresses == ("f:1", "a:1", "b:1")
+    assert [assign(seen, name, 4).extra_targets for name in "abcdef"] == [
+        (6,), (6,), (), (), (), (6,)
+    ]  # fmt: skip
+
+
+def test_at_the_start_nobody_but_the_primary_serves() -> None:
+    parts = [assign(AT_START, name, group_rank=1) for name in "abc"]
+    assert all(part.extra_source_addresses == part.extra_targets == () for part in parts)
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=BUSY)

@@ -103,6 +103,7 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) ->
             source_of[i] = up_to_date[turn % len(up_to_date)]
             turn += 1
     targets = [i for i in range(len(ordered)) if source_of.get(i) == me]
+    extras = {i: followers(up_to_date, source_of[i]) for i in source_of if top > 0}
     return Assignment(
         quorum_id=quorum.quorum_id,
         replica_rank=me,
@@ -114,6 +115,20 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) ->
         heal_source=source_of.get(me),
         heal_source_address=ordered[source_of[me]].address if me in source_of else "",
         heal_targets=tuple(targets),
+        extra_source_addresses=tuple(ordered[i].address for i in extras.get(me, [])),
+        extra_targets=tuple(i for i in range(len(ordered)) if me in extras.get(i, [])),
         commit_failures=max(member.commit_failures for member in ordered),
         replica_ids=tuple(ids),
     )
+
+
+def followers(up_to_date: list[int], source: int) -> list[int]:
+    """Three more than the one that somebody heals from, in a circle."""
+    found: list[int] = []
+    candidate = source
+    while len(found) < 3:
+        candidate = up_to_date[(up_to_date.index(candidate) + 1) % len(up_to_date)]
+        if candidate == source:
+            break
+        found.append(candidate)
+    return found

@@ -148,6 +148,8 @@ class ManagerClient(Client):
                 source if answer.HasField("recover_src_replica_rank") else None
             ),
             recover_dst_replica_ranks=list(answer.recover_dst_replica_ranks),
+            recover_extra_src_manager_addresses=list(answer.recover_extra_src_addresses),
+            recover_extra_dst_replica_ranks=list(answer.recover_extra_dst_replica_ranks),
             store_address=answer.store_address,
             max_step=answer.max_step,
             max_replica_rank=answer.max_rank if answer.HasField("max_rank") else None,

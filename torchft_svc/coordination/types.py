@@ -42,7 +42,8 @@ class QuorumResult:
 
     ``max_replica_rank`` (None: the group is behind) and ``max_world_size`` count the groups at
     ``max_step``; ``recover_src_*`` say whom to heal from (None and ``""``: nothing to heal), and
-    ``recover_dst_replica_ranks`` who heals from here. ``store_prefix`` is new for every quorum id.
+    ``recover_dst_replica_ranks`` who heals from here. ``recover_extra_*``: more groups have the
+    same state, so a part may come from them. ``store_prefix`` is new for every quorum id.
     """
 
     quorum_id: int
@@ -51,6 +52,8 @@ class QuorumResult:
     recover_src_manager_address: str
     recover_src_replica_rank: int | None
     recover_dst_replica_ranks: list[int]
+    recover_extra_src_manager_addresses: list[str]
+    recover_extra_dst_replica_ranks: list[int]
     store_address: str
     max_step: int
     max_replica_rank: int | None

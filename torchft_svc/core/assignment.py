@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from torchft_svc.core.types import Quorum
 from torchft_svc.errors import QuorumFailed
 
+# Groups that serve one that heals. Each may have to keep a copy of its state and all wait for each
+# other, so it must not be everybody; and few links are as fast as those of four hosts together.
+MAX_HEAL_SOURCES = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
@@ -17,7 +21,10 @@ class Assignment:
 
     ``max_replica_rank`` and ``max_world_size`` are the group's index (None: it is behind) and the
     number of groups at ``max_step``. ``heal_source`` is the replica rank to fetch the state from
-    (None: nothing to heal), ``heal_targets`` are those that fetch it from here.
+    (None: nothing to heal), ``heal_targets`` are those that fetch it from here. The state is the
+    same in all groups that are up to date, so a part of it may come from others, too:
+    ``extra_source_addresses`` in the order of preference; ``extra_targets`` are those that may
+    fetch a part from here.
     """
 
     quorum_id: int
@@ -30,6 +37,8 @@ class Assignment:
     heal_source: int | None
     heal_source_address: str
     heal_targets: tuple[int, ...]
+    extra_source_addresses: tuple[str, ...]
+    extra_targets: tuple[int, ...]
     commit_failures: int
     replica_ids: tuple[str, ...]
 
@@ -47,7 +56,9 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool = T
     replica_rank = ranks[replica_id]
     max_step = quorum.max_step
     current = sorted(ranks[member.replica_id] for member in quorum.up_to_date)
-    sources = heal_plan(len(members), current, group_rank, init_sync and max_step == 0)
+    from_one = init_sync and max_step == 0
+    sources = heal_plan(len(members), current, group_rank, from_one)
+    extras = {} if from_one else extra_plan(sources, current)
     source = sources.get(replica_rank)
     store = members[current[group_rank % len(current)]].store_address
     return Assignment(
@@ -61,6 +72,10 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool = T
         heal_source=source,
         heal_source_address="" if source is None else members[source].address,
         heal_targets=tuple(sorted(key for key, value in sources.items() if value == replica_rank)),
+        extra_source_addresses=tuple(
+            members[rank].address for rank in extras.get(replica_rank, ())
+        ),
+        extra_targets=tuple(sorted(key for key, ranks in extras.items() if replica_rank in ranks)),
         commit_failures=max(member.commit_failures for member in members),
         replica_ids=tuple(member.replica_id for member in members),
     )
@@ -80,3 +95,14 @@ def heal_plan(
         return {rank: current[0] for rank in range(world_size) if rank != current[0]}
     behind = sorted(set(range(world_size)) - set(current))
     return {rank: current[(index + group_rank) % len(current)] for index, rank in enumerate(behind)}
+
+
+def extra_plan(sources: dict[int, int], current: list[int]) -> dict[int, tuple[int, ...]]:
+    """Who else serves a replica rank that heals: the up-to-date ones that follow on its source."""
+    num_extras = min(len(current), MAX_HEAL_SOURCES) - 1
+    plan = {}
+    for rank, source in sources.items():
+        place = current.index(source) + 1
+        turned = current[place:] + current[:place]
+        plan[rank] = tuple(turned[:num_extras])
+    return plan

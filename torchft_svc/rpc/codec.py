@@ -216,4 +216,6 @@ def worker_answer(answer: AnswerWorker, replica_id: str) -> bytes:
         commit_failures=part.commit_failures,
         replica_ids=part.replica_ids,
         round=answer.round,
+        recover_extra_src_addresses=part.extra_source_addresses,
+        recover_extra_dst_replica_ranks=part.extra_targets,
     ).SerializeToString()
