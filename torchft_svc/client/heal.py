@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.coordination import ManagerClient, QuorumResult, Security
 
+# Who takes longer is no help.
+_EXTRA_TIMEOUT = timedelta(seconds=5)
 log = logging.getLogger(__name__)
 
 
@@ -19,7 +22,7 @@ def fetch_state(
     timeout_s: float,
     security: Security,
 ) -> Any:
-    """The state of ``quorum.max_step``, from the group that the quorum assigned.
+    """The state of ``quorum.max_step``, from the group that the quorum assigned, and others.
 
     ``timeout_s`` is the longest time without progress.
 
@@ -28,17 +31,24 @@ def fetch_state(
     """
     assert quorum.recover_src_replica_rank is not None
     timeout = timedelta(seconds=timeout_s)
-    with ManagerClient(quorum.recover_src_manager_address, timeout, security=security) as source:
-        metadata = source._checkpoint_metadata(group_rank, timeout)
+
+    def look_up(address: str, timeout: timedelta) -> str:
+        with ManagerClient(address, timeout, security=security) as source:
+            return source._checkpoint_metadata(group_rank, timeout)
+
+    metadata = look_up(quorum.recover_src_manager_address, timeout)
     log.info(
         "healing to step %d from replica rank %d at %s",
         quorum.max_step,
         quorum.recover_src_replica_rank,
         metadata,
     )
-    return transport.recv_checkpoint(
-        src_rank=quorum.recover_src_replica_rank,
-        metadata=metadata,
-        step=quorum.max_step,
-        timeout=timeout,
-    )
+    source = quorum.recover_src_replica_rank
+    if not transport.can_stripe:
+        return transport.recv_checkpoint(source, metadata, quorum.max_step, timeout)
+    extra_timeout = min(timeout, _EXTRA_TIMEOUT)
+    extras = [
+        partial(look_up, address, extra_timeout)
+        for address in quorum.recover_extra_src_manager_addresses
+    ]
+    return transport.recv_striped(source, metadata, extras, quorum.max_step, timeout)

@@ -247,7 +247,7 @@ class Round:
         if broken:
             self._links.leave_members()
         self.ready.set()
-        if quorum.recover_dst_replica_ranks and self._request.allow_heal:
+        if self._request.allow_heal:
             self._offer(quorum)
         if heals:
             self._fetch(quorum)
@@ -353,16 +353,21 @@ class Round:
 
         It is kept for those that come late for as long as anything in a step may take.
         """
+        transport = self._links.transport
+        receivers = quorum.recover_dst_replica_ranks
+        extras = quorum.recover_extra_dst_replica_ranks if transport.can_stripe else []
+        if not receivers and not extras:
+            return
         timeout_s = self._rules.timeouts.quorum_s
         state = self._step.state
         counters = {"step": state.step, "batches_committed": state.batches_committed}
         try:
-            self._links.transport.send_checkpoint(
-                dst_ranks=quorum.recover_dst_replica_ranks,
-                step=quorum.max_step,
-                state_dict=self._links.registry.collect(counters, timeout_s),
-                timeout=timedelta(seconds=timeout_s),
-            )
+            mine = self._links.registry.collect(counters, timeout_s)
+            timeout = timedelta(seconds=timeout_s)
+            if extras:
+                transport.send_striped(receivers, extras, quorum.max_step, mine, timeout)
+            else:
+                transport.send_checkpoint(receivers, quorum.max_step, mine, timeout)
         except Exception:
             log.exception("the state of step %d cannot be offered", quorum.max_step)
 

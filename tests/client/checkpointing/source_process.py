@@ -6,8 +6,8 @@ inherited.
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -21,11 +21,17 @@ _LIFE_S = 60.0
 
 
 def main() -> None:
-    transport: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1")
-    transport.send_checkpoint(
-        [1], 1, {"w": torch.arange(float(NUM_FLOATS))}, timedelta(seconds=_LIFE_S)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fork", action="store_true")
+    parser.add_argument("--floats", type=int, default=NUM_FLOATS)
+    parser.add_argument("--chunk-bytes", type=int)
+    flags = parser.parse_args()
+    transport: HTTPTransport[Any] = HTTPTransport(
+        hostname="127.0.0.1", chunk_bytes=flags.chunk_bytes
     )
-    child = os.fork() if "--fork" in sys.argv else os.getpid()
+    state = {"w": torch.arange(float(flags.floats))}
+    transport.send_checkpoint([1], 1, state, timedelta(seconds=_LIFE_S))
+    child = os.fork() if flags.fork else os.getpid()
     if child:
         print(transport.metadata(), child, flush=True)
     else:

@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from tests.client.checkpointing.proxy import DEADLINE_S, Damage, Gate, Proxy
 from torchft_svc.client.checkpointing import HTTPTransport, server
 from torchft_svc.errors import CheckpointError, DeadlineExceeded, PeerError, Unreachable
+from torchft_svc.testing.proxy import DEADLINE_S, Damage, Gate, Proxy
 
 SOON = timedelta(seconds=0.5)
 LONG = timedelta(seconds=DEADLINE_S)

@@ -72,14 +72,13 @@ class Board:
         return state
 
     def expire(self, now: float) -> float | None:
-        """Retire the state if nobody made progress for too long; when to look again."""
+        """Let go of what was kept for too long without progress; when to look again."""
         state = self.state
         if state is None or state.is_over:
             return None
-        if now < state.expires_at():
-            return state.expires_at()
-        state.retire(f"nobody fetched from it for {state.offer.patience_s:.3g} s")
-        return None
+        if now >= state.expires_at():
+            state.expire()
+        return None if state.is_over else state.expires_at()
 
     def close(self) -> None:
         """Let go of everything; whoever waits is told."""

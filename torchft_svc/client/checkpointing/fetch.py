@@ -1,71 +1,63 @@
-"""Fetches a state: its description first, then its chunks over several connections at once."""
+"""Fetches a state: its description first, then its chunks, from all sources that have it."""
 
 from __future__ import annotations
 
 import logging
-import re
-import secrets
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from torchft_svc.client.checkpointing.requests import (
-    BUSY,
-    DESCRIPTION_SEED,
-    GONE,
-    MAX_FIRST_LINE_BYTES,
-    MAX_WAIT_MS,
-    TOO_EARLY,
+from torchft_svc.client.checkpointing.chunks import Chunks, Way
+from torchft_svc.client.checkpointing.feed import (
+    Chunk,
+    Feed,
+    Lookup,
+    Opening,
+    Order,
+    Superfluous,
 )
-from torchft_svc.client.checkpointing.serialization import MAX_DESCRIPTION_BYTES, parse
-from torchft_svc.client.checkpointing.source import Answer, Refused, Source
+from torchft_svc.client.checkpointing.requests import MAX_ALSO
+from torchft_svc.client.checkpointing.serialization import parse
 from torchft_svc.client.checkpointing.staging import Staging
-from torchft_svc.client.checkpointing.wire import DIGEST_BYTES, BadHead, Corrupt
-from torchft_svc.errors import CheckpointError, DeadlineExceeded, PeerError, Unreachable
-from torchft_svc.rpc.security import PLAIN, Security
+from torchft_svc.errors import CheckpointError, PeerError, TorchFTError
 
 log = logging.getLogger(__name__)
 
-# A chunk that arrives damaged this often is not bad luck.
-MAX_ATTEMPTS = 3
-# Below it, requests would cost more than bytes; far above it, a retry costs too much.
-MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 1 << 30
-# How long a receiver that was turned away waits before it asks again.
-BUSY_PAUSE_S = 0.1
-_FIRST_LINE = re.compile(r"([0-9a-f]{16}) (\d{1,12})", re.ASCII)
-# How much later than it was asked to a source may say that it has nothing yet.
-ANSWER_GRACE_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What to fetch from where; ``timeout_s`` is the longest time without a byte."""
-
-    url: str
-    step: int
-    timeout_s: float
-    num_connections: int
-    security: Security = PLAIN
-    receiver: str = field(default_factory=lambda: secrets.token_hex(8))
+# All sources are asked at once: when the first fails at once, another's answer is on its way.
+EXTRA_GRACE_S = 1.0
+# After the last chunk, sources are told what they need not keep; no state waits for that longer.
+REPORT_TIMEOUT_S = 0.5
+# A thread ends as soon as its source is stopped, unless it is just about to connect.
+STOP_TIMEOUT_S = 0.5
+_PRIMARY = 0
 
 
 class Fetch:
-    """One attempt to receive a state; ``cancel`` ends it from another thread."""
+    """One attempt to receive a state; ``cancel`` ends it from another thread.
+
+    Source 0 is the one that was assigned, the extras follow. What it says is what arrives; only
+    if it is lost too early to say it, another takes its place.
+    """
 
     def __init__(self, order: Order, staging: Staging | None = None) -> None:
         self._order = order
         self._staging = staging or Staging()
-        self._source = Source(order.url, order.timeout_s, order.security)
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
+        self._primary = Feed(order.url, order)
+        self._changed = threading.Condition()
+        self._feeds: dict[int, Feed] = {_PRIMARY: self._primary}
+        self._openings: dict[int, Opening | None] = {}  # None: it has none
+        self._lost: dict[int, PeerError] = {}
+        self._target: _Target | None = None
+        self._workers: list[tuple[int, threading.Thread]] = []  # with the source's number
+        self._learner: threading.Thread | None = None
         self._error: PeerError | None = None
-        self._left: list[int] = []
+        self._is_over = False
 
     def cancel(self, why: str) -> None:
-        self._fail(CheckpointError(self._source.address, why))
+        self._fail(CheckpointError(self._primary.address, why))
 
     def run(self) -> Any:
         """Receive the state.
@@ -77,70 +69,49 @@ class Fetch:
             CheckpointError: it is gone, malformed, or keeps arriving damaged.
         """
         began_at = time.monotonic()
+        for number, lookup in enumerate(self._order.extras, _PRIMARY + 1):
+            self._thread(f"torchft-fetch-{number}", self._join, number, lookup).start()
         try:
-            first_line, _, description = self._fetch_description().partition(b"\n")
-            plan = parse(description, self._source.address)
-            chunk_bytes, state_id = self._parse_first_line(first_line.decode("latin-1"))
+            lead = self._open_first()
+            address = self._feeds[lead].address
+            plan = parse(self._feeds[lead].opening.description, address)
             with self._memory(plan.size) as memory:
-                self._fetch_chunks(_Target(memory, chunk_bytes, state_id))
+                chunks = self._fetch_chunks(lead, memory)
         finally:
-            self._source.close()
-        state = plan.rebuild(memory, self._source.address)
+            self._end()
+        state = plan.rebuild(memory, address)
         log.info(
-            "received step %d: %.3f GB in %.3f s",
+            "received step %d: %.3f GB in %.3f s, chunks by source: %s",
             self._order.step,
             plan.size / 1e9,
             time.monotonic() - began_at,
+            chunks.shares(),
         )
         return state
 
-    def _fetch_description(self) -> bytearray:
-        until = time.monotonic() + self._order.timeout_s
-        attempts = _Attempts(self._source.address, "the description")
-        while True:
-            left_s = until - time.monotonic()
-            wait_ms = max(0, min(MAX_WAIT_MS, int(left_s * 1000)))
-            path = f"state/{self._order.step}?wait_ms={wait_ms}"
-            try:
-                answer = self._source.ask(path, 0, wait_ms / 1000 + ANSWER_GRACE_S)
-                if answer.length > MAX_DESCRIPTION_BYTES + MAX_FIRST_LINE_BYTES + DIGEST_BYTES:
-                    raise BadHead(f"a description of {answer.length} bytes")
-                return self._read(answer, DESCRIPTION_SEED)
-            except Refused as refusal:
-                self._wait_after(refusal, left_s, attempts)
-            except Unreachable:
+    def _open_first(self) -> int:
+        """The source to go by: the assigned one, or one that answers in its place."""
+        try:
+            self._primary.open()
+        except PeerError as error:
+            self._check()
+            with self._changed:
+                self._lost[_PRIMARY] = error
+                self._changed.wait_for(self._has_other_opening, EXTRA_GRACE_S)
+                ready = sorted(number for number, opening in self._openings.items() if opening)
+            self._check()
+            if not ready:
                 raise
-            except TimeoutError as error:
-                raise self._too_late(f"waiting for step {self._order.step}") from error
-            except (BadHead, Corrupt, OSError) as error:
-                self._check()
-                self._source.drop(0)
-                attempts.failed(error)
+            log.warning("source %s is lost, others go on: %s", self._primary.address, error)
+            return ready[0]
+        return _PRIMARY
 
-    def _read(self, answer: Answer, seed: int) -> bytearray:
-        payload = bytearray(max(answer.length - DIGEST_BYTES, 0))
-        answer.wire.read_sealed(memoryview(payload), seed)
-        return payload
-
-    def _wait_after(self, refusal: Refused, left_s: float, attempts: _Attempts) -> None:
-        if refusal.status == GONE:
-            raise CheckpointError(self._source.address, refusal.reason) from refusal
-        if refusal.status not in (TOO_EARLY, BUSY):
-            self._source.drop(0)
-            attempts.failed(refusal)
-        elif left_s <= 0:
-            raise self._too_late(f"waiting for step {self._order.step}", refusal.reason)
-        if refusal.status == BUSY:
-            self._source.drop(0)
-            self._stop.wait(min(BUSY_PAUSE_S, left_s))
-        self._check()
-
-    def _parse_first_line(self, first_line: str) -> tuple[int, str]:
-        match = _FIRST_LINE.fullmatch(first_line)
-        chunk_bytes = int(match[2]) if match else 0
-        if match is None or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
-            raise CheckpointError(self._source.address, "malformed description: its first line")
-        return chunk_bytes, match[1]
+    def _has_other_opening(self) -> bool:
+        return (
+            any(self._openings.values())
+            or len(self._openings) == len(self._order.extras)
+            or self._is_over
+        )
 
     @contextmanager
     def _memory(self, num_bytes: int) -> Iterator[memoryview]:
@@ -148,148 +119,246 @@ class Fetch:
         try:
             filling = self._staging.take(num_bytes)
         except MemoryError as error:
-            raise CheckpointError(self._source.address, str(error)) from error
+            raise CheckpointError(self._primary.address, str(error)) from error
         try:
             yield filling.view(num_bytes)
         finally:
             filling.stop()
 
-    def _fetch_chunks(self, target: _Target) -> None:
-        self._left = list(reversed(range(target.num_chunks)))
-        num_workers = max(1, min(self._order.num_connections, target.num_chunks))
+    def _fetch_chunks(self, lead: int, memory: memoryview) -> Chunks:
+        opening = self._feeds[lead].opening
+        num_chunks = -(-len(memory) // opening.chunk_bytes)
+        chunks = Chunks(num_chunks, lead, lambda way: self._feeds[way.source].cut(way.connection))
+        target = _Target(memory, opening, chunks)
+        with self._changed:
+            self._target = target
+            if self._error is not None:
+                chunks.stop()
+            self._changed.notify_all()
+        self._start_workers(lead, range(max(1, min(self._order.num_connections, num_chunks))))
+        chunks.wait_until_over()
+        self._check()
+        return chunks
+
+    def _join(self, number: int, lookup: Lookup) -> None:
+        """An extra source: let it take part if it answers in time and holds the same state."""
+        address = f"number {number}"
+        try:
+            feed = Feed(lookup(), self._order, is_extra=True)
+            address = feed.address
+            with self._changed:
+                if self._is_over:
+                    return
+                self._feeds[number] = feed
+            opening = feed.open()
+        except (TorchFTError, OSError) as error:
+            log.info("source %s takes no part: %s", address, error)
+            self._answered(number, None)
+        except Exception:
+            log.exception("source %s takes no part", address)
+            self._answered(number, None)
+        else:
+            self._answered(number, opening)
+            self._guarded(number, self._take_part, number)
+
+    def _answered(self, number: int, opening: Opening | None) -> None:
+        with self._changed:
+            self._openings[number] = opening
+            if opening is not None:
+                self._workers.append((number, threading.current_thread()))
+            self._changed.notify_all()
+
+    def _take_part(self, number: int) -> None:
+        feed = self._feeds[number]
+        with self._changed:
+            self._changed.wait_for(lambda: self._target is not None or self._is_over)
+            target = self._target
+        if target is None or number in target.chunks.sources:
+            return  # it failed, or this one is the first
+        if not feed.opening.is_of_same_state(target.opening):
+            log.warning("source %s offers another state for this step: left out", feed.address)
+        elif target.chunks.join(number):
+            self._start_learning()
+            share = -(-self._order.num_connections // (len(self._order.extras) + 1))
+            self._start_workers(number, range(1, share))
+            self._work(number, 0)
+            return
+        target.chunks.wait_until_over()
+        self._report(number, 0)
+
+    def _start_workers(self, number: int, connections: range) -> None:
         threads = [
-            threading.Thread(
-                target=self._work,
-                args=(number, target),
-                name=f"torchft-fetch-{number}",
-                daemon=True,
+            self._thread(
+                f"torchft-fetch-{number}-{connection}",
+                self._guarded, number, self._work, number, connection,
             )
-            for number in range(1, num_workers)
-        ]
+            for connection in connections
+        ]  # fmt: skip
+        with self._changed:
+            self._workers += [(number, thread) for thread in threads]
         for thread in threads:
             thread.start()
-        self._work(0, target)
-        for thread in threads:
-            thread.join()
-        while self._left and not self._stop.is_set():  # chunks that were given back meanwhile
-            self._work(0, target)
-        self._check()
 
-    def _work(self, connection: int, target: _Target) -> None:
-        """Fetch chunks over ``connection`` until there are none, or somebody failed."""
+    def _start_learning(self) -> None:
+        with self._changed:
+            if self._learner is not None or self._is_over:
+                return
+            self._learner = self._thread(
+                "torchft-fetch-digests", self._guarded, _PRIMARY, self._learn_digests
+            )
+        self._learner.start()
+
+    def _thread(self, name: str, target: Any, *args: Any) -> threading.Thread:
+        return threading.Thread(target=target, args=args, name=name, daemon=True)
+
+    def _guarded(self, number: int, work: Any, *args: Any) -> None:
         try:
-            self._fetch_all(connection, target)
-        except PeerError as error:
-            self._fail(error)
-        except TimeoutError:
-            self._fail(self._too_late("receiving a chunk"))
+            work(*args)
         except Exception as error:
             log.exception("a fetching thread failed")
-            self._fail(CheckpointError(self._source.address, f"receiving failed: {error!r}"))
+            address = self._feeds[number].address
+            self._fail(CheckpointError(address, f"receiving failed: {error!r}"))
 
-    def _fetch_all(self, connection: int, target: _Target) -> None:
-        verified = ""
-        while (chunk := self._take()) is not None:
-            if not self._fetch_chunk(connection, target, chunk, verified):
-                self._give_back(chunk)
-                return
-            verified = f"&verified={chunk}"
-        if verified or not target.num_chunks:
-            self._report(connection, target, verified)
-
-    def _take(self) -> int | None:
-        with self._lock:
-            return self._left.pop() if self._left and not self._stop.is_set() else None
-
-    def _give_back(self, chunk: int) -> None:
-        with self._lock:
-            self._left.append(chunk)
-
-    def _fetch_chunk(self, connection: int, target: _Target, chunk: int, verified: str) -> bool:
-        """True when ``chunk`` is in its place; False if this connection can not go on."""
-        attempts = _Attempts(self._source.address, f"chunk {chunk} of {target.num_chunks}")
-        path = f"chunk/{target.state_id}/{chunk}?receiver={self._order.receiver}{verified}"
-        view = target.view(chunk)
-        busy_until = time.monotonic() + self._order.timeout_s
-        while not self._stop.is_set():
-            try:
-                answer = self._source.ask(path, connection)
-                if answer.length != len(view) + DIGEST_BYTES:
-                    raise BadHead(f"{answer.length} bytes instead of {len(view) + DIGEST_BYTES}")
-                answer.wire.read_sealed(view, chunk)
-                return True
-            except Refused as refusal:
-                if refusal.status == BUSY and connection > 0:
-                    return False  # one connection is enough
-                self._after_refusal(refusal, attempts, busy_until)
-            except (Unreachable, TimeoutError):
-                raise
-            except (BadHead, Corrupt, OSError) as error:
-                if not self._stop.is_set():
-                    attempts.failed(error)
-            self._source.drop(connection)
-        return False
-
-    def _after_refusal(self, refusal: Refused, attempts: _Attempts, busy_until: float) -> None:
-        if refusal.status == GONE:
-            raise CheckpointError(self._source.address, refusal.reason) from refusal
-        if refusal.status != BUSY:
-            attempts.failed(refusal)
-        elif time.monotonic() > busy_until:
-            raise self._too_late("receiving a chunk", refusal.reason)
-        else:
-            self._stop.wait(BUSY_PAUSE_S)
-
-    def _report(self, connection: int, target: _Target, verified: str) -> None:
-        """Tell the source about the last chunk, so that it can let go of it."""
-        path = f"done/{target.state_id}?receiver={self._order.receiver}{verified}"
+    def _work(self, number: int, connection: int) -> None:
+        """Fetch chunks over a connection until there are none, or its source is lost."""
+        feed = self._feeds[number]
         try:
-            self._source.ask(path, connection)
-        except (Refused, BadHead, OSError) as error:
-            log.debug("the source did not hear that all is received: %s", error)
+            self._fetch_all(feed, Way(number, connection))
+            self._report(number, connection)
+        except Superfluous:
+            log.debug("%s has enough connections", feed.address)
+        except PeerError as error:
+            self._lose(number, error)
+        except TimeoutError:
+            self._lose(number, feed.too_late("receiving a chunk"))
+
+    def _fetch_all(self, feed: Feed, way: Way) -> None:
+        target = self._ready_target()
+        chunks = target.chunks
+        while (number := chunks.take(way)) is not None:
+            digest = None
+            try:
+                digest = feed.fetch_chunk(
+                    way.connection,
+                    Chunk(number, chunks.num_chunks, target.view(number)),
+                    self._news_for(way.source),
+                    lambda: chunks.is_slow(way.source),
+                )
+            finally:
+                if digest is None:
+                    chunks.give_back(way)
+            if digest is not None and not chunks.arrived(way, digest):
+                raise self._differs(feed)
+
+    def _report(self, number: int, connection: int) -> None:
+        """Tell a source what it need not keep, now that all is received."""
+        chunks = self._ready_target().chunks
+        if not chunks.is_complete:
+            return
+        feed = self._feeds[number]
+        if not chunks.num_chunks and connection == 0:
+            feed.report(connection, [])
+        while news := self._news_for(number):
+            feed.report(connection, news)
+
+    def _news_for(self, number: int) -> list[int]:
+        chunks = self._ready_target().chunks
+        # An only source may be one that hears of one chunk at a time.
+        return chunks.news_for(number, MAX_ALSO if self._order.extras else 1)
+
+    def _learn_digests(self) -> None:
+        """Get the digests of all chunks from the source that is believed, whoever it is then."""
+        chunks = self._ready_target().chunks
+        while not self._is_over and not chunks.has_law:
+            lead = chunks.lead
+            feed = self._feeds[lead]
+            try:
+                law = feed.fetch_digests(chunks.num_chunks)
+            except PeerError as error:
+                self._lose(lead, error)
+            else:
+                self._enact(lead, law)
+                if law is None:
+                    return
+
+    def _enact(self, lead: int, law: list[bytes] | None) -> None:
+        chunks = self._ready_target().chunks
+        if law is None:
+            reason = f"{self._feeds[lead].address} cannot say whether it has the same state"
+            for number in chunks.go_alone():
+                self._lose(number, CheckpointError(self._feeds[number].address, reason))
+            return
+        for number in chunks.enact(lead, law):
+            self._lose(number, self._differs(self._feeds[number]))
+
+    def _differs(self, feed: Feed) -> CheckpointError:
+        return CheckpointError(feed.address, "its state is not the one that the others hold")
+
+    def _lose(self, number: int, error: PeerError) -> None:
+        """Go on without a source, or fail if it was the last one."""
+        with self._changed:
+            if self._is_over or number in self._lost:
+                return
+            self._lost[number] = error
+        if self._ready_target().chunks.leave(number):
+            log.warning("source %s is lost, others go on: %s", self._feeds[number].address, error)
+            self._feeds[number].stop()
+        else:
+            self._fail(self._lost.get(_PRIMARY, error))
 
     def _fail(self, error: PeerError) -> None:
-        with self._lock:
+        with self._changed:
+            if self._is_over:
+                return
             self._error = self._error or error
-        self._stop.set()
-        self._source.interrupt()
+            target = self._target
+            feeds = list(self._feeds.values())
+        if target is not None:
+            target.chunks.stop()
+        for feed in feeds:
+            feed.stop()
 
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _too_late(self, action: str, reason: str = "") -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"{action} from {self._source.address}", self._order.timeout_s, reason
-        )
+    def _ready_target(self) -> _Target:
+        assert self._target is not None
+        return self._target
+
+    def _end(self) -> None:
+        """Let the workers tell their sources, then end them; nobody waits for who does not."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+            feeds, workers, target = dict(self._feeds), list(self._workers), self._target
+        is_complete = target is not None and target.chunks.is_complete
+        for number, feed in feeds.items():
+            if not is_complete or (number != _PRIMARY and not self._openings.get(number)):
+                feed.stop()
+        if target is not None and is_complete:
+            slow = target.chunks.is_slow
+            _join_all([thread for number, thread in workers if not slow(number)], REPORT_TIMEOUT_S)
+        for feed in feeds.values():
+            feed.stop()
+        threads = [thread for _, thread in workers]
+        _join_all([*threads, *([self._learner] if self._learner else [])], STOP_TIMEOUT_S)
+        for feed in feeds.values():
+            feed.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
     memory: memoryview
-    chunk_bytes: int
-    state_id: str
-
-    @property
-    def num_chunks(self) -> int:
-        return -(-len(self.memory) // self.chunk_bytes)
+    opening: Opening
+    chunks: Chunks
 
     def view(self, chunk: int) -> memoryview:
-        return self.memory[chunk * self.chunk_bytes : (chunk + 1) * self.chunk_bytes]
+        size = self.opening.chunk_bytes
+        return self.memory[chunk * size : (chunk + 1) * size]
 
 
-class _Attempts:
-    """Counts failures of one thing, and gives up when there are too many."""
-
-    def __init__(self, source: str, what: str) -> None:
-        self._source = source
-        self._what = what
-        self._num_failures = 0
-
-    def failed(self, error: Exception) -> None:
-        self._num_failures += 1
-        log.warning("%s failed (%d of %d): %s", self._what, self._num_failures, MAX_ATTEMPTS, error)
-        if self._num_failures >= MAX_ATTEMPTS:
-            raise CheckpointError(
-                self._source, f"{self._what} failed {MAX_ATTEMPTS} times, last: {error}"
-            ) from error
+def _join_all(threads: list[threading.Thread], timeout_s: float) -> None:
+    until = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))

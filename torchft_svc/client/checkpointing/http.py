@@ -6,16 +6,18 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from torchft_svc.client.checkpointing.board import Board
-from torchft_svc.client.checkpointing.fetch import (
+from torchft_svc.client.checkpointing.feed import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
-    Fetch,
+    Lookup,
     Order,
 )
+from torchft_svc.client.checkpointing.fetch import Fetch
 from torchft_svc.client.checkpointing.serialization import describe, estimate_bytes
 from torchft_svc.client.checkpointing.served import Offer, ServedState
 from torchft_svc.client.checkpointing.server import CheckpointServer
@@ -47,7 +49,8 @@ class HTTPTransport(CheckpointTransport[T]):
 
     Args:
         timeout: for sending, where ``send_checkpoint`` is given none.
-        num_connections: how many connections a receiver uses.
+        num_connections: how many connections a receiver uses; with more sources than one, that
+            many to the first of them, and as many again to the others together.
         hostname: the host to advertise; the name of this machine if not given.
         bind_host: the address to listen at; all interfaces if not given.
         port: the port to listen at; any free one if 0.
@@ -59,6 +62,8 @@ class HTTPTransport(CheckpointTransport[T]):
         ConfigError: a number, file or token that cannot work.
         AddressError: the port cannot be bound.
     """
+
+    can_stripe: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -96,14 +101,31 @@ class HTTPTransport(CheckpointTransport[T]):
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta | None = None
     ) -> None:
         """See `CheckpointTransport`; ``timeout``: how long to serve while nobody makes progress."""
+        self.send_striped(dst_ranks, [], step, state_dict, timeout)
+
+    def send_striped(
+        self,
+        dst_ranks: list[int],
+        extra_dst_ranks: list[int],
+        step: int,
+        state_dict: T,
+        timeout: timedelta | None = None,
+    ) -> None:
         described = describe(state_dict)
+        size = described.memory.size
+        chunk_bytes = self._chunk_bytes or _usual_chunk_bytes(size)
+        # What is one chunk cannot be shared out.
+        extras = extra_dst_ranks if size > chunk_bytes else []
+        if not dst_ranks and not extras:
+            return
         offer = Offer(
             step=step,
             num_receivers=len(dst_ranks),
-            chunk_bytes=self._chunk_bytes or _usual_chunk_bytes(described.memory.size),
+            num_extras=len(extras),
+            chunk_bytes=chunk_bytes,
             patience_s=self._timeout_s if timeout is None else _seconds(timeout),
         )
-        log.info("offering step %d (%d bytes) to %s", step, described.memory.size, dst_ranks)
+        log.info("offering step %d (%d bytes) to %s, a part to %s", step, size, dst_ranks, extras)
         self._server.offer(ServedState(offer, described.description, described.memory))
 
     def disallow_checkpoint(self) -> None:
@@ -121,15 +143,30 @@ class HTTPTransport(CheckpointTransport[T]):
         return self._staging.wait(_seconds(timeout))
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        return self.recv_striped(src_rank, metadata, (), step, timeout)
+
+    def recv_striped(
+        self,
+        src_rank: int,
+        metadata: str,
+        extras: Sequence[Lookup],
+        step: int,
+        timeout: timedelta,
+    ) -> T:
         order = Order(
-            metadata, step, _seconds(timeout), self._num_connections, security=self._security
+            metadata,
+            step,
+            _seconds(timeout),
+            self._num_connections,
+            extras=tuple(extras),
+            security=self._security,
         )
         fetch = Fetch(order, self._staging)
         with self._lock:
             if self._is_shut_down:
                 raise ConfigError("transport", "shut down", "a transport is used after shutdown()")
             self._fetches.add(fetch)
-        log.info("fetching step %d from group %d", step, src_rank)
+        log.info("fetching step %d from group %d and %d more", step, src_rank, len(extras))
         try:
             return cast(T, fetch.run())
         finally:

@@ -1,11 +1,14 @@
 """Understands the requests of receivers, and carries them out on one connection.
 
-    GET /<secret>/state/<step>?wait_ms=n              a line with the state's id and the
+    GET /<secret>/state/<step>?wait_ms=n&extra=x      a line with the state's id and the
             size of its chunks, and its description, sealed
-    GET /<secret>/chunk/<state id>/<chunk>?receiver=x&verified=n   a chunk, sealed
-    GET /<secret>/done/<state id>?receiver=x&verified=n            the end: nothing
+    GET /<secret>/chunk/<state id>/<chunk>?receiver=x&verified=n&also=n,m   a chunk, sealed
+    GET /<secret>/digests/<state id>                  those of all chunks, sealed
+    GET /<secret>/done/<state id>?receiver=x&verified=n&also=n,m            the end: nothing
 
-``verified`` names the chunk that arrived before on this connection. The secret is new in every
+``extra`` is a receiver that takes a part of the state from here, though it was not announced.
+``verified`` and ``also`` (which a source may ignore) name chunks that need not be kept any more for
+the receiver. The secret is new in every
 process: who does not know a worker's metadata can not read its weights. Where there is a token it
 is looked at first.
 """
@@ -33,12 +36,16 @@ IDLE_TIMEOUT_S = 60.0
 MAX_WAIT_MS = 20_000
 DESCRIPTION_SEED = 1 << 63  # no chunk has this number
 
+DIGESTS_SEED = DESCRIPTION_SEED + 1
+
 MAX_FIRST_LINE_BYTES = 64
-TOO_EARLY, GONE, BUSY, UNAUTHORIZED = 425, 410, 503, 401
+# Chunks that one request can name: they fit into a head.
+MAX_ALSO = 200
+TOO_EARLY, GONE, BUSY, UNAUTHORIZED, NOT_FOUND = 425, 410, 503, 401, 404
 _REASONS = {
     400: "Bad Request",
     UNAUTHORIZED: "Unauthorized",
-    404: "Not Found",
+    NOT_FOUND: "Not Found",
     405: "Method Not Allowed",
     GONE: "Gone",
     416: "Range Not Satisfiable",
@@ -66,10 +73,21 @@ class Request:
 
     @property
     def receiver(self) -> str:
-        name = self.query.get("receiver", "")
+        return self.name("receiver")
+
+    def name(self, key: str) -> str:
+        name = self.query.get(key, "")
         if not _NAME.fullmatch(name):
-            raise BadHead("the receiver has no proper name")
+            raise BadHead(f"the {key} has no proper name")
         return name
+
+    @property
+    def verified(self) -> list[int]:
+        also = self.query["also"].split(",", MAX_ALSO) if "also" in self.query else []
+        if len(also) > MAX_ALSO:
+            raise BadHead(f"more than {MAX_ALSO} chunks at once")
+        chunk = self.number("verified")
+        return [*map(_number, also), *([] if chunk is None else [chunk])]
 
 
 def parse_request(head: Head) -> Request:
@@ -135,9 +153,11 @@ class Conversation:
         try:
             match request.parts:
                 case ("state", step):
-                    self._send_description(_number(step), request.number("wait_ms") or 0)
+                    self._send_description(_number(step), request)
                 case ("chunk", state_id, chunk):
                     self._send_chunk(self._served(state_id, request), _number(chunk))
+                case ("digests", state_id):
+                    self._send_digests(self._board.by_id(state_id))
                 case ("done", state_id):
                     state = self._served(state_id, request)
                     if not state.num_chunks:
@@ -152,13 +172,15 @@ class Conversation:
 
     def _served(self, state_id: str, request: Request) -> ServedState:
         state = self._board.by_id(state_id)
-        chunk = request.number("verified")
-        if chunk is not None:
+        for chunk in request.verified:
             state.verified(request.receiver, chunk)
         return state
 
-    def _send_description(self, step: int, wait_ms: int) -> None:
+    def _send_description(self, step: int, request: Request) -> None:
+        wait_ms = request.number("wait_ms") or 0
         state = self._board.wait_for(step, min(wait_ms, MAX_WAIT_MS) / 1000)
+        if "extra" in request.query:
+            state.admit(request.name("extra"))
         self._wire.timeout_s = state.offer.patience_s
         first_line = f"{state.state_id} {state.offer.chunk_bytes}\n".encode("ascii")
         body = seal(first_line + state.description, DESCRIPTION_SEED)
@@ -178,6 +200,20 @@ class Conversation:
             self._wire.send_sealed(reading, stop - start, chunk)
         except Gone as error:
             raise ConnectionAbortedError(f"chunk {chunk} went away: {error}") from error
+
+    def _send_digests(self, state: ServedState) -> None:
+        """Each as soon as it is computed, so that the peer sees it going on."""
+        self._wire.timeout_s = state.offer.patience_s
+        self._send_head((state.num_chunks + 1) * DIGEST_BYTES)
+        sent = b""
+        try:
+            for chunk in range(state.num_chunks):
+                digest = state.digest(chunk)
+                self._wire.send(digest)
+                sent += digest
+        except Gone as error:
+            raise ConnectionAbortedError(f"a chunk went away: {error}") from error
+        self._wire.send(seal(sent, DIGESTS_SEED)[len(sent) :])
 
     def _send_head(self, length: int) -> None:
         self._wire.send(f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode("ascii"))

@@ -17,10 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torchft_svc.client.checkpointing.memory import Memory
-from torchft_svc.client.checkpointing.wire import MAX_VIEWS, Reading
+from torchft_svc.client.checkpointing.wire import MAX_VIEWS, Reading, digest_of
 
 # Receivers come in the number of groups that heal at once; more names than this are not counted.
 MAX_RECEIVERS = 1024
+
+# A receiver asks all of its sources as soon as it knows them.
+EXTRAS_PATIENCE_S = 5.0
 
 
 class Gone(Exception):
@@ -31,14 +34,16 @@ class Gone(Exception):
 class Offer:
     """What the owner of a state decides about serving it.
 
-    ``num_receivers``: groups announced to fetch it; ``patience_s``: how long the copies are kept
-    while nobody makes progress.
+    ``num_receivers``: groups announced to fetch it; ``num_extras``: groups that may fetch a part of
+    it, who say so soon if they do (`ServedState.admit`); ``patience_s``: how long the copies are
+    kept while nobody makes progress.
     """
 
     step: int
     num_receivers: int
     chunk_bytes: int
     patience_s: float
+    num_extras: int = 0
 
 
 class ServedState:
@@ -61,6 +66,10 @@ class ServedState:
         self._retired = ""
         self._verified: list[set[str]] = [set() for _ in range(self.num_chunks)]
         self._receivers: set[str] = set()
+        self._extras: set[str] = set()
+        self._num_extras = offer.num_extras
+        self._extras_until = clock() + EXTRAS_PATIENCE_S
+        self._digests: dict[int, bytes] = {}
         self._num_reading_live = 0
         self._changed = threading.Condition()
         self._clock = clock
@@ -82,8 +91,23 @@ class ServedState:
             return sum(len(copy) for copy in self._copies.values())
 
     def expires_at(self) -> float:
-        """When to retire it unless there is progress until then."""
-        return self._progress_at + self.offer.patience_s
+        """When to call `expire`; later if there is progress until then."""
+        until = self._progress_at + self.offer.patience_s
+        return min(until, self._extras_until) if self._awaits_extras else until
+
+    def expire(self) -> None:
+        """Keep nothing any more for those who did not come, or make no progress."""
+        if not self._awaits_extras:
+            self.retire(f"nobody fetched from it for {self.offer.patience_s:.3g} s")
+            return
+        with self._changed:
+            self._num_extras = len(self._extras)
+            for chunk in [chunk for chunk in self._copies if not self._is_wanted(chunk)]:
+                del self._copies[chunk]
+
+    @property
+    def _awaits_extras(self) -> bool:
+        return self._num_extras > len(self._extras)
 
     def bounds(self, chunk: int) -> tuple[int, int]:
         """First byte of ``chunk``, and the one behind its last."""
@@ -127,6 +151,28 @@ class ServedState:
             self._num_reading_live -= 1
             if not self._num_reading_live:
                 self._changed.notify_all()
+
+    def digest(self, chunk: int) -> bytes:
+        """What `Wire.read_sealed` finds behind ``chunk``; computed once.
+
+        Raises:
+            Gone: the chunk is not held any more.
+        """
+        digest = self._digests.get(chunk)
+        if digest is None:
+            digest = self._digests[chunk] = digest_of(
+                self.reader(chunk), self.bounds(chunk)[1] - self.bounds(chunk)[0], chunk
+            )
+        return digest
+
+    def admit(self, receiver: str) -> None:
+        """``receiver`` takes a part of the state, so what it has not verified is kept for it.
+
+        Comes too late when nobody is awaited any more: then there is what others wanted kept.
+        """
+        with self._changed:
+            if self._awaits_extras:
+                self._extras.add(receiver)
 
     def verified(self, receiver: str, chunk: int | None) -> None:
         """``receiver`` has ``chunk`` whole; it is let go when all announced receivers do.
@@ -173,4 +219,7 @@ class ServedState:
             self._changed.wait_for(lambda: not self._num_reading_live)
 
     def _is_wanted(self, chunk: int) -> bool:
-        return not self._retired and len(self._verified[chunk]) < self.offer.num_receivers
+        verified = self._verified[chunk]
+        has_all_announced = len(verified - self._extras) >= self.offer.num_receivers
+        has_all_extras = len(verified & self._extras) >= self._num_extras
+        return not (self._retired or (has_all_announced and has_all_extras))

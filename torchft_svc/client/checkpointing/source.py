@@ -114,6 +114,13 @@ class Source:
         if wire is not None:
             wire.close()
 
+    def cut(self, connection: int) -> None:
+        """Let what is under way over ``connection`` fail; a thread that uses it drops it then."""
+        with self._lock:
+            wire = self._wires.get(connection)
+            if wire is not None:
+                wire.interrupt()
+
     def interrupt(self) -> None:
         """Let every request fail at once, and the ones to come."""
         with self._lock:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -15,7 +16,12 @@ class CheckpointTransport(ABC, Generic[T]):
     A worker serves at most one state at a time. The order of calls on the serving side, in each
     step that somebody heals in: ``send_checkpoint``, then ``disallow_checkpoint`` before the
     weights are changed.
+
+    A transport with ``can_stripe`` gets its calls as `send_striped` and `recv_striped` instead: all
+    groups that are up to date hold the same state, and it may come from several of them at once.
     """
+
+    can_stripe: ClassVar[bool] = False
 
     @abstractmethod
     def metadata(self) -> str:
@@ -58,6 +64,31 @@ class CheckpointTransport(ABC, Generic[T]):
             DeadlineExceeded: the source made no progress for ``timeout``.
             CheckpointError: the state is gone, or keeps arriving damaged.
         """
+
+    def send_striped(
+        self,
+        dst_ranks: list[int],
+        extra_dst_ranks: list[int],
+        step: int,
+        state_dict: T,
+        timeout: timedelta,
+    ) -> None:
+        """`send_checkpoint`, and ``extra_dst_ranks`` may fetch a part from here, or nothing."""
+        self.send_checkpoint(dst_ranks, step, state_dict, timeout)
+
+    def recv_striped(
+        self,
+        src_rank: int,
+        metadata: str,
+        extras: Sequence[Callable[[], str]],
+        step: int,
+        timeout: timedelta,
+    ) -> T:
+        """`recv_checkpoint`, in part from other workers that may serve the same state.
+
+        Each of ``extras`` finds out the metadata of one; it may take seconds, and raise.
+        """
+        return self.recv_checkpoint(src_rank, metadata, step, timeout)
 
     @abstractmethod
     def shutdown(self, wait: bool = True) -> None:

@@ -119,8 +119,8 @@ class Wire:
         del self._pending[: end + len(_END_OF_HEAD)]
         return _parse_head(head)
 
-    def read_sealed(self, target: memoryview, seed: int) -> None:
-        """Fill ``target`` with a payload, and check the digest that follows it.
+    def read_sealed(self, target: memoryview, seed: int) -> bytes:
+        """Fill ``target`` with a payload, and check the digest that follows it; returns that.
 
         Raises:
             Corrupt: the digest differs.
@@ -135,6 +135,7 @@ class Wire:
         self.read_into(memoryview(seal))
         if seal != digest.digest():
             raise Corrupt(f"checksum {seal.hex()} does not fit the {len(target)} bytes before it")
+        return bytes(seal)
 
     def read_into(self, target: memoryview) -> None:
         place = 0
@@ -195,6 +196,19 @@ class Wire:
         poll.register(self._socket, events)
         if not poll.poll(max(timeout_s, 0.0) * 1000):
             raise TimeoutError(f"no byte moved for {timeout_s:.3g} s")
+
+
+def digest_of(reading: Reading, size: int, seed: int) -> bytes:
+    """The digest that ``send_sealed`` would send."""
+    digest = xxhash.xxh3_64(seed=seed)
+    for place in range(0, size, PIECE_BYTES):
+        end = min(place + PIECE_BYTES, size)
+        while place < end:
+            with reading(place, end) as views:
+                count = sum(map(len, views))
+                _update(digest, views, count)
+            place += count
+    return digest.digest()
 
 
 def seal(payload: bytes, seed: int) -> bytes:

@@ -1,10 +1,11 @@
-"""A real TCP proxy that damages, holds or cuts what flows from a source to a receiver."""
+"""A real TCP proxy that damages, holds, slows or cuts what flows from a source to a receiver."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from urllib.parse import urlsplit, urlunsplit
@@ -13,15 +14,20 @@ from urllib.parse import urlsplit, urlunsplit
 Hook = Callable[[int, bytes], bytes | None]
 PIECE_BYTES = 16 << 10
 DEADLINE_S = 20.0
+# A link makes up for as much time in which nobody asked for bytes: sleeps end late.
+BURST_S = 0.05
 
 
 class Proxy:
-    """Stands before the source at ``url``; ``hook`` sees everything that goes to receivers."""
+    """Stands before the source at ``url``; ``hook`` sees everything that goes to receivers,
+    at most ``piece_bytes`` at once.
+    """
 
-    def __init__(self, url: str, hook: Hook) -> None:
+    def __init__(self, url: str, hook: Hook, piece_bytes: int = PIECE_BYTES) -> None:
         parts = urlsplit(url)
         self._to = (parts.hostname, parts.port)
         self._hook = hook
+        self._piece_bytes = piece_bytes
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = urlunsplit(parts._replace(netloc=f"127.0.0.1:{self._listener.getsockname()[1]}"))
         self._lock = threading.Lock()
@@ -42,7 +48,7 @@ class Proxy:
                 near.close()
                 continue
             near.settimeout(DEADLINE_S)
-            far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE_BYTES)
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._piece_bytes)
             self._sockets += [near, far]
             for pump in (self._up, self._down):
                 thread = threading.Thread(target=pump, args=(near, far), name="proxy")
@@ -51,13 +57,13 @@ class Proxy:
 
     def _up(self, near: socket.socket, far: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while data := near.recv(PIECE_BYTES):
+            while data := near.recv(self._piece_bytes):
                 far.sendall(data)
         _end(far)
 
     def _down(self, near: socket.socket, far: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while data := far.recv(PIECE_BYTES):
+            while data := far.recv(self._piece_bytes):
                 with self._lock:
                     place = self._place
                     self._place += len(data)
@@ -67,6 +73,12 @@ class Proxy:
                 near.sendall(passed_on)
         _end(near)
         _end(far)
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes came from the source so far."""
+        with self._lock:
+            return self._place
 
     def __enter__(self) -> Proxy:
         return self
@@ -89,6 +101,23 @@ class Proxy:
 def _end(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
+
+
+class Throttle:
+    """A hook that lets ``bytes_per_s`` pass, over all connections together."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def __call__(self, place: int, data: bytes) -> bytes:
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(now - BURST_S, self._free_at) + len(data) / self._bytes_per_s
+            free_at = self._free_at
+        time.sleep(max(0.0, free_at - now))
+        return data
 
 
 class Gate:

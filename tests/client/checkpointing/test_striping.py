@@ -1,0 +1,302 @@
+"""One receiver, several sources: more links carry more, and none of them can spoil the state."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchft_svc.client.checkpointing import HTTPTransport, feed, served
+from torchft_svc.client.checkpointing.requests import Conversation
+from torchft_svc.client.checkpointing.wire import BadHead
+from torchft_svc.errors import CheckpointError, PeerError, Unreachable
+from torchft_svc.testing.proxy import DEADLINE_S, Damage, Gate, Hook, Proxy, Throttle
+
+LONG = timedelta(seconds=DEADLINE_S)
+CHUNK_BYTES = 256 << 10
+NUM_FLOATS = 2 << 20
+NUM_BYTES = NUM_FLOATS * 4
+LINK_BYTES_PER_S = 10e6
+# Smaller ones would make each connection slow, not the link.
+PIECE_BYTES = 128 << 10
+HALF_WAY = NUM_BYTES // 8
+
+Transport = HTTPTransport[Any]
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(float(NUM_FLOATS))}
+
+
+class Site:
+    """Sources that offer step 1, each behind a proxy of its own, and one receiver."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self.receiver: Transport = stack.enter_context(
+            HTTPTransport(LONG, num_connections=2, hostname="127.0.0.1")
+        )
+        self._pool = stack.enter_context(ThreadPoolExecutor())
+        self.sources: list[Transport] = []
+        self.proxies: list[Proxy] = []
+
+    def add(self, state: Any = None, hook: Hook | None = None, **options: Any) -> Transport:
+        """The first one is the one that was assigned."""
+        source: Transport = self._stack.enter_context(
+            HTTPTransport(LONG, hostname="127.0.0.1", **{"chunk_bytes": CHUNK_BYTES, **options})
+        )
+        announced, extras = ([], [1]) if self.sources else ([1], [])
+        source.send_striped(announced, extras, 1, weights() if state is None else state, LONG)
+        self.sources.append(source)
+        self.add_proxy(source.metadata(), hook)
+        return source
+
+    def add_proxy(self, url: str, hook: Hook | None = None) -> None:
+        proxy = Proxy(url, Throttle(LINK_BYTES_PER_S) if hook is None else hook, PIECE_BYTES)
+        self.proxies.append(self._stack.enter_context(proxy))
+
+    def fetch(self) -> Future[Any]:
+        first, *others = [proxy.url for proxy in self.proxies]
+        lookups: list[Callable[[], str]] = [lambda url=url: url for url in others]  # type: ignore[misc]
+        return self._pool.submit(self.receiver.recv_striped, 0, first, lookups, 1, LONG)
+
+    def heal(self) -> float:
+        """Fetch the right state; how many seconds that took."""
+        began_at = time.monotonic()
+        self.expect(self.fetch())
+        return time.monotonic() - began_at
+
+    def expect(self, fetched: Future[Any]) -> None:
+        assert torch.equal(fetched.result(DEADLINE_S)["w"], weights()["w"])
+
+    @property
+    def shares(self) -> list[float]:
+        return [proxy.num_bytes / NUM_BYTES for proxy in self.proxies]
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with contextlib.ExitStack() as stack:
+        yield Site(stack)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another thread does, without an event to wait for."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
+
+
+def test_more_links_carry_more() -> None:
+    walls_s = []
+    for num_sources in (1, 2, 4):
+        with contextlib.ExitStack() as stack:
+            site = Site(stack)
+            for _ in range(num_sources):
+                site.add(hook=Throttle(LINK_BYTES_PER_S / 2))
+            walls_s.append(site.heal())
+            assert min(site.shares) > 0.2 / num_sources
+            assert sum(site.shares) < 1.3
+    assert walls_s[0] / walls_s[1] > 1.4
+    assert walls_s[0] / walls_s[2] > 2.0
+
+
+def test_all_sources_keep_what_is_missing_when_they_go_on(site: Site) -> None:
+    states = [weights() for _ in range(3)]
+    for state in states:
+        site.add(state)
+    fetched = site.fetch()
+    until(lambda: min(site.shares) > 0.1)
+    for source, state in zip(site.sources, states, strict=True):
+        source.disallow_checkpoint()
+        state["w"].zero_()
+    # What others have sent is not kept, either.
+    assert all(0 < source.copied_bytes < 0.95 * NUM_BYTES for source in site.sources)
+    site.expect(fetched)
+    assert min(site.shares) > 0.2
+    assert [source.copied_bytes for source in site.sources] == [0, 0, 0]
+
+
+def test_an_extra_source_keeps_nothing_for_long_for_who_did_not_come(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "EXTRAS_PATIENCE_S", 0.3)
+    first, extra = site.add(), site.add()
+    for source in (first, extra):
+        source.disallow_checkpoint()
+    assert [source.copied_bytes for source in site.sources] == [NUM_BYTES, NUM_BYTES]
+    until(lambda: extra.copied_bytes == 0)
+    assert first.copied_bytes == NUM_BYTES
+    site.heal()
+    assert site.shares[1] < 0.01
+
+
+def test_a_receiver_that_comes_after_the_step_gets_a_part_from_all(site: Site) -> None:
+    for _ in range(2):
+        site.add().disallow_checkpoint()
+    site.heal()
+    assert min(site.shares) > 0.3
+    assert [source.copied_bytes for source in site.sources] == [0, 0]
+
+
+def test_an_extra_source_keeps_nothing_that_is_one_chunk(site: Site) -> None:
+    extra: Transport
+    with HTTPTransport(LONG, hostname="127.0.0.1") as extra:
+        extra.send_striped([], [1], 1, {"w": torch.ones(4)}, LONG)
+        assert extra._board.state is None
+
+
+@pytest.mark.parametrize("dead", [0, 1], ids=["assigned", "extra"])
+def test_a_source_that_is_killed_half_way_is_replaced_by_the_others(site: Site, dead: int) -> None:
+    script = str(Path(__file__).with_name("source_process.py"))
+    flags = ["--floats", str(NUM_FLOATS), "--chunk-bytes", str(CHUNK_BYTES)]
+    with subprocess.Popen(
+        [sys.executable, script, *flags], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    ) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[0]
+            for number in range(3):
+                if number == dead:
+                    site.add_proxy(url)
+                    site.sources.append(site.receiver)
+                else:
+                    site.add()
+            fetched = site.fetch()
+            until(lambda: site.shares[dead] > 0.1)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            site.expect(fetched)
+        finally:
+            process.kill()
+
+
+def test_a_source_that_cannot_be_reached_is_replaced_by_the_others(site: Site) -> None:
+    site.add().shutdown()
+    site.add()
+    site.add()
+    site.heal()
+    assert min(site.shares[1:]) > 0.2
+
+
+def test_when_all_are_gone_the_error_is_that_of_the_assigned_one(site: Site) -> None:
+    for _ in range(3):
+        site.add()
+    fetched = site.fetch()
+    until(lambda: min(site.shares) > 0.05)
+    for source in site.sources[1:]:
+        source.shutdown()
+    site.sources[0].shutdown()
+    with pytest.raises(PeerError):
+        fetched.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("start", [5_000, HALF_WAY], ids=["at-once", "half-way"])
+@pytest.mark.parametrize("stands_still", [0, 1], ids=["assigned", "extra"])
+def test_a_source_that_stands_still_holds_nobody_up(
+    site: Site, stands_still: int, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "DIGESTS_TIMEOUT_S", 1.0)
+    gate = Gate(start)
+    for number in range(3):
+        site.add(hook=gate if number == stands_still else None)
+    try:
+        assert site.heal() < DEADLINE_S / 2
+    finally:
+        gate.open()
+
+
+def test_a_slow_source_gives_less(site: Site) -> None:
+    site.add()
+    site.add(hook=Throttle(LINK_BYTES_PER_S / 8))
+    wall_s = site.heal()
+    assert site.shares[1] < 0.35
+    assert wall_s < 3 * NUM_BYTES / LINK_BYTES_PER_S
+
+
+def test_a_source_with_other_bytes_is_found_out(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    site.add()
+    site.add({"w": torch.arange(float(NUM_FLOATS)) + 1})
+    site.add()
+    site.heal()
+    assert "its state is not the one that the others hold" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("state", "options"),
+    [
+        ({**weights(), "lr": 2}, {}),
+        ({"w": torch.zeros(NUM_FLOATS + 1)}, {}),
+        (weights(), {"chunk_bytes": 2 * CHUNK_BYTES}),
+    ],
+    ids=["value", "shape", "chunks"],
+)
+def test_a_source_with_another_description_is_left_out(
+    site: Site, caplog: pytest.LogCaptureFixture, state: Any, options: dict[str, Any]
+) -> None:
+    site.add()
+    other = site.add(state, **options)
+    site.heal()
+    assert "offers another state for this step: left out" in caplog.text
+    assert site.shares[1] < 0.01
+    other.disallow_checkpoint()
+    assert other.copied_bytes < NUM_BYTES
+
+
+def test_an_older_source_that_tells_no_digests_heals_alone(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(self: Conversation, state: Any) -> None:
+        raise BadHead("nothing is here", 404)
+
+    monkeypatch.setattr(Conversation, "_send_digests", unknown)
+    site.add()
+    site.add({"w": torch.arange(float(NUM_FLOATS)) + 1})
+    site.heal()
+    assert site.shares[0] > 0.9
+
+
+def test_damaged_digests_are_fetched_again(site: Site) -> None:
+    for _ in range(2):
+        site.add(hook=Damage([500, 1000, 300_000, HALF_WAY]))
+    site.heal()
+
+
+@pytest.mark.parametrize("error", [Unreachable("manager", "a:1", "it is gone"), OSError("no")])
+def test_an_extra_source_that_cannot_be_looked_up_takes_no_part(
+    site: Site, error: Exception
+) -> None:
+    def fail() -> str:
+        raise error
+
+    site.add()
+    state = site.receiver.recv_striped(0, site.proxies[0].url, [fail], 1, LONG)
+    assert torch.equal(state["w"], weights()["w"])
+
+
+def test_a_heal_with_many_sources_can_be_ended(site: Site) -> None:
+    gates = [Gate(HALF_WAY) for _ in range(3)]
+    for gate in gates:
+        site.add(hook=gate)
+    fetched = site.fetch()
+    for gate in gates:
+        gate.wait_until_reached()
+    site.receiver.shutdown()
+    with pytest.raises(CheckpointError, match="shutting down"):
+        fetched.result(DEADLINE_S)
+    for gate in gates:
+        gate.open()

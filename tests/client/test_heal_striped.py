@@ -1,0 +1,81 @@
+"""A newcomer heals from all groups that are up to date, over links that are slow."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from torchft_svc.client import HTTPTransport
+from torchft_svc.testing.proxy import Proxy, Throttle
+
+from .training import TIMEOUT, Trainer, assert_identical, lighthouse, together
+
+CHUNK_BYTES = 64 << 10
+NUM_FLOATS = 1 << 20
+LINK_BYTES_PER_S = 8e6
+
+
+class FarAway(HTTPTransport[Any]):
+    """Reached by others over a slow link only."""
+
+    def __init__(self) -> None:
+        super().__init__(TIMEOUT, hostname="127.0.0.1", chunk_bytes=CHUNK_BYTES)
+        self.link = Proxy(super().metadata(), Throttle(LINK_BYTES_PER_S))
+
+    def metadata(self) -> str:
+        return self.link.url
+
+    def shutdown(self, wait: bool = True) -> None:
+        super().shutdown(wait)
+        self.link.__exit__(None, None, None)
+
+
+class Veteran(Trainer):
+    """A group with some megabytes more than its model."""
+
+    def __init__(self, address: str, name: str, seed: int) -> None:
+        self.transport = FarAway()
+        self.ballast = torch.full((NUM_FLOATS,), float(seed))
+        super().__init__(address, name, seed, checkpoint_transport=self.transport)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "ballast": self.ballast}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ballast = state["ballast"].clone()
+        super().load_state_dict(state)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with lighthouse(min_replicas=1, join_timeout_ms=5000) as address:
+        yield address
+
+
+def test_i3_a_newcomer_heals_from_all_groups_at_once(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "torchft_svc.client.checkpointing.fetch")
+    with contextlib.ExitStack() as stack:
+        old = [stack.enter_context(Veteran(address, name, n)) for n, name in enumerate("abc")]
+        together(*(lambda group=group: group.meets(3) for group in old))
+        num_before = [group.transport.link.num_bytes for group in old]
+        new = stack.enter_context(Veteran(address, "d", 3))
+        together(new.step, *(lambda group=group: group.meets(4) for group in old))
+        until = max(group.manager.current_step() for group in old) + 2
+        everyone = [*old, new]
+        together(*(lambda group=group: group.until(until) for group in everyone))
+        assert_identical(everyone)
+        assert all(torch.equal(group.ballast, old[0].ballast) for group in everyone)
+        served = [
+            group.transport.link.num_bytes - before
+            for group, before in zip(old, num_before, strict=True)
+        ]
+        assert min(served) > 0.15 * NUM_FLOATS * 4, served
+        assert sum(served) < 1.4 * NUM_FLOATS * 4, served
+        assert [group.transport.copied_bytes for group in everyone] == [0, 0, 0, 0]
