@@ -28,6 +28,11 @@ BENCHMARKS = (
     Benchmark("recovery", ("--kills=3", "--peer-kills=1"), ("--kills=20", "--peer-kills=10")),
     Benchmark("quorum_rounds", ("--seconds=0.5", "--blocks=2"), ("--seconds=2", "--blocks=6")),
     Benchmark("isolation", ("--blocks=2",), ("--blocks=8",)),
+    Benchmark(
+        "striping",
+        ("--gb=0.25", "--repeat=1", "--mb-per-s=40"),
+        ("--gb=2", "--repeat=5", "--mb-per-s=100"),
+    ),
     Benchmark("healing", ("--gb=0.5", "--repeat=3"), ("--gb=2", "--repeat=7")),
 )
 _NAMES = [benchmark.name for benchmark in BENCHMARKS]

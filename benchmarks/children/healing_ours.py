@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -26,7 +27,10 @@ _PLAIN_BYTES = 1 << 20
 
 
 class OurSender:
-    """Serves the same state over the transport and as plain bytes."""
+    """Serves the same state over the transport and as plain bytes.
+
+    Kind ``extra``: it is not the source that was assigned, but one more.
+    """
 
     def __init__(self, num_matrices: int) -> None:
         self._state = make_state(num_matrices)
@@ -37,7 +41,8 @@ class OurSender:
     def offer(self, kind: str, step: int) -> str:
         if kind in PLAIN_KINDS:
             return f"{_HOST}:{self._listener.getsockname()[1]}"
-        self._transport.send_checkpoint([1], step, self._state, _TIMEOUT)
+        announced, extras = ([], [1]) if kind == "extra" else ([1], [])
+        self._transport.send_striped(announced, extras, step, self._state, _TIMEOUT)
         return self._transport.metadata()
 
     def end(self, kind: str) -> None:
@@ -54,7 +59,8 @@ class OurSender:
 class OurReceiver:
     """Fetches either way.
 
-    A kind is one of the plain ones, ``ours-CONNECTIONS``, or ``unprepared-CONNECTIONS``.
+    A kind is one of the plain ones, ``ours-CONNECTIONS``, or ``unprepared-CONNECTIONS``. Commas
+    stand between the addresses of several sources.
     """
 
     def __init__(self, num_matrices: int) -> None:
@@ -80,7 +86,9 @@ class OurReceiver:
             return None
         assert self._transport is not None
         with self._transport as transport:
-            return transport.recv_checkpoint(0, address, step, _TIMEOUT)
+            first, *extras = address.split(",")
+            lookups = [partial(str, extra) for extra in extras]
+            return transport.recv_striped(0, first, lookups, step, _TIMEOUT)
 
     def _fetch_plain(self, address: str, keep: bool) -> None:
         host, _, port = address.rpartition(":")

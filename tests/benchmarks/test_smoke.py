@@ -11,7 +11,7 @@ import pytest
 from click import Command
 from click.testing import CliRunner
 
-from benchmarks import isolation, quorum_rounds, recovery, step_time
+from benchmarks import isolation, quorum_rounds, recovery, step_time, striping
 from benchmarks.children.phases import PARTS, PHASES
 from benchmarks.processes import PEER_VARIABLE
 
@@ -80,3 +80,13 @@ def test_isolation(run: Run) -> None:
     (row,) = result["rows"]
     assert row["in process"] > 0
     assert row["isolated"] > 0
+
+
+def test_striping(run: Run) -> None:
+    tiny = ("--gb=0.13", "--repeat=1", "--sources=1", "--sources=2", "--mb-per-s=200")
+    output, result = run(striping.main, *tiny)
+    assert "Healing 0.13 GB from several groups" in output
+    told = [(row["link"], row["num_sources"]) for row in result["rows"]]
+    assert told == [("200 MB/s", 1), ("200 MB/s", 2), ("loopback", 1), ("loopback", 2)]
+    for row in result["rows"]:
+        assert min(row["wall_s"], row["speedup"], row["receiver_cpu_s"]) > 0
