@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import select
+import selectors
 import socket
 import threading
 from contextlib import suppress
@@ -45,7 +45,7 @@ class Gateway:
     def _run(self) -> None:
         while not self._closing:
             passing = [] if self._held else [self._listener, *self._peers]
-            ready, _, _ = select.select([self._wake, *passing], [], [])
+            ready = _readable([self._wake, *passing])
             if self._wake in ready:
                 os.read(self._wake, 4096)
                 continue  # it may be held now
@@ -97,3 +97,11 @@ class Gateway:
             sock.close()
         os.close(self._wake)
         os.close(self._waker)
+
+
+def _readable(ends: list[int | socket.socket]) -> list[int | socket.socket]:
+    """Those that can be read, once there is one; unlike `select.select`, of any number."""
+    with selectors.DefaultSelector() as selector:
+        for end in ends:
+            selector.register(end, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select()]  # type: ignore[misc]

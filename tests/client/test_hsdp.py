@@ -81,7 +81,9 @@ def test_i3_a_sharded_group_heals_part_by_part(
         def healed() -> bool:
             back = [line for line in cluster.told("b") if line["groups"] == 2]
             restarted = {line["pid"] for line in cluster.told("b")}
-            return len(restarted) == 2 * num_workers and back[-1]["step"] > killed_at + 5
+            if len(restarted) < 2 * num_workers or not back:
+                return False
+            return bool(back[-1]["step"] > killed_at + 5)
 
         eventually(healed, WITHIN_S, "the group did not come back")
     except AssertionError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -270,3 +272,15 @@ def test_bad_arguments_start_nothing(address: str) -> None:
             quorum_timeout=timedelta(seconds=10),
             lighthouse_addr=address,
         )
+
+
+def test_i7_managers_that_were_shut_down_leave_nothing_behind(pair_address: str) -> None:
+    def held() -> tuple[int, int]:
+        gc.collect()  # a model and its manager refer to each other
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    counts = []
+    for _ in range(4):
+        with trainers(pair_address, 2) as (a, b):
+        counts.append(held())
+    assert counts[-1] <= counts[0]

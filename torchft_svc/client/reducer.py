@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -49,16 +50,23 @@ class Reducer:
             self._end(completed=False)
 
     def _make_hook(self, index: int) -> Callable[[nn.Parameter], None]:
+        # Torch keeps a parameter's hooks where Python's collector does not look: with a reference
+        # of their own they would keep the manager, the model and all of its gradients for ever.
+        reducer = weakref.ref(self)
+
         def hook(parameter: nn.Parameter) -> None:
-            if not self.enabled:
-                return
-            if not self._active:
-                self._begin()
-            self._missing[index] -= 1
-            if self._missing[index] == 0:
-                self._launch_full()
+            listener = reducer()
+            if listener is not None and listener.enabled:
+                listener._count_down(index)
 
         return hook
+
+    def _count_down(self, index: int) -> None:
+        if not self._active:
+            self._begin()
+        self._missing[index] -= 1
+        if self._missing[index] == 0:
+            self._launch_full()
 
     def _begin(self) -> None:
         self._active = True

@@ -51,7 +51,7 @@ class Runtime:
     membership: Membership
     thread: BackgroundThread
     timer: Timer
-    group_store: GroupStore
+    group_store: GroupStore | None
     services: GroupServices
     term_signal: TermSignal | None
     closed: bool = False
@@ -76,12 +76,18 @@ class Runtime:
             self.links.watchdog.close,
             self.links.pg.shutdown,
             self.services.close,
+            self._drop_store,
         ]
         for end in endings:
             try:
                 end()
             except Exception:
                 log.exception("shutting down")
+
+    def _drop_store(self) -> None:
+        """The last reference stops its server, whose descriptors would live as long as the model
+        that this runtime is reached from."""
+        self.group_store = None
 
 
 def start_runtime(

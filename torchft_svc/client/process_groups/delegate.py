@@ -111,6 +111,7 @@ class DelegatingProcessGroup(ProcessGroup):
         """Leave the members for good; may be called twice."""
         self.interrupt()
         self.abort()
+        self._line.drop()
 
     def rank(self) -> int:
         """This member's index."""
