@@ -279,8 +279,12 @@ def test_i7_managers_that_were_shut_down_leave_nothing_behind(pair_address: str)
         gc.collect()  # a model and its manager refer to each other
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
+    def train() -> None:
+        with trainers(pair_address, 2) as (a, b):
+            together(lambda: a.until(2), lambda: b.until(2))
+
     counts = []
     for _ in range(4):
-        with trainers(pair_address, 2) as (a, b):
+        train()
         counts.append(held())
     assert counts[-1] <= counts[0]
