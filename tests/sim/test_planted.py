@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from torchft_svc.core import assignment, group, membership, quorum
+from torchft_svc.core import activity, assignment, membership, quorum
 from torchft_svc.core.group import Group
+from torchft_svc.core.group_orders import AskLighthouse
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.membership import Membership
 from torchft_svc.core.quorum import JobView
-from torchft_svc.core.step import StepMachine
+from torchft_svc.core.step import Phase, StepMachine
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 from torchft_svc.sim.fleet import Fleet
 from torchft_svc.sim.scenario import draw
@@ -42,9 +44,9 @@ def discarded_step_keeps_the_id(plant: pytest.MonkeyPatch) -> None:
 def seen_ids_are_ignored(plant: pytest.MonkeyPatch) -> None:
     real = Lighthouse._settle
 
-    def settle(self: Any, job: str, state: Any, orders: Any, now: float) -> Any:
+    def settle(self: Any, job: str, state: Any, *what: Any, **more: Any) -> Any:
         state.heard_id = 0
-        return real(self, job, state, orders, now)
+        return real(self, job, state, *what, **more)
 
     plant.setattr(Lighthouse, "_settle", settle)
 
@@ -124,7 +126,7 @@ def a_dead_worker_s_fellows_are_not_told(plant: pytest.MonkeyPatch) -> None:
 def a_restarted_worker_goes_unnoticed(plant: pytest.MonkeyPatch) -> None:
     real = Group._ask
 
-    def ask(self: Any) -> group.AskLighthouse:
+    def ask(self: Any) -> AskLighthouse:
         return dataclasses.replace(real(self), new_incarnation=False)
 
     plant.setattr(Group, "_ask", ask)
@@ -146,23 +148,114 @@ def an_error_is_forgotten(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(StepMachine, "latch", lambda self, error, epoch=None: True)
 
 
+def a_late_vote_counts(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Group, "_check_round", lambda self, vote: None)
+    plant.setattr(Group, "_is_late", lambda self, vote, ended: False)
+
+
+def a_healed_step_counts_at_once(plant: pytest.MonkeyPatch) -> None:
+    real = StepMachine.form
+
+    def form(self: Any, participation: Any, heal_to: int | None = None) -> None:
+        real(self, participation, heal_to)
+        if heal_to is not None:
+            self.state = dataclasses.replace(self.state, step=heal_to)
+
+    plant.setattr(StepMachine, "form", form)
+
+
+def veterans_are_remembered_for_ever(plant: pytest.MonkeyPatch) -> None:
+    real = Membership.gone
+
+    def gone(self: Any, replica_id: str) -> int | None:
+        was_veteran = replica_id in self._veterans
+        caller = real(self, replica_id)
+        if was_veteran:
+            self._veterans.add(replica_id)
+        return caller
+
+    plant.setattr(Membership, "gone", gone)
+
+
+def the_dead_are_awaited(plant: pytest.MonkeyPatch) -> None:
+    real = Membership.gone
+
+    def gone(self: Any, replica_id: str) -> int | None:
+        was_awaited = replica_id in self._awaited
+        caller = real(self, replica_id)
+        if was_awaited:
+            self._awaited.add(replica_id)
+        return caller
+
+    plant.setattr(Membership, "gone", gone)
+
+
+def stragglers_are_awaited_for_ever(plant: pytest.MonkeyPatch) -> None:
+    real = quorum.absent_deadlines
+    never = lambda view, config: dict.fromkeys(real(view, config), math.inf)  # noqa: E731
+    plant.setattr(membership, "absent_deadlines", never)
+    plant.setattr(quorum, "absent_deadlines", never)
+
+
+def who_asks_again_has_a_new_patience(plant: pytest.MonkeyPatch) -> None:
+    real = Membership.asked
+
+    def asked(self: Any, member: Member, caller: int, now: float) -> int | None:
+        self._gave_up.clear()
+        return real(self, member, caller, now)
+
+    plant.setattr(Membership, "asked", asked)
+
+
+def a_drained_group_is_told_as_lost(plant: pytest.MonkeyPatch) -> None:
+    real = Lighthouse._remove
+
+    def remove(self: Any, job: str, state: Any, replica_id: str, reason: str, *_: Any) -> Any:
+        return real(self, job, state, replica_id, reason)
+
+    plant.setattr(Lighthouse, "_remove", remove)
+
+
+def a_group_that_drains_stays(plant: pytest.MonkeyPatch) -> None:
+    real = Group.quorum_requested
+
+    def quorum_requested(self: Any, request: Any, caller: int) -> Any:
+        return real(self, dataclasses.replace(request, draining=False), caller)
+
+    plant.setattr(Group, "quorum_requested", quorum_requested)
+    plant.setattr(Group, "drain", lambda self, reason: ())
+
+
+def who_waits_hangs(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(activity, "HANGING_PHASES", frozenset(Phase))
+
+
 # Each with the first seed of the search: near the first one that finds it.
 PLANTS: dict[Plant, int] = {
-    changed_list_keeps_its_id: 24,
-    discarded_step_keeps_the_id: 49,
-    seen_ids_are_ignored: 7,
-    withdrawals_are_lost: 5,
-    joining_is_ignored: 71,
-    the_silent_never_die: 12,
-    lost_steps_are_not_noticed: 0,
-    veterans_are_forgotten: 24,
-    heal_from_the_wrong_source: 0,
-    at_step_0_nobody_heals: 0,
+    changed_list_keeps_its_id: 66,
+    discarded_step_keeps_the_id: 73,
+    seen_ids_are_ignored: 54,
+    withdrawals_are_lost: 4,
+    joining_is_ignored: 120,
+    the_silent_never_die: 6,
+    lost_steps_are_not_noticed: 1,
+    veterans_are_forgotten: 697,
+    heal_from_the_wrong_source: 7,
+    at_step_0_nobody_heals: 1,
     one_yes_is_enough: 0,
-    a_dead_worker_s_fellows_are_not_told: 22,
-    a_restarted_worker_goes_unnoticed: 34,
-    a_discarded_step_counts: 6,
-    an_error_is_forgotten: 13,
+    a_dead_worker_s_fellows_are_not_told: 8,
+    a_restarted_worker_goes_unnoticed: 2,
+    a_discarded_step_counts: 2,
+    an_error_is_forgotten: 3,
+    a_late_vote_counts: 8521,
+    a_healed_step_counts_at_once: 17,
+    veterans_are_remembered_for_ever: 4,
+    the_dead_are_awaited: 2,
+    stragglers_are_awaited_for_ever: 11,
+    who_asks_again_has_a_new_patience: 630,
+    a_drained_group_is_told_as_lost: 4,
+    a_group_that_drains_stays: 4,
+    who_waits_hangs: 19,
 }
 
 

@@ -11,7 +11,7 @@ from torchft_svc.core.membership import Membership
 from torchft_svc.sim.__main__ import main
 from torchft_svc.sim.explore import describe, run_seed, shrink
 from torchft_svc.sim.fleet import Fleet
-from torchft_svc.sim.scenario import draw
+from torchft_svc.sim.scenario import Fault, draw
 
 NUM_SEEDS = 40
 NUM_MANY = 2000
@@ -60,6 +60,23 @@ def test_a_run_depends_on_its_faults_alone() -> None:
     outcome = Fleet(calm).run()
     assert outcome.fell is None
     assert outcome.num_commits > 0
+
+
+def test_a_drain_costs_nobody_a_step() -> None:
+    """Neither the group, which ends between two steps, nor its fellows, which are told in time."""
+    for seed in range(3):
+        drawn = draw(seed, num_groups=4)
+        rules = dataclasses.replace(drawn.trainer, min_replica_size=1, shrink_only_rate=0.0)
+        config = dataclasses.replace(drawn.config, min_replicas=1)
+        drains = tuple(
+            Fault(at=12.0 + 3 * each, kind="drain", target=each, seconds=1.0, value=each % 2)
+            for each in range(3)
+        )
+        calm = dataclasses.replace(drawn, trainer=rules, config=config, told_min_replicas=0)
+        outcome = Fleet(dataclasses.replace(calm, faults=drains)).run()
+        assert outcome.fell is None, describe(outcome)
+        assert outcome.num_discards == 0, "\n".join(outcome.story)
+        assert sum("leaves: " in line for line in outcome.story) >= 3
 
 
 def test_the_command_counts_what_it_has_seen() -> None:

@@ -35,8 +35,10 @@ class Call:
         self._done: Callable[[WorkerAnswer], None] | None = done
         self._caller: int | None = None
         self._arrives_at = 0.0
+        self._is_answered = False
 
-    def start(self, enter: Enter) -> None:
+    def start(self, enter: Enter, stalls_s: float = 0.0) -> None:
+        """``stalls_s``: how much longer than usual the request is on its way."""
         manager, process = self._manager, self._process
         if manager is None or manager.process.is_dead:
             process.after(self._latency(), self._finish, _unreachable())
@@ -44,7 +46,7 @@ class Call:
         self._expiry = process.after(self._timeout_s, self._give_up)
         manager.process.on_death.append(self._manager_died)
         process.on_death.append(self._cancel)
-        delay_s = self._latency()
+        delay_s = self._latency() + stalls_s
         self._arrives_at = process.world.now + delay_s
         manager.process.after(delay_s, self._arrive, manager, enter)
 
@@ -52,6 +54,7 @@ class Call:
         self._caller = enter(manager, self._timeout_s, self._answer)
 
     def _answer(self, answer: WorkerAnswer) -> None:
+        self._is_answered = True
         self._process.after(self._latency(), self._finish, answer)
 
     def _give_up(self) -> None:
@@ -70,6 +73,8 @@ class Call:
             manager.cancel(self._caller)
 
     def _manager_died(self) -> None:
+        if self._is_answered:  # what was sent arrives before the news that its sender is gone
+            return
         self._process.after(self._latency(), self._finish, _unreachable())
 
     def _finish(self, answer: WorkerAnswer) -> None:

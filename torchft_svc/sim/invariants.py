@@ -6,13 +6,12 @@ The checks keep their own books, from what was said aloud, and take nothing from
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchft_svc.core.assignment import Assignment
-from torchft_svc.core.lighthouse import Lighthouse
-from torchft_svc.core.lighthouse_orders import AnswerQuorum, ReportLoss
+from torchft_svc.core.lighthouse_orders import AnswerQuorum, ReportHang, ReportLoss
 from torchft_svc.core.step import StepState
 from torchft_svc.core.types import Quorum
 from torchft_svc.sim.world import Process, World
@@ -181,10 +180,16 @@ class Progress:
         self._policy = policy
         self._committed: dict[str, int] = {}
         self._took_part: dict[str, set[str]] = {}
+        self._accepted: set[str] = set()
+
+    def accepted(self, job: str) -> None:
+        """An operator gives up what the groups that ask do not have."""
+        self._accepted.add(job)
 
     def restarted(self) -> None:
         """A new lighthouse knows only what it hears."""
         self._committed.clear()
+        self._accepted.clear()
         self._took_part.clear()
 
     def lost(self, order: ReportLoss) -> None:
@@ -196,12 +201,14 @@ class Progress:
         took_part = self._took_part.setdefault(order.job, set())
         if step < before:
             must(order.lost_from == before, "I4", f"from step {before} to {step}, and not told")
+        if step < before and order.job not in self._accepted:
             must(self._policy != "hold", "I4", f"from step {before} to {step} in spite of hold")
             alive = sorted(took_part) if self._policy == "auto" else []
             must(not alive, "I4", f"from step {before} to {step}, though {alive[:4]} live")
-        else:
+        if step >= before:
             must(order.lost_from is None, "I4", f"a loss is told, but step {step} >= {before}")
         self._committed[order.job] = step
+        self._accepted.discard(order.job)
         took_part.update(member.replica_id for member in order.quorum.participants)
 
 
@@ -244,14 +251,58 @@ class Waits:
             must(False, "I5", f"{process.name} still waits for {what}, {SLACK_S:g} s too late")
 
 
+class Hangs:
+    """A group that is told to hang is one that something has happened to."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._troubled_until: dict[str, float] = {}
+
+    def trouble(self, group: str, seconds: float) -> None:
+        """Something happens to ``group``, and lasts ``seconds``."""
+        until = max(self._troubled_until.get(group, 0.0), self._world.now + seconds)
+        self._troubled_until[group] = until
+
+    def reported(self, hang: ReportHang) -> None:
+        group = hang.replica_id.partition(":")[0]
+        began_at = self._world.now - hang.for_s
+        until = self._troubled_until.get(group, 0.0)
+        must(until + SLACK_S >= began_at, "I5", f"{hang.replica_id} is fine, but told to hang")
+
+
 class Discards:
     """I6: a discarded step changes nothing, a committed one adds one step."""
+
+    MAX_LEFT = 4096
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._left: dict[str, None] = {}
+
+    def began(self, who: str, step: int, step_of_weights: int) -> None:
+        """A worker begins a step."""
+        must(step == step_of_weights, "I6", f"{who}: step {step}, weights of {step_of_weights}")
+
+    def left(self, replica_id: str) -> None:
+        """A group has told that it leaves between two steps."""
+        self._left[replica_id] = None
+        if len(self._left) > self.MAX_LEFT:
+            del self._left[next(iter(self._left))]
+
+    def told_as_lost(self, replica_id: str) -> None:
+        """Its fellows give up the step that they are in."""
+        must(replica_id not in self._left, "I6", f"{replica_id} left, and is told as lost")
+
+    def drained(self, who: str, num_commits: int) -> None:
+        """A worker that has to end has committed again: the step it was in, or one granted."""
+        must(num_commits <= 2, "I5", f"{who} has to end, and has committed {num_commits} steps")
 
     def decided(self, who: str, before: StepState, after: StepState, committed: bool) -> None:
         if committed:
             must(after.step == before.step + 1, "I6", f"{who}: {before.step} to {after.step}")
             must(after.failures == 0, "I6", f"{who} committed, and counts {after.failures}")
             return
+        self.num += 1
         counters = (before.step, before.batches_committed)
         now = (after.step, after.batches_committed)
         must(counters == now, "I6", f"{who}: a discarded step took it from {counters} to {now}")
@@ -261,25 +312,26 @@ class Discards:
 class Bounds:
     """I7: what is dead is forgotten: no collection in the core outgrows the living."""
 
-    def check(self, house: Lighthouse, num_groups: int) -> None:
-        limit = ENTRIES_PER_GROUP * num_groups + SPARE_ENTRIES
-        for path, size in collections_of(house, "lighthouse"):
-            must(size <= limit, "I7", f"{path} has {size} entries for {num_groups} groups")
+    def check(self, core: object, num_living: int) -> None:
+        """``num_living``: the groups of a lighthouse, the workers of a group."""
+        limit = ENTRIES_PER_GROUP * num_living + SPARE_ENTRIES
+        for path, part in parts_of(core, type(core).__name__):
+            must(len(part) <= limit, "I7", f"{path} has {len(part)} entries for {num_living}")
 
 
-def collections_of(thing: object, path: str) -> Iterator[tuple[str, int]]:
-    """The path and size of each collection that belongs to an object of the core."""
+def parts_of(thing: object, path: str) -> Iterator[tuple[str, Collection[object]]]:
+    """Each collection that belongs to an object of the core, and its path."""
     if isinstance(thing, dict | list | set | frozenset | tuple):
-        yield path, len(thing)
+        yield path, thing
         inner = thing.values() if isinstance(thing, dict) else thing
         for each in inner:
-            yield from collections_of(each, f"{path}[]")
+            yield from parts_of(each, f"{path}[]")
     elif type(thing).__module__.startswith("torchft_svc.core.") and not isinstance(thing, Quorum):
         names = list(getattr(thing, "__dict__", ()))
         for base in type(thing).__mro__:
             names += getattr(base, "__slots__", ())
         for name in names:
-            yield from collections_of(getattr(thing, name, None), f"{path}.{name}")
+            yield from parts_of(getattr(thing, name, None), f"{path}.{name}")
 
 
 class Invariants:
@@ -291,5 +343,6 @@ class Invariants:
         self.identity = Identity()
         self.progress = Progress(policy)
         self.waits = Waits(world)
+        self.hangs = Hangs(world)
         self.discards = Discards()
         self.bounds = Bounds()

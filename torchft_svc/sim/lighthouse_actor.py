@@ -5,20 +5,32 @@ It does what `lighthouse_server/driver.py` and `session.py` do with the network 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 
+from torchft_svc.core.activity import Activity
 from torchft_svc.core.lighthouse import Lighthouse
-from torchft_svc.core.lighthouse_orders import AnswerQuorum, Order, RefuseRequest, ReportLoss
+from torchft_svc.core.lighthouse_orders import (
+    AnswerQuorum,
+    Order,
+    RefuseRequest,
+    ReportHang,
+    ReportLoss,
+)
+from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded, RequestRefused, TorchFTError
-from torchft_svc.sim.invariants import Invariants
+from torchft_svc.sim.invariants import SLACK_S, Invariants
+from torchft_svc.sim.lookout import LOOK_S, Key, Lookout
 from torchft_svc.sim.network import End, Network, Stream
 from torchft_svc.sim.story import Story
 from torchft_svc.sim.world import Event, World
 
 # The wall clock at the world's beginning, as milliseconds: ids start from it, as in the service.
 CLOCK_AT_START_MS = 1_000_000
+# In a larger fleet it would cost more than all that happens in it.
+MAX_LOOKED_AT = 100
 
 
 class LighthouseActor:
@@ -47,6 +59,10 @@ class LighthouseActor:
         first_id = CLOCK_AT_START_MS + int((self._world.now + self.clock_skew_s) * 1000)
         self.core = Lighthouse(self._config, first_id)
         self.sessions: dict[tuple[str, str], Session] = {}
+        self.heard_at: dict[tuple[str, str], float] = {}
+        self.lookout = Lookout(self._config)
+        if self._config.max_members_per_job <= MAX_LOOKED_AT:
+            self.process.after(LOOK_S, self._look)
         self._asking: dict[int, Session] = {}
         self._timer: Event | None = None
         self._timer_at = float("inf")
@@ -75,6 +91,19 @@ class LighthouseActor:
             return None
         return Session(self, stream).end
 
+    # -- what is looked at -----------------------------------------------------------------------
+
+    def _look(self) -> None:
+        now = self._world.now
+        if self.process.thawed_at + SLACK_S < now:
+            self.lookout.look(self.core, self.alive(), now)
+        self.process.after(LOOK_S, self._look)
+
+    def alive(self) -> set[Key]:
+        """The groups that have a session, or were heard of in time."""
+        since = self._world.now - self._config.heartbeat_timeout_s - SLACK_S
+        return {*self.sessions, *(key for key, at in self.heard_at.items() if at >= since)}
+
     # -- what sessions say -----------------------------------------------------------------------
 
     def open_session(self, session: Session) -> float:
@@ -82,9 +111,11 @@ class LighthouseActor:
         self.sessions[session.key] = session
         return interval_s
 
-    def heartbeat(self, session: Session) -> float:
+    def heartbeat(self, session: Session, activity: Activity | None = None) -> float:
         job, replica_id = session.key
-        self._carry_out(self.core.heartbeat(job, replica_id, self._world.now))
+        self.heard_at[session.key] = self._world.now
+        self.lookout.heard(session.key)
+        self._carry_out(self.core.heartbeat(job, replica_id, self._world.now, activity))
         return self.core.beat_interval_s(job)
 
     def ask(self, session: Session, member: Member, timeout_s: float) -> int:
@@ -94,6 +125,8 @@ class LighthouseActor:
         session.caller = caller
         self._invariants.waits.begin(caller, self.process, member.replica_id, timeout_s)
         self.process.after(timeout_s, self._expire, caller, timeout_s)
+        self.heard_at[session.key] = self._world.now
+        self.lookout.asked(session.key, self._world.now)
         self._carry_out(self.core.request(session.key[0], member, caller, self._world.now))
         return caller
 
@@ -101,13 +134,42 @@ class LighthouseActor:
         caller, session.caller = session.caller, None
         if caller is not None and self._asking.pop(caller, None) is not None:
             self._invariants.waits.end(caller)
+            self.lookout.withdrew(session.key, self._world.now)
             self._carry_out(self.core.withdraw(session.key[0], caller, self._world.now))
 
-    def close_session(self, session: Session, reason: str) -> None:
+    def close_session(self, session: Session, reason: str, between_steps: bool = False) -> None:
         self.withdraw(session)
         if self.sessions.get(session.key) is session:
             del self.sessions[session.key]
-            self._carry_out(self.core.leave(*session.key, reason, self._world.now))
+            self.leave(session, reason, between_steps)
+
+    def leave(self, session: Session, reason: str, between_steps: bool) -> None:
+        job, replica_id = session.key
+        now = self._world.now
+        if between_steps:
+            self._invariants.discards.left(replica_id)
+        self._carry_out(self.core.leave(job, replica_id, reason, now, between_steps=between_steps))
+
+    def accept_loss(self, job: str) -> None:
+        """An operator accepts that ``job`` goes back, if it is held back for that."""
+        if self.process.is_dead:
+            return
+        with contextlib.suppress(RequestRefused):
+            orders = self.core.accept_loss(job, self._world.now)
+            self._invariants.progress.accepted(job)
+            self._carry_out(orders)
+            self._story.tell("lighthouse", f"the loss of {job} is accepted")
+
+    def tell(self, job: str, name: str, kind: str) -> None:
+        """An operator's order to the group called ``name``, if it can be told."""
+        if self.process.is_dead:
+            return
+        try:
+            session = self.sessions.get((job, self.core.find(job, name)))
+        except RequestRefused:
+            return
+        if session is not None:
+            session.stream.to_client(kind)
 
     # -- orders ----------------------------------------------------------------------------------
 
@@ -125,9 +187,12 @@ class LighthouseActor:
                 self._publish(order)
             elif isinstance(order, RefuseRequest):
                 session = self._answer(order.caller)
+                self.lookout.withdrew(session.key, self._world.now)
                 session.refuse(order.error)
             elif isinstance(order, ReportLoss):
                 self._tell_loss(order)
+            elif isinstance(order, ReportHang):
+                self._report_hang(order)
         self._arm()
 
     def _answer(self, caller: int) -> Session:
@@ -145,6 +210,7 @@ class LighthouseActor:
         )
         self._invariants.ids.published(order.job, quorum)
         self._invariants.progress.published(order)
+        self.lookout.published(order.job, quorum)
         for caller, member in zip(order.callers, quorum.participants, strict=True):
             session = self._answer(caller)
             asked = session.key == (order.job, member.replica_id)
@@ -154,10 +220,22 @@ class LighthouseActor:
     def _tell_loss(self, loss: ReportLoss) -> None:
         self._story.tell("lighthouse", f"{loss.replica_id} is out: {loss.reason}")
         self._invariants.progress.lost(loss)
+        self.heard_at.pop((loss.job, loss.replica_id), None)
+        self.lookout.gone((loss.job, loss.replica_id))
+        if loss.between_steps:
+            return
+        self._invariants.discards.told_as_lost(loss.replica_id)
         for fellow in self.core.fellows(loss.job, loss.replica_id):
             session = self.sessions.get((loss.job, fellow))
             if session is not None:
-                session.stream.to_client("lost", loss.replica_id, loss.reason)
+                session.stream.to_client("lost", loss.replica_id, loss.quorum_id)
+
+    def _report_hang(self, hang: ReportHang) -> None:
+        self._story.tell("lighthouse", f"{hang.replica_id} hangs: {hang.phase.value}")
+        self._invariants.hangs.reported(hang)
+        session = self.sessions.get((hang.job, hang.replica_id))
+        if hang.kill and session is not None:
+            session.stream.to_client("kill")
 
     def _arm(self) -> None:
         at = self.core.next_deadline()
@@ -182,6 +260,7 @@ class Session:
         self.key = ("", "")
         self.number = 0
         self.caller: int | None = None
+        self._is_unary = False  # its messages are calls of their own, and its end tells nothing
         self.end = End(house.process, self._hear, self._close)
 
     def refuse(self, error: TorchFTError) -> None:
@@ -190,12 +269,17 @@ class Session:
     def _hear(self, kind: str, *what: object) -> None:
         getattr(self, f"_on_{kind}")(*what)
 
-    def _on_hello(self, job: str, replica_id: str) -> None:
+    def _on_hello(self, job: str, replica_id: str, has_sessions: bool) -> None:
         self.key = (job, replica_id)
-        self.stream.to_client("welcome", self._house.open_session(self))
+        self._is_unary = not has_sessions
+        open_ = self._house.heartbeat if self._is_unary else self._house.open_session
+        self.stream.to_client("welcome", open_(self))
 
-    def _on_beat(self) -> None:
-        self._house.heartbeat(self)
+    def _on_beat(
+        self, phase: Phase = Phase.IDLE, step: int | None = None, lasts_s: float = 0.0
+    ) -> None:
+        since = self._house.process.world.now - lasts_s
+        self._house.heartbeat(self, None if step is None else Activity(phase, step, since))
 
     def _on_question(self, number: int, member: Member, timeout_s: float) -> None:
         self._house.withdraw(self)
@@ -210,8 +294,11 @@ class Session:
         if number == self.number:  # or it has been overtaken
             self._house.withdraw(self)
 
-    def _on_leave(self, reason: str) -> None:
-        self._house.close_session(self, reason)
+    def _on_leave(self, reason: str, between_steps: bool) -> None:
+        if self._is_unary:
+            self._house.leave(self, reason, between_steps)
+        self._house.close_session(self, reason, between_steps)
+        self.end.is_open = False  # what else was on its way is not read
         self.stream.end("it has left")
 
     def _close(self, reason: str) -> None:

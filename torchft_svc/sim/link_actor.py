@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchft_svc.core.acceptance import check_answer
+from torchft_svc.core.activity import Activity
 from torchft_svc.core.group_orders import AskLighthouse
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, TorchFTError, Unreachable
@@ -35,6 +36,8 @@ class LinkConfig:
     heartbeat_interval_s: float
     connect_timeout_s: float
     quorum_retries: int
+    min_replicas: int
+    has_sessions: bool
 
 
 class SessionActor:
@@ -47,14 +50,16 @@ class SessionActor:
         accept: Callable[[Stream], End | None],
         config: LinkConfig,
         replica_id: str,
-        on_loss: Callable[[str, str], None],
+        on_news: Callable[..., None],
+        activity: Callable[[], Activity | None],
     ) -> None:
         self._process = process
         self._network = network
         self._accept = accept
         self._config = config
         self._replica_id = replica_id
-        self._on_loss = on_loss
+        self._on_news = on_news
+        self._activity = activity
         self._stream: Stream | None = None
         self._opening: Stream | None = None
         self._pause_s = MIN_PAUSE_S
@@ -71,7 +76,8 @@ class SessionActor:
         end = End(self._process, self._hear, self._lost)
         stream = self._opening = self._network.connect(end, self._accept)
         if stream is not None:
-            stream.to_server("hello", self._config.job, self._replica_id)
+            has_sessions = self._config.has_sessions
+            stream.to_server("hello", self._config.job, self._replica_id, has_sessions)
             self._process.after(WELCOME_TIMEOUT_S, self._check_welcome, stream)
 
     def ask(self, member: Member, timeout_s: float, done: Callable[[Outcome], None]) -> None:
@@ -90,8 +96,11 @@ class SessionActor:
             if self._stream is not None:
                 self._stream.to_server("withdrawal", self._number)
 
-    def leave(self, reason: str, then: Callable[[], None]) -> None:
+    def leave(self, reason: str, between_steps: bool, then: Callable[[], None]) -> None:
         """Say so, and wait a moment for the lighthouse to end the session."""
+        if self._on_left is not None:  # it is leaving
+            then()
+            return
         self._left = True
         if self._stream is None:
             if self._opening is not None:
@@ -99,7 +108,7 @@ class SessionActor:
             then()
             return
         self._on_left = then
-        self._stream.to_server("leave", reason)
+        self._stream.to_server("leave", reason, between_steps)
         self._process.after(LEAVE_TIMEOUT_S, self._has_left)
 
     def _has_left(self) -> None:
@@ -126,7 +135,10 @@ class SessionActor:
         self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     def _hear(self, kind: str, *what: object) -> None:
-        getattr(self, f"_on_{kind}")(*what)
+        if kind in ("lost", "kill", "drain"):
+            self._on_news(kind, *what)
+        else:
+            getattr(self, f"_on_{kind}")(*what)
 
     def _on_welcome(self, min_interval_s: float) -> None:
         stream, self._opening = self._opening, None
@@ -141,7 +153,12 @@ class SessionActor:
     def _beat(self, stream: Stream | None, interval_s: float) -> None:
         if stream is None or self._stream is not stream:
             return
-        stream.to_server("beat")
+        doing = self._activity()
+        if doing is not None:
+            lasts_s = self._process.world.now - doing.since
+            stream.to_server("beat", doing.phase, doing.step, lasts_s)
+        else:
+            stream.to_server("beat")
         wait_s = interval_s * self._process.chance.uniform(0.9, 1.0)
         self._process.after(wait_s, self._beat, stream, interval_s)
 
@@ -152,9 +169,6 @@ class SessionActor:
     def _on_refusal(self, number: int, error: TorchFTError) -> None:
         if number == self._number:
             self._finish(error)
-
-    def _on_lost(self, replica_id: str, reason: str) -> None:
-        self._on_loss(replica_id, reason)
 
     def _expire(self, number: int) -> None:
         if number == self._number and self._done is not None:
@@ -180,14 +194,17 @@ class LinkActor:
         network: Network,
         accept: Callable[[Stream], End | None],
         config: LinkConfig,
-        on_loss: Callable[[str, str], None],
+        on_news: Callable[..., None],
+        activity: Callable[[], Activity | None],
     ) -> None:
         self._process = process
         self._network = network
         self._accept = accept
         self._config = config
-        self._on_loss = on_loss
+        self._on_news = on_news
+        self._activity = activity
         self._seen_quorum_id = 0
+        self._last_num_groups = 0
         self._question: _Question | None = None
         self._num_incarnations = 0
         self._new_incarnation()
@@ -201,7 +218,8 @@ class LinkActor:
             self._accept,
             self._config,
             self.replica_id,
-            self._on_loss,
+            self._on_news,
+            self._activity,
         )
         self._session.open()
 
@@ -209,7 +227,9 @@ class LinkActor:
         deadline = self._process.world.now + timeout_s
         question = self._question = _Question(ask, deadline, self._config.quorum_retries, done)
         if ask.new_incarnation:
-            self._session.leave("a worker was restarted", lambda: self._begin_again(question))
+            left = self._session
+            begin_again = lambda: self._begin_again(question, left)  # noqa: E731
+            left.leave("a worker was restarted", False, begin_again)
         else:
             self._attempt(question)
 
@@ -218,11 +238,12 @@ class LinkActor:
         self._question = None
         self._session.withdraw()
 
-    def leave(self, reason: str) -> None:
-        self._session.leave(reason, lambda: None)
+    def leave(self, reason: str, between_steps: bool) -> None:
+        self._session.leave(reason, between_steps, lambda: None)
 
-    def _begin_again(self, question: _Question) -> None:
-        self._new_incarnation()
+    def _begin_again(self, question: _Question, left: SessionActor) -> None:
+        if self._session is left:
+            self._new_incarnation()
         self._attempt(question)
 
     def _attempt(self, question: _Question) -> None:
@@ -247,6 +268,8 @@ class LinkActor:
             shrink_only=question.ask.shrink_only,
             commit_failures=question.ask.commit_failures,
             seen_quorum_id=self._seen_quorum_id,
+            min_replicas=self._config.min_replicas,
+            last_num_groups=self._last_num_groups,
         )
         self._session.ask(
             member, timeout_s, lambda outcome: self._told(question, self._check(member, outcome))
@@ -272,10 +295,11 @@ class LinkActor:
         if not isinstance(outcome, Quorum):
             return outcome
         try:
-            check_answer(asked, outcome, ids_grow=True)
+            check_answer(asked, outcome, ids_grow=self._config.has_sessions)
         except QuorumFailed as error:
             return error
         self._seen_quorum_id = max(self._seen_quorum_id, outcome.quorum_id)
+        self._last_num_groups = len(outcome.participants)
         return outcome
 
 

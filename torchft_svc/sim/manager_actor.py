@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torchft_svc.core.activity import Activity, WorkerActivities
 from torchft_svc.core.assignment import Assignment, assign
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
@@ -18,6 +19,7 @@ from torchft_svc.core.group_orders import (
     StopAsking,
 )
 from torchft_svc.core.requests import Vote, WorkerRequest
+from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Quorum
 from torchft_svc.errors import CommitFailed, DeadlineExceeded, TorchFTError
 from torchft_svc.sim.invariants import Invariants
@@ -38,6 +40,9 @@ class Part:
 
 WorkerAnswer = Part | bool | TorchFTError
 Reply = Callable[[WorkerAnswer], None]
+News = Callable[..., None]  # the kind of news, and what it tells
+# How long the workers have to end by themselves when they are told to.
+KILL_NEWS_S = 0.5
 
 
 class ManagerActor:
@@ -48,35 +53,48 @@ class ManagerActor:
         process: Process,
         job: str,
         group_world_size: int,
-        link: Callable[[Callable[[str, str], None]], LinkActor],
-        invariants: Invariants,
-        story: Story,
+        link: Callable[[News, Callable[[], Activity | None]], LinkActor],
+        on_killed: Callable[[], None],
+        shared: tuple[Invariants, Story],
     ) -> None:
         self.process = process
         self._job = job
         self._group = process.name.partition("/")[0]
-        self._invariants = invariants
-        self._story = story
+        self._on_killed = on_killed
+        self._invariants, self._story = shared
         self.core = Group(group_world_size, first_round=int(process.world.now * 1000) + 1)
-        self.link = link(self._tell_loss)
+        self._activities = WorkerActivities()
+        self.link = link(self._hear, self._activities.slowest)
         self._callers = itertools.count()
         self._replies: dict[int, Reply] = {}
         self._deadlines: dict[int, float] = {}
         self._rounds: dict[int, int] = {}  # by the callers that vote
-        self._news: dict[int, Callable[[str, str], None]] = {}
+        self._news: dict[int, News] = {}
 
     # -- what workers say ------------------------------------------------------------------------
 
-    def attach(self, group_rank: int, worker_id: str, on_loss: Callable[[str, str], None]) -> None:
+    def attach(self, group_rank: int, worker_id: str, on_news: News) -> None:
         self.core.attached(group_rank, worker_id)
-        self._news[group_rank] = on_loss
+        self._news[group_rank] = on_news
 
     def detach(self, group_rank: int, worker_id: str, reason: str) -> None:
         self._news.pop(group_rank, None)
+        self._activities.gone(group_rank)
         self._carry_out(self.core.detached(group_rank, worker_id, reason))
+
+    def hear_phase(self, group_rank: int, phase: Phase, step: int) -> None:
+        """A worker does something else now."""
+        if group_rank in self._news:
+            self._activities.told(group_rank, phase, step, self.process.world.now)
+
+    def drain(self, reason: str) -> None:
+        """The group has to finish its step and end."""
+        self._tell_workers("drain")
+        self._carry_out(self.core.drain(reason))
 
     def quorum(self, request: WorkerRequest, timeout_s: float, reply: Reply) -> int:
         """The caller's number, to cancel the call by."""
+        self.hear_phase(request.group_rank, Phase.QUORUM, request.step)
         return self._wait(
             "quorum", timeout_s, reply, lambda key: self.core.quorum_requested(request, key)
         )
@@ -142,7 +160,7 @@ class ManagerActor:
                 self.link.stop()
             elif isinstance(order, LeaveLighthouse):
                 self._story.tell(self.process.name, f"leaves: {order.reason}")
-                self.link.leave(order.reason)
+                self.link.leave(order.reason, order.between_steps)
             elif isinstance(order, AnswerWorker):
                 self._answer_worker(order)
             elif isinstance(order, AnswerVote):
@@ -163,6 +181,7 @@ class ManagerActor:
 
     def _answer_worker(self, order: AnswerWorker) -> None:
         request = order.request
+        self.hear_phase(request.group_rank, Phase.TRAINING, request.step)
         try:
             part = assign(order.quorum, self.link.replica_id, request.group_rank, request.init_sync)
         except TorchFTError as error:
@@ -171,6 +190,16 @@ class ManagerActor:
         self._invariants.agreement.assigned(self._job, order.quorum, part, request.group_rank)
         self._end(order.caller, Part(part, order.round))
 
-    def _tell_loss(self, replica_id: str, reason: str) -> None:
-        for tell in self._news.values():
-            tell(replica_id, reason)
+    # -- news ------------------------------------------------------------------------------------
+
+    def _hear(self, kind: str, *what: object) -> None:
+        if kind == "drain":
+            self.drain("the lighthouse says so")
+            return
+        self._tell_workers(kind, *what)
+        if kind == "kill":
+            self.process.after(KILL_NEWS_S, self._on_killed)
+
+    def _tell_workers(self, kind: str, *what: object) -> None:
+        for tell in list(self._news.values()):
+            tell(kind, *what)

@@ -22,11 +22,19 @@ GROUP_FAULTS = {
     "lag": 2.0,
     "break_sum": 3.0,
     "leave": 2.0,
+    "drain": 2.0,
+    "stall": 1.0,
 }
-LIGHTHOUSE_FAULTS = {"lighthouse_crash": 2.0, "lighthouse_freeze": 0.3, "crash_all": 0.3}
+LIGHTHOUSE_FAULTS = {
+    "lighthouse_crash": 2.0,
+    "lighthouse_freeze": 0.3,
+    "crash_all": 0.3,
+    "accept_loss": 0.5,
+}
 MAX_FAULTS, MAX_FAULTS_OF_LARGE = 30, 6
 # The longest that a fault lasts, and the time in which faults begin, in seconds.
 MAX_DOWN_S, FAULTS_END_S = 8.0, 20.0
+LONG_HANG = 4.0  # times as long: longer than others wait for it
 LARGE = 200  # above this many groups, a run is about the number
 
 
@@ -57,6 +65,8 @@ class Scenario:
     trainer: TrainerRules
     connect_timeout_s: float
     quorum_retries: int
+    told_min_replicas: int
+    unary_every: int  # each such group has no session; 0: none
     save_every: int
     start_spread_s: float
     is_clock_honest: bool
@@ -96,12 +106,16 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
     min_replica_size = chance.choice([1, 1, 1, max(1, groups // 2)])
     jobs = chance.choice([1, 1, 1, 2])
     is_clock_honest = chance.random() < 0.7
+    hang_timeout_s = chance.choice([None, None, collective_s + 3.0])
     config = QuorumConfig(
         min_replicas=chance.choice([1, 1, max(1, groups // (2 * jobs))]),
         join_timeout_s=chance.choice([0.2, 1.0, 5.0, 20.0]),
         startup_timeout_s=chance.choice([None, 5.0]),
         heartbeat_timeout_s=chance.choice([1.0, 5.0]),
         on_step_regression=chance.choice(["auto", "auto", "hold", "warn"]),
+        hang_timeout_s=None if is_large else hang_timeout_s,
+        on_hang=chance.choice(["report", "kill"]),
+        max_members_per_job=10 * groups,
     )
     trainer = TrainerRules(
         collective_s=collective_s,
@@ -110,6 +124,8 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
         min_replica_size=min_replica_size,
         use_async_quorum=chance.random() < 0.7,
         num_wanted=chance.choice([None, None, None, min_replica_size]),
+        shrink_only_rate=chance.choice([0.0, 0.0, 0.0, 0.2 / groups]),
+        tells_phases=config.hang_timeout_s is not None,
     )
     return Scenario(
         seed=seed,
@@ -120,6 +136,8 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
         trainer=trainer,
         connect_timeout_s=min(quorum_s, chance.choice([1.0, 10.0])),
         quorum_retries=chance.choice([0, 0, 2]),
+        told_min_replicas=chance.choice([0, 0, 0, max(1, groups // (2 * jobs))]),
+        unary_every=chance.choice([0, 0, 0, 1, 3]),
         save_every=chance.choice([0, 1, 5]),
         start_spread_s=chance.choice([0.0, 0.1, 1.0 if is_large else 10.0]),
         is_clock_honest=is_clock_honest,
@@ -143,13 +161,9 @@ def _draw_faults(
         value = chance.random()
         if kind == "lighthouse_crash" and is_clock_honest:
             value = 0.0
-        faults.append(
-            Fault(
-                at=chance.uniform(0.0, end_s),
-                kind=kind,
-                target=chance.randrange(num_groups),
-                seconds=chance.choice([0.02, 0.3, 2.0, 6.0, MAX_DOWN_S][: 3 if is_large else 5]),
-                value=value,
-            )
-        )
+        seconds = chance.choice([0.02, 0.3, 2.0, 6.0, MAX_DOWN_S][: 3 if is_large else 5])
+        if kind == "hang" and chance.random() < 0.3:
+            seconds *= LONG_HANG
+        at, target = chance.uniform(0.0, end_s), chance.randrange(num_groups)
+        faults.append(Fault(at=at, kind=kind, target=target, seconds=seconds, value=value))
     return tuple(sorted(faults, key=lambda fault: fault.at))

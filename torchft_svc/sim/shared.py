@@ -24,6 +24,9 @@ class Home(Protocol):
     group_world_size: int
     manager: ManagerActor | None
 
+    def worker_drained(self) -> None:
+        """A worker has ended in good order, because its group was told to."""
+
     def worker_failed(self, why: str) -> None:
         """A worker ends with an error; its launcher starts the group again."""
 

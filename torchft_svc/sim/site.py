@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torchft_svc.core.activity import Activity
 from torchft_svc.sim.lighthouse_actor import LighthouseActor
 from torchft_svc.sim.link_actor import LinkActor, LinkConfig
-from torchft_svc.sim.manager_actor import ManagerActor
+from torchft_svc.sim.manager_actor import ManagerActor, News
 from torchft_svc.sim.scenario import Scenario
 from torchft_svc.sim.shared import Shared
 from torchft_svc.sim.sums import State
@@ -51,8 +52,8 @@ class Site:
         self._num_lives = 0
         self._launcher = world.process(f"{self.name}/launcher")
         self._is_starting = False
-        # In every third group the manager is not a child of the first worker, and survives it.
-        self._is_sidecar = number % 3 == 2
+        # In every other group the manager is not a child of the first worker, and survives it.
+        self._is_sidecar = number % 2 == 1
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -70,6 +71,7 @@ class Site:
     def _start_manager(self) -> None:
         self._num_lives += 1
         process = self._world.process(f"{self.name}/m{self._num_lives}")
+        every = self._scenario.unary_every
         config = LinkConfig(
             job=self.job,
             name=self.name,
@@ -77,18 +79,21 @@ class Site:
             heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
             connect_timeout_s=self._scenario.connect_timeout_s,
             quorum_retries=self._scenario.quorum_retries,
+            min_replicas=self._scenario.told_min_replicas,
+            has_sessions=not (every and int(self.name[1:]) % every == 0),
         )
 
-        def link(on_loss: Callable[[str, str], None]) -> LinkActor:
-            return LinkActor(process, self._shared.network, self._house.accept, config, on_loss)
+        def link(on_news: News, activity: Callable[[], Activity | None]) -> LinkActor:
+            accept = self._house.accept
+            return LinkActor(process, self._shared.network, accept, config, on_news, activity)
 
         self.manager = ManagerActor(
             process,
             self.job,
             self.group_world_size,
             link,
-            self._shared.invariants,
-            self._shared.story,
+            lambda: self.worker_failed("its manager was told to end it"),
+            (self._shared.invariants, self._shared.story),
         )
         self._shared.managers[process.name] = self.manager
 
@@ -105,7 +110,7 @@ class Site:
                 worker.restore(*saved[group_rank])
             self.workers.append(worker)
             process.on_death.append(self._on_worker_death(worker))
-            worker.attach()
+            worker.line.attach()
             process.after(0.0, worker.begin_step)
 
     def _on_worker_death(self, worker: WorkerActor) -> Callable[[], None]:
@@ -144,9 +149,32 @@ class Site:
         self._shared.story.tell(self.name, f"a worker ends: {why}")
         self._launcher.after(NOTICE_S, self._end_the_others, RESTART_S)
 
+    def worker_drained(self) -> None:
+        """A worker has ended in good order; when all have, the group is started again later."""
+        if all(worker.process.is_dead for worker in self.workers):
+            self._launcher.after(NOTICE_S, self._end_the_others, RESTART_S)
+
     def _end_the_others(self, down_s: float) -> None:
-        if not self._is_starting:
+        """A manager that is not a child of the first worker outlives them all."""
+        if self._is_starting:
+            return
+        if not self._outlives_workers():
             self.crash(down_s)
+            return
+        for worker in self.workers:
+            worker.process.kill()
+        self._is_starting = True
+        self._launcher.after(down_s, self._start_beside_manager)
+
+    def _start_beside_manager(self) -> None:
+        if self.manager is None or self.manager.process.is_dead:
+            self._start()
+            return
+        self._is_starting = False
+        self._start_workers()
+
+    def _outlives_workers(self) -> bool:
+        return self._is_sidecar and self.manager is not None and not self.manager.process.is_dead
 
     def crash_manager(self) -> None:
         """Rank 0 starts another one."""
@@ -158,13 +186,13 @@ class Site:
             return
         self._start_manager()
         for worker in self.workers:
-            worker.attach()
+            worker.line.attach()
 
     def restart_workers(self) -> None:
         """The trainers start again, beside a manager that lives on if it is not theirs."""
         if self._is_starting or not self.workers:
             return
-        if not self._is_sidecar or self.manager is None or self.manager.process.is_dead:
+        if not self._outlives_workers():
             self.crash(RESTART_S)
             return
         for worker in self.workers:
@@ -172,10 +200,19 @@ class Site:
         self._start_workers()
 
     def leave(self, down_s: float) -> None:
-        """A drain: the group leaves in good order, and is back later."""
+        """The group leaves in the middle of its step, and is back later."""
         if self.manager is not None and not self.manager.process.is_dead:
-            self.manager.link.leave("it is drained")
+            self.manager.link.leave("it wants to", between_steps=False)
         self._launcher.after(NOTICE_S, self._end_the_others, down_s)
+
+    def drain(self, by_signal: bool) -> None:
+        """SIGTERM to one of its workers, or an order of the lighthouse."""
+        if not by_signal:
+            self._house.tell(self.job, self.name, "drain")
+            return
+        alive = [worker for worker in self.workers if not worker.process.is_dead]
+        if alive:
+            alive[-1].drain("it got SIGTERM")
 
     def processes(self) -> list[Process]:
         """All that live here now."""

@@ -25,11 +25,11 @@ class State:
 
 Result = int | PeerError
 Done = Callable[[Result], None]
-Key = tuple[str, int, int]  # job, quorum id, group rank
+Key = tuple[str, str, int, int]  # job, store, quorum id, group rank
 
 
 class Sums:
-    """All process groups of a world, by job, quorum id and group rank."""
+    """All process groups of a world, by job, store, quorum id and group rank."""
 
     def __init__(self, network: Network, invariants: Invariants) -> None:
         self.network = network
@@ -81,14 +81,17 @@ class Ring:
         for who, (_, tell) in arrived.items():
             other = self.seats[who]
             delay_s = self.sums.network.latency(other.process)
+            other.result_at = self.sums.network.world.now + delay_s
             other.process.after(delay_s, other.receive, number, result, tell)
 
-    def break_up(self, but: Seat) -> None:
-        """A member has closed its connections: the others notice."""
+    def break_up(self, but: Seat, in_order: bool = False) -> None:
+        """A member has closed its connections: the others notice, ``in_order`` after its result."""
         self.is_broken = True
         for seat in self.seats.values():
             if seat is not but:
-                seat.process.after(self.sums.network.latency(seat.process), seat.notice)
+                due_s = max(0.0, seat.result_at - self.sums.network.world.now) if in_order else 0.0
+                delay_s = due_s + self.sums.network.latency(seat.process)
+                seat.process.after(delay_s, seat.notice)
         self._arrived.clear()
 
 
@@ -100,12 +103,13 @@ class Seat:
         self.me = me
         self.process = process
         self.error: PeerError | None = None
+        self.result_at = 0.0
         self._num_begun = 0
         self._pending: Done | None = None
 
     @property
     def quorum_id(self) -> int:
-        return self._ring.key[1]
+        return self._ring.key[2]
 
     def reduce(self, state: State | None, done: Done) -> None:
         self._num_begun += 1
@@ -122,6 +126,13 @@ class Seat:
         if not self._ring.is_broken:
             self._ring.is_broken = True
             self._when_connected(self._ring.break_up, self)
+
+    def depart(self) -> None:
+        """Its worker ends in good order, and has sent what the others wait for."""
+        if self.abort in self.process.on_death:
+            self.process.on_death.remove(self.abort)
+        if not self._ring.is_broken:
+            self._when_connected(self._ring.break_up, self, True)
 
     def leave(self) -> None:
         """Its worker has another one."""

@@ -5,9 +5,9 @@ Weights are one number, a hash chain over all updates, so different histories ca
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torchft_svc.core.assignment import Assignment
 from torchft_svc.core.requests import Vote, WorkerRequest
@@ -21,21 +21,21 @@ from torchft_svc.core.step import (
 )
 from torchft_svc.errors import (
     CommitFailed,
+    GroupLeft,
     PeerError,
     QuorumFailed,
+    RequestRefused,
     TorchFTError,
     Unreachable,
-    UsageError,
 )
-from torchft_svc.sim.call import Call, Enter
-from torchft_svc.sim.manager_actor import ManagerActor, Part, WorkerAnswer
+from torchft_svc.sim.fellows import Fellows
+from torchft_svc.sim.line_actor import RETRY_S, LineActor
+from torchft_svc.sim.manager_actor import Part, WorkerAnswer
 from torchft_svc.sim.offers import Fetched, Offers
 from torchft_svc.sim.shared import Home, Shared
 from torchft_svc.sim.sums import Result, Seat, State
 from torchft_svc.sim.world import Event, Process
 
-MAX_LOSSES = 256
-RETRY_S = 0.05
 # A user's loop that catches a failed quorum tries again after a moment.
 PAUSE_S = 0.01
 _TRAINING = (Phase.TRAINING, Phase.HEALING)
@@ -51,6 +51,8 @@ class TrainerRules:
     min_replica_size: int
     use_async_quorum: bool
     num_wanted: int | None
+    shrink_only_rate: float
+    tells_phases: bool
 
 
 class WorkerActor:
@@ -71,12 +73,15 @@ class WorkerActor:
         self._shared = shared
         self.machine = StepMachine(min_replica_size=rules.min_replica_size)
         self.weights = process.chance.getrandbits(32)
+        self._step_of_weights = 0
         self.offers = Offers(process)
         self.hung_until = 0.0
         self.is_broken = False  # the next collective raises
-        self._losses: deque[str] = deque(maxlen=MAX_LOSSES)
-        self._part: Assignment | None = None
-        self._seat: Seat | None = None
+        self.vote_stalls_s = 0.0  # how much longer the next vote is on its way
+        self.is_draining = False
+        self._num_commits_draining = 0
+        self.line = LineActor(process, home, group_rank, shared.network, self._hear)
+        self._fellows = Fellows(process, shared.sums, home.job, group_rank)
         self._step = _Step(epoch=0)
 
     # -- start -----------------------------------------------------------------------------------
@@ -84,20 +89,7 @@ class WorkerActor:
     def restore(self, state: State, batches_committed: int) -> None:
         self.machine.restore(state.step, batches_committed)
         self.weights = state.weights
-
-    def attach(self) -> None:
-        """Open the line to the manager."""
-        manager = self.home.manager
-        if manager is not None and not manager.process.is_dead:
-            manager.process.after(self._latency(), self._attached, manager)
-
-    def _attached(self, manager: ManagerActor) -> None:
-        if self.process.is_dead:
-            return
-        try:
-            manager.attach(self.group_rank, self.process.name, self._hear_loss)
-        except TorchFTError:
-            self.process.after(RETRY_S, self.attach)
+        self._step_of_weights = state.step
 
     def begin_step(self) -> None:
         """`zero_grad`: ask for a quorum, and go forward unless the quorum is needed first."""
@@ -105,18 +97,20 @@ class WorkerActor:
             return
         self.machine.start()
         state = self.machine.state
+        self._shared.invariants.discards.began(self.process.name, state.step, self._step_of_weights)
         step = self._step = _Step(epoch=state.epoch)
-        step.is_sync = state.step == 0 or not self._rules.use_async_quorum
-        self._losses.clear()
-        must_reconnect = self._seat is not None and self._seat.error is not None
+        sync = self.is_draining or not self._rules.use_async_quorum
+        step.is_sync = state.step == 0 or sync
         request = WorkerRequest(
             group_rank=self.group_rank,
             step=state.step,
             checkpoint_address=self.process.name,
-            commit_failures=max(state.failures, int(must_reconnect)),
+            shrink_only=self.process.chance.random() < self._rules.shrink_only_rate,
+            commit_failures=max(state.failures, int(self._fellows.must_reconnect)),
             worker_id=self.process.name,
+            draining=self.is_draining,
         )
-        self._call(
+        self.line.call(
             self._rules.quorum_s,
             lambda manager, left_s, reply: manager.quorum(request, left_s, reply),
             lambda answer: self._on_quorum(step, answer),
@@ -140,11 +134,17 @@ class WorkerActor:
             return
         if not isinstance(answer, Part):
             assert isinstance(answer, TorchFTError)
-            if isinstance(answer, UsageError):  # to repeat it would not help
+            if isinstance(answer, GroupLeft):
+                self._fellows.depart()
                 self.process.kill()
-                self.home.worker_failed(f"its request was refused: {answer}")
+                self.home.worker_drained()
                 return
             self._fail(answer)
+            if isinstance(answer, RequestRefused):
+                if step.is_sync:
+                    self._end(answer)
+                    return
+                step.refused = answer
             if step.is_sync:
                 self._shared.story.tell(self.process.name, f"no quorum: {answer}")
                 self.process.after(PAUSE_S, self.begin_step)
@@ -156,13 +156,14 @@ class WorkerActor:
         self._form(step, answer.assignment)
 
     def _form(self, step: _Step, part: Assignment) -> None:
-        problem = self._meet(part)
+        problem = self._fellows.meet(part)
         heals = part.heal_source is not None
         self.machine.form(self._participation(step, part), part.max_step if heals else None)
         if problem is not None:
             self.machine.latch(problem)
-        if self.machine.state.error is not None and self._seat is not None:
-            self._seat.abort()
+        if self.machine.state.error is not None:
+            self._fellows.abort()
+        self._tell_phase()
         step.is_ready = True
         if part.heal_targets:
             state = self.machine.state
@@ -184,20 +185,6 @@ class WorkerActor:
         )
         heals_first = part.max_step == 0 or not self._rules.use_async_quorum
         return participation(standing, heals_first=heals_first, num_wanted=self._rules.num_wanted)
-
-    def _meet(self, part: Assignment) -> PeerError | None:
-        if self._seat is not None:
-            if self._seat.quorum_id == part.quorum_id and self._seat.error is None:
-                return None
-            self._seat.leave()
-        self._part = part
-        lost = [each for each in self._losses if each in self._others(part)]
-        me = part.replica_ids[part.replica_rank]
-        key = (self.home.job, part.quorum_id, self.group_rank)
-        self._seat = self._shared.sums.join(key, part.replica_ids, me, self.process)
-        if lost:
-            return QuorumFailed(f"{lost[0]} is gone")
-        return self._seat.error
 
     def _fetch(self, step: _Step, part: Assignment) -> None:
         def received(outcome: Fetched | PeerError) -> None:
@@ -230,8 +217,8 @@ class WorkerActor:
             self.machine.fail_heal(error)
         else:
             self.machine.latch(error)
-        if self.machine.state.participation.participating_rank is not None and self._seat:
-            self._seat.abort()
+        if self.machine.state.participation.participating_rank is not None:
+            self._fellows.abort()
 
     # -- the sum ---------------------------------------------------------------------------------
 
@@ -241,20 +228,20 @@ class WorkerActor:
         if self.is_broken:
             self.is_broken = False
             self._hear_error(QuorumFailed("an exception in a collective"), step)
-        broken = self._seat.error if self._seat is not None else QuorumFailed("no process group")
+        seat = self._fellows.seat
+        broken = seat.error if seat is not None else QuorumFailed("no process group")
         if broken is not None:
             self._hear_error(broken, step)
         if broken is not None or self.machine.state.phase not in _TRAINING:
             self._reduced(step, broken or QuorumFailed("there is no step to sum up"))
             return
-        assert self._seat is not None
+        assert seat is not None
         step.is_reducing = True
+        self._tell_phase(Phase.QUORUM)  # it waits for others
         contributes = self.machine.state.participation.participating_rank is not None
-        step.expiry = self.process.after(
-            self._rules.collective_s, self._reduce_expired, step, self._seat
-        )
+        step.expiry = self.process.after(self._rules.collective_s, self._reduce_expired, step, seat)
         state = self._state() if contributes else None
-        self._seat.reduce(state, lambda result: self._reduced(step, result))
+        seat.reduce(state, lambda result: self._reduced(step, result))
 
     def _reduce_expired(self, step: _Step, seat: Seat) -> None:
         if step is self._step and step.is_reducing:
@@ -264,6 +251,7 @@ class WorkerActor:
         if step is not self._step or step.is_reduced:
             return
         step.is_reducing, step.is_reduced = False, True
+        self._tell_phase()
         if step.expiry is not None:
             step.expiry.cancelled = True
         if isinstance(result, PeerError):
@@ -278,16 +266,22 @@ class WorkerActor:
             return
         state = self.machine.state
         contributes = state.participation.participating_rank is not None
-        if contributes and state.phase in _TRAINING and self._seat is not None:
-            self._seat.abort()
+        if contributes and state.phase in _TRAINING:
+            self._fellows.abort()
 
-    def _hear_loss(self, replica_id: str, reason: str) -> None:
-        self.process.after(self._latency(), self._lose, replica_id)
+    def drain(self, reason: str) -> None:
+        """SIGTERM: the group ends after this step."""
+        self.is_draining = True
+        self.line.ask_to_drain(reason)
 
-    def _lose(self, replica_id: str) -> None:
-        self._losses.append(replica_id)
-        if self._part is not None and replica_id in self._others(self._part) and self._seat:
-            self._seat.abort()
+    def _hear(self, kind: str, *what: Any) -> None:
+        if kind == "lost":
+            self._fellows.lose(*what)
+        elif kind == "drain":
+            self.is_draining = True
+        elif kind == "kill":
+            self.process.kill()
+            self.home.worker_failed("it was told to")
 
     # -- the decision ----------------------------------------------------------------------------
 
@@ -296,10 +290,11 @@ class WorkerActor:
             return
         self._apply_heal(step)
         vote = self.machine.begin_vote()
+        self._tell_phase()
         if self.home.group_world_size == 1:
             self._decided(step, vote)
-            return
-        self._vote(step, vote, self.process.world.now + self._rules.collective_s)
+        else:
+            self._vote(step, vote, self.process.world.now + self._rules.collective_s)
 
     def _vote(self, step: _Step, should_commit: bool, deadline: float) -> None:
         vote = Vote(
@@ -309,10 +304,12 @@ class WorkerActor:
             round=step.round,
             worker_id=self.process.name,
         )
-        self._call(
+        stalls_s, self.vote_stalls_s = self.vote_stalls_s, 0.0
+        self.line.call(
             max(0.001, deadline - self.process.world.now),
             lambda manager, left_s, reply: manager.vote(vote, left_s, reply),
             lambda answer: self._on_decision(step, should_commit, deadline, answer),
+            stalls_s,
         )
 
     def _on_decision(self, step: _Step, vote: bool, deadline: float, answer: WorkerAnswer) -> None:
@@ -324,8 +321,7 @@ class WorkerActor:
             self.process.after(RETRY_S, self._vote, step, vote, deadline)
         else:
             self._decided(step, False)
-            self.process.kill()
-            self.home.worker_failed(f"no decision on its vote: {answer}")
+            self._end(answer)
 
     def _decided(self, step: _Step, committed: bool) -> None:
         before = self.machine.state
@@ -334,12 +330,20 @@ class WorkerActor:
         self._shared.invariants.discards.decided(self.process.name, before, after, committed)
         if committed:
             self._commit(step, before)
+        self._tell_phase()
+        if step.refused is not None:
+            self._end(step.refused)
         self.process.after(PAUSE_S * self.process.chance.random(), self.begin_step)
 
     def _commit(self, step: _Step, before: StepState) -> None:
         assert step.part is not None
         self.weights = hash((self.weights, step.result))
-        key = (self.home.job, self.group_rank, step.part.quorum_id, before.step)
+        self._step_of_weights += 1
+        if self.is_draining:
+            self._num_commits_draining += 1
+            self._shared.invariants.discards.drained(self.process.name, self._num_commits_draining)
+        part = step.part
+        key = (self.home.job, self.group_rank, part.quorum_id, part.replica_ids, before.step)
         self._shared.invariants.identity.committed(key, self.process.name, self.weights)
         self._shared.count_commit(self.home.job, step.part.quorum_id, before.step)
         self.home.save(self.group_rank, self._state(), self.machine.state.batches_committed)
@@ -349,14 +353,22 @@ class WorkerActor:
         if fetched is not None:
             self.machine.apply_heal(fetched.batches_committed)
             self.weights = fetched.state.weights
+            self._step_of_weights = fetched.state.step
 
     # -- inside ----------------------------------------------------------------------------------
 
     def _state(self) -> State:
         return State(self.machine.state.step, self.weights)
 
-    def _others(self, part: Assignment) -> set[str]:
-        return {name for rank, name in enumerate(part.replica_ids) if rank != part.replica_rank}
+    def _tell_phase(self, phase: Phase | None = None) -> None:
+        if self._rules.tells_phases:
+            state = self.machine.state
+            self.line.tell_phase(phase or state.phase, state.step)
+
+    def _end(self, error: WorkerAnswer) -> None:
+        """The training loop raises."""
+        self.process.kill()
+        self.home.worker_failed(str(error))
 
     def _latency(self) -> float:
         return self._shared.network.latency(self.process)
@@ -367,16 +379,6 @@ class WorkerActor:
             return False
         self.process.after(self.hung_until - self.process.world.now, then, *args)
         return True
-
-    def _call(
-        self,
-        timeout_s: float,
-        enter: Enter,
-        done: Callable[[WorkerAnswer], None],
-    ) -> None:
-        """One RPC to the manager, which ends by its deadline whatever happens there."""
-        manager = self.home.manager
-        Call(self.process, self._shared.network, manager, timeout_s, done).start(enter)
 
 
 @dataclass(slots=True)
@@ -394,4 +396,5 @@ class _Step:
     part: Assignment | None = None
     fetched: Fetched | None = None
     result: int | None = None
+    refused: RequestRefused | None = None
     expiry: Event | None = None

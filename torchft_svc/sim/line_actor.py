@@ -1,0 +1,77 @@
+"""A worker's line to its manager in a simulated world: its calls, what it tells, and the news."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchft_svc.core.step import Phase
+from torchft_svc.errors import TorchFTError
+from torchft_svc.sim.call import Call, Enter
+from torchft_svc.sim.manager_actor import ManagerActor, News, WorkerAnswer
+from torchft_svc.sim.network import Network
+from torchft_svc.sim.shared import Home
+from torchft_svc.sim.world import Process
+
+RETRY_S = 0.05
+
+
+class LineActor:
+    """What a worker says to whichever manager its group has now; ``on_news`` is what it hears."""
+
+    def __init__(
+        self, process: Process, home: Home, group_rank: int, network: Network, on_news: News
+    ) -> None:
+        self._process = process
+        self._home = home
+        self._group_rank = group_rank
+        self._network = network
+        self._on_news = on_news
+        self._arrives_at = 0.0  # what was said last: nothing overtakes it
+
+    def attach(self) -> None:
+        """Open the line, again for each new manager."""
+        self._say(self._attached)
+
+    def tell_phase(self, phase: Phase, step: int) -> None:
+        """What the worker does from now on."""
+        self._say(lambda manager: manager.hear_phase(self._group_rank, phase, step))
+
+    def ask_to_drain(self, reason: str) -> None:
+        """The worker was told to end."""
+        self._say(lambda manager: manager.drain(reason))
+
+    def call(
+        self,
+        timeout_s: float,
+        enter: Enter,
+        done: Callable[[WorkerAnswer], None],
+        stalls_s: float = 0.0,
+    ) -> None:
+        """One RPC, which ends by its deadline whatever happens to the manager.
+
+        ``stalls_s``: how much longer than usual the request is on its way.
+        """
+        manager = self._home.manager
+        Call(self._process, self._network, manager, timeout_s, done).start(enter, stalls_s)
+
+    def _say(self, what: Callable[[ManagerActor], None]) -> None:
+        manager = self._home.manager
+        if manager is None or manager.process.is_dead:
+            return
+        now = self._process.world.now
+        at = max(self._arrives_at, now + self._network.latency(self._process))
+        self._arrives_at = at
+        manager.process.after(at - now, self._arrive, manager, what)
+
+    def _arrive(self, manager: ManagerActor, what: Callable[[ManagerActor], None]) -> None:
+        if not self._process.is_dead:
+            what(manager)
+
+    def _attached(self, manager: ManagerActor) -> None:
+        try:
+            manager.attach(self._group_rank, self._process.name, self._hear)
+        except TorchFTError:
+            self._process.after(RETRY_S, self.attach)
+
+    def _hear(self, kind: str, *what: object) -> None:
+        self._process.after(self._network.latency(self._process), self._on_news, kind, *what)

@@ -1,0 +1,113 @@
+"""Looks at a lighthouse now and then: whom it waits for (I5), and whom it remembers (I7).
+
+Like the other checks it keeps books of its own, from what the lighthouse hears and says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from torchft_svc.core.lighthouse import Lighthouse
+from torchft_svc.core.types import Quorum, QuorumConfig
+from torchft_svc.sim.invariants import SLACK_S, must, parts_of
+
+LOOK_S = 0.25
+_AWAITED = re.compile(r"waiting for (.*?)(?: and \d+ more)?: alive, but has not asked")
+_DUE = "a quorum is being published"
+_REPLICA_ID = re.compile(r"g\d+:\S+")
+
+Key = tuple[str, str]  # job and replica id
+
+
+@dataclass(slots=True)
+class _Job:
+    """``late``: waited for in vain, and not to be waited for again until it asks."""
+
+    previous: frozenset[str] = frozenset()
+    asking: dict[str, float] = field(default_factory=dict)
+    gave_up: dict[str, tuple[float, float]] = field(default_factory=dict)
+    late: set[str] = field(default_factory=set)
+    dead: set[str] = field(default_factory=set)
+    due_since: float | None = None
+
+
+class Lookout:
+    """Over one life of a lighthouse."""
+
+    def __init__(self, config: QuorumConfig) -> None:
+        self._config = config
+        self._jobs: dict[str, _Job] = {}
+
+    def heard(self, key: Key) -> None:
+        job = self._jobs.setdefault(key[0], _Job())
+        job.dead.discard(key[1])
+
+    def asked(self, key: Key, now: float) -> None:
+        job = self._jobs.setdefault(key[0], _Job())
+        job.dead.discard(key[1])
+        since, gave_up_at = job.gave_up.pop(key[1], (now, now))
+        if now - gave_up_at > self._config.heartbeat_timeout_s:
+            since = now
+        job.asking.setdefault(key[1], since)
+        job.late.discard(key[1])
+
+    def withdrew(self, key: Key, now: float) -> None:
+        job = self._jobs.setdefault(key[0], _Job())
+        since = job.asking.pop(key[1], None)
+        if since is not None:
+            job.gave_up[key[1]] = (since, now)
+
+    def gone(self, key: Key) -> None:
+        job = self._jobs.setdefault(key[0], _Job())
+        job.asking.pop(key[1], None)
+        job.gave_up.pop(key[1], None)
+        job.late.discard(key[1])
+        job.dead.add(key[1])
+
+    def published(self, name: str, quorum: Quorum) -> None:
+        job = self._jobs.setdefault(name, _Job())
+        job.previous = frozenset(member.replica_id for member in quorum.participants)
+        job.due_since = None
+        for replica_id in job.previous:
+            job.asking.pop(replica_id, None)
+
+    def look(self, core: Lighthouse, alive: Collection[Key], now: float) -> None:
+        """At what each job waits for: a straggler costs the others its time once, the dead none."""
+        for name, job in self._jobs.items():
+            why = core.why(name, now)
+            self._check_due(name, job, why, now)
+            found = _AWAITED.search(why)
+            awaited = set(found[1].split(", ")) if found else set()
+            for each in awaited:
+                must((name, each) in alive, "I5", f"{name} waits for {each}, which is dead")
+                must(each not in job.late, "I5", f"{name} waits for the straggler {each} again")
+            back = [since for each, since in job.asking.items() if each in job.previous]
+            if back and now - min(back) > self._config.join_timeout_s + SLACK_S:
+                must(not awaited, "I5", f"{name} waits for {awaited} since {min(back):.2f} s")
+                job.late |= job.previous - job.asking.keys() - job.dead
+
+    def _check_due(self, name: str, job: _Job, why: str, now: float) -> None:
+        if _DUE not in why:
+            job.due_since = None
+        elif job.due_since is None:
+            job.due_since = now
+        else:
+            is_new = now - job.due_since < SLACK_S
+            must(is_new, "I5", f"a quorum of {name} is due since {job.due_since:.2f} s")
+
+    def check_memory(self, core: Lighthouse, alive: Collection[Key]) -> None:
+        """Nothing in the core names a group that is dead, but the last quorum."""
+        known = {replica_id for _, replica_id in alive}
+        for job in self._jobs.values():
+            known |= job.previous
+        for name in _names_of(core):
+            must(name in known, "I7", f"the lighthouse still remembers {name}")
+
+
+def _names_of(core: Lighthouse) -> Iterator[str]:
+    for _, part in parts_of(core, "lighthouse"):
+        for each in part:
+            if isinstance(each, str) and _REPLICA_ID.fullmatch(each):
+                yield each
