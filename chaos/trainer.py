@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -76,15 +76,27 @@ class Transport(HTTPTransport[Any]):
         super().__init__(timedelta(seconds=_DEFAULT_TIMEOUT_S), hostname="127.0.0.1")
         self._log = log
 
-    def send_checkpoint(
-        self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
+    def send_striped(
+        self,
+        dst_ranks: list[int],
+        extra_dst_ranks: list[int],
+        step: int,
+        state_dict: Any,
+        timeout: timedelta | None = None,
     ) -> None:
-        super().send_checkpoint(dst_ranks, step, state_dict, timeout)
+        super().send_striped(dst_ranks, extra_dst_ranks, step, state_dict, timeout)
         self._log.write(PhaseBegan, step=step, phase="serve")
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+    def recv_striped(
+        self,
+        src_rank: int,
+        metadata: str,
+        extras: Sequence[Callable[[], str]],
+        step: int,
+        timeout: timedelta,
+    ) -> Any:
         self._log.write(PhaseBegan, step=step, phase="fetch")
-        return super().recv_checkpoint(src_rank, metadata, step, timeout)
+        return super().recv_striped(src_rank, metadata, extras, step, timeout)
 
 
 class State:

@@ -44,7 +44,7 @@ def fetch_state(
         metadata,
     )
     source = quorum.recover_src_replica_rank
-    if not transport.can_stripe:
+    if not (transport.can_stripe and quorum.recover_extra_src_manager_addresses):
         return transport.recv_checkpoint(source, metadata, quorum.max_step, timeout)
     extra_timeout = min(timeout, _EXTRA_TIMEOUT)
     extras = [
