@@ -29,6 +29,8 @@ from torchft_svc.client import (
 )
 
 LIFE_S = 60.0
+# A manager that nobody holds any more is shut down.
+_kept: list[object] = []
 
 
 def say(*words: object) -> None:
@@ -47,7 +49,9 @@ def make(lighthouse: str, **options: object) -> tuple[Manager, OptimizerWrapper,
     )
     for child in psutil.Process().children():
         say("manager", child.pid)
-    return manager, OptimizerWrapper(manager, sgd), DistributedDataParallel(manager, model)
+    made = manager, OptimizerWrapper(manager, sgd), DistributedDataParallel(manager, model)
+    _kept.append(made)
+    return made
 
 
 def trains(lighthouse: str) -> None:
