@@ -200,7 +200,8 @@ class Fleet:
     def _check_memory(self, sites: list[Site]) -> None:
         """Of the lighthouse, and of the managers of these groups."""
         self.invariants.bounds.check(self.house.core, len(self.sites))
-        self.house.lookout.check_memory(self.house.core, self.house.alive())
+        if not (self.house.process.is_dead or self.house.process.is_frozen):
+            self.house.lookout.check_memory(self.house.core, self.house.alive())
         for site in sites:
             if site.manager is not None:
                 self.invariants.bounds.check(site.manager.core, site.group_world_size)
