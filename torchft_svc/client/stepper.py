@@ -218,6 +218,7 @@ class Stepper:
             return
         state, self._round.state = self._round.state, None
         try:
+            self._links.transport.retract_checkpoint()
             self._links.registry.load(state)
             with self._step.changing() as machine:
                 machine.apply_heal(state[MANAGER_KEY]["batches_committed"])

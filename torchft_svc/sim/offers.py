@@ -29,20 +29,25 @@ class Offers:
     def __init__(self, process: Process) -> None:
         self.process = process
         self._offered: dict[int, Fetched] = {}
+        self._newest = -1
         self._early: list[tuple[int, Callable[[Fetched | PeerError], None]]] = []
 
     def offer(self, step: int, state: Fetched) -> None:
-        self._offered = {step: state}
+        self._offered, self._newest = {step: state}, step
         early, self._early = self._early, []
         for wanted, receive in early:
             self.fetch(wanted, receive)
+
+    def retract(self) -> None:
+        """The worker has healed: what it offered is not its state any more."""
+        self._offered = {}
 
     def fetch(self, step: int, receive: Callable[[Fetched | PeerError], None]) -> None:
         """Send the state of ``step``, now or when it is offered."""
         if step in self._offered:
             copy_s = self.process.chance.expovariate(1.0) * MEAN_COPY_S
             self.process.after(copy_s, receive, self._offered[step])
-        elif self._offered and step < min(self._offered):
+        elif step < self._newest:
             receive(CheckpointError("simulated", f"step {step} is not served any more"))
         else:
             early = (step, receive)

@@ -351,9 +351,9 @@ class WorkerActor:
     def _apply_heal(self, step: _Step) -> None:
         fetched, step.fetched = step.fetched, None
         if fetched is not None:
+            self.offers.retract()
             self.machine.apply_heal(fetched.batches_committed)
-            self.weights = fetched.state.weights
-            self._step_of_weights = fetched.state.step
+            self.weights, self._step_of_weights = fetched.state.weights, fetched.state.step
 
     # -- inside ----------------------------------------------------------------------------------
 

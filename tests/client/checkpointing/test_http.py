@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from typing import Any
 
@@ -123,6 +124,21 @@ def test_a_step_that_was_discarded_can_be_offered_again(
         asked = pool.submit(receiver.recv_checkpoint, 0, source.metadata(), 6, LONG)
         source.send_checkpoint([1], 6, {"try": 2}, LONG)
         assert asked.result(20) == {"try": 2}
+
+
+def test_i3_a_state_is_not_served_any_more_once_its_owner_has_healed(
+    source: HTTPTransport[Any], receiver: HTTPTransport[Any]
+) -> None:
+    """At step 0 a heal changes the weights and not the step; a receiver died before it came."""
+    source.send_checkpoint([1], 0, {"w": torch.zeros(5)}, LONG)
+    source.disallow_checkpoint()
+    source.retract_checkpoint()
+    with ThreadPoolExecutor() as pool:
+        fetching = pool.submit(receiver.recv_checkpoint, 0, source.metadata(), 0, LONG)
+        with pytest.raises(FutureTimeout):
+            fetching.result(timeout=0.3)
+        source.send_checkpoint([1], 0, {"w": torch.ones(5)}, LONG)
+        assert fetching.result()["w"].tolist() == [1] * 5
 
 
 def test_nobody_listens(source: HTTPTransport[Any], receiver: HTTPTransport[Any]) -> None:

@@ -133,6 +133,11 @@ class HTTPTransport(CheckpointTransport[T]):
         if state is not None:
             state.detach()
 
+    def retract_checkpoint(self) -> None:
+        state = self._board.state
+        if state is not None:
+            state.retire("this worker has healed since")
+
     def expect_checkpoint(self, like: T | None) -> None:
         with self._lock:
             if not self._is_shut_down:

@@ -47,6 +47,13 @@ class CheckpointTransport(ABC, Generic[T]):
         It never waits for a receiver. May be called at any time, any number of times.
         """
 
+    def retract_checkpoint(self) -> None:
+        """What was offered is not this worker's state any more, although its step may be the same.
+
+        Whoever has not fetched it has to wait for the next offer. A transport whose offers end with
+        the quorum needs to do nothing, as this one does.
+        """
+
     def expect_checkpoint(self, like: T | None) -> None:
         """A state of about the size of ``like`` may be fetched soon; None: it will not be.
 
