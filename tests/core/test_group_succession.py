@@ -45,6 +45,15 @@ def test_the_same_if_the_vote_comes_first() -> None:
         )
 
 
+def test_i3_a_step_that_grew_with_a_heal_shows_no_commit() -> None:
+    """Rank 0 has healed, from step 5 to 6, and was told that nothing was committed; rank 1's heal
+    has failed, so it voted no."""
+    group = successor(2)
+    assert group.quorum_requested(request(0, STEP + 1), 10) == ()
+    no = vote(1, yes=False, round=OLD_ROUND)
+    assert group.voted(no, 11) == (AnswerVote(11, should_commit=False),)
+
+
 def test_only_the_first_round_of_a_manager_takes_up_older_votes() -> None:
     group = successor(1)
     group.quorum_requested(request(0), 10)

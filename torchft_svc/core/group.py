@@ -110,7 +110,7 @@ class Group:
         waiting = self._requests.get(request.group_rank)
         if waiting and waiting[0].worker_id != request.worker_id:
             raise self._taken(request.group_rank)
-        orders = self._end_inherited_votes(request.step) or self._drop_votes(
+        orders = self._end_inherited_votes(request) or self._drop_votes(
             f"group rank {request.group_rank} asked for a new quorum instead of voting"
         )
         if waiting:
@@ -199,7 +199,8 @@ class Group:
                 return (_answer_late(caller, self._ended),)
             self._check_round(vote)
         elif self._requests:
-            return (AnswerVote(caller, self._has_committed(vote.step)),)
+            told = any(_shows_commit(asked, vote) for asked, _ in self._requests.values())
+            return (AnswerVote(caller, told),)
         earlier = self._votes.get(vote.group_rank)
         if earlier and (earlier[0].worker_id, earlier[0].should_commit) != (
             vote.worker_id,
@@ -275,16 +276,12 @@ class Group:
     def _is_inherited(self, vote: Vote) -> bool:
         return self._round < self._first_round and 0 < vote.round < self._first_round
 
-    def _has_committed(self, step: int) -> bool:
-        """Whether the workers that ask for a quorum were told to commit ``step``."""
-        return any(request.step > step for request, _ in self._requests.values())
-
-    def _end_inherited_votes(self, asked_step: int) -> list[Order]:
-        """A worker asks at ``asked_step``, so it had an answer; the others get the same."""
+    def _end_inherited_votes(self, asked: WorkerRequest) -> list[Order]:
+        """A worker asks, so it had an answer; the others get the same."""
         if self._round >= self._first_round or self._decision is not None:
             return []
         votes, self._votes = self._votes, {}
-        return [AnswerVote(who, asked_step > vote.step) for vote, who in votes.values()]
+        return [AnswerVote(who, _shows_commit(asked, vote)) for vote, who in votes.values()]
 
     def _meet(self, request: WorkerRequest) -> None:
         """Note who the worker is; another one at a known rank makes this another incarnation."""
@@ -345,6 +342,15 @@ def _different_steps(requests: dict[int, tuple[WorkerRequest, int]]) -> RequestR
     named = sorted((request.group_rank, request.step) for request, _ in requests.values())
     steps = ", ".join(f"rank {rank} at step {step}" for rank, step in named)
     return RequestRefused(f"the workers of this group are at different steps: {steps}")
+
+
+def _shows_commit(asked: WorkerRequest, vote: Vote) -> bool:
+    """Whether what a worker asks for by now shows that the step of ``vote`` was committed.
+
+    Its step also grows with a heal. But whoever could not heal at the same time has voted no, and
+    one no is enough.
+    """
+    return vote.should_commit and asked.step > vote.step
 
 
 def _newer(group_rank: int) -> str:
