@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from torchft_svc.client.checkpointing import HTTPTransport
+from torchft_svc.client.checkpointing.fetch import Fetch
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, Unreachable
 
 SOON = timedelta(seconds=0.3)
@@ -139,6 +141,22 @@ def test_i3_a_state_is_not_served_any_more_once_its_owner_has_healed(
             fetching.result(timeout=0.3)
         source.send_checkpoint([1], 0, {"w": torch.ones(5)}, LONG)
         assert fetching.result()["w"].tolist() == [1] * 5
+
+
+def test_i7_what_was_received_is_freed_with_its_last_tensor(
+    source: HTTPTransport[Any], receiver: HTTPTransport[Any]
+) -> None:
+    """Not when the collector comes by: it may be gigabytes."""
+    source.send_checkpoint([1], 0, {"w": torch.ones(100_000)}, LONG)
+    gc.collect()
+    gc.disable()
+    try:
+        received = receiver.recv_checkpoint(0, source.metadata(), 0, LONG)
+        assert received["w"].sum() == 100_000
+        # What fetched it holds the memory; it is gone with the call.
+        assert not [each for each in gc.get_objects() if type(each) is Fetch]
+    finally:
+        gc.enable()
 
 
 def test_nobody_listens(source: HTTPTransport[Any], receiver: HTTPTransport[Any]) -> None:

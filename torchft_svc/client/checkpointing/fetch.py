@@ -128,7 +128,8 @@ class Fetch:
     def _fetch_chunks(self, lead: int, memory: memoryview) -> Chunks:
         opening = self._feeds[lead].opening
         num_chunks = -(-len(memory) // opening.chunk_bytes)
-        chunks = Chunks(num_chunks, lead, lambda way: self._feeds[way.source].cut(way.connection))
+        feeds = self._feeds  # not self: this must not keep the memory until the collector comes
+        chunks = Chunks(num_chunks, lead, lambda way: feeds[way.source].cut(way.connection))
         target = _Target(memory, opening, chunks)
         with self._changed:
             self._target = target
