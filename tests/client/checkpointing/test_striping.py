@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -62,6 +64,12 @@ class Site:
         self.add_proxy(source.metadata(), hook)
         return source
 
+    def add_gated(self, start: int, state: Any = None) -> Gate:
+        """A source on a slow link whose bytes from ``start`` on wait at the gate."""
+        gate, throttle = Gate(start), Throttle(LINK_BYTES_PER_S / 3)
+        self.add(state, lambda place, data: gate(place, throttle(place, data)))
+        return gate
+
     def add_proxy(self, url: str, hook: Hook | None = None) -> None:
         proxy = Proxy(url, Throttle(LINK_BYTES_PER_S) if hook is None else hook, PIECE_BYTES)
         self.proxies.append(self._stack.enter_context(proxy))
@@ -99,33 +107,31 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_more_links_carry_more() -> None:
-    walls_s = []
-    for num_sources in (1, 2, 4):
-        with contextlib.ExitStack() as stack:
-            site = Site(stack)
-            for _ in range(num_sources):
-                site.add(hook=Throttle(LINK_BYTES_PER_S / 2))
-            walls_s.append(site.heal())
-            assert min(site.shares) > 0.2 / num_sources
-            assert sum(site.shares) < 1.3
-    assert walls_s[0] / walls_s[1] > 1.4
-    assert walls_s[0] / walls_s[2] > 2.0
+def test_all_sources_send_at_once(site: Site) -> None:
+    gates = [site.add_gated(NUM_BYTES // 16) for _ in range(4)]
+    fetched = site.fetch()
+    for gate in gates:
+        gate.wait_until_reached()
+    for gate in gates:
+        gate.open()
+    site.expect(fetched)
+    assert sum(site.shares) < 2
 
 
 def test_all_sources_keep_what_is_missing_when_they_go_on(site: Site) -> None:
     states = [weights() for _ in range(3)]
-    for state in states:
-        site.add(state)
+    gates = [site.add_gated(NUM_BYTES * 3 // 10, state) for state in states]
     fetched = site.fetch()
-    until(lambda: min(site.shares) > 0.1)
+    for gate in gates:
+        gate.wait_until_reached()
     for source, state in zip(site.sources, states, strict=True):
         source.disallow_checkpoint()
         state["w"].zero_()
     # What others have sent is not kept, either.
     assert all(0 < source.copied_bytes < 0.95 * NUM_BYTES for source in site.sources)
+    for gate in gates:
+        gate.open()
     site.expect(fetched)
-    assert min(site.shares) > 0.2
     assert [source.copied_bytes for source in site.sources] == [0, 0, 0]
 
 
@@ -144,11 +150,34 @@ def test_an_extra_source_keeps_nothing_for_long_for_who_did_not_come(
 
 
 def test_a_receiver_that_comes_after_the_step_gets_a_part_from_all(site: Site) -> None:
-    for _ in range(2):
-        site.add().disallow_checkpoint()
-    site.heal()
-    assert min(site.shares) > 0.3
+    gates = [site.add_gated(HALF_WAY) for _ in range(2)]
+    for source in site.sources:
+        source.disallow_checkpoint()
+    fetched = site.fetch()
+    for gate in gates:
+        gate.wait_until_reached()
+        gate.open()
+    site.expect(fetched)
     assert [source.copied_bytes for source in site.sources] == [0, 0]
+
+
+def test_digests_are_told_of_chunks_that_are_not_kept_any_more(site: Site) -> None:
+    source = site.add()
+    url = urlsplit(source.metadata())
+    with contextlib.closing(HTTPConnection(str(url.hostname), url.port, DEADLINE_S)) as connection:
+
+        def ask(path: str) -> bytes:
+            connection.request("GET", f"{url.path}/{path}")
+            with connection.getresponse() as response:
+                assert response.status == 200
+                return response.read()
+
+        state_id = ask("state/1").split()[0].decode()
+        seal = ask(f"chunk/{state_id}/0")[-8:]
+        ask(f"chunk/{state_id}/1?receiver=r&verified=0")
+        source.disallow_checkpoint()
+        assert source.copied_bytes == NUM_BYTES - CHUNK_BYTES
+        assert ask(f"digests/{state_id}").startswith(seal)
 
 
 def test_an_extra_source_keeps_nothing_that_is_one_chunk(site: Site) -> None:
@@ -188,17 +217,18 @@ def test_a_source_that_cannot_be_reached_is_replaced_by_the_others(site: Site) -
     site.add()
     site.add()
     site.heal()
-    assert min(site.shares[1:]) > 0.2
+    assert site.shares[0] == 0
 
 
 def test_when_all_are_gone_the_error_is_that_of_the_assigned_one(site: Site) -> None:
-    for _ in range(3):
-        site.add()
+    gates = [site.add_gated(HALF_WAY) for _ in range(3)]
     fetched = site.fetch()
-    until(lambda: min(site.shares) > 0.05)
-    for source in site.sources[1:]:
+    for gate in gates:
+        gate.wait_until_reached()
+    for source in reversed(site.sources):
         source.shutdown()
-    site.sources[0].shutdown()
+    for gate in gates:
+        gate.open()
     with pytest.raises(PeerError):
         fetched.result(DEADLINE_S)
 
@@ -221,9 +251,8 @@ def test_a_source_that_stands_still_holds_nobody_up(
 def test_a_slow_source_gives_less(site: Site) -> None:
     site.add()
     site.add(hook=Throttle(LINK_BYTES_PER_S / 8))
-    wall_s = site.heal()
-    assert site.shares[1] < 0.35
-    assert wall_s < 3 * NUM_BYTES / LINK_BYTES_PER_S
+    site.heal()
+    assert site.shares[1] < 0.5 < site.shares[0]
 
 
 def test_a_source_with_other_bytes_is_found_out(
@@ -289,9 +318,7 @@ def test_an_extra_source_that_cannot_be_looked_up_takes_no_part(
 
 
 def test_a_heal_with_many_sources_can_be_ended(site: Site) -> None:
-    gates = [Gate(HALF_WAY) for _ in range(3)]
-    for gate in gates:
-        site.add(hook=gate)
+    gates = [site.add_gated(HALF_WAY) for _ in range(3)]
     fetched = site.fetch()
     for gate in gates:
         gate.wait_until_reached()

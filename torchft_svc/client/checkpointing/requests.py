@@ -197,7 +197,9 @@ class Conversation:
         self._wire.timeout_s = state.offer.patience_s
         self._send_head(stop - start + DIGEST_BYTES)
         try:
-            self._wire.send_sealed(reading, stop - start, chunk)
+            self._wire.send_sealed(
+                reading, stop - start, chunk, lambda digest: state.remember(chunk, digest)
+            )
         except Gone as error:
             raise ConnectionAbortedError(f"chunk {chunk} went away: {error}") from error
 

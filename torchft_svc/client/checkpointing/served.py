@@ -152,17 +152,21 @@ class ServedState:
             if not self._num_reading_live:
                 self._changed.notify_all()
 
+    def remember(self, chunk: int, digest: bytes) -> None:
+        """``digest`` stands behind ``chunk``; it is asked for even when the chunk is let go."""
+        self._digests[chunk] = digest
+
     def digest(self, chunk: int) -> bytes:
         """What `Wire.read_sealed` finds behind ``chunk``; computed once.
 
         Raises:
-            Gone: the chunk is not held any more.
+            Gone: the chunk is not held any more, and was sent to nobody.
         """
         digest = self._digests.get(chunk)
         if digest is None:
-            digest = self._digests[chunk] = digest_of(
-                self.reader(chunk), self.bounds(chunk)[1] - self.bounds(chunk)[0], chunk
-            )
+            start, stop = self.bounds(chunk)
+            digest = digest_of(self.reader(chunk), stop - start, chunk)
+            self.remember(chunk, digest)
         return digest
 
     def admit(self, receiver: str) -> None:

@@ -150,8 +150,13 @@ class Wire:
             except BlockingIOError:
                 self._wait(select.POLLOUT, self.timeout_s)
 
-    def send_sealed(self, reading: Reading, size: int, seed: int) -> None:
-        """Send ``size`` bytes and their digest; no reading is open while it waits for the peer."""
+    def send_sealed(
+        self, reading: Reading, size: int, seed: int, on_digest: Callable[[bytes], None]
+    ) -> None:
+        """Send ``size`` bytes and their digest; no reading is open while it waits for the peer.
+
+        ``on_digest`` is told the digest before the peer can have all of it.
+        """
         digest = xxhash.xxh3_64(seed=seed)
         place = 0
         while place < size:
@@ -163,6 +168,7 @@ class Wire:
                 self._wait(select.POLLOUT, self.timeout_s)
             else:
                 place += count
+        on_digest(digest.digest())
         self.send(digest.digest())
 
     def _receive_into(self, target: memoryview) -> int:
