@@ -78,7 +78,8 @@ class Naive:
         self._settle(now)
 
     def accept_loss(self, now: float) -> None:
-        """Refused, with a word in the log, unless nothing but the policy could hold them back."""
+        """Refused, with a word in the log, unless nothing but the policy could hold them back:
+        they may be too few, but all who could have the newer state are here, or are late."""
         asking = [request.member for request in self.requests if not request.held]
         before = self.previous.participants if self.previous else ()
         inside = {member.replica_id for member in before}
@@ -87,7 +88,8 @@ class Naive:
         policy = self.config.on_step_regression
         holds = policy == "hold" or (policy == "auto" and len(self.veterans) > 0)
         behind = asking != [] and all(member.step < self.committed_step for member in asking)
-        if not self.loss_accepted and not (holds and behind):
+        awaited = behind and twin.still_waited_for(self.view(), self.config, now) != []
+        if not (holds and behind) or awaited:
             self.log.append(("nothing to accept",))
             return
         self.loss_accepted = True

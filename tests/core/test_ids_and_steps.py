@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from torchft_svc.core.gathering import GATHER_S
 from torchft_svc.core.membership import Membership
 from torchft_svc.core.types import MAX_INT64, Member, Quorum, QuorumConfig
 from torchft_svc.errors import RequestRefused
@@ -201,6 +202,37 @@ def test_rule_7_a_loss_that_was_accepted_is_none_if_the_newer_state_comes_back()
     scene.ask("d", step=5)
     assert scene.take() == [loss("a")]
     assert "committed step 7" in scene.why()
+
+
+def test_rule_7_no_loss_is_accepted_while_a_group_that_may_know_more_is_awaited() -> None:
+    scene = formed("a", "b", step=7)
+    scene.ask("c", step=4)  # a newcomer in a healthy job
+    with pytest.raises(RequestRefused, match="waiting for a, b: alive, but has not asked"):
+        scene.accept_loss()
+    scene.leave("a")
+    scene.ask("b", step=5)  # it is what is left, and there is nobody to wait for
+    scene.accept_loss()
+    assert scene.take_quorums() == [(2, ["b", "c"])]
+
+
+def test_rule_7_no_loss_is_accepted_while_groups_gather() -> None:
+    scene = formed("a", "b", step=7, settings=config(on_step_regression="hold"))
+    scene.leave("a")
+    scene.leave("b")
+    scene.ask("b", step=5, last_num_groups=2)
+    with pytest.raises(RequestRefused, match="waiting for 1 more groups"):
+        scene.accept_loss()
+    scene.until(100 + GATHER_S)
+    scene.accept_loss()
+    assert scene.take_quorums() == [(2, ["b"])]
+
+
+def test_rule_7_no_loss_is_accepted_when_nobody_asks_any_more() -> None:
+    scene = held(min_replicas=2)
+    scene.accept_loss()
+    scene.withdraw(3)
+    with pytest.raises(RequestRefused, match="no group asks for a quorum"):
+        scene.accept_loss()
 
 
 @pytest.mark.parametrize("policy", ["auto", "hold", "warn"])

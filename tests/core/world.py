@@ -84,7 +84,7 @@ class World:
     seen_at: dict[tuple[str, str], int] = field(default_factory=dict)
     books: dict[str, JobBooks] = field(default_factory=dict)
     callers: int = 0
-    asked_by: dict[int, tuple[str, str]] = field(default_factory=dict)  # callers not yet told
+    asked_by: dict[int, Group] = field(default_factory=dict)  # callers not yet told
     beats: dict[tuple[str, str], Activity] = field(default_factory=dict)  # the last ones
     hangs_told: dict[tuple[str, str], set[float]] = field(default_factory=dict)  # since when
     num_starts: int = 0
@@ -109,7 +109,7 @@ class World:
     def ask(self, group: Group, shrink_only: bool) -> None:
         self.callers += 1
         replaced, group.caller = group.caller, self.callers
-        self.asked_by[self.callers] = (group.job, group.replica_id)
+        self.asked_by[self.callers] = group
         group.quorum, group.asked = None, group.request(shrink_only)
         self.live(group)
         orders = self.house.request(group.job, group.asked, self.callers, self.now)
@@ -147,10 +147,14 @@ class World:
             self.carry_out(orders)
 
     def accept_loss(self, job: str) -> None:
-        """An operator gives up what those who ask do not have; refused if one of them has it."""
+        """An operator gives up what those who ask do not have; refused if one of them has it.
+
+        Whoever died unnoticed still asks.
+        """
         books = self.books.get(job, JobBooks())
         callers = set(self.house._jobs[job].members._replica_of) if job in self.house._jobs else ()
-        asking = [each for each in self.groups.values() if each.caller in callers]
+        asking = [self.asked_by[caller] for caller in callers]
+        why = self.house.why(job, self.now)
         try:
             orders = self.house.accept_loss(job, self.now)
         except RequestRefused:
@@ -160,6 +164,7 @@ class World:
         newest = [each for each in asking if each.step >= books.committed_step]
         shrinks = any(each.asked and each.asked.shrink_only for each in asking)
         assert asking, "nobody asks"
+        assert "alive, but has not asked" not in why, "the newer state may come"
         assert not newest or shrinks, "the newer state is here"
         books.loss_accepted = True
         self.carry_out(orders)
@@ -232,11 +237,12 @@ class World:
         books = self.books[order.job]  # there is a quorum to be told
         assert order.replica_id not in {key for key, _, _ in books.lists[books.last_id]}
         assert order.replica_id not in books.announced, "told once"
-        assert (order.job, order.replica_id) in self.asked_by.values()
+        assert order.replica_id in {each.replica_id for each in self.asked_by.values()}
         books.announced.add(order.replica_id)
 
     def refuse(self, order: RefuseRequest) -> None:
-        key = self.asked_by.pop(order.caller)  # fails if the caller has been told before
+        asker = self.asked_by.pop(order.caller)  # fails if the caller has been told before
+        key = (asker.job, asker.replica_id)
         if isinstance(order.error, RequestRefused):  # its name is taken: it gives up
             self.groups.pop(key, None)
             self.seen_at.pop(key, None)
@@ -253,7 +259,8 @@ class World:
         living = self.living(order.job)
         for caller, each in zip(order.callers, order.quorum.participants, strict=True):
             assert each.replica_id in living, "rule 8: no dead member"
-            assert self.asked_by.pop(caller) == (order.job, each.replica_id), "I5: told once"
+            asker = self.asked_by.pop(caller)  # I5: told once
+            assert (asker.job, asker.replica_id) == (order.job, each.replica_id)
             group = self.groups.get((order.job, each.replica_id))
             if group is None:
                 continue  # killed a moment ago, and nobody has noticed yet
@@ -279,8 +286,8 @@ class World:
     def check_i4_progress(self, order: AnswerQuorum, books: JobBooks) -> None:
         """The committed step never goes back, unless the policy accepts it and the loss is told."""
         max_step, living = order.quorum.max_step, self.living(order.job)
-        told = [group.min_replicas for group in self.groups.values() if group.job == order.job]
-        if not any(told):
+        askers = [each for each in self.asked_by.values() if each.job == order.job]
+        if not any(each.min_replicas for each in askers):
             assert len(order.callers) >= self.config.min_replicas
         assert len(order.callers) >= max(each.min_replicas for each in order.quorum.participants)
         if max_step < books.committed_step:

@@ -123,11 +123,12 @@ class Lighthouse:
         Forgotten when a group with the newer state asks.
 
         Raises:
-            RequestRefused: no quorum of this job is held back for that reason.
+            RequestRefused: no quorum of this job is held back for that reason, or a group that
+                may have those steps is still waited for.
         """
         check_name("job", job)
         state = self._jobs.get(job)
-        if state is None or not state.members.accept_loss():
+        if state is None or not state.members.accept_loss(now):
             raise RequestRefused(
                 f"job {job!r} has no loss to accept: {self.why(job, now)}; only a quorum that is "
                 "held back because it would lose committed steps can be let through"

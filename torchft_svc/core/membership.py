@@ -132,11 +132,12 @@ class Membership:
         self._gathering = NOBODY_IS_TO_COME
         return tuple(callers)
 
-    def accept_loss(self) -> bool:
+    def accept_loss(self, now: float) -> bool:
         """An operator gives up the steps that those who ask do not have; False: there are none."""
-        if has_loss_to_accept(self.view(), self._config):
-            self._loss_accepted = True
-        return self._loss_accepted
+        if not has_loss_to_accept(self.view(), self._config, now):
+            return False
+        self._loss_accepted = True
+        return True
 
     def _no_longer_waits(self, replica_id: str) -> Waiter:
         waiter = self._waiting.pop(replica_id)

@@ -69,6 +69,21 @@ class Waiting:
 
 def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
     """Apply the rules to what is known at ``now`` (monotonic seconds)."""
+    too_early = _before_all_are_here(view, config, now)
+    if too_early is not None:
+        return too_early
+    min_replicas = view.told_min_replicas or config.min_replicas
+    if len(view.waiting) < min_replicas:  # at a cold start, most decisions end here
+        return Waiting(f"{len(view.waiting)} of at least {min_replicas} groups ask")
+    candidates = _candidates(view, view.previous_ids())
+    if len(candidates) < min_replicas:
+        note = f"{len(view.waiting) - len(candidates)} more kept out by shrink_only"
+        return Waiting(f"{len(candidates)} of at least {min_replicas} groups ask, {note}")
+    return _check_progress(view, config, candidates)
+
+
+def _before_all_are_here(view: JobView, config: QuorumConfig, now: float) -> Waiting | None:
+    """Why it is too early to look at who asks: nobody does, or somebody is still waited for."""
     if not view.waiting:
         return Waiting("no group asks for a quorum")
     missing = view.gathering.missing(len(view.living), now)
@@ -81,14 +96,7 @@ def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
         until = min(absent.values())
         why = f"waiting for {name_some(absent)}: alive, but has not asked"
         return Waiting(why, None if until == math.inf else until)
-    min_replicas = view.told_min_replicas or config.min_replicas
-    if len(view.waiting) < min_replicas:  # at a cold start, most decisions end here
-        return Waiting(f"{len(view.waiting)} of at least {min_replicas} groups ask")
-    candidates = _candidates(view, view.previous_ids())
-    if len(candidates) < min_replicas:
-        note = f"{len(view.waiting) - len(candidates)} more kept out by shrink_only"
-        return Waiting(f"{len(candidates)} of at least {min_replicas} groups ask, {note}")
-    return _check_progress(view, config, candidates)
+    return None
 
 
 def absent_deadlines(view: JobView, config: QuorumConfig) -> dict[str, float]:
@@ -133,7 +141,7 @@ def _check_progress(
     max_step = max(member.step for member in members)
     if max_step >= view.committed_step:
         return Formed(members)
-    if _may_lose(view, config):
+    if view.loss_accepted or _is_loss_allowed(view, config):
         return Formed(members, lost_from=view.committed_step)
     return Waiting(
         f"the job has committed step {view.committed_step}, the groups that ask have at most "
@@ -142,15 +150,16 @@ def _check_progress(
     )
 
 
-def _may_lose(view: JobView, config: QuorumConfig) -> bool:
+def _is_loss_allowed(view: JobView, config: QuorumConfig) -> bool:
+    """Without asking an operator."""
     policy = config.on_step_regression
-    return view.loss_accepted or policy == "warn" or (policy == "auto" and not view.veterans)
+    return policy == "warn" or (policy == "auto" and not view.veterans)
 
 
-def has_loss_to_accept(view: JobView, config: QuorumConfig) -> bool:
+def has_loss_to_accept(view: JobView, config: QuorumConfig, now: float) -> bool:
     """Whether those who ask are behind the job's committed step, and held back because of that,
-    or would be as soon as they are enough."""
-    if not view.waiting or _may_lose(view, config):
+    or would be as soon as they are enough. Who is still waited for may have the newer state."""
+    if _before_all_are_here(view, config, now) is not None or _is_loss_allowed(view, config):
         return False
     candidates = _candidates(view, view.previous_ids())
     return max(member.step for member in candidates) < view.committed_step
