@@ -58,10 +58,13 @@ def group(program: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Progr
     del store
 
 
-def kill(leader: Program) -> float:
-    """SIGKILL; when that was."""
+def kill(leader: Program, whole: bool = False) -> float:
+    """SIGKILL, with ``whole`` also for its manager, which can tell nothing then; when that was."""
     at = time.monotonic()
     leader.process.kill()
+    if whole:
+        for manager in leader.children:
+            manager.kill()
     return at
 
 
@@ -76,12 +79,16 @@ def check_next_step(leader: Program, other: Trainer) -> None:
     assert time.monotonic() - began_at < BOUND_S
 
 
-def test_who_waits_for_a_quorum_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+WHOLE = pytest.mark.parametrize("whole", [False, True], ids=["alone", "with its manager"])
+
+
+@WHOLE
+def test_who_waits_for_a_quorum_is_told(monkeypatch: pytest.MonkeyPatch, *, whole: bool) -> None:
     with group("leads", monkeypatch) as (leader, other):
         other.manager.start_quorum()
         killed_at: list[float] = []
         # It may ask a moment later than it is killed: that makes no difference.
-        killer = threading.Timer(0.1, lambda: killed_at.append(kill(leader)))
+        killer = threading.Timer(0.1, lambda: killed_at.append(kill(leader, whole)))
         killer.start()
         with pytest.raises(PeerError):
             other.manager.wait_quorum()
@@ -92,10 +99,11 @@ def test_who_waits_for_a_quorum_is_told(monkeypatch: pytest.MonkeyPatch) -> None
         check_next_step(leader, other)
 
 
-def test_who_votes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@WHOLE
+def test_who_votes_is_told(monkeypatch: pytest.MonkeyPatch, *, whole: bool) -> None:
     with group("leads_into_a_step", monkeypatch) as (leader, other):
         other.backward()
-        killed_at = kill(leader)
+        killed_at = kill(leader, whole)
         with contextlib.suppress(PeerError):
             assert not other.optimizer.step()
         assert time.monotonic() - killed_at < BOUND_S

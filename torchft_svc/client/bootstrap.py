@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from torchft_svc.client.config import GroupPlace, ServiceOptions, Timeouts
+from torchft_svc.client.leader import LeaderSign, LeaderWatch
 from torchft_svc.client.process_groups.stores import PrefixStore, Store, TCPStore
 from torchft_svc.coordination import ManagerServer, Whereabouts
 from torchft_svc.env import Environment
@@ -23,7 +26,7 @@ log = logging.getLogger(__name__)
 # A wait inside torch cannot be interrupted: nothing waits longer than this in one go.
 _SLICE_S = 0.1
 # A manager that is started anew is back within a second, on a busy machine within a few; whoever
-# waits longer waits for a rank 0 that is dead.
+# waits longer waits for a rank 0 whose machine is gone.
 RESTART_PATIENCE_S = 5.0
 
 
@@ -106,20 +109,24 @@ def open_services(
         deadline = time.monotonic() + timeouts.connect_s
         address = _read(store, "manager_address", deadline, timeouts.connect_s)
         name = _read(store, "replica_name", deadline, timeouts.connect_s)
-        whereabouts = Whereabouts(lambda: _look_up(store), RESTART_PATIENCE_S)
-        return GroupServices(address, whereabouts, name, _nothing)
+        leader = _Leader(store)
+        whereabouts = Whereabouts(leader.find_manager, RESTART_PATIENCE_S)
+        return GroupServices(address, whereabouts, name, leader.close)
 
     def publish(address: str) -> None:
         store.set("manager_address", address)
 
-    services = _start_manager(place, options, timeouts, group_store.address, publish)
-    try:
+    with contextlib.ExitStack() as stack:
+        services = _start_manager(place, options, timeouts, group_store.address, publish)
+        stack.callback(services.close)
+        if place.group_world_size > 1:
+            sign = LeaderSign()
+            stack.callback(sign.close)
+            host = parse_address(services.manager_address).host
+            store.set("leader_address", str(HostPort(host, sign.port)))
         store.set("replica_name", options.replica_name)
         publish(services.manager_address)
-    except BaseException:
-        services.close()
-        raise
-    return services
+        return replace(services, close=stack.pop_all().close)
 
 
 def _start_manager(
@@ -222,13 +229,31 @@ def _connect(where: HostPort, timeout_s: float) -> TCPStore:
     )
 
 
-def _look_up(store: Store) -> str | None:
-    """Where rank 0 has started the present manager; None if the store is gone, and it as well."""
-    try:
-        address: str = store.get("manager_address").decode()
-    except RuntimeError:
-        return None
-    return address
+class _Leader:
+    """Rank 0, as another worker of the group sees it; a launcher may start it anew."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._address = store.get("leader_address").decode()
+        self._watch = LeaderWatch(parse_address(self._address))
+        self._lock = threading.Lock()
+
+    def find_manager(self) -> str | None:
+        """Where the present manager is; None if no other will come: rank 0 is gone."""
+        try:
+            leader: str = self._store.get("leader_address").decode()
+            manager: str = self._store.get("manager_address").decode()
+        except RuntimeError:
+            return None  # and the store with it
+        with self._lock:
+            if leader != self._address:
+                self._watch.close()
+                self._address, self._watch = leader, LeaderWatch(parse_address(leader))
+            return None if self._watch.is_dead() else manager
+
+    def close(self) -> None:
+        with self._lock:
+            self._watch.close()
 
 
 def _read(store: Store, key: str, deadline: float, timeout_s: float) -> str:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import select
 import socket
 import threading
 import time
-import weakref
 
 from torchft_svc.client.checkpointing.board import Board
 from torchft_svc.client.checkpointing.requests import BUSY, HEAD_TIMEOUT_S, Conversation, refuse
 from torchft_svc.client.checkpointing.served import ServedState
 from torchft_svc.client.checkpointing.tls import wrap
 from torchft_svc.client.checkpointing.wire import Wire
+from torchft_svc.client.forks import drop_after_fork
 from torchft_svc.errors import AddressError
 from torchft_svc.rpc.security import PLAIN, Security
 
@@ -57,7 +56,7 @@ class CheckpointServer:
         self._acceptor = threading.Thread(
             target=self._accept_all, name="torchft-checkpoint-accept", daemon=True
         )
-        _forget_after_fork(self)
+        drop_after_fork(self)
         self._acceptor.start()
 
     def offer(self, state: ServedState) -> None:
@@ -149,7 +148,7 @@ class CheckpointServer:
         finally:
             wire.close()
 
-    def _drop_descriptors(self) -> None:
+    def drop_descriptors(self) -> None:
         """In a forked child: the parent's death must close its connections, whoever lives on."""
         self._listener.close()
         for wire in list(self._connections):
@@ -175,20 +174,3 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server(("", port), backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
         raise AddressError(f"{host}:{port}", f"cannot be bound: {error}") from error
-
-
-_servers: weakref.WeakSet[CheckpointServer] = weakref.WeakSet()
-_fork_hook = threading.Event()
-
-
-def _forget_after_fork(server: CheckpointServer) -> None:
-    _servers.add(server)
-    if not _fork_hook.is_set():
-        _fork_hook.set()
-        os.register_at_fork(after_in_child=_drop_all)
-
-
-def _drop_all() -> None:
-    for server in list(_servers):
-        server._drop_descriptors()
-    _servers.clear()

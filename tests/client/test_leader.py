@@ -1,0 +1,70 @@
+"""Tests that a worker is taken for dead when it is, and only then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import eventually
+
+from torchft_svc.client.leader import LeaderSign, LeaderWatch
+from torchft_svc.rpc.address import HostPort, parse_address
+
+FORKING = """
+import os, sys, time
+from torchft_svc.client.leader import LeaderSign
+sign = LeaderSign()
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(sign.port, child, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.processes
+def test_a_process_that_is_killed_is_dead_though_its_forked_child_lives() -> None:
+    with subprocess.Popen([sys.executable, "-c", FORKING], stdout=subprocess.PIPE) as leader:
+        assert leader.stdout is not None
+        port, child = map(int, leader.stdout.readline().split())
+        try:
+            watches = [LeaderWatch(HostPort("127.0.0.1", port)) for _ in range(3)]
+            leader.send_signal(signal.SIGSTOP)
+            assert not any(watch.is_dead() for watch in watches), "frozen is not dead"
+            leader.kill()
+            for watch in watches:
+                eventually(watch.is_dead)
+                watch.close()
+            assert Path(f"/proc/{child}").exists()
+        finally:
+            leader.kill()
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_connection_that_something_else_cuts_is_no_death() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as leader:
+        where = parse_address(f"127.0.0.1:{leader.getsockname()[1]}")
+        watch = LeaderWatch(where)
+        for _ in range(2):
+            accepted, _ = leader.accept()
+            accepted.close()
+            assert not watch.is_dead()
+    eventually(watch.is_dead)
+    assert watch.is_dead(), "it stays dead"
+    watch.close()
+    watch.close()
+
+
+def test_who_never_had_a_connection_knows_nothing() -> None:
+    sign = LeaderSign()
+    sign.close()
+    sign.close()
+    watch = LeaderWatch(HostPort("127.0.0.1", sign.port))
+    assert not watch.is_dead()
+    watch.close()
