@@ -1,8 +1,8 @@
 """The process that carries the collectives of one process group; forked by the template.
 
-One thread reads, one carries out what it reads in order, one waits for operations to end. It ends
-with the trainer: when its socket closes, or, because forked children of the trainer hold that open,
-when the trainer's process does.
+One thread reads and starts operations, another meets and leaves members. It ends with the trainer:
+when its socket closes, or, because forked children of the trainer hold that open, when the trainer's
+process does.
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ from torchft_svc.client.process_groups.isolated.segments import Segment
 
 log = logging.getLogger(__name__)
 
-# These end when one other member wants them to: they must not hold up the news of others.
-_FROM_ONE_TO_ONE = frozenset({"send", "recv", "recv_anysource"})
-
 
 class Child:
     """Obeys the trainer's messages."""
@@ -47,14 +44,13 @@ class Child:
         self._connection = connection
         self._pg = pg
         self._segments: dict[int, Segment] = {}
-        self._orders: queue.SimpleQueue[Configure | Launch | Abort] = queue.SimpleQueue()
-        self._running: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Configure | Abort] = queue.SimpleQueue()
         self._sending = threading.Lock()
 
     def run(self, trainer_pid: int) -> None:
         """Until the trainer's end of the connection is closed."""
         owner = functools.partial(_end_with, trainer_pid)
-        for work, name in ((self._obey, "orders"), (self._await, "works"), (owner, "owner")):
+        for work, name in ((self._obey, "orders"), (owner, "owner")):
             threading.Thread(target=work, name=f"torchft-{name}", daemon=True).start()
         while True:
             try:
@@ -68,6 +64,8 @@ class Child:
                 self._segments[message.segment] = segment
             elif isinstance(message, Lose):  # at once: a configure under way has to hear of it
                 self._pg.lose_member(message.quorum_id, message.reason)
+            elif isinstance(message, Launch):  # here: a hand-over to a thread takes its time
+                self._launch(message)
             else:
                 self._orders.put(message)
 
@@ -76,10 +74,8 @@ class Child:
             message = self._orders.get()
             if isinstance(message, Abort):
                 self._pg.abort()
-            elif isinstance(message, Configure):
-                self._answer(message.number, functools.partial(self._configure, message))
             else:
-                self._launch(message)
+                self._answer(message.number, functools.partial(self._configure, message))
 
     def _configure(self, message: Configure) -> None:
         self._pg.set_timeout(message.timeout)
@@ -94,24 +90,18 @@ class Child:
             log.debug("collective %d was refused", message.number, exc_info=True)
             self._tell(Failed(message.number, str(error)))
             return
-        if message.name in _FROM_ONE_TO_ONE:
-            waiting = threading.Thread(target=self._end, args=(message.number, work), daemon=True)
-            waiting.start()
+        try:
+            future = work.get_future()
+        except RuntimeError:  # some of gloo's operations tell of their end only to who waits
+            end = functools.partial(self._answer, message.number, work.wait)
+            threading.Thread(target=end, name="torchft-work", daemon=True).start()
         else:
-            self._running.put((message.number, work))
+            future.add_done_callback(lambda over: self._answer(message.number, over.value))
 
     def _restore(self, value: Any) -> Any:
         if isinstance(value, Place):
             return self._segments[value.segment].tensor(value)
         return options_from_plain(value) if isinstance(value, Options) else value
-
-    def _await(self) -> None:
-        """Operations of all members end in the order in which they began."""
-        while True:
-            self._end(*self._running.get())
-
-    def _end(self, number: int, work: Any) -> None:
-        self._answer(number, work.wait)
 
     def _answer(self, number: int, action: Callable[[], object]) -> None:
         try:

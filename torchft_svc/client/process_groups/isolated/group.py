@@ -150,9 +150,10 @@ class ProcessGroupBabyGloo(ProcessGroup):
             pool = self._pool
 
             def on_end(error: Exception | None) -> None:
-                work.settle(error, loan)
-                if error is None:  # else it may still be written to
-                    pool.give_back(loan)
+                if error is None:  # else the memory may still be written to
+                    work.take(loan)
+                    pool.give_back(loan)  # first: the next operation may follow at once
+                work.settle(error)
 
             child.send(request, request.number, on_end)
         return work

@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from multiprocessing.connection import Connection
 
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
@@ -59,12 +60,16 @@ def _reap(line: socket.socket) -> None:
 
 def _be_child(descriptor: int, trainer_pid: int) -> None:
     """Never returns: the copy must not run what the template would do next."""
+    status = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         Child(Connection(descriptor), ProcessGroupGloo()).run(trainer_pid)
+        status = 0
+    except Exception:
+        traceback.print_exc()
     finally:
-        os._exit(0)  # operations that hang would keep an ordinary exit from ending
+        os._exit(status)  # operations that hang would keep an ordinary exit from ending
 
 
 def main() -> None:

@@ -26,16 +26,16 @@ class IsolatedWork(dist.Work):
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
 
-    def settle(self, error: Exception | None, loan: Loan | None) -> None:
-        """The operation is over; ``loan`` holds the results in the order of its first places."""
+    def take(self, loan: Loan) -> None:
+        """Fetch the results, which are the first tensors of ``loan``."""
+        with torch.no_grad():
+            for result, shared in zip(self._results, loan.tensors(), strict=False):
+                result.copy_(shared)
+
+    def settle(self, error: Exception | None) -> None:
+        """The operation is over, and its results, if it has not failed, are taken."""
         with self._lock:
-            if self._over.is_set():
-                return
             self._error = error
-            if error is None and loan is not None:
-                with torch.no_grad():
-                    for result, shared in zip(self._results, loan.tensors(), strict=False):
-                        result.copy_(shared)
             self._over.set()
             future = self._future
         if future is not None:
