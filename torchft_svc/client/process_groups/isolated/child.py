@@ -1,8 +1,8 @@
 """The process that carries the collectives of one process group; forked by the template.
 
 One thread reads and starts operations, another meets and leaves members. It ends with the trainer:
-when its socket closes, or, because forked children of the trainer hold that open, when the trainer's
-process does.
+when its socket closes, or, because forked children of the trainer hold that open, when the
+trainer's process does.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def _be_child(descriptor: int, trainer_pid: int) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         Child(Connection(descriptor), ProcessGroupGloo()).run(trainer_pid)
         status = 0
-    except Exception:
+    except Exception:  # noqa: BLE001 - the process ends, and says why
         traceback.print_exc()
     finally:
         os._exit(status)  # operations that hang would keep an ordinary exit from ending
