@@ -19,10 +19,14 @@ ENDING_S = 3.0
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Inherited by all that a test starts: it is found again even after its parent has died.
 _MARK = "TORCHFT_TEST_SESSION"
-# multiprocessing keeps these for the whole session on purpose.
-_SESSION_WIDE = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-# So does the package with the process that others are forked from, and the thread that hears it.
-_TEMPLATE, _NURSERY = "isolated.template", "torchft-nursery"
+# multiprocessing keeps these for the whole session on purpose, and the package its own process that
+# others are forked from, with the thread that hears it. What is forked from them looks like them.
+_SESSION_WIDE = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "isolated.template",
+)
+_NURSERY = "torchft-nursery"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -89,9 +93,9 @@ def _counts(process: psutil.Process) -> bool:
     try:
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
+        if process.ppid() != os.getpid():
+            return True
         command = " ".join(process.cmdline())
-        if _TEMPLATE in command and process.ppid() == os.getpid():
-            return False
     except psutil.Error:
         return False
     return not any(name in command for name in _SESSION_WIDE)

@@ -1,26 +1,21 @@
-"""Trains a sharded model in one worker of a replica group; run as a script by test_hsdp.py.
-
-Arguments: the layout (``fsdp``, ``hsdp`` or ``fsdp+tp``), the step to end at, and the file to
-append to: one JSON object for every committed step, with a hash of this worker's part of the
-weights and of the optimizer's state.
-"""
+"""Trains a sharded model in one worker of a replica group; run by test_hsdp.py."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import sys
 import zlib
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -35,8 +30,8 @@ from torchft_svc.client import (
     sharded_state_dict,
 )
 
-_, LAYOUT, LAST_STEP, FILE = sys.argv
 WIDTH = 16
+TENSOR_PARALLEL = 2
 
 
 class Block(nn.Module):
@@ -51,33 +46,51 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def build(model: nn.Module, manager: Manager) -> None:
+def build(model: nn.Module, manager: Manager, layout: str) -> None:
     """Shard ``model``, and replicate it across the groups."""
-    if LAYOUT == "hsdp":
+    workers = dist.get_world_size()
+    if layout == "hsdp":
         mesh = ft_init_device_mesh(
             device_type="cpu",
-            mesh_shape=(2, dist.get_world_size()),
+            mesh_shape=(2, workers),
             mesh_dim_names=("replicate", "shard"),
             replicate_dim=0,
             manager=manager,
         )
-    elif LAYOUT == "fsdp":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    elif layout == "fsdp":
+        mesh = init_device_mesh("cpu", (workers,), mesh_dim_names=("shard",))
     else:
-        shape = (dist.get_world_size() // 2, 2)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tp"))
-        for block in (model[1], model[2]):
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(block, mesh["tp"], plan)
-        mesh = mesh["shard"]
+        shape = (workers // TENSOR_PARALLEL, TENSOR_PARALLEL)
+        both = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tp"))
+        split_tensors(model, both["tp"])
+        mesh = both["shard"]
     half = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
     )
     for block in (model[1], model[2]):
         fully_shard(block, mesh=mesh, mp_policy=half)
     fully_shard(model, mesh=mesh)
-    if LAYOUT != "hsdp":
+    if layout != "hsdp":
         replicate_across_groups(manager, model)
+
+
+def split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Every parameter becomes a DTensor over ``mesh``: torch clips over one mesh only."""
+    first, *blocks, last = model.children()
+    parallelize_module(first, mesh, ColwiseParallel(output_layouts=Replicate()))
+    for block in blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh, plan)
+        distribute_module(block.norm, mesh, input_fn=_enter, output_fn=_leave)
+    parallelize_module(last, mesh, RowwiseParallel(input_layouts=Replicate()))
+
+
+def _enter(_: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh) -> tuple[DTensor]:
+    return (DTensor.from_local(*inputs, mesh, [Replicate()], run_check=False),)
+
+
+def _leave(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+    return output.to_local()
 
 
 def fingerprint(state: Any) -> str:
@@ -102,7 +115,12 @@ def fingerprint(state: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def main() -> None:
+def run(layout: str, file: Path) -> None:
+    """Train until this process is ended.
+
+    ``layout``: ``fsdp``, ``hsdp`` or ``fsdp+tp``. Appends to ``file`` one JSON object for every
+    committed step, with a hash of this worker's part of the weights and of the optimizer's state.
+    """
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     # Every group begins with weights of its own, in which its workers agree.
     torch.manual_seed(zlib.crc32(os.environ["REPLICA_GROUP_ID"].encode()))
@@ -122,22 +140,22 @@ def main() -> None:
         timeout=timedelta(seconds=20),
         quorum_timeout=timedelta(seconds=40),
     )
-    build(model, manager)
+    build(model, manager, layout)
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
     optimizer = OptimizerWrapper(manager, adam)
     rank = dist.get_rank()
-    data_rank = rank // 2 if LAYOUT == "fsdp+tp" else rank  # workers of one tensor share their data
-    while (step := manager.current_step()) < int(LAST_STEP):
+    # Workers that share tensors share their data.
+    data_rank = rank // TENSOR_PARALLEL if layout == "fsdp+tp" else rank
+    while True:
         optimizer.zero_grad()
+        step, group = manager.current_step(), manager.participating_rank() or 0
         for part in range(2):  # two microbatches
             model.set_requires_gradient_sync(part == 1)  # type: ignore[operator]
-            group = manager.participating_rank() or 0
             seed = 1000 * step + 100 * group + 10 * data_rank + part
             inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(seed))
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean() / 2
             loss.backward()
-        if LAYOUT != "fsdp+tp":  # torch clips over one mesh only
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if optimizer.step():
             told = {
                 "step": manager.current_step(),
@@ -147,10 +165,5 @@ def main() -> None:
                 "groups": manager.num_participants(),
                 "hash": fingerprint(save()),
             }
-            with open(FILE, "a") as file:  # one write: lines of several workers do not mix
-                file.write(json.dumps(told) + "\n")
-    manager.shutdown()
-    dist.destroy_process_group()
-
-
-main()
+            with file.open("a") as lines:  # one write: those of several workers do not mix
+                lines.write(json.dumps(told) + "\n")

@@ -1,0 +1,121 @@
+"""Replica groups of several workers, forked from a process that has imported torch: in no time.
+
+A group is started as ``torchrun`` would start it: its store is outside of its workers, who find it
+and their ranks in the environment. A killed group is one that the test starts again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.distributed import TCPStore
+
+# What every worker would import, by the names that are found without this folder.
+_PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torchft_svc.client",
+]
+# The first fork waits for those imports, on a machine that may be busy with other work.
+_END_S = 10.0
+_PR_SET_PDEATHSIG = 1
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(_PRELOADED)
+
+Run = Callable[..., None]
+
+
+@dataclass
+class Group:
+    """One life of a replica group: ``run(*arguments)`` in each worker."""
+
+    name: str
+    run: Run
+    arguments: tuple[Any, ...]
+    num_workers: int
+    log: Path
+    lighthouse: str
+    workers: list[Any] = field(default_factory=list)
+    _store: TCPStore | None = None
+
+    def start(self) -> Group:
+        """Start all workers."""
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.num_workers):
+            variables = {
+                "TORCHFT_LIGHTHOUSE": self.lighthouse,
+                "REPLICA_GROUP_ID": self.name,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self.num_workers),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the launcher's: ours
+            }
+            worker = _context.Process(
+                target=_live, args=(self.run, self.arguments, variables, self.log)
+            )
+            worker.start()
+            self.workers.append(worker)
+        return self
+
+    def kill(self, group_rank: int) -> None:
+        """SIGKILL one worker; as its launcher would, end the others then, too."""
+        self.workers[group_rank].kill()
+        self.end()
+
+    def end(self) -> None:
+        """SIGKILL all workers, and wait until they and their manager are gone."""
+        family = []
+        for worker in self.workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family += psutil.Process(worker.pid).children(recursive=True)
+            worker.kill()
+        for worker in self.workers:
+            worker.join(_END_S)
+            worker.close()
+        self.workers.clear()
+        _, left = psutil.wait_procs(family, _END_S)
+        assert not left, f"outlived the trainer that started them: {left}"
+
+
+@contextlib.contextmanager
+def ending(groups: list[Group]) -> Iterator[None]:
+    """End all ``groups`` with the block; if it failed, with their last words."""
+    try:
+        yield
+    except AssertionError as error:
+        logs = {group.log: group.log.read_text()[-3000:] for group in groups if group.log.exists()}
+        raise AssertionError("\n".join(map(str, [error, *logs.values()]))) from error
+    finally:
+        for group in groups:
+            group.end()
+
+
+def _live(run: Run, arguments: tuple[Any, ...], variables: dict[str, str], log: Path) -> None:
+    """In the worker: be a process like one that was started by itself."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for target in (1, 2):
+        os.dup2(output, target)
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    try:
+        run(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        raise
