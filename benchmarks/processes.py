@@ -6,10 +6,8 @@ A child is told to die with this process (Linux), and only children started here
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -19,12 +17,13 @@ from types import TracebackType
 
 import psutil
 
+from demo.orphans import die_with_parent
+
 ROOT = Path(__file__).resolve().parent.parent
 PEER_VARIABLE = "TORCHFT_PEER_PYTHON"
 # Importing torch takes seconds, and several children do it at once.
 START_TIMEOUT_S = 150.0
 _STOP_TIMEOUT_S = 3.0
-_PR_SET_PDEATHSIG = 1
 
 
 class ChildError(RuntimeError):
@@ -49,7 +48,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=die_with_parent,
         )
         self._stats = psutil.Process(self._process.pid)
         # A sidecar outlives its trainer for a moment; it is remembered to be ended with it.
@@ -203,8 +202,3 @@ def lighthouse_address(lighthouse: Child) -> str:
 
 def _anonymous_file() -> int:
     return os.memfd_create("stderr")
-
-
-def _die_with_parent() -> None:
-    """In the child, before its program: a benchmark that is killed leaves nothing behind."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

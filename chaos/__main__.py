@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-import time
 import uuid
 from pathlib import Path
 
@@ -13,18 +12,18 @@ import click
 
 from chaos.director import Director, RunFailed
 from chaos.faults import draw_faults
-from chaos.stage import Stage, leftovers
+from chaos.stage import Stage
 from chaos.verdicts import Run, judge
-from demo.promises import Outcome
+from demo.orphans import end_leftovers
 
 try:
-    from rich.console import Console
-
     from chaos.report import draw_picture, print_report, write_json
+    from demo.report import conclude, make_console
 except ModuleNotFoundError as error:
-    sys.exit(f"the report needs {error.name}: pip install 'torchft-svc[demo]'")
+    sys.exit(f"the report needs {error.name}: pip install '.[demo]'")
 
-_WIDTH_WITHOUT_TERMINAL = 140
+# On a busy machine a manager needs a while to notice that its worker is dead.
+_LEFTOVER_GRACE_S = 5.0
 
 
 @click.command(context_settings={"show_default": True})
@@ -60,9 +59,7 @@ def main(
     """Let real groups train while everything goes wrong that can, and check every promise."""
     if pairs == 1:
         raise click.UsageError("--pairs 1 leaves nobody to go on: give 0, 2 or more")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH_WITHOUT_TERMINAL)
+    console = make_console()
     folder = Path(tempfile.mkdtemp(prefix="torchft-chaos-"))
     jobs, sizes = cast(groups, pairs)
     run = perform(folder, minutes * 60, seed, jobs, sizes, lighthouses)
@@ -71,11 +68,10 @@ def main(
     write_json(run, verdicts, seed, report.with_suffix(".json"))
     draw_picture(run, report)
     console.print(f"seed {seed}, picture: {report}", soft_wrap=True)
-    if any(verdict.outcome is Outcome.FAIL for verdict in verdicts):
-        console.print(f"[bold red]FAIL[/]; logs and events: {folder}", soft_wrap=True)
-        sys.exit(1)
-    shutil.rmtree(folder)
-    console.print("[bold green]PASS[/]: every promise was kept")
+    status = conclude(console, verdicts, folder, interrupted=run.interrupted)
+    if status == 0:
+        shutil.rmtree(folder)
+    sys.exit(status)
 
 
 def cast(groups: int, pairs: int) -> tuple[dict[str, list[int]], dict[int, int]]:
@@ -95,21 +91,23 @@ def perform(
     num_lighthouses: int = 1,
 ) -> Run:
     """The whole run, to the end of its last process."""
-    mark, failure = uuid.uuid4().hex, ""
-    began_at = time.monotonic()
+    mark = uuid.uuid4().hex
     _say(0.0, f"seed {seed}; logs and events: {folder}")
-    with Stage(folder, jobs, sizes, seed, mark, num_lighthouses) as stage:
-        director = Director(stage, draw_faults(seed, sizes, num_lighthouses), seconds, _say)
-        try:
+    stage = Stage(folder, jobs, sizes, seed, mark, num_lighthouses)
+    director = Director(stage, draw_faults(seed, sizes, num_lighthouses), seconds, _say)
+    failure, interrupted = "", False
+    try:
+        with stage:
             director.run()
-        except RunFailed as error:
-            failure = str(error)
-        except KeyboardInterrupt:
-            failure = f"interrupted after {time.monotonic() - began_at:.0f} s"
+    except RunFailed as error:
+        failure = str(error)
+    except KeyboardInterrupt:
+        interrupted = True
     return Run(
         seen=director.history,
         incidents=director.incidents,
-        leftovers=leftovers(mark),
+        leftovers=end_leftovers(mark, _LEFTOVER_GRACE_S),
+        interrupted=interrupted,
         failure=failure,
     )
 

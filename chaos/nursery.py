@@ -6,7 +6,6 @@ each worker that was started or has ended. `Nursery` is its other side.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -20,13 +19,13 @@ from types import TracebackType
 from typing import Any
 
 from chaos.options import WorkerOptions, decode
+from demo.orphans import die_with_parent
 
 ROOT = Path(__file__).parents[1]
 # torch is imported meanwhile, on a machine that may be busy with other work.
 START_S = 120.0
 FORK_S = 10.0
 END_S = 5.0
-_PR_SET_PDEATHSIG = 1
 
 
 class NurseryError(Exception):
@@ -49,14 +48,20 @@ class Nursery:
                 "RES_OPTIONS": "timeout:1 attempts:1",
                 "PYTHONPATH": str(ROOT),
             },
-            preexec_fn=_die_with_parent,
+            start_new_session=True,  # Ctrl-C is for the program that started this
+            preexec_fn=die_with_parent,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
         self._unread = b""
         self._ended: dict[int, tuple[int, float]] = {}
-        self._await("ready", START_S)
+        try:
+            self._await("ready", START_S)
+        except BaseException:
+            self._process.kill()
+            self.close()
+            raise
 
     def start(self, options: WorkerOptions) -> int:
         """The process id of a new worker."""
@@ -114,12 +119,6 @@ class Nursery:
         self.close()
 
 
-def _die_with_parent() -> None:
-    """In the child: leave nothing behind, however the parent ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 # -- the program ---------------------------------------------------------------------------------
 
 
@@ -133,7 +132,6 @@ def main() -> None:
         os.set_blocking(end, False)
     signal.set_wakeup_fd(waker)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that started this
     living: set[int] = set()
     _say(ready=True)
     unread = b""
@@ -182,11 +180,10 @@ def _fork(options: WorkerOptions) -> int:
 
 def _live(options: WorkerOptions) -> int:
     """In the child: be a process like one that was started by itself; its exit status."""
-    _die_with_parent()
+    die_with_parent()
     os.setsid()
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     output = os.open(options.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, nothing), (1, output), (2, output)):

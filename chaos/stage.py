@@ -20,12 +20,11 @@ from chaos.crew import Crew, Worker
 from chaos.faults import HEARTBEAT_TIMEOUT_S, JOIN_TIMEOUT_S
 from chaos.gateway import Gateway
 from chaos.nursery import Nursery
-from demo.cluster import MARK, processes_with
+from demo.orphans import MARK, die_with_parent
 
 LIGHTHOUSE_START_S = 20.0
 # Ports below those that the system gives to connections: a restarted lighthouse gets its own again.
 _PORTS = range(15_000, 32_000)
-_LEFTOVER_GRACE_S = 5.0
 
 
 class Lighthouse:
@@ -49,6 +48,8 @@ class Lighthouse:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                start_new_session=True,  # Ctrl-C is for the program that started this
+                preexec_fn=die_with_parent,
             )
         if wait:
             self._await_line(self._process)
@@ -165,20 +166,3 @@ class Stage:
             for crew in self.crews.values():
                 crew.read()
             time.sleep(0.01)
-
-
-def leftovers(mark: str) -> list[str]:
-    """Kill, after a moment, what is still there of a run that has ended; who that was."""
-    deadline = time.monotonic() + _LEFTOVER_GRACE_S
-    while (left := _others_with(mark)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for pid in left:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return [f"{pid}: {command}" for pid, command in left.items()]
-
-
-def _others_with(mark: str) -> dict[int, str]:
-    found = processes_with(mark)
-    found.pop(os.getpid(), None)
-    return found

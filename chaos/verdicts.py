@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from chaos.director import Incident
 from demo.events import Committed, Discarded, Event, Exited, Healed, Killed, PhaseBegan
-from demo.promises import Outcome, Verdict
+from demo.promises import Verdict
 
 E = TypeVar("E", bound=Event)
 Seen = Sequence[tuple[str, Event]]  # the job that it happened in, and the event
@@ -23,6 +23,7 @@ class Run:
     seen: Seen
     incidents: Sequence[Incident]
     leftovers: Sequence[str] = ()
+    interrupted: bool = False
     failure: str = ""
 
     def events(self, kind: type[E], job: str | None = None) -> Iterator[E]:
@@ -39,17 +40,14 @@ def judge(run: Run) -> list[Verdict]:
     return [rule(run) for rule in _RULES]
 
 
-def _verdict(promise: str, faults: Sequence[str], proof: str) -> Verdict:
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    outcome = Outcome.FAIL if faults else Outcome.PASS
-    return Verdict(promise=promise, outcome=outcome, detail=faults[0] + more if faults else proof)
-
-
 def judge_end(run: Run) -> Verdict:
+    promise = "the run reached its end"
+    if run.interrupted:
+        return Verdict.not_judged(promise, "interrupted")
     faults = [run.failure] if run.failure else []
     if not run.incidents:
         faults.append("nothing went wrong, so nothing was shown")
-    return _verdict("the run reached its end", faults, f"{len(run.incidents)} faults")
+    return Verdict.of(promise, faults, f"{len(run.incidents)} faults")
 
 
 def judge_bounds(run: Run) -> Verdict:
@@ -58,7 +56,7 @@ def judge_bounds(run: Run) -> Verdict:
         for incident in run.incidents
         if incident.stall_s is not None and incident.stall_s > incident.allowed_s
     ]
-    return _verdict("the others went on within the bound of each fault", late, "see the table")
+    return Verdict.of("the others went on within the bound of each fault", late, "see the table")
 
 
 def judge_ids(run: Run) -> Verdict:
@@ -75,7 +73,7 @@ def judge_ids(run: Run) -> Verdict:
                 faults.append(f"group {commit.group} went back to quorum {commit.quorum_id}")
             last[place] = commit.quorum_id
         num_ids += len(members)
-    return _verdict("I1: quorum ids grow, and each names one quorum", faults, f"{num_ids} ids")
+    return Verdict.of("I1: quorum ids grow, and each names one quorum", faults, f"{num_ids} ids")
 
 
 def judge_identity(run: Run) -> Verdict:
@@ -96,7 +94,7 @@ def judge_identity(run: Run) -> Verdict:
                 )
     aside = f"; {num_lone} given up with their group and done again" if num_lone else ""
     promise = "I3: groups that committed the same step are identical, bit for bit"
-    return _verdict(promise, faults, f"{num_compared} comparisons{aside}")
+    return Verdict.of(promise, faults, f"{num_compared} comparisons{aside}")
 
 
 def lone_ends(run: Run, job: str) -> set[Committed]:
@@ -148,7 +146,7 @@ def judge_progress(run: Run) -> Verdict:
                     shared.append((event.at, event.step))
                 top_of_all = max(top_of_all, event.step)
     promise = "I4: no committed step was lost or done again"
-    return _verdict(promise, faults, f"up to step {top_of_all}")
+    return Verdict.of(promise, faults, f"up to step {top_of_all}")
 
 
 def _top_before(shared: Sequence[tuple[float, int]], at: float) -> int:
@@ -173,7 +171,7 @@ def judge_discards(run: Run) -> Verdict:
             num_checked += 1
             if (event.step, event.digest) != (last[life].step, last[life].digest):
                 faults.append(f"group {event.group} changed while it discarded at {event.step}")
-    return _verdict("I6: a discarded update changed nothing", faults, f"{num_checked} discards")
+    return Verdict.of("I6: a discarded update changed nothing", faults, f"{num_checked} discards")
 
 
 def judge_exits(run: Run) -> Verdict:
@@ -187,7 +185,7 @@ def judge_exits(run: Run) -> Verdict:
             if not told:
                 faults.append(f"group {event.group} ended with status {event.status}")
     proof = f"{len(statuses)} ends, {statuses.count(0)} with status 0"
-    return _verdict("nobody died by himself, SIGTERM ends with status 0", faults, proof)
+    return Verdict.of("nobody died by himself, SIGTERM ends with status 0", faults, proof)
 
 
 def _fellow_was_killed(event: Exited, killed: Iterable[Life]) -> bool:
@@ -195,7 +193,7 @@ def _fellow_was_killed(event: Exited, killed: Iterable[Life]) -> bool:
 
 
 def judge_leftovers(run: Run) -> Verdict:
-    return _verdict("no process was left over", list(run.leftovers), "none found")
+    return Verdict.of("no process was left over", list(run.leftovers), "none found")
 
 
 _RULES = (

@@ -11,24 +11,22 @@ from pathlib import Path
 import click
 
 from demo.cluster import Cluster
-from demo.director import Director, Script
-from demo.promises import Outcome, Run, judge
+from demo.promises import Run, judge
 
 try:
     from rich.console import Console
 
+    from demo.director import Director, Script
     from demo.picture import draw_picture
-    from demo.report import print_report, write_json
+    from demo.report import conclude, make_console, print_report, write_json
     from demo.screen import make_screen
 except ModuleNotFoundError as error:
-    sys.exit(f"the demo needs {error.name}: pip install 'torchft-svc[demo]'")
+    sys.exit(f"the demo needs {error.name}: pip install '.[demo]'")
 
 # The start and the last heal, which no kill may fall into.
 _CALM_SECONDS = 15.0
 _DEFAULT_SECONDS = 60.0
 _DEFAULT_KILLS_BY_STEPS = 3
-_WIDTH_WITHOUT_TERMINAL = 140
-_STATUS_MISSED, _STATUS_INTERRUPTED = 1, 130
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,18 +122,10 @@ def main(
     console = make_console()
     with Cluster(folder, flags.command) as cluster:
         run = Director(script, cluster, make_screen(console)).run()
-    status = _report(console, run, report)
+    status = _report(console, run, report, folder)
     if workdir is None and status == 0:
         shutil.rmtree(folder)
-    else:
-        console.print(f"logs and events: {folder}", soft_wrap=True)
     sys.exit(status)
-
-
-def make_console() -> Console:
-    """Standard output; as wide as the tables need where no terminal says how wide it is."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH_WITHOUT_TERMINAL)
 
 
 def _prepare_folder(workdir: Path | None, report: Path) -> Path:
@@ -150,21 +140,14 @@ def _prepare_folder(workdir: Path | None, report: Path) -> Path:
     return workdir
 
 
-def _report(console: Console, run: Run, picture: Path) -> int:
+def _report(console: Console, run: Run, picture: Path, folder: Path) -> int:
     """Print and write the report; the exit status."""
     verdicts = judge(run)
     print_report(console, run, verdicts)
     draw_picture(run.events, run.num_groups, picture)
     write_json(run, verdicts, picture.with_suffix(".json"))
     console.print(f"picture: {picture}", soft_wrap=True)
-    if any(verdict.outcome is Outcome.FAIL for verdict in verdicts):
-        console.print("[bold red]FAIL[/]: a promise was missed")
-        return _STATUS_MISSED
-    if run.interrupted:
-        console.print("interrupted; no promise was missed until then")
-        return _STATUS_INTERRUPTED
-    console.print("[bold green]PASS[/]: every promise was kept")
-    return 0
+    return conclude(console, verdicts, folder, interrupted=run.interrupted)
 
 
 if __name__ == "__main__":

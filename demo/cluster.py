@@ -6,7 +6,6 @@ be killed alone or together, and a Ctrl-C in the terminal reaches the demo only.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -21,13 +20,10 @@ from types import TracebackType
 from typing import IO
 
 from demo.events import Event, EventTail, Exited, Killed, Started
+from demo.orphans import MARK, die_with_parent, end_leftovers
 
 _LIGHTHOUSE_START_S = 20.0
 _LEFTOVER_GRACE_S = 2.0
-_POLL_S = 0.02
-# Inherited by every descendant, it shows which processes on the machine are ours.
-MARK = "TORCHFT_DEMO_RUN"
-_PR_SET_PDEATHSIG = 1
 
 # Arguments of the trainer for (group, incarnation, event file).
 TrainerCommand = Callable[[int, int, Path], Sequence[str]]
@@ -88,7 +84,7 @@ class Cluster:
                 stderr=log,
                 env=self._environment(),
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         self._lighthouse_address = self._read_address(self._lighthouse)
         return self._lighthouse_address
@@ -121,7 +117,7 @@ class Cluster:
                 stderr=subprocess.STDOUT,
                 env=self._environment(),
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         self._num_lives[group] = incarnation + 1
         self._lives[group] = _Life(group, incarnation, process, EventTail(events))
@@ -211,12 +207,7 @@ class Cluster:
 
     def end_leftovers(self) -> list[str]:
         """Wait a moment for our processes to go; kill those that stay, and return them."""
-        deadline = time.monotonic() + _LEFTOVER_GRACE_S
-        while (left := processes_with(self._mark)) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        return [f"{pid}: {command}" for pid, command in left.items()]
+        return end_leftovers(self._mark, _LEFTOVER_GRACE_S)
 
 
 def _output_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
@@ -236,27 +227,3 @@ def _ended(process: subprocess.Popen[bytes], deadline: float) -> bool:
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _die_with_parent() -> None:
-    """In the child: be killed when the demo dies without a chance to stop its children (Linux).
-
-    The demo has no threads, so it is safe to run Python between fork and exec.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def processes_with(mark: str) -> dict[int, str]:
-    """Living processes started by this run, by pid; the machine's others are not looked at."""
-    found: dict[int, str] = {}
-    wanted = f"{MARK}={mark}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            # A zombie's environment is empty: what is dead already is not left over.
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
-                found[int(folder.name)] = command.decode(errors="replace").strip()
-        except OSError:
-            continue  # it ended meanwhile, or belongs to another user
-    return found

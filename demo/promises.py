@@ -32,6 +32,18 @@ class Verdict:
     outcome: Outcome
     detail: str
 
+    @classmethod
+    def of(cls, promise: str, faults: Sequence[str], proof: str) -> Verdict:
+        """Missed if there are ``faults``: the first of them is shown, else the ``proof``."""
+        if faults:
+            more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+            return cls(promise=promise, outcome=Outcome.FAIL, detail=faults[0] + more)
+        return cls(promise=promise, outcome=Outcome.PASS, detail=proof)
+
+    @classmethod
+    def not_judged(cls, promise: str, reason: str) -> Verdict:
+        return cls(promise=promise, outcome=Outcome.NOT_JUDGED, detail=reason)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
@@ -63,28 +75,17 @@ def judge(run: Run) -> list[Verdict]:
     return [rule(run) for rule in _RULES]
 
 
-def _verdict(promise: str, faults: Sequence[str], proof: str) -> Verdict:
-    if faults:
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        return Verdict(promise=promise, outcome=Outcome.FAIL, detail=faults[0] + more)
-    return Verdict(promise=promise, outcome=Outcome.PASS, detail=proof)
-
-
-def _not_judged(promise: str, reason: str) -> Verdict:
-    return Verdict(promise=promise, outcome=Outcome.NOT_JUDGED, detail=reason)
-
-
 def judge_completion(run: Run) -> Verdict:
     promise = "the run reached its end"
     if run.interrupted:
-        return _not_judged(promise, "interrupted")
+        return Verdict.not_judged(promise, "interrupted")
     num_kills = sum(isinstance(event, Killed) for event in run.events)
     faults = [run.failure] if run.failure else []
     if num_kills < run.num_kills_planned:
         faults.append(f"only {num_kills} of {run.num_kills_planned} kills took place")
     if not run.commits():
         faults.append("nothing was committed")
-    return _verdict(promise, faults, f"kills: {num_kills}")
+    return Verdict.of(promise, faults, f"kills: {num_kills}")
 
 
 def judge_identity(run: Run) -> Verdict:
@@ -102,10 +103,10 @@ def judge_identity(run: Run) -> Verdict:
             faults.append(f"step {commit.step}: groups {other.group} and {commit.group} differ")
     if run.num_groups > 1 and not num_compared and not faults:
         if run.interrupted:
-            return _not_judged(promise, "no step was committed by two groups yet")
+            return Verdict.not_judged(promise, "no step was committed by two groups yet")
         faults.append("no step was committed by two groups, so nothing was compared")
     aside = f"; {len(lost)} lost with its group and done again" if lost else ""
-    return _verdict(promise, faults, f"{num_compared} comparisons{aside}")
+    return Verdict.of(promise, faults, f"{num_compared} comparisons{aside}")
 
 
 def lost_commits(run: Run) -> list[Committed]:
@@ -137,11 +138,11 @@ def judge_single_commit(run: Run) -> Verdict:
     faults = []
     commits = [commit for commit in run.commits() if commit not in lost]
     if not commits:
-        return _not_judged(promise, "nothing was committed")
+        return Verdict.not_judged(promise, "nothing was committed")
     for commit in commits:
         if seen.setdefault((commit.group, commit.step), commit.digest) != commit.digest:
             faults.append(f"group {commit.group} committed step {commit.step} twice, differently")
-    return _verdict(promise, faults, f"{len(commits)} commits")
+    return Verdict.of(promise, faults, f"{len(commits)} commits")
 
 
 def judge_discards(run: Run) -> Verdict:
@@ -157,8 +158,8 @@ def judge_discards(run: Run) -> Verdict:
             if digest_at[event.group, event.step] != event.digest:
                 faults.append(f"group {event.group} changed while it discarded at {event.step}")
     if not num_checked:
-        return _not_judged(promise, "no update was discarded")
-    return _verdict(promise, faults, f"{num_checked} discards compared")
+        return Verdict.not_judged(promise, "no update was discarded")
+    return Verdict.of(promise, faults, f"{num_checked} discards compared")
 
 
 def judge_progress(run: Run) -> Verdict:
@@ -178,15 +179,15 @@ def judge_progress(run: Run) -> Verdict:
             step_of[event.life] = event.step
             top = max(top, event.step)
     if not top:
-        return _not_judged(promise, "nothing was committed")
-    return _verdict(promise, faults, f"{top} steps")
+        return Verdict.not_judged(promise, "nothing was committed")
+    return Verdict.of(promise, faults, f"{top} steps")
 
 
 def judge_survivors(run: Run) -> Verdict:
     promise = f"survivors committed without the dead within {run.max_stall_s:.2f} s of a kill"
     incidents = [incident for incident in incidents_of(run.events) if incident.survivors]
     if not incidents:
-        return _not_judged(promise, "nobody was killed while another group trained")
+        return Verdict.not_judged(promise, "nobody was killed while another group trained")
     faults = []
     for incident in incidents:
         stall = incident.without_s
@@ -195,21 +196,21 @@ def judge_survivors(run: Run) -> Verdict:
         elif stall is not None and stall > run.max_stall_s:
             faults.append(f"{stall:.2f} s after {_name(incident)}")
     stalls = [incident.without_s for incident in incidents if incident.without_s is not None]
-    return _verdict(promise, faults, f"longest {max(stalls, default=0.0):.2f} s")
+    return Verdict.of(promise, faults, f"longest {max(stalls, default=0.0):.2f} s")
 
 
 def judge_healing(run: Run) -> Verdict:
     promise = "every killed group healed and took part again"
     incidents = incidents_of(run.events)
     if not incidents:
-        return _not_judged(promise, "nobody was killed")
+        return Verdict.not_judged(promise, "nobody was killed")
     if run.interrupted:
         incidents = [incident for incident in incidents if incident.heal_s is not None]
     faults = [
         f"it did not, after {_name(incident)}" for incident in incidents if incident.heal_s is None
     ]
     times = [incident.heal_s for incident in incidents if incident.heal_s is not None]
-    return _verdict(promise, faults, f"longest {max(times, default=0.0):.2f} s from restart")
+    return Verdict.of(promise, faults, f"longest {max(times, default=0.0):.2f} s from restart")
 
 
 def _name(incident: Incident) -> str:
@@ -224,13 +225,13 @@ def judge_loss(run: Run) -> Verdict:
     for group in range(run.num_groups):
         losses = [commit.loss for commit in run.commits(group) if commit.participating]
         if len(losses) < _MIN_COMMITS_FOR_LOSS:
-            return _not_judged(promise, f"group {group} has only {len(losses)} commits")
+            return Verdict.not_judged(promise, f"group {group} has only {len(losses)} commits")
         begin, end = fmean(first), fmean(losses[-_LOSS_WINDOW:])
         # Written so that a loss that is not a number fails.
         if not end <= _LOSS_MUST_FALL_TO * begin:
             faults.append(f"group {group}: from {begin:.2f} to {end:.2f}")
         proofs.append(f"{begin:.2f} to {end:.2f}")
-    return _verdict(promise, faults, ", ".join(proofs))
+    return Verdict.of(promise, faults, ", ".join(proofs))
 
 
 def judge_exits(run: Run) -> Verdict:
@@ -240,11 +241,11 @@ def judge_exits(run: Run) -> Verdict:
         for event in run.events
         if isinstance(event, Exited) and not event.expected
     ]
-    return _verdict(promise, faults, "all ended when told to")
+    return Verdict.of(promise, faults, "all ended when told to")
 
 
 def judge_leftovers(run: Run) -> Verdict:
-    return _verdict("no process was left over", list(run.leftovers), "none found")
+    return Verdict.of("no process was left over", list(run.leftovers), "none found")
 
 
 _RULES: tuple[Callable[[Run], Verdict], ...] = (

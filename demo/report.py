@@ -16,7 +16,31 @@ from demo.events import Committed, Discarded, Killed
 from demo.incidents import Incident, incidents_of
 from demo.promises import Outcome, Run, Verdict
 
+_WIDTH_WITHOUT_TERMINAL = 140
+_STATUS_MISSED, _STATUS_INTERRUPTED = 1, 130
 _STYLE = {Outcome.PASS: "green", Outcome.FAIL: "bold red", Outcome.NOT_JUDGED: "yellow"}
+
+
+def make_console() -> Console:
+    """Standard output; as wide as the tables need where no terminal says how wide it is."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH_WITHOUT_TERMINAL)
+
+
+def conclude(
+    console: Console, verdicts: Sequence[Verdict], folder: Path, *, interrupted: bool
+) -> int:
+    """Say how it ended, and where to look if not well; the exit status."""
+    if any(verdict.outcome is Outcome.FAIL for verdict in verdicts):
+        status, said = _STATUS_MISSED, "[bold red]FAIL[/]: a promise was missed"
+    elif interrupted:
+        status, said = _STATUS_INTERRUPTED, "interrupted; no promise was missed until then"
+    else:
+        status, said = 0, "[bold green]PASS[/]: every promise was kept"
+    console.print(said)
+    if status:
+        console.print(f"logs and events: {folder}", soft_wrap=True)
+    return status
 
 
 def print_report(console: Console, run: Run, verdicts: Sequence[Verdict]) -> None:

@@ -158,6 +158,7 @@ def test_a_run_without_an_end_or_without_faults_fails() -> None:
     assert judge_end(run()).outcome is Outcome.FAIL
     broken = judge_end(run(incidents=[incident(0.1)], failure="group 1 died"))
     assert broken.detail == "group 1 died"
+    assert judge_end(run(interrupted=True)).outcome is Outcome.NOT_JUDGED
 
 
 def test_leftovers_are_named() -> None:
