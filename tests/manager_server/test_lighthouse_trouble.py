@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import grpc
 import pytest
+from bounds import check
 from running import (
     Line,
     Process,
@@ -25,7 +26,6 @@ from running import (
     steady_address,
 )
 
-from tests.processes.bounds import check
 from torchft_svc.coordination import LighthouseServer, ManagerClient, ManagerServer
 from torchft_svc.errors import Unreachable
 from torchft_svc.manager_server import driver

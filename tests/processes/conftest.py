@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,11 +22,18 @@ def nursery() -> Iterator[Nursery]:
 
 @pytest.fixture
 def make_crew(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Crew]]:
-    """Makes the crew of a job; its workers end with the test, and so do their managers."""
+    """Makes the crew of a job; its workers end with the test, and so do their managers.
+
+    Another attempt's crew takes the place of the one before.
+    """
     with ExitStack() as stack:
+        num_made = itertools.count()
 
         def make(lighthouse: str, **settings: Any) -> Crew:
-            crew = Crew(nursery, tmp_path, lighthouse, settings)
+            stack.close()
+            folder = tmp_path / str(next(num_made))
+            folder.mkdir()
+            crew = Crew(nursery, folder, lighthouse, settings)
             stack.callback(crew.end)
             return crew
 

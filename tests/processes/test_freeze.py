@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 
 import pytest
+from bounds import check
 from running import lighthouse_process
 
 from chaos.bounds import NEWS_S
 from chaos.crew import Crew
 from chaos.gateway import Gateway
-from tests.processes.bounds import check
 from torchft_svc.manager_server.app import WORKER_KEEPALIVE_MS
 
 pytestmark = pytest.mark.processes

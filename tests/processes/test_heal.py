@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from bounds import check
 from running import lighthouse_process
 
 from chaos.crew import Crew
 from demo.events import Healed, PhaseBegan
-from tests.processes.bounds import check
 
 pytestmark = pytest.mark.processes
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from bounds import check
 from running import lighthouse_process
 
 from chaos.bounds import NEWS_S
 from chaos.crew import Crew
 from demo.events import Discarded, Exited, Joined
-from tests.processes.bounds import check
 
 pytestmark = pytest.mark.processes
 

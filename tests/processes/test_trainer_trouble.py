@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 import pytest
+from bounds import check
 from running import lighthouse_process
 
 from chaos.bounds import NEWS_S
 from chaos.crew import Crew
 from demo.events import Discarded, Healed
-from tests.processes.bounds import check
 
 pytestmark = pytest.mark.processes
 
