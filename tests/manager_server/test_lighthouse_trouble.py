@@ -27,7 +27,7 @@ from running import (
 )
 
 from torchft_svc.coordination import LighthouseServer, ManagerClient, ManagerServer
-from torchft_svc.errors import Unreachable
+from torchft_svc.errors import GroupLeft, Unreachable
 from torchft_svc.manager_server import driver
 
 LONG = timedelta(seconds=10)
@@ -147,6 +147,19 @@ def test_a_group_whose_lighthouse_never_answers_leaves_within_its_deadline(
         assert manager.end()[0] == 0
         assert "Traceback" not in manager.errors()
     assert time.monotonic() - began_at < 5
+
+
+def test_a_group_that_has_to_end_does_not_wait_for_a_lighthouse_that_is_gone(nowhere: str) -> None:
+    with (
+        manager_process(nowhere, "--connect-timeout-ms=60000") as manager,
+        ManagerClient(manager.address, LONG) as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        asked = thread.submit(client._quorum, 0, 0, "", False, 6 * LONG)
+        eventually(lambda: "lost the lighthouse" in manager.errors())
+        client.drain("the node is needed")
+        with pytest.raises(GroupLeft, match="the node is needed"):
+            asked.result(LONG.total_seconds())
 
 
 def test_a_frozen_lighthouse_is_noticed_and_back_when_it_thaws() -> None:

@@ -74,8 +74,8 @@ class Connection:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
 
     async def ask(self, member: Member, timeout_s: float) -> Quorum:
-        """See `Line.ask`; `Unreachable` at once while there is no connection."""
-        if self._line is None or not self._opened.is_set():
+        """See `Line.ask`; `Unreachable` at once while there is no connection, or it was left."""
+        if self._line is None or self._left or not self._opened.is_set():
             raise self._why_not
         self._num_asking += 1
         try:
@@ -84,11 +84,13 @@ class Connection:
             self._num_asking -= 1
 
     async def opened(self, timeout_s: float) -> None:
-        """Wait for a connection.
+        """Wait for a connection, or until nobody needs one, because it was left.
 
         Raises:
             TorchFTError: none within ``timeout_s``, and why not.
         """
+        if self._left:
+            return
         try:
             await asyncio.wait_for(self._opened.wait(), timeout_s)
         except asyncio.TimeoutError:
@@ -99,6 +101,7 @@ class Connection:
         self._left = True
         if self._line is not None:
             await self._line.leave(reason, between_steps=between_steps)
+        self._opened.set()  # whoever waits for a connection is told
 
     async def _hold(self, address: str) -> TorchFTError | None:
         """One connection to its end: why it broke, None if it was left."""

@@ -210,6 +210,7 @@ class LinkActor:
         self._new_incarnation()
 
     def _new_incarnation(self) -> None:
+        self._has_left = False
         self._num_incarnations += 1
         self.replica_id = f"{self._config.name}:{self._process.name}.{self._num_incarnations}"
         self._session = SessionActor(
@@ -239,6 +240,7 @@ class LinkActor:
         self._session.withdraw()
 
     def leave(self, reason: str, between_steps: bool) -> None:
+        self._has_left = True
         self._session.leave(reason, between_steps, lambda: None)
 
     def _begin_again(self, question: _Question, left: SessionActor) -> None:
@@ -279,6 +281,8 @@ class LinkActor:
         if question is not self._question:
             return
         now = self._process.world.now
+        if self._has_left and isinstance(outcome, Unreachable):
+            outcome = QuorumFailed("this group has left the lighthouse")
         if isinstance(outcome, Unreachable) and now + question.pause_s < question.give_up_at:
             wait_s = question.pause_s * self._process.chance.uniform(0.5, 1.0)
             self._process.after(wait_s, self._ask_once, question)
