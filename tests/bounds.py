@@ -3,13 +3,18 @@ who misses a bound in each of three attempts is too slow."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
 
 from chaos.bounds import allowance_s
 
 MAX_ATTEMPTS = 3
+E = TypeVar("E", bound=BaseException)
 
 
 class Late(AssertionError):
@@ -22,6 +27,15 @@ def check(what: str, took_s: float, bound_s: float) -> None:
     print(f"{what}: {took_s * 1000:.0f} ms (bound {bound_s * 1000:.0f} ms)")
     if took_s >= allowed_s:
         raise Late(f"{what}: {took_s:.3f} s, allowed are {allowed_s:.3f} s")
+
+
+@contextlib.contextmanager
+def raises_in_time(kind: type[E], match: str) -> Iterator[pytest.ExceptionInfo[E]]:
+    """As `pytest.raises`, for an error with a reason that must come just before a deadline."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    if not re.search(match, str(caught.value)):
+        raise Late(f"no {match!r} in {caught.value}")
 
 
 def again_if_late(test: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,8 @@ import pytest
 from bounds import again_if_late
 from hypothesis import settings
 
+from torchft_svc.rpc import deadline
+
 # What a test has asked to end gets so long to be gone.
 ENDING_S = 3.0
 # torch looks up the name of whoever connects; a name server's lost answer must not cost 5 s.
@@ -48,6 +50,14 @@ def _mark_processes() -> Iterator[str]:
     os.environ[_MARK] = mark
     yield mark
     del os.environ[_MARK]
+
+
+@pytest.fixture
+def early_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services of this process tell why a call of 10 s times out after 0.3 s of it: long before
+    the caller's own clock would end it without a reason."""
+    monkeypatch.setattr(deadline, "MARGIN", 0.97)
+    monkeypatch.setattr(deadline, "MAX_MARGIN_S", 10.0)
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from bounds import check
 from running import eventually, steady_address
 
+from chaos.bounds import NEWS_S
 from torchft_svc.coordination import (
     LighthouseClient,
     LighthouseServer,
@@ -62,6 +64,7 @@ def manager(lighthouse: LighthouseServer) -> Iterator[ManagerServer]:
         yield server
 
 
+@pytest.mark.usefixtures("early_reasons")
 def test_every_wait_ends_with_a_timeout_error_that_says_why(
     lighthouse: LighthouseServer, manager: ManagerServer
 ) -> None:
@@ -70,14 +73,12 @@ def test_every_wait_ends_with_a_timeout_error_that_says_why(
         ManagerClient(manager.address(), LONG) as other,
     ):
         waits: list[Callable[[], object]] = [
-            lambda: one.quorum("a:1", SHORT),
-            lambda: other._quorum(0, 0, "", False, SHORT),
+            lambda: one.quorum("a:1", LONG),
+            lambda: other._quorum(0, 0, "", False, LONG),
         ]
         for wait in waits:
-            began_at = time.monotonic()
             with pytest.raises(TimeoutError, match="1 of at least 2 groups ask") as caught:
                 wait()
-            assert time.monotonic() - began_at < 1.0
             assert isinstance(caught.value, DeadlineExceeded)
 
 
@@ -89,7 +90,7 @@ def test_nobody_at_the_address_is_an_error_within_the_connect_timeout(client: An
         began_at = time.monotonic()
         with pytest.raises(ConnectionError) as caught:
             client(address, SHORT)
-        assert time.monotonic() - began_at < 1.0
+        check("nobody is there", time.monotonic() - began_at, SHORT.total_seconds())
     assert isinstance(caught.value, Unreachable)
     assert f"at {address} cannot be reached: no connection within 0.3 s" in str(caught.value)
 
@@ -168,7 +169,7 @@ def test_closing_a_client_ends_a_call_under_way() -> None:
         thread.start()
         eventually(is_waiting)
         client.close()
-        thread.join(5)
+        thread.join(LONG.total_seconds() / 2)
         assert not thread.is_alive()
     (error,) = outcome
     assert isinstance(error, TorchFTError)
@@ -209,7 +210,7 @@ def test_a_manager_that_is_shut_down_has_left_the_lighthouse() -> None:
         with LighthouseClient(lighthouse.address(), LONG) as client:
             began_at = time.monotonic()
             quorum = client.quorum("b:1", LONG)
-            assert time.monotonic() - began_at < 1.0
+            check("nobody waits for one that has left", time.monotonic() - began_at, NEWS_S)
     assert [member.replica_id for member in quorum.participants] == ["b:1"]
 
 

@@ -8,13 +8,15 @@ from datetime import timedelta
 
 import grpc
 import pytest
+from bounds import Late, check, raises_in_time
 from running import Line, failure, line_to, members
 
 from torchft_svc.coordination import LighthouseClient, LighthouseServer
 from torchft_svc.errors import DeadlineExceeded
 from torchft_svc.proto import torchft_pb2 as pb
 
-SOON = timedelta(seconds=0.5)
+# How long a living group that has not asked is waited for here.
+JOIN_S = 0.3
 # The reason is told a twentieth earlier, at most 0.1 s; with less patience a busy machine could let
 # the caller's own clock end the call first.
 IMPATIENT = timedelta(seconds=2)
@@ -22,8 +24,9 @@ IMPATIENT = timedelta(seconds=2)
 
 @pytest.fixture
 def server() -> Iterator[LighthouseServer]:
-    """Wants two groups; waits 0.3 s for living ones that have not asked."""
-    with LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=300) as server:
+    """Wants two groups; waits a moment for living ones that have not asked."""
+    join_timeout_ms = int(JOIN_S * 1000)
+    with LighthouseServer("127.0.0.1:0", 2, join_timeout_ms) as server:
         yield server
 
 
@@ -83,14 +86,15 @@ def test_a_living_group_is_waited_for_and_one_that_leaves_is_not(line: Line) -> 
     began_at = time.monotonic()
     asked = [line.quorum("a:1"), line.quorum("b:1")]
     assert members(asked[0].result()) == ["a:1", "b:1"]
-    assert time.monotonic() - began_at >= 0.3
+    assert time.monotonic() - began_at >= JOIN_S
 
     began_at = time.monotonic()
     asked = [line.quorum("a:1")]
     line.leave("b:1", "test")
     asked.append(line.quorum("c:1"))
     assert members(asked[0].result()) == ["a:1", "c:1"]
-    assert time.monotonic() - began_at < 0.29, "b:1 has left, nobody has to wait for it"
+    if time.monotonic() - began_at >= JOIN_S:
+        raise Late("b:1 has left, nobody has to wait for it")
 
 
 def test_a_caller_that_cancelled_does_not_get_into_the_next_quorum(line: Line) -> None:
@@ -116,20 +120,21 @@ def test_a_caller_that_timed_out_does_not_get_into_the_next_quorum(line: Line) -
 def test_the_reason_is_told_before_the_callers_deadline(server: LighthouseServer) -> None:
     with LighthouseClient(server.address(), IMPATIENT) as client:
         began_at = time.monotonic()
-        with pytest.raises(TimeoutError, match="1 of at least 2 groups ask") as caught:
+        with raises_in_time(TimeoutError, "1 of at least 2 groups ask") as caught:
             client.quorum("a:1", IMPATIENT)
         took_s = time.monotonic() - began_at
-    assert 0.9 * IMPATIENT.total_seconds() < took_s < IMPATIENT.total_seconds()
+    assert took_s > 0.9 * IMPATIENT.total_seconds()
     assert isinstance(caught.value, DeadlineExceeded)
     assert str(caught.value) == (
         "lighthouse's Quorum timed out after 2 s: 1 of at least 2 groups ask"
     )
 
 
+@pytest.mark.usefixtures("early_reasons")
 def test_the_reason_names_the_group_that_is_waited_for(line: Line) -> None:
     asked = [line.quorum(key) for key in ("a:1", "b:1")]
     assert [members(each.result()) for each in asked] == [["a:1", "b:1"]] * 2
-    _, reason = failure(line.quorum("a:1", timeout_s=0.2))
+    _, reason = failure(line.quorum("a:1", timeout_s=5.0))  # told before the join timeout
     assert "waiting for b:1: alive, but has not asked" in reason
 
 
@@ -146,8 +151,9 @@ def test_a_hung_group_that_still_heartbeats_blocks_the_others_only_once(line: Li
         assert members(asked[0].result()) == ["a:1", "b:1"]
         return time.monotonic() - began_at
 
-    assert 0.29 <= round_() < 1.0
-    assert round_() < 0.25, "it is known to be late, and not waited for again"
+    check("a round with a group that hangs", round_(), JOIN_S)
+    if round_() >= JOIN_S:
+        raise Late("it is known to be late, and not waited for again")
 
 
 def test_members_that_arrive_just_after_a_newcomers_join_timeout_are_not_thrown_out(
@@ -158,7 +164,7 @@ def test_members_that_arrive_just_after_a_newcomers_join_timeout_are_not_thrown_
     newcomer = line.quorum("new:1")
     line.beat("a:1")
     line.beat("b:1")
-    time.sleep(0.35)  # the newcomer's own join timeout is over: that is what this is about
+    time.sleep(JOIN_S + 0.05)  # the newcomer's own join timeout is over: that is what this is about
     asked = [newcomer, line.quorum("a:1"), line.quorum("b:1")]
     assert [members(each.result()) for each in asked] == [["a:1", "b:1", "new:1"]] * 3
 
@@ -188,18 +194,19 @@ def test_a_second_group_with_the_name_is_refused_at_once(line: Line) -> None:
 
 def test_jobs_never_see_each_other(line: Line) -> None:
     fast = [line.quorum(key, job="fast") for key in ("a:1", "b:1")]
-    alone = line.quorum("a:1", job="slow", timeout_s=0.3)
+    alone = line.quorum("a:1", job="slow")
     unnamed = line.quorum("a:1")
     default = line.quorum("z:1", job="default")
 
     assert members(fast[0].result()) == ["a:1", "b:1"]
     assert members(unnamed.result()) == members(default.result()) == ["a:1", "z:1"]
-    assert "1 of at least 2 groups ask" in failure(alone)[1]
+    assert not alone.done()
+    alone.cancel()
 
 
 def test_the_client_names_its_job(server: LighthouseServer, line: Line) -> None:
     waiting = line.quorum("a:1", job="mine")
-    with LighthouseClient(server.address(), SOON, job_id="mine") as client:
+    with LighthouseClient(server.address(), IMPATIENT, job_id="mine") as client:
         quorum = client.quorum("b:1", timedelta(seconds=5), data={"k": 1})
     assert [member.replica_id for member in quorum.participants] == ["a:1", "b:1"]
     assert [member.data for member in quorum.participants] == [None, {"k": 1}]

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import grpc
 import pytest
-from bounds import check
+from bounds import check, raises_in_time
 from running import (
     Line,
     Process,
@@ -26,6 +26,7 @@ from running import (
     steady_address,
 )
 
+from chaos.bounds import NEWS_S
 from torchft_svc.coordination import LighthouseServer, ManagerClient, ManagerServer
 from torchft_svc.errors import GroupLeft, Unreachable
 from torchft_svc.manager_server import driver
@@ -33,7 +34,7 @@ from torchft_svc.manager_server import driver
 LONG = timedelta(seconds=10)
 CONNECT_S = 0.5
 # So long may an answer take from process to process while everything runs at once.
-BUSY_S = 1.0
+BUSY_S = 5.0
 # From the moment that a lighthouse is back to the quorum that waited for it.
 BACK_S = 1.0
 
@@ -83,7 +84,7 @@ def test_a_failed_quorum_is_told_to_every_worker_at_once(
     code, reason = failures[0]
     assert code is grpc.StatusCode.UNAVAILABLE
     assert reason.startswith(f"lighthouse at {lighthouse} cannot be reached: "), reason
-    assert took_s < CONNECT_S + 1.0, "long before the workers' own deadline of 10 s"
+    check("a failed quorum is told, with 10 s left,", took_s, CONNECT_S + 1.0)
 
 
 def test_the_lighthouses_refusal_reaches_every_worker_with_its_reason(
@@ -97,7 +98,7 @@ def test_the_lighthouses_refusal_reaches_every_worker_with_its_reason(
         line_to(manager.address()) as line,
     ):
         asked = [
-            line.ask_manager(rank=rank, worker_id=f"w{rank}", timeout_s=2 * BUSY_S)
+            line.ask_manager(rank=rank, worker_id=f"w{rank}", timeout_s=BUSY_S + 0.5)
             for rank in (0, 1)
         ]
         for each in asked:
@@ -146,7 +147,7 @@ def test_a_group_whose_lighthouse_never_answers_leaves_within_its_deadline(
     with manager_process(black_hole) as manager:
         assert manager.end()[0] == 0
         assert "Traceback" not in manager.errors()
-    assert time.monotonic() - began_at < 5
+    check("a manager starts and ends", time.monotonic() - began_at, 5)
 
 
 def test_a_group_that_has_to_end_does_not_wait_for_a_lighthouse_that_is_gone(nowhere: str) -> None:
@@ -171,13 +172,13 @@ def test_a_frozen_lighthouse_is_noticed_and_back_when_it_thaws() -> None:
         client._quorum(0, 0, "", False, LONG)
         lighthouse.send(signal.SIGSTOP)
         began_at = time.monotonic()
-        with pytest.raises(TimeoutError, match="the lighthouse has not answered yet"):
+        with raises_in_time(TimeoutError, "the lighthouse has not answered yet"):
             client._quorum(0, 1, "", False, timedelta(seconds=0.6))
-        assert time.monotonic() - began_at < 1.5
+        check("the lighthouse is frozen", time.monotonic() - began_at, 1.0)
         lighthouse.send(signal.SIGCONT)
         began_at = time.monotonic()
         client._quorum(0, 1, "", False, LONG)
-        assert time.monotonic() - began_at < 1.0
+        check("the lighthouse thaws", time.monotonic() - began_at, BACK_S)
 
 
 class SlowProxy:
@@ -246,17 +247,14 @@ def seen_alone(line: Line, began_at: float) -> float:
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_others_go_on_at_once_after_a_managers_death(number: signal.Signals) -> None:
-    took_s = []
     with lighthouse_process() as lighthouse, line_to(lighthouse.address) as line:
-        for _ in range(3):
-            with manager_process(lighthouse.address) as manager:
-                join_both(line, manager)
-                began_at = time.monotonic()
-                manager.send(number)
-                took_s.append(seen_alone(line, began_at))
-                assert manager.wait() == (0 if number is signal.SIGTERM else -signal.SIGKILL)
-    assert min(took_s) < 0.25, took_s
-    assert max(took_s) < 1.0, took_s
+        with manager_process(lighthouse.address) as manager:
+            join_both(line, manager)
+            began_at = time.monotonic()
+            manager.send(number)
+            took_s = seen_alone(line, began_at)
+            assert manager.wait() == (0 if number is signal.SIGTERM else -signal.SIGKILL)
+        check("a manager ends", took_s, NEWS_S)
 
 
 def join_both(line: Line, manager: Process) -> None:

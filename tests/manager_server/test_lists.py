@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
+from bounds import check
 from running import lighthouse_process, manager_process
 
 from torchft_svc.coordination import ManagerClient
@@ -61,5 +62,5 @@ def test_a_first_address_where_nobody_answers(
     ):
         began_at = time.monotonic()
         assert client._quorum(0, 0, "", False, LONG).replica_world_size == 1
-        assert time.monotonic() - began_at < bound_s
+        check("the other lighthouse is found", time.monotonic() - began_at, bound_s)
         assert client._quorum(0, 1, "", False, LONG).replica_world_size == 1

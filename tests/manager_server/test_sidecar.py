@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from bounds import check
 from running import (
     Process,
     command,
@@ -26,6 +27,7 @@ from running import (
     members,
 )
 
+from chaos.bounds import NEWS_S
 from torchft_svc.coordination import ManagerClient
 from torchft_svc.errors import ConfigError, DeadlineExceeded, Unreachable
 from torchft_svc.manager_server.child import ManagerProcess
@@ -77,23 +79,20 @@ def test_a_manager_dies_with_its_parent_even_if_a_forked_child_lives_on(
     lighthouse: Process, words: tuple[str, ...]
 ) -> None:
     """And the lighthouse knows at once: another group's quorum does not wait for it."""
-    took_s = []
-    for _ in range(3):
-        with owner(lighthouse.address, *words) as owned, line_to(lighthouse.address) as line:
-            with line_to(owned.manager_address) as worker:
-                line.beat("zzz:1")
-                asked = worker.ask_manager(worker_id="w")
-                eventually(lambda line=line: len(members(line.quorum("zzz:1").result())) == 2)
-                asked.result()
-            began_at = time.monotonic()
-            owned.process.kill()
-            assert members(line.quorum("zzz:1").result()) == ["zzz:1"]
-            took_s.append(time.monotonic() - began_at)
-            eventually(lambda pid=owned.manager_pid: not is_alive(pid), 5.0)
-            assert is_alive(owned.forked_pid) == bool(words)
-            line.leave("zzz:1")
-    assert min(took_s) < 0.25, took_s
-    assert max(took_s) < 1.0, took_s
+    with owner(lighthouse.address, *words) as owned, line_to(lighthouse.address) as line:
+        with line_to(owned.manager_address) as worker:
+            line.beat("zzz:1")
+            asked = worker.ask_manager(worker_id="w")
+            eventually(lambda: len(members(line.quorum("zzz:1").result())) == 2)
+            asked.result()
+        began_at = time.monotonic()
+        owned.process.kill()
+        assert members(line.quorum("zzz:1").result()) == ["zzz:1"]
+        took_s = time.monotonic() - began_at
+        eventually(lambda: not is_alive(owned.manager_pid))
+        assert is_alive(owned.forked_pid) == bool(words)
+        line.leave("zzz:1")
+    check("a trainer is killed", took_s, NEWS_S)
 
 
 def test_kill_ends_the_manager_and_its_owner(lighthouse: Process) -> None:
@@ -101,7 +100,7 @@ def test_kill_ends_the_manager_and_its_owner(lighthouse: Process) -> None:
         with ManagerClient(owned.manager_address, LONG) as client:
             client.kill("this node is drained")
         assert owned.process.wait(5) == 40, "the owner got SIGTERM"
-        eventually(lambda: not is_alive(owned.manager_pid), 5.0)
+        eventually(lambda: not is_alive(owned.manager_pid))
 
 
 def test_kill_ends_a_manager_of_its_own_with_status_1(lighthouse: Process) -> None:
@@ -124,7 +123,7 @@ def test_a_signal_ends_a_manager_in_good_order(lighthouse: Process, number: sign
         line.flush()
         status, took_s = manager.end(number)
         assert (status, "Traceback" in manager.errors()) == (0, False), manager.errors()
-        assert took_s < 1.0
+        check("a manager ends", took_s, 1.0)
         assert waiting.exception().details() == "the service is stopping"
 
 
