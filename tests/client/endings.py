@@ -75,16 +75,7 @@ def waits(lighthouse: str) -> None:
 
 def waits_in_backward(lighthouse: str) -> None:
     """Waits, in its backward pass, for a group that hangs."""
-    manager, optimizer, model = make(lighthouse)
-    while True:
-        optimizer.zero_grad()
-        loss = model(torch.ones(3, 4)).sum()
-        if manager.num_participants() == 2:
-            break
-        loss.backward()
-        optimizer.step()
-    say("training")
-    loss.backward()
+    begins_a_step(lighthouse).backward()
 
 
 def hangs(lighthouse: str) -> None:
@@ -122,8 +113,8 @@ def sticks_in_a_collective(lighthouse: str) -> None:
     optimizer.step()
 
 
-def begins_a_step(lighthouse: str) -> None:
-    """With another group."""
+def begins_a_step(lighthouse: str) -> torch.Tensor:
+    """With another group; its loss, before the backward pass."""
     manager, optimizer, model = make(lighthouse)
     while True:
         optimizer.zero_grad()
@@ -133,6 +124,7 @@ def begins_a_step(lighthouse: str) -> None:
         loss.backward()
         optimizer.step()
     say("training")
+    return loss
 
 
 def leads(lighthouse: str) -> None:

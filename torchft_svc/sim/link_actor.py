@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torchft_svc.core.acceptance import check_answer
 from torchft_svc.core.activity import Activity
@@ -49,9 +50,9 @@ class SessionActor:
         network: Network,
         accept: Callable[[Stream], End | None],
         config: LinkConfig,
-        replica_id: str,
         on_news: Callable[..., None],
         activity: Callable[[], Activity | None],
+        replica_id: str,
     ) -> None:
         self._process = process
         self._network = network
@@ -198,11 +199,10 @@ class LinkActor:
         activity: Callable[[], Activity | None],
     ) -> None:
         self._process = process
-        self._network = network
-        self._accept = accept
         self._config = config
-        self._on_news = on_news
-        self._activity = activity
+        self._make_session = partial(
+            SessionActor, process, network, accept, config, on_news, activity
+        )
         self._seen_quorum_id = 0
         self._last_num_groups = 0
         self._question: _Question | None = None
@@ -213,15 +213,7 @@ class LinkActor:
         self._has_left = False
         self._num_incarnations += 1
         self.replica_id = f"{self._config.name}:{self._process.name}.{self._num_incarnations}"
-        self._session = SessionActor(
-            self._process,
-            self._network,
-            self._accept,
-            self._config,
-            self.replica_id,
-            self._on_news,
-            self._activity,
-        )
+        self._session = self._make_session(self.replica_id)
         self._session.open()
 
     def ask(self, ask: AskLighthouse, timeout_s: float, done: Callable[[Outcome], None]) -> None:
