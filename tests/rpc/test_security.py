@@ -11,7 +11,8 @@ from papers import TOKEN, Papers, papers
 
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
-from torchft_svc.rpc.security import MAX_FILE_BYTES, PLAIN, Security, resolve_security
+from torchft_svc.rpc.security import PLAIN, Security, resolve_security
+from torchft_svc.rpc.setting_files import MAX_FILE_BYTES
 
 
 @pytest.fixture(scope="module")

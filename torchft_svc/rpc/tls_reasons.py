@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-# What OpenSSL, BoringSSL and gRPC call the cause, and what it is. The first that fits counts.
+from torchft_svc.rpc.tls import TlsFiles
+
+# What OpenSSL, BoringSSL and gRPC call the cause, and what it is; {0} is what the settings begin
+# with. The first that fits counts.
 _REASONS = (
     (
         ("certificate has expired", "certificate is not yet valid"),
@@ -15,39 +18,42 @@ _REASONS = (
     ),
     (
         ("certificate_verify_failed",),
-        "its certificate is not signed by a CA that is trusted here: set TORCHFT_TLS_CA to the CA "
-        "that signed it",
+        "its certificate is not signed by a CA that is trusted here: set {0}_CA to the CA that "
+        "signed it",
     ),
     (
         ("wrong_version_number", "wrong version number", "http_request"),
-        "it does not speak TLS, and TLS is set here: give it TORCHFT_TLS_CERT and TORCHFT_TLS_KEY, "
-        "or take the settings away here",
+        "it does not speak TLS, and TLS is set here: give it a certificate and its key, or take "
+        "TLS away here",
     ),
     (
         ("alert certificate", "alert unknown ca", "alert bad certificate", "alert unknown_ca"),
-        "it does not take the certificate of this side: set TORCHFT_TLS_CERT and TORCHFT_TLS_KEY "
-        "to one that its CA has signed",
+        "it does not take the certificate of this side: set {0}_CERT and {0}_KEY to one that its "
+        "CA has signed",
     ),
 )
 # A server that does not like a greeting closes the connection, and gRPC hears no more than that.
 _CLOSED = ("socket closed", "connection reset")
 
 
-def tls_reason(details: str) -> str | None:
-    """The sentence for what a TLS library has said; None if it was not about trust."""
+def tls_reason(details: str, setting: str = TlsFiles.setting) -> str | None:
+    """The sentence for what a TLS library has said; None if it was not about trust.
+
+    ``setting``: what those that are to be looked at begin with.
+    """
     text = details.lower()
     for signs, reason in _REASONS:
         if any(sign in text for sign in signs):
-            return reason
+            return reason.format(setting)
     return None
 
 
-def closing_hint(details: str) -> str:
+def closing_hint(details: str, setting: str = TlsFiles.setting) -> str:
     """What to look at where gRPC found somebody who hung up at once; empty where it did not."""
     text = details.lower()
     if text.startswith("failed to connect") and any(sign in text for sign in _CLOSED):
         return (
             " (it hangs up at once: it may want TLS, or a certificate that its CA has signed; set "
-            "TORCHFT_TLS_CA, TORCHFT_TLS_CERT and TORCHFT_TLS_KEY as there)"
+            f"{setting}_CA, {setting}_CERT and {setting}_KEY as there)"
         )
     return ""

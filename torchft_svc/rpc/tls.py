@@ -1,0 +1,160 @@
+"""The files of TLS: checked when they are read, and made into what gRPC and sockets want."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from typing import ClassVar, NoReturn
+
+import grpc
+
+from torchft_svc.errors import ConfigError
+from torchft_svc.rpc.setting_files import read_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """``cert_file`` and ``key_file``: this party's certificate (PEM, with its intermediates) and
+    key; ``ca_file``: who signs the others'.
+
+    Raises:
+        ConfigError: a file cannot be read, is not PEM, the key is not the certificate's, or one of
+            the two is missing.
+    """
+
+    # What the environment variables that name the files begin with; errors tell them.
+    setting: ClassVar[str] = "TORCHFT_TLS"
+
+    cert_file: str | None = None
+    key_file: str | None = None
+    ca_file: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, other_name, other in (
+            (self.cert_name, self.cert_file, self.key_name, self.key_file),
+            (self.key_name, self.key_file, self.cert_name, self.cert_file),
+        ):
+            if value is not None and other is None:
+                raise ConfigError(name, value, f"{other_name} is needed with it")
+        if self.cert_file is not None:
+            self._add_own_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        if self.ca_file is not None:
+            self._add_ca(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+
+    @property
+    def cert_name(self) -> str:
+        return f"{self.setting}_CERT"
+
+    @property
+    def key_name(self) -> str:
+        return f"{self.setting}_KEY"
+
+    @property
+    def ca_name(self) -> str:
+        return f"{self.setting}_CA"
+
+    @property
+    def serves_tls(self) -> bool:
+        """Whether servers speak TLS; raises `ConfigError` if a CA is all that there is."""
+        if self.ca_file is not None and self.cert_file is None:
+            raise ConfigError(
+                self.ca_name, self.ca_file, f"a server needs {self.cert_name} and {self.key_name}"
+            )
+        return self.cert_file is not None
+
+    @property
+    def dials_tls(self) -> bool:
+        """Whether clients speak TLS."""
+        return self.ca_file is not None or self.cert_file is not None
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """For a gRPC server; None: it speaks without TLS."""
+        if not self.serves_tls:
+            return None
+        assert self.cert_file is not None
+        assert self.key_file is not None
+        pair = (read_file(self.key_name, self.key_file), read_file(self.cert_name, self.cert_file))
+        ca = None if self.ca_file is None else read_file(self.ca_name, self.ca_file)
+        return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """For a gRPC channel; None: it speaks without TLS."""
+        if not self.dials_tls:
+            return None
+        roots = self.ca_file or ssl.get_default_verify_paths().cafile
+        return grpc.ssl_channel_credentials(
+            None if roots is None else read_file(self.ca_name, roots),
+            None if self.key_file is None else read_file(self.key_name, self.key_file),
+            None if self.cert_file is None else read_file(self.cert_name, self.cert_file),
+        )
+
+    def server_context(self) -> ssl.SSLContext | None:
+        """For a server on plain sockets; None: it speaks without TLS."""
+        if not self.serves_tls:
+            return None
+        context = _context(ssl.PROTOCOL_TLS_SERVER)
+        context.num_tickets = 0  # nobody resumes a session
+        self._add_own_certificate(context)
+        if self.ca_file is not None:
+            self._add_ca(context)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def client_context(self) -> ssl.SSLContext | None:
+        """For a client on plain sockets, which checks the server's name too; None: without TLS."""
+        if not self.dials_tls:
+            return None
+        context = _context(ssl.PROTOCOL_TLS_CLIENT)
+        if self.ca_file is None:
+            context.load_default_certs()
+        else:
+            self._add_ca(context)
+        if self.cert_file is not None:
+            self._add_own_certificate(context)
+        return context
+
+    def _add_own_certificate(self, context: ssl.SSLContext) -> None:
+        assert self.cert_file is not None
+        assert self.key_file is not None
+        cert, key = (
+            read_file(self.cert_name, self.cert_file),
+            read_file(self.key_name, self.key_file),
+        )
+        if b"-----BEGIN CERTIFICATE-----" not in cert:
+            raise ConfigError(
+                self.cert_name, self.cert_file, "the file holds no certificate in PEM form"
+            )
+        if b"PRIVATE KEY-----" not in key:
+            raise ConfigError(
+                self.key_name, self.key_file, "the file holds no private key in PEM form"
+            )
+        try:
+            context.load_cert_chain(self.cert_file, self.key_file, password=self._refuse_password)
+        except ssl.SSLError as error:
+            if error.reason == "KEY_VALUES_MISMATCH":
+                reason = f"it is not the key of {self.cert_name}={self.cert_file!r}"
+                raise ConfigError(self.key_name, self.key_file, reason) from None
+            reason = f"it cannot be used with {self.key_name}={self.key_file!r}: {error}"
+            raise ConfigError(self.cert_name, self.cert_file, reason) from None
+
+    def _refuse_password(self) -> NoReturn:
+        """Instead of asking for one on the terminal."""
+        raise ConfigError(
+            self.key_name, self.key_file, "the key is encrypted; a plain one is needed"
+        )
+
+    def _add_ca(self, context: ssl.SSLContext) -> None:
+        assert self.ca_file is not None
+        read_file(self.ca_name, self.ca_file)
+        try:
+            context.load_verify_locations(self.ca_file)
+        except ssl.SSLError as error:
+            reason = f"the file holds no certificate in PEM form ({error.reason})"
+            raise ConfigError(self.ca_name, self.ca_file, reason) from None
+
+
+def _context(protocol: ssl._SSLMethod) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    return context
