@@ -25,11 +25,16 @@ class Authority:
     def ca_file(self) -> str:
         return str(self.folder / "ca.pem")
 
-    def issue(self, *hosts: str, not_after: datetime.datetime | None = None) -> Security:
+    def issue(
+        self,
+        *hosts: str,
+        not_after: datetime.datetime | None = None,
+        common_name: str | None = None,
+    ) -> Security:
         """TLS for a party with these names, which trusts this CA."""
         folder = self.folder / str(len(list(self.folder.iterdir())))
         folder.mkdir()
-        made = self.ca.issue_cert(*hosts, not_after=not_after)
+        made = self.ca.issue_cert(*hosts, not_after=not_after, common_name=common_name)
         cert, key = folder / "cert.pem", folder / "key.pem"
         for number, pem in enumerate(made.cert_chain_pems):
             pem.write_to_path(str(cert), append=number > 0)

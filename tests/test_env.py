@@ -41,6 +41,12 @@ from torchft_svc.errors import ConfigError
         ("tls_ca_file", "TORCHFT_TLS_CA", "/ca.pem", "/ca.pem"),
         ("token", "TORCHFT_TOKEN", "secret", "secret"),
         ("token_file", "TORCHFT_TOKEN_FILE", "/token", "/token"),
+        ("etcd_cert_file", "TORCHFT_ETCD_CERT", "/c.pem", "/c.pem"),
+        ("etcd_key_file", "TORCHFT_ETCD_KEY", "/k.pem", "/k.pem"),
+        ("etcd_ca_file", "TORCHFT_ETCD_CA", "/ca.pem", "/ca.pem"),
+        ("etcd_user", "TORCHFT_ETCD_USER", "lighthouse", "lighthouse"),
+        ("etcd_password", "TORCHFT_ETCD_PASSWORD", "secret", "secret"),
+        ("etcd_password_file", "TORCHFT_ETCD_PASSWORD_FILE", "/password", "/password"),
     ],
 )
 def test_each_variable(field: str, name: str, text: str, value: object) -> None:

@@ -186,6 +186,36 @@ class Environment:
         """``TORCHFT_TOKEN_FILE``: the file that holds it."""
         return self._text("TORCHFT_TOKEN_FILE")
 
+    @property
+    def etcd_cert_file(self) -> str | None:
+        """``TORCHFT_ETCD_CERT``: the certificate that a lighthouse shows to etcd, a PEM file."""
+        return self._text("TORCHFT_ETCD_CERT")
+
+    @property
+    def etcd_key_file(self) -> str | None:
+        """``TORCHFT_ETCD_KEY``: that certificate's private key, a PEM file."""
+        return self._text("TORCHFT_ETCD_KEY")
+
+    @property
+    def etcd_ca_file(self) -> str | None:
+        """``TORCHFT_ETCD_CA``: the certificates that sign those of etcd, a PEM file."""
+        return self._text("TORCHFT_ETCD_CA")
+
+    @property
+    def etcd_user(self) -> str | None:
+        """``TORCHFT_ETCD_USER``: as whom a lighthouse comes to etcd."""
+        return self._text("TORCHFT_ETCD_USER")
+
+    @property
+    def etcd_password(self) -> str | None:
+        """``TORCHFT_ETCD_PASSWORD``: that user's password."""
+        return self._text("TORCHFT_ETCD_PASSWORD")
+
+    @property
+    def etcd_password_file(self) -> str | None:
+        """``TORCHFT_ETCD_PASSWORD_FILE``: the file that holds it."""
+        return self._text("TORCHFT_ETCD_PASSWORD_FILE")
+
     def _text(self, name: str) -> str | None:
         variables = os.environ if self.variables is None else self.variables
         return variables.get(name, "").strip() or None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import shutil
 import signal
-import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from etcd_server import etcd_server, needs_etcd
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from running import (
     Process,
@@ -26,48 +25,22 @@ from running import (
 )
 
 from torchft_svc.coordination import ManagerClient
+from torchft_svc.errors import TorchFTError
+from torchft_svc.lighthouse_server.etcd import Etcd
+from torchft_svc.lighthouse_server.etcd_access import EtcdAccess
+from torchft_svc.lighthouse_server.leadership import Leadership
+from torchft_svc.testing.proxy import Proxy
 
-ETCD = shutil.which("etcd")
 LONG = timedelta(seconds=20)
 LEASE_S = 2
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(ETCD is None, reason="needs etcd (Debian: apt-get install etcd-server)"),
-]
+pytestmark = [pytest.mark.processes, needs_etcd]
 
 
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[str]:
     """The address of a server of one."""
-    with etcd_at(steady_address(), steady_address(), tmp_path) as address:
-        yield address
-
-
-@contextlib.contextmanager
-def etcd_at(address: str, peers: str, tmp_path: Path) -> Iterator[str]:
-    """``tmp_path`` is what it remembers over a restart."""
-    flags = {
-        "data-dir": tmp_path,
-        "listen-client-urls": f"http://{address}",
-        "advertise-client-urls": f"http://{address}",
-        "listen-peer-urls": f"http://{peers}",
-        "initial-advertise-peer-urls": f"http://{peers}",
-        "initial-cluster": f"default=http://{peers}",
-        "log-level": "error",
-    }
-    command = [str(ETCD), *(f"--{name}={value}" for name, value in flags.items())]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            eventually(lambda: answers(address), 20)
-            yield address
-        finally:
-            server.kill()
-
-
-def answers(address: str) -> bool:
-    host, _, port = address.partition(":")
-    with socket.socket() as probe:
-        return probe.connect_ex((host, int(port))) == 0
+    with etcd_server(tmp_path) as server:
+        yield server.address
 
 
 def lighthouse(etcd: str) -> Process:
@@ -134,16 +107,35 @@ def test_a_dead_etcd_in_the_list_is_passed_over(etcd: str) -> None:
         eventually(lambda: leads(only), 2 * LEASE_S + 5.0)
 
 
+def test_a_leader_goes_on_to_another_etcd_in_time(etcd: str) -> None:
+    terms_ended: list[TorchFTError] = []
+
+    async def story(proxy: Proxy) -> None:
+        through = proxy.url.removeprefix("tcp://")
+        access = EtcdAccess(url=f"etcd://{through},{etcd}")
+        leadership = Leadership(Etcd(access), lease_ttl_s=6)
+        async with leadership.stands_for_election("here:1", terms_ended.append):
+            await asyncio.to_thread(eventually, lambda: leadership._leads)
+            await asyncio.to_thread(proxy.__exit__, None, None, None)
+            before = leadership._until
+            await asyncio.to_thread(eventually, lambda: leadership._until != before)
+            assert not terms_ended, "it led all the time"
+            leadership.check()
+
+    with Proxy(f"tcp://{etcd}", lambda place, data: data) as proxy:
+        asyncio.run(story(proxy))
+
+
 def test_a_leader_without_etcd_stops_in_time_and_leads_again_when_it_is_back(
     tmp_path: Path,
 ) -> None:
-    place = steady_address(), steady_address(), tmp_path
+    address, peers = steady_address(), steady_address()
     with contextlib.ExitStack() as stack:
-        with etcd_at(*place) as etcd:
-            only = stack.enter_context(lighthouse(etcd))
+        with etcd_server(tmp_path, address=address, peers=peers):
+            only = stack.enter_context(lighthouse(address))
             eventually(lambda: leads(only))
         ended_at = time.monotonic()
         eventually(lambda: not leads(only))
         assert time.monotonic() - ended_at < LEASE_S, "before the lease can end elsewhere"
-        with etcd_at(*place):
+        with etcd_server(tmp_path, address=address, peers=peers):
             eventually(lambda: leads(only), 2 * LEASE_S + 5.0)

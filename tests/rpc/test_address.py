@@ -120,8 +120,8 @@ def test_a_list_is_split_as_it_was_written() -> None:
         ("a:1,", "has no port"),
         ("a:1,,b:1", "has no port"),
         ("a:1;b:1", "an IPv6 address needs brackets"),
-        ("a:1,http://a:1", "names one lighthouse twice"),
-        (",".join(f"a:{port}" for port in range(1, 18)), "names more than 16 lighthouses"),
+        ("a:1,http://a:1", "names one host and port twice"),
+        (",".join(f"a:{port}" for port in range(1, 18)), "names more than 16 hosts"),
     ],
 )
 def test_a_list_that_cannot_be_meant(text: str, reason: str) -> None:

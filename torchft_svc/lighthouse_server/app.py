@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 from torchft_svc.core.types import QuorumConfig
-from torchft_svc.errors import ConfigError
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
+from torchft_svc.lighthouse_server.election import Election
 from torchft_svc.lighthouse_server.etcd import Etcd
-from torchft_svc.lighthouse_server.leadership import MIN_LEASE_S, Leadership
+from torchft_svc.lighthouse_server.leadership import Leadership
 from torchft_svc.lighthouse_server.servicer import lighthouse_service
-from torchft_svc.rpc.address import HostPort, parse_address, reachable_host
+from torchft_svc.rpc.address import HostPort, reachable_host
 from torchft_svc.rpc.security import PLAIN, Security
 from torchft_svc.rpc.serving import serve
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Election:
-    """Where several lighthouses elect one: see `Etcd`. ``advertise`` is what managers are told."""
-
-    url: str
-    lease_ttl_s: int = 5
-    advertise: str | None = None
-
-    def __post_init__(self) -> None:
-        Etcd(self.url)
-        if self.advertise is not None:
-            parse_address(self.advertise)
-        if self.lease_ttl_s < MIN_LEASE_S:
-            raise ConfigError("lease_ttl_s", self.lease_ttl_s, f"use {MIN_LEASE_S} seconds or more")
 
 
 @contextlib.asynccontextmanager
@@ -45,7 +28,7 @@ async def run_lighthouse(
     Raises:
         AddressError: nothing can be bound there.
     """
-    leadership = None if election is None else Leadership(Etcd(election.url), election.lease_ttl_s)
+    leadership = None if election is None else Leadership(Etcd(election.etcd), election.lease_ttl_s)
     check = _no_check if leadership is None else leadership.check
     driver = LighthouseDriver(config, check)
     try:

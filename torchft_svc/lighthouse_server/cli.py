@@ -8,7 +8,8 @@ import click
 
 from torchft_svc.core.types import QuorumConfig
 from torchft_svc.errors import UsageError
-from torchft_svc.lighthouse_server.app import Election, run_lighthouse
+from torchft_svc.lighthouse_server.app import run_lighthouse
+from torchft_svc.lighthouse_server.election import Election, election_options
 from torchft_svc.lighthouse_server.orders import ORDERS
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.cli import Address, option, run, security_options
@@ -59,17 +60,6 @@ from torchft_svc.rpc.security import Security
 )
 @option("--max-jobs", type=int, default=1000, help="Most jobs that are served at a time.")
 @option("--max-members-per-job", type=int, default=20_000, help="Most groups that a job may have.")
-@option(
-    "--leader-election",
-    default=None,
-    help="Of several lighthouses only the elected one answers: etcd://host:2379[,host:2379]/prefix.",
-)
-@option("--lease-ttl-s", type=int, default=5, help="So long a dead leader is not replaced.")
-@option(
-    "--advertise",
-    default=None,
-    help="Address under which managers reach this lighthouse, if it leads.  [default: bound one]",
-)
 @option("--quorum-tick-ms", type=int, default=None, help="Accepted and ignored: nothing polls.")
 @option(
     "--log-level",
@@ -77,6 +67,7 @@ from torchft_svc.rpc.security import Security
     default="info",
     help="What to log, to stderr.",
 )
+@election_options
 @security_options
 def main(
     bind: HostPort,
@@ -89,12 +80,10 @@ def main(
     on_hang: str,
     max_jobs: int,
     max_members_per_job: int,
-    leader_election: str | None,
-    lease_ttl_s: int,
-    advertise: str | None,
     quorum_tick_ms: int | None,
     log_level: str,
     security: Security,
+    election: Election | None,
 ) -> None:
     """Decide for every step which replica groups train together."""
     if quorum_tick_ms is not None:
@@ -111,9 +100,6 @@ def main(
             max_jobs=max_jobs,
             max_members_per_job=max_members_per_job,
         )
-        election = None
-        if leader_election is not None:
-            election = Election(url=leader_election, lease_ttl_s=lease_ttl_s, advertise=advertise)
     except UsageError as error:
         raise click.UsageError(str(error)) from None
 

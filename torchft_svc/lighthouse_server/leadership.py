@@ -8,8 +8,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 
-import grpc
-
 from torchft_svc.errors import NotLeader, TorchFTError
 from torchft_svc.lighthouse_server.etcd import Etcd
 
@@ -22,6 +20,9 @@ MARGIN = 0.25
 RENEWALS_PER_LEASE = 5
 # etcd grants no shorter ones.
 MIN_LEASE_S = 2
+# The pause before the next attempt to be elected doubles from the first to the second: comparing a
+# password costs etcd much, also one that it does not take.
+MIN_RETRY_S, MAX_RETRY_S = 0.2, 1.0
 
 
 def clock() -> float:
@@ -40,6 +41,8 @@ class Leadership:
         self._leader = ""
         self._until = 0.0  # by then the lease may have ended
         self._leads = False
+        self._retry_s = MIN_RETRY_S
+        self._why_not: dict[str, str] = {}  # what was logged last, by etcd's address
 
     def check(self) -> None:
         """Raise `NotLeader` unless this lighthouse leads at this moment."""
@@ -67,12 +70,18 @@ class Leadership:
         while True:
             try:
                 await self._candidacy()
-            except grpc.aio.AioRpcError as error:
-                log.warning("no election: etcd says %s: %s", error.code().name, error.details())
+            except TorchFTError as error:
+                self._tell_failure(str(error))
                 await self._etcd.go_on()
             finally:
                 self._set(False)
-            await asyncio.sleep(1 / RENEWALS_PER_LEASE)
+            await asyncio.sleep(self._retry_s)
+            self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+
+    def _tell_failure(self, why_not: str) -> None:
+        if self._why_not.get(self._etcd.address) != why_not:
+            log.warning("this lighthouse cannot be elected: %s", why_not)
+            self._why_not[self._etcd.address] = why_not
 
     async def _candidacy(self) -> None:
         """One lease, from its beginning to its end."""
@@ -89,22 +98,29 @@ class Leadership:
                     self._set(True)
                     await asyncio.sleep(pause_s)
                 await self._renew(lease, pause_s)
-            log.warning("the lease could not be renewed in time")
+            log.warning("the lease has ended, or could not be renewed in time")
         finally:
             self._set(False)
             elected.cancel()
-            with contextlib.suppress(grpc.aio.AioRpcError):
+            await asyncio.gather(elected, return_exceptions=True)
+            with contextlib.suppress(TorchFTError):
                 await self._etcd.revoke(lease, pause_s)
 
     async def _renew(self, lease: int, timeout_s: float) -> None:
-        """Move the end of the lease; what fails is tried again while there is time."""
+        """Move the end of the lease. What fails is tried again by who leads, while there is time,
+        with etcd's next server; who does not lead loses nothing by a new candidacy there."""
         began_at = clock()
         try:
             ttl_s = await self._etcd.renew(lease, timeout_s)
             leader, self._leader = await self._etcd.leader(timeout_s)
-        except grpc.aio.AioRpcError as error:
-            log.warning("the lease was not renewed: %s", error.details())
+        except TorchFTError as error:
+            if not self._leads:
+                raise
+            log.warning("the lease was not renewed: %s", error)
+            await self._etcd.go_on()
             return
+        self._why_not.clear()
+        self._retry_s = MIN_RETRY_S
         lost = ttl_s <= 0 or (self._leads and leader != lease)
         self._until = 0.0 if lost else began_at + ttl_s * (1 - MARGIN)
 

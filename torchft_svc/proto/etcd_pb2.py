@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\netcd.proto\x12\x0ctorchft.etcd\"5\n\x08KeyValue\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x05 \x01(\x0c\x12\r\n\x05lease\x18\x06 \x01(\x03\" \n\x11LeaseGrantRequest\x12\x0b\n\x03ttl\x18\x01 \x01(\x03\"-\n\x12LeaseGrantResponse\x12\n\n\x02id\x18\x02 \x01(\x03\x12\x0b\n\x03ttl\x18\x03 \x01(\x03\"#\n\x15LeaseKeepAliveRequest\x12\n\n\x02id\x18\x01 \x01(\x03\"1\n\x16LeaseKeepAliveResponse\x12\n\n\x02id\x18\x02 \x01(\x03\x12\x0b\n\x03ttl\x18\x03 \x01(\x03\" \n\x12LeaseRevokeRequest\x12\n\n\x02id\x18\x01 \x01(\x03\"\x15\n\x13LeaseRevokeResponse\"=\n\x0f\x43\x61mpaignRequest\x12\x0c\n\x04name\x18\x01 \x01(\x0c\x12\r\n\x05lease\x18\x02 \x01(\x03\x12\r\n\x05value\x18\x03 \x01(\x0c\"\x12\n\x10\x43\x61mpaignResponse\"\x1d\n\rLeaderRequest\x12\x0c\n\x04name\x18\x01 \x01(\x0c\"4\n\x0eLeaderResponse\x12\"\n\x02kv\x18\x02 \x01(\x0b\x32\x16.torchft.etcd.KeyValueb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\netcd.proto\x12\x0ctorchft.etcd\"5\n\x08KeyValue\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x05 \x01(\x0c\x12\r\n\x05lease\x18\x06 \x01(\x03\" \n\x11LeaseGrantRequest\x12\x0b\n\x03ttl\x18\x01 \x01(\x03\"-\n\x12LeaseGrantResponse\x12\n\n\x02id\x18\x02 \x01(\x03\x12\x0b\n\x03ttl\x18\x03 \x01(\x03\"#\n\x15LeaseKeepAliveRequest\x12\n\n\x02id\x18\x01 \x01(\x03\"1\n\x16LeaseKeepAliveResponse\x12\n\n\x02id\x18\x02 \x01(\x03\x12\x0b\n\x03ttl\x18\x03 \x01(\x03\" \n\x12LeaseRevokeRequest\x12\n\n\x02id\x18\x01 \x01(\x03\"\x15\n\x13LeaseRevokeResponse\"=\n\x0f\x43\x61mpaignRequest\x12\x0c\n\x04name\x18\x01 \x01(\x0c\x12\r\n\x05lease\x18\x02 \x01(\x03\x12\r\n\x05value\x18\x03 \x01(\x0c\"\x12\n\x10\x43\x61mpaignResponse\"\x1d\n\rLeaderRequest\x12\x0c\n\x04name\x18\x01 \x01(\x0c\"4\n\x0eLeaderResponse\x12\"\n\x02kv\x18\x02 \x01(\x0b\x32\x16.torchft.etcd.KeyValue\"5\n\x13\x41uthenticateRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08password\x18\x02 \x01(\t\"%\n\x14\x41uthenticateResponse\x12\r\n\x05token\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -53,4 +53,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEADERREQUEST']._serialized_end=421
   _globals['_LEADERRESPONSE']._serialized_start=423
   _globals['_LEADERRESPONSE']._serialized_end=475
+  _globals['_AUTHENTICATEREQUEST']._serialized_start=477
+  _globals['_AUTHENTICATEREQUEST']._serialized_end=530
+  _globals['_AUTHENTICATERESPONSE']._serialized_start=532
+  _globals['_AUTHENTICATERESPONSE']._serialized_end=569
 # @@protoc_insertion_point(module_scope)

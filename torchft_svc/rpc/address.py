@@ -69,9 +69,9 @@ def split_addresses(text: str) -> tuple[str, ...]:
     """
     addresses = tuple(part.strip() for part in text.split(",", MAX_ADDRESSES + 1))
     if len(addresses) > MAX_ADDRESSES:
-        raise AddressError(text[:_MAX_LENGTH], f"names more than {MAX_ADDRESSES} lighthouses")
+        raise AddressError(text[:_MAX_LENGTH], f"names more than {MAX_ADDRESSES} hosts")
     if len({parse_address(address) for address in addresses}) < len(addresses):
-        raise AddressError(text, "names one lighthouse twice")
+        raise AddressError(text, "names one host and port twice")
     return addresses
 
 

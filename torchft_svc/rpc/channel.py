@@ -6,6 +6,7 @@ import grpc
 
 from torchft_svc.rpc.address import parse_address
 from torchft_svc.rpc.security import PLAIN, Security
+from torchft_svc.rpc.tls import TlsFiles
 
 # A quorum of 10,000 groups takes about 2 MB; what is larger is not an answer of ours.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
@@ -65,7 +66,7 @@ def open_channel(address: str, security: Security = PLAIN) -> grpc.Channel:
 
 
 def open_aio_channel(
-    address: str, security: Security = PLAIN, keepalive_ms: int = KEEPALIVE_MS
+    address: str, security: TlsFiles = PLAIN, keepalive_ms: int = KEEPALIVE_MS
 ) -> grpc.aio.Channel:
     """The same for the services' event loop; a peer that is silent for twice ``keepalive_ms`` is
     given up."""

@@ -33,7 +33,8 @@ _REASONS = (
     ),
 )
 # A server that does not like a greeting closes the connection, and gRPC hears no more than that.
-_CLOSED = ("socket closed", "connection reset")
+# The third is what it makes of an alert behind a handshake that went well on this side (TLS 1.3).
+_CLOSED = ("socket closed", "connection reset", "tsi_data_corrupted")
 
 
 def tls_reason(details: str, setting: str = TlsFiles.setting) -> str | None:

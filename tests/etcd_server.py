@@ -1,0 +1,121 @@
+"""Starts a real etcd, with or without TLS and users."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import eventually, steady_address
+
+from torchft_svc.rpc.security import PLAIN, Security
+
+ETCD = shutil.which("etcd")
+needs_etcd = pytest.mark.skipif(
+    ETCD is None, reason="needs etcd (Debian: apt-get install etcd-server)"
+)
+START_S = 20.0
+ROOT_PASSWORD = "only-of-this-server"  # noqa: S105 - of these tests
+
+
+class EtcdServer:
+    """One that runs at ``address``."""
+
+    def __init__(self, address: str, security: Security) -> None:
+        self.address = address
+        self._security = security
+        self._root_token = ""
+
+    def enable_users(self, **passwords: str) -> None:
+        """From now on it wants a password; all of these users may use keys below ``torchft/``."""
+        self._administer("role/add", name="root")
+        self._administer("role/add", name="elector")
+        permission = {
+            "permType": "READWRITE",
+            "key": _key("torchft/"),
+            "range_end": _key("torchft0"),
+        }
+        self._administer("role/grant", name="elector", perm=permission)
+        for user, password in {"root": ROOT_PASSWORD, **passwords}.items():
+            self.add_user(user, password)
+            self._administer("user/grant", user=user, role="root" if user == "root" else "elector")
+        self._administer("enable")
+        answer = self._administer("authenticate", name="root", password=ROOT_PASSWORD)
+        self._root_token = answer["token"]
+
+    def add_user(self, user: str, password: str) -> None:
+        """One who may do nothing."""
+        self._administer("user/add", name=user, password=password)
+
+    def change_password(self, user: str, password: str) -> None:
+        """Its tokens are worth nothing after that."""
+        self._administer("user/changepw", name=user, password=password)
+
+    def _administer(self, what: str, **body: Any) -> Any:
+        context = self._security.client_context()
+        with contextlib.closing(
+            http.client.HTTPConnection(self.address, timeout=START_S)
+            if context is None
+            else http.client.HTTPSConnection(self.address, timeout=START_S, context=context)
+        ) as connection:
+            headers = {"Authorization": self._root_token} if self._root_token else {}
+            connection.request("POST", f"/v3/auth/{what}", json.dumps(body), headers)
+            answer = connection.getresponse()
+            told = json.load(answer)
+            assert answer.status == http.HTTPStatus.OK, told
+            return told
+
+
+@contextlib.contextmanager
+def etcd_server(
+    folder: Path,
+    *,
+    address: str | None = None,
+    peers: str | None = None,
+    security: Security = PLAIN,
+) -> Iterator[EtcdServer]:
+    """``folder`` is what it remembers over a restart at the same addresses. With a certificate it
+    wants one from every client, too."""
+    address, peers = address or steady_address(), peers or steady_address()
+    scheme = "https" if security.serves_tls else "http"
+    flags = {
+        "data-dir": folder,
+        "listen-client-urls": f"{scheme}://{address}",
+        "advertise-client-urls": f"{scheme}://{address}",
+        "listen-peer-urls": f"http://{peers}",
+        "initial-advertise-peer-urls": f"http://{peers}",
+        "initial-cluster": f"default=http://{peers}",
+        "log-level": "error",
+    }
+    if security.serves_tls:
+        flags |= {
+            "cert-file": security.cert_file,
+            "key-file": security.key_file,
+            "trusted-ca-file": security.ca_file,
+            "client-cert-auth": "true",
+        }
+    command = [str(ETCD), *(f"--{name}={value}" for name, value in flags.items())]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            eventually(lambda: _answers(address), START_S)
+            yield EtcdServer(address, security)
+        finally:
+            server.kill()
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.partition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def _key(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
