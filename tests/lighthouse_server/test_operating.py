@@ -16,7 +16,8 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def lighthouse() -> Iterator[Process]:
-    with lighthouse_process("--min-replicas=1") as process:
+    # A group that only beats has to live while slow commands are started.
+    with lighthouse_process("--heartbeat-timeout-ms=60000") as process:
         yield process
 
 
