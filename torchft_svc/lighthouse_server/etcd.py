@@ -16,8 +16,8 @@ from torchft_svc.rpc.tls_reasons import closing_hint, tls_reason
 
 log = logging.getLogger(__name__)
 
-# etcd compares passwords slowly on purpose, some 0.1 s on an idle machine: a call that has to sign in
-# first gets at least so long for that.
+# etcd compares passwords slowly on purpose, some 0.1 s on an idle machine: a call that has to sign
+# in first gets at least so long for that.
 SIGN_IN_TIMEOUT_S = 1.0
 
 # What etcd says; the calls of its election have no other status than UNKNOWN.
