@@ -17,7 +17,7 @@ from running import ROOT, environment, eventually, is_alive
 
 from torchft_svc.client import ProcessGroupBabyGloo
 from torchft_svc.client.process_groups.isolated.nursery import NURSERY
-from torchft_svc.client.process_groups.isolated.segments import Pool
+from torchft_svc.client.process_groups.isolated.segments import HostSegment, Pool
 
 from .meeting_place import MeetingPlace
 from .training import Trainer, assert_identical, lighthouse, together
@@ -159,7 +159,7 @@ def test_strided_tensors_get_their_results(
 
 
 def test_i7_a_program_that_repeats_its_steps_needs_no_more_memory() -> None:
-    pool = Pool()
+    pool = Pool(HostSegment.create)
     tensors = [torch.ones(1000), torch.ones(50_000)]
     for _ in range(100):
         loans = [pool.lend([tensor])[0] for tensor in tensors]

@@ -56,6 +56,25 @@ def aborts() -> dict[str, str]:
     return {name: spread(values) for name, values in found.items()}
 
 
+def isolation() -> dict[str, Any]:
+    """Milliseconds of a sum in the trainer and in a process of its own; what the latter takes."""
+    found: dict[str, Any] = {}
+    with group_of(2) as plain, group_of(2, isolated=True) as isolated:
+        plain.configure()
+        before = isolated.ranks[0].call("memory")["free"]
+        isolated.configure()
+        for name, num_bytes, repeat in (("1 MB", 10**6, 50), ("100 MB", 10**8, 10)):
+            times: dict[str, list[float]] = {"in the trainer": [], "isolated": []}
+            for _ in range(BLOCKS):
+                for kind, group in zip(times, (plain, isolated), strict=True):
+                    answers = everyone(group.ranks, "timed", num_bytes=num_bytes, repeat=repeat)
+                    times[kind] += answers[0]["ms"]
+            found |= {f"{name} {kind}": spread(values) for kind, values in times.items()}
+        taken = before - isolated.ranks[0].call("memory")["free"]
+        found["MB that both processes and their segments take"] = round(taken / 1e6)
+    return found
+
+
 def copies() -> dict[str, str]:
     """GB/s from the device into fresh memory of the host, by 64 MiB, in several ways."""
     source = make_state(1.0)
@@ -183,6 +202,7 @@ def main() -> None:
     }
     parts: list[tuple[str, Callable[[], Any]]] = [
         ("aborts", aborts),
+        ("isolation", isolation),
         ("healing", healing),
         ("copies", copies),
         ("steps", step_times),

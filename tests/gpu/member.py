@@ -1,4 +1,4 @@
-"""A process that is one member of an NCCL group, and obeys lines on its standard input.
+"""A process that is one member of a group over NCCL, and obeys lines on its standard input.
 
 Each line is ``COMMAND JSON-ARGUMENTS``; the answer is one line of JSON, ``{"error": ...}`` if the
 command failed. Milliseconds are measured here, with the device idle at both ends.
@@ -7,6 +7,8 @@ command failed. Milliseconds are measured here, with the device idle at both end
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from collective_calls import Calls
 from torch.distributed import ReduceOp
 
-from torchft_svc.client import ProcessGroupNCCL
+from torchft_svc.client import ProcessGroup, ProcessGroupBabyNCCL, ProcessGroupNCCL
 from torchft_svc.client.reduction import Reduction
 from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.errors import TorchFTError
@@ -55,12 +57,13 @@ class Ticker:
 
 class Member:
     def __init__(self) -> None:
-        self.pg: ProcessGroupNCCL | None = None
+        self.pg: ProcessGroup | None = None
         self.errors: list[str] = []
 
-    def make(self, timeout_s: float = 30.0, **options: Any) -> Answer:
+    def make(self, timeout_s: float = 30.0, *, isolated: bool = False, **options: Any) -> Answer:
         torch.zeros(1, device=DEVICE)
-        self.pg = ProcessGroupNCCL(timedelta(seconds=timeout_s), device=DEVICE, **options)
+        kind = ProcessGroupBabyNCCL if isolated else ProcessGroupNCCL
+        self.pg = kind(timedelta(seconds=timeout_s), device=DEVICE, **options)
         return {}
 
     def configure(self, store: str, rank: int, size: int, quorum: int) -> Answer:
@@ -150,13 +153,59 @@ class Member:
             wrong += int((tensor != expected).any().item())
         return {"wrong": wrong}
 
+    def timed(self, num_bytes: int, repeat: int) -> Answer:
+        """Milliseconds of each sum, until it is over on the device; the first two are left out."""
+        tensor, times = torch.ones(num_bytes // 4, device=DEVICE), []
+        for _ in range(repeat + 2):
+            torch.cuda.synchronize()
+            began_at = time.monotonic()
+            self.group.allreduce([tensor]).wait(timedelta(seconds=20))
+            torch.cuda.synchronize()
+            times.append(ms_since(began_at))
+        return {"ms": times[2:]}
+
+    def memory(self) -> Answer:
+        """Bytes: free on the device, and in use by this process' own tensors."""
+        self.group.tidy()
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(DEVICE)
+        return {"free": free, "allocated": torch.cuda.memory_allocated(DEVICE)}
+
+    def kill_the_process(self, numel: int = 1 << 24, *, on_stream: bool = False) -> Answer:
+        """Kill what carries a sum that nobody else takes part in; ``on_stream``: wait there."""
+        pg = self.group
+        assert isinstance(pg, ProcessGroupBabyNCCL)
+        assert pg.pid is not None
+        work = pg.allreduce([torch.ones(numel, device=DEVICE)])
+        if on_stream:
+            work.wait()
+        began_at = time.monotonic()
+        os.kill(pg.pid, signal.SIGKILL)
+        told = ""
+        try:
+            work.wait(timedelta(seconds=10))
+        except (RuntimeError, TorchFTError) as error:
+            told = str(error)
+        told_ms = ms_since(began_at)
+        pg.abort()
+        torch.cuda.synchronize()
+        return {"told": told, "told_ms": told_ms, "idle_ms": ms_since(began_at)}
+
+    def leave_the_stream_waiting(self, numel: int = 1 << 20) -> Answer:
+        """Hold up the stream for a sum that nobody else takes part in, then leave."""
+        self.group.allreduce([torch.ones(numel, device=DEVICE)]).wait()
+        began_at = time.monotonic()
+        self.group.abort()
+        torch.cuda.synchronize()
+        return {"idle_ms": ms_since(began_at)}
+
     def shutdown(self) -> Answer:
         self.group.shutdown()
         self.group.shutdown()
         return {}
 
     @property
-    def group(self) -> ProcessGroupNCCL:
+    def group(self) -> ProcessGroup:
         assert self.pg is not None
         return self.pg
 

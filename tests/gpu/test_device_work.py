@@ -51,11 +51,13 @@ def test_a_timed_wait_leaves_the_operation_alone(backends: list[Any]) -> None:
         work.wait(timedelta(seconds=0.05))
     assert 0.05 <= time.monotonic() - began_at < 1
     assert not work.is_completed()
+    assert not work.is_success()
 
     other = DeviceWork(backends[1].allreduce([second]), Link())
     assert work.wait(timedelta(seconds=5))
     assert other.wait(timedelta(seconds=5))
     assert work.is_completed()
+    assert work.is_success()
     assert first.tolist() == second.tolist() == [2, 2, 2]
 
 
@@ -66,6 +68,7 @@ def test_a_failure_is_raised_by_the_wait_and_not_by_the_look(backends: list[Any]
         work.wait(timedelta(seconds=4))
     assert "not over" not in str(caught.value)
     assert work.is_completed()
+    assert not work.is_success()
 
 
 def test_an_operation_of_a_group_that_was_left_is_no_success(backends: list[Any]) -> None:
@@ -76,9 +79,10 @@ def test_an_operation_of_a_group_that_was_left_is_no_success(backends: list[Any]
     for work in works:
         with pytest.raises(QuorumFailed, match="was left"):
             work.wait(timedelta(seconds=5))
+        assert not work.is_success()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_the_sentence_says_what_to_use() -> None:
-    with pytest.raises(ConfigError, match="use gloo"):
+    with pytest.raises(ConfigError, match="use ProcessGroupGloo"):
         ProcessGroupNCCL()

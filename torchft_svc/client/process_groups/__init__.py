@@ -3,7 +3,10 @@
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.dummy import ProcessGroupDummy
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
-from torchft_svc.client.process_groups.isolated import ProcessGroupBabyGloo
+from torchft_svc.client.process_groups.isolated import (
+    ProcessGroupBabyGloo,
+    ProcessGroupBabyNCCL,
+)
 from torchft_svc.client.process_groups.managed import ManagedProcessGroup
 from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
 from torchft_svc.client.process_groups.swallowing import ErrorSwallowingProcessGroupWrapper
@@ -14,6 +17,7 @@ __all__ = [
     "ManagedProcessGroup",
     "ProcessGroup",
     "ProcessGroupBabyGloo",
+    "ProcessGroupBabyNCCL",
     "ProcessGroupDummy",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",

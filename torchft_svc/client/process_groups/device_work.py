@@ -14,6 +14,8 @@ from torchft_svc.errors import QuorumFailed
 # A collective that is over so soon is noticed at once; later, sleeping costs less than it saves.
 _SPIN_S = 0.0003
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S = 0.00005, 0.0002
+# For one that is over; without a time, only the stream would wait.
+_OVER = timedelta(seconds=1)
 
 
 class DeviceWork(dist.Work):
@@ -46,8 +48,13 @@ class DeviceWork(dist.Work):
         return bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Whether it is over and has not failed."""
-        return bool(self._work.is_success())
+        """Whether it is over and has not failed; torch's own refuses to tell."""
+        if not self._work.is_completed():
+            return False
+        try:
+            return self.wait(_OVER)
+        except (RuntimeError, QuorumFailed):
+            return False
 
     def synchronize(self) -> None:
         """Order the current stream behind the operation."""

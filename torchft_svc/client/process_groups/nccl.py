@@ -67,8 +67,8 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         high_priority: bool = False,
     ) -> None:
         super().__init__(timeout)
-        _check_support()
-        self._device = _resolve(device)
+        check_support("ProcessGroupNCCL", "ProcessGroupGloo")
+        self._device = resolve_device(device)
         self._high_priority = high_priority
         self._wanted_quorum_id: int | None = None
         self._timer = Timer("torchft-nccl-timer")
@@ -260,19 +260,23 @@ def _without_watchdog() -> Iterator[None]:
         yield
 
 
-def _check_support() -> None:
+def check_support(name: str, instead: str) -> None:
+    """Whether NCCL can be used here.
+
+    Raises:
+        ConfigError: there is no CUDA device, or torch was built without NCCL.
+    """
     if not dist.is_nccl_available():
-        raise ConfigError("pg", "ProcessGroupNCCL", "this build of torch has no NCCL; use gloo")
+        raise ConfigError("pg", name, f"this build of torch has no NCCL; use {instead}")
     if not torch.cuda.is_available():
-        raise ConfigError("pg", "ProcessGroupNCCL", "there is no CUDA device here; use gloo")
+        raise ConfigError("pg", name, f"there is no CUDA device here; use {instead}")
 
 
-def _resolve(device: torch.device | int | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda", torch.cuda.current_device())
+def resolve_device(device: torch.device | int | None) -> torch.device:
+    """``device`` with its index; None: the current one."""
     found = torch.device("cuda", device) if isinstance(device, int) else device
-    if found.type != "cuda":
+    if found is not None and found.type != "cuda":
         raise ConfigError("device", str(found), "NCCL works on CUDA devices")
-    if found.index is None:
+    if found is None or found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found

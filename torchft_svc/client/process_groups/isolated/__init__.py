@@ -1,5 +1,8 @@
 """Collectives in a process of their own, which can be killed at any moment."""
 
-from torchft_svc.client.process_groups.isolated.group import ProcessGroupBabyGloo
+from torchft_svc.client.process_groups.isolated.backends import (
+    ProcessGroupBabyGloo,
+    ProcessGroupBabyNCCL,
+)
 
-__all__ = ["ProcessGroupBabyGloo"]
+__all__ = ["ProcessGroupBabyGloo", "ProcessGroupBabyNCCL"]

@@ -13,14 +13,21 @@ import os
 import queue
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
+import torch
+
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
+from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
+from torchft_svc.client.process_groups.isolated.device_segments import DeviceWindow
+from torchft_svc.client.process_groups.isolated.following import Follower
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
+    Answer,
+    Backend,
     Configure,
     Done,
     Failed,
@@ -29,23 +36,42 @@ from torchft_svc.client.process_groups.isolated.messages import (
     Options,
     Place,
     Share,
+    ShareDevice,
+    Started,
     options_from_plain,
     replace_leaves,
 )
-from torchft_svc.client.process_groups.isolated.segments import Segment
+from torchft_svc.client.process_groups.isolated.segments import HostSegment
+from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
 
 log = logging.getLogger(__name__)
 
 
-class Child:
-    """Obeys the trainer's messages."""
+# What carries the collectives, by `Backend.kind`.
+_GROUPS: Mapping[str, Callable[[Backend], DelegatingProcessGroup]] = {
+    "gloo": lambda _: ProcessGroupGloo(),
+    "nccl": lambda backend: ProcessGroupNCCL(
+        device=torch.device(backend.device), high_priority=backend.high_priority
+    ),
+}
 
-    def __init__(self, connection: Connection, pg: DelegatingProcessGroup) -> None:
+
+class Child:
+    """Obeys the trainer's messages. The first one says what carries the collectives."""
+
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._pg = pg
-        self._segments: dict[int, Segment] = {}
-        self._orders: queue.SimpleQueue[Configure | Abort] = queue.SimpleQueue()
+        self._pg: DelegatingProcessGroup | None = None
+        self._segments: dict[int, HostSegment | DeviceWindow] = {}
+        self._orders: queue.SimpleQueue[tuple[DelegatingProcessGroup, Configure | Abort]]
+        self._orders = queue.SimpleQueue()
         self._sending = threading.Lock()
+
+    @functools.cached_property
+    def _follower(self) -> Follower:
+        follower = Follower()
+        threading.Thread(target=follower.run, name="torchft-works", daemon=True).start()
+        return follower
 
     def run(self, trainer_pid: int) -> None:
         """Until the trainer's end of the connection is closed."""
@@ -59,44 +85,58 @@ class Child:
                 return
             if isinstance(message, Share):
                 descriptor = recv_handle(self._connection)
-                segment = Segment(message.segment, descriptor, message.num_bytes)
+                segment = HostSegment(message.segment, descriptor, message.num_bytes)
                 segment.close()  # the mapping stays
                 self._segments[message.segment] = segment
-            elif isinstance(message, Lose):  # at once: a configure under way has to hear of it
-                self._pg.lose_member(message.quorum_id, message.reason)
+            elif isinstance(message, ShareDevice):
+                self._segments[message.segment] = DeviceWindow(message)
             elif isinstance(message, Launch):  # here: a hand-over to a thread takes its time
                 self._launch(message)
             else:
-                self._orders.put(message)
+                self._take_order(message)
+
+    def _take_order(self, message: Configure | Abort | Lose) -> None:
+        if isinstance(message, Configure) and self._pg is None:
+            self._pg = _GROUPS[message.backend.kind](message.backend)
+        if self._pg is None:
+            return  # there is nothing to leave or to lose
+        if isinstance(message, Lose):  # at once: a configure under way has to hear of it
+            self._pg.lose_member(message.quorum_id, message.reason)
+        else:
+            self._orders.put((self._pg, message))
 
     def _obey(self) -> None:
         while True:
-            message = self._orders.get()
+            pg, message = self._orders.get()
             if isinstance(message, Abort):
-                self._pg.abort()
+                pg.abort()
             else:
-                self._answer(message.number, functools.partial(self._configure, message))
-
-    def _configure(self, message: Configure) -> None:
-        self._pg.set_timeout(message.timeout)
-        self._pg._configure(message.members)
+                self._answer(message.number, functools.partial(_configure, pg, message))
 
     def _launch(self, message: Launch) -> None:
+        pg, segment = self._pg, self._segments[message.segment]
+        assert pg is not None, "only a member launches operations"
         try:
             args = replace_leaves(message.args, self._restore)
             kwargs = replace_leaves(message.kwargs, self._restore)
-            work = self._pg._launch(message.name, args, kwargs)
+            work = segment.run(lambda: pg._launch(message.name, args, kwargs))
         except Exception as error:
             log.debug("collective %d was refused", message.number, exc_info=True)
             self._tell(Failed(message.number, str(error)))
             return
+        answer = functools.partial(self._answer, message.number)
+        if isinstance(segment, DeviceWindow):
+            self._tell(Started(message.number))
+            self._follower.follow(work, answer)
+            return
         try:
             future = work.get_future()
         except RuntimeError:  # some of gloo's operations tell of their end only to who waits
-            end = functools.partial(self._answer, message.number, work.wait)
-            threading.Thread(target=end, name="torchft-work", daemon=True).start()
+            threading.Thread(
+                target=answer, args=(work.wait,), name="torchft-work", daemon=True
+            ).start()
         else:
-            future.add_done_callback(lambda over: self._answer(message.number, over.value))
+            future.add_done_callback(lambda over: answer(over.value))
 
     def _restore(self, value: Any) -> Any:
         if isinstance(value, Place):
@@ -112,9 +152,14 @@ class Child:
         else:
             self._tell(Done(number))
 
-    def _tell(self, answer: Done | Failed) -> None:
+    def _tell(self, answer: Answer) -> None:
         with self._sending:
             self._connection.send(answer)
+
+
+def _configure(pg: DelegatingProcessGroup, message: Configure) -> None:
+    pg.set_timeout(message.timeout)
+    pg._configure(message.members)
 
 
 def watch(pid: int) -> int | None:

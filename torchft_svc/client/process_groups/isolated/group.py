@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torchft_svc.client.process_groups.base import Members, ProcessGroup
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
+    Backend,
     Configure,
     Launch,
     Lose,
@@ -22,6 +24,7 @@ from torchft_svc.client.process_groups.isolated.messages import (
 )
 from torchft_svc.client.process_groups.isolated.nursery import NURSERY
 from torchft_svc.client.process_groups.isolated.process import ChildProcess
+from torchft_svc.client.process_groups.isolated.retired import Retired
 from torchft_svc.client.process_groups.isolated.segments import Loan, Pool
 from torchft_svc.client.process_groups.isolated.work import IsolatedWork
 from torchft_svc.client.process_groups.loss import Loss
@@ -32,27 +35,39 @@ from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
 _LOOK_S = 0.02
 # The process' own refusal, which knows the reason, should be here before it is given up.
 _ANSWER_GRACE_S = 2.0
+# Handing an operation over takes less, unless the process does not read any more.
+_STUCK_S = 0.2
+# How long a program's end waits until a device has let go of a process.
+_GONE_S = 2.0
 # Operations that only send, or that have no tensors, leave nothing to be taken back.
 _WITHOUT_RESULT = frozenset({"send", "barrier"})
 
 
-class ProcessGroupBabyGloo(ProcessGroup):
-    """gloo in a process of its own, with members that change.
+class IsolatedProcessGroup(ProcessGroup):
+    """Collectives in a process of their own, with members that change.
 
-    Slower than `ProcessGroupGloo` by a copy each way, and harder to hurt: whatever happens in the
+    Slower than in the trainer by a copy each way, and harder to hurt: whatever happens in the
     process, be it a crash of the backend or an operation that never ends, is an error here, and
     an abandoned operation cannot write to anything of the trainer's. The process is killed when
-    the group is left with operations under way; the next one is forked from a template that has
-    imported torch already, so nobody waits for that.
+    the group is left with operations under way, or after one has failed; the next one is forked
+    from a template that has imported torch already, so nobody waits for that.
+
+    Args:
+        timeout: the longest time for a collective, and for connecting.
+        backend: what carries the collectives.
+        make_pool: gives an empty pool of the memory that is shared with a process.
     """
 
-    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+    def __init__(self, timeout: timedelta, backend: Backend, make_pool: Callable[[], Pool]) -> None:
         super().__init__(timeout)
         NURSERY.start()
         self._lock = threading.Lock()
         self._numbers = itertools.count()
+        self._backend = backend
+        self._make_pool = make_pool
         self._child: ChildProcess | None = None
-        self._pool = Pool()
+        self._pool = make_pool()
+        self._retired = Retired()
         self._rank = 0
         self._world_size = 1
         self._quorum_id: int | None = None
@@ -72,7 +87,7 @@ class ProcessGroupBabyGloo(ProcessGroup):
             outcome.append(error)
             over.set()
 
-        child.send(Configure(number, members, self._timeout), number, on_end)
+        child.send(Configure(number, members, self._timeout, self._backend), number, on_end)
         try:
             self._await(over, self._timeout.total_seconds() + _ANSWER_GRACE_S, members.quorum_id)
         except PeerError:
@@ -85,16 +100,24 @@ class ProcessGroupBabyGloo(ProcessGroup):
             self._quorum_id, self._error = members.quorum_id, None
 
     def abort(self) -> None:
-        """See `ProcessGroup.abort`; kills the process if it has operations under way."""
-        with self._lock:
-            was_member, self._error = self._error is None, self._error or _left()
-            child = self._child
+        """See `ProcessGroup.abort`; kills the process if an operation may still write."""
+        self.tidy()
+        child = self._child
         if child is None:
             return
-        if child.is_busy or child.ended is not None:
+        if not self._lock.acquire(timeout=_STUCK_S):
+            child.kill()  # ends the launch that is stuck because nobody reads
+            self._lock.acquire()
+        was_member, self._error = self._error is None, self._error or _left()
+        self._lock.release()
+        if child.is_busy or child.has_failed or child.ended is not None:
             self._drop(child)
         elif was_member:
             child.send(Abort())
+
+    def tidy(self) -> None:
+        """See `ProcessGroup.tidy`."""
+        self._retired.clear()
 
     def errored(self) -> Exception | None:
         """Why the group cannot be used until it is configured again, or None."""
@@ -123,6 +146,7 @@ class ProcessGroupBabyGloo(ProcessGroup):
             child = self._child
         if child is not None:
             self._drop(child)
+        self._retired.close(_GONE_S)
 
     def rank(self) -> int:
         """This member's index."""
@@ -146,16 +170,10 @@ class ProcessGroupBabyGloo(ProcessGroup):
                 raise self._error or _left()
             results = [] if name in _WITHOUT_RESULT else result_of(name, args, kwargs)
             loan, request = self._describe(child, name, args, kwargs, results)
-            work = IsolatedWork(results)
-            pool = self._pool
-
-            def on_end(error: Exception | None) -> None:
-                if error is None:  # else the memory may still be written to
-                    work.take(loan)
-                    pool.give_back(loan)  # first: the next operation may follow at once
-                work.settle(error)
-
-            child.send(request, request.number, on_end)
+            limit_s = self._timeout.total_seconds() + _ANSWER_GRACE_S
+            work = IsolatedWork(results, loan, limit_s)
+            fate = _Fate(work, loan, self._pool)
+            child.send(request, request.number, fate.on_end, fate.on_start)
         return work
 
     def _describe(
@@ -174,9 +192,10 @@ class ProcessGroupBabyGloo(ProcessGroup):
         if is_new:
             child.share(loan.segment)
         only_written = set() if name in IN_PLACE else {id(tensor) for tensor in results}
-        for (key, tensor), shared in zip(tensors.items(), loan.tensors(), strict=True):
-            if key not in only_written:
-                shared.copy_(tensor.detach())
+        both = zip(tensors.items(), loan.tensors(), strict=True)
+        loan.segment.put(
+            [(shared, own.detach()) for (key, own), shared in both if key not in only_written]
+        )
         places = dict(zip(tensors, loan.places, strict=True))
 
         def to_plain(value: Any) -> Any:
@@ -185,7 +204,7 @@ class ProcessGroupBabyGloo(ProcessGroup):
             return options_to_plain(value)
 
         sent = replace_leaves(args, to_plain), replace_leaves(kwargs, to_plain)
-        return loan, Launch(next(self._numbers), name, *sent)
+        return loan, Launch(next(self._numbers), loan.segment.number, name, *sent)
 
     def _check(self, quorum_id: int | None) -> None:
         if self._stopped:
@@ -206,10 +225,31 @@ class ProcessGroupBabyGloo(ProcessGroup):
             if self._child is not child:
                 return
             self._child = None
-            pool, self._pool = self._pool, Pool()
+            pool, self._pool = self._pool, self._make_pool()
             self._error = self._error or _left()
-        child.kill()
-        pool.close()
+        self._retired.end(child, pool)
+
+
+class _Fate:
+    """What becomes of one operation; called by the thread that reads the process' answers."""
+
+    def __init__(self, work: IsolatedWork, loan: Loan, pool: Pool) -> None:
+        self._work, self._loan, self._pool = work, loan, pool
+
+    def on_start(self) -> None:
+        """On a device: its result can be fetched, in the order of the device."""
+        try:
+            self._work.take()
+        except RuntimeError as error:  # torch's, of a tensor or a device that is not what it was
+            self._work.settle(error)
+
+    def on_end(self, error: Exception | None) -> None:
+        """It is over."""
+        if error is None and not self._work.is_taken:
+            self.on_start()
+        if error is None:  # else the memory may still be written to
+            self._pool.give_back(self._loan)  # first: the next operation may follow at once
+        self._work.settle(error or self._work.error)
 
 
 def _left() -> PeerError:

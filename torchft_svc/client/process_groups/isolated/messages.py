@@ -23,12 +23,22 @@ MAX_TEMPLATE_MESSAGE = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Backend:
+    """What carries the collectives: ``kind`` is ``gloo`` or ``nccl``, ``device`` torch's word."""
+
+    kind: str
+    device: str = "cpu"
+    high_priority: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Configure:
-    """Meet the members; answered by `Configured` or `Failed` with this ``number``."""
+    """Meet the members over ``backend``; answered by `Done` or `Failed` with this ``number``."""
 
     number: int
     members: Members
     timeout: timedelta
+    backend: Backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +50,29 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareDevice:
+    """Segment ``segment`` on a CUDA device, and two events: put in, and operation over.
+
+    ``memory`` is what ``UntypedStorage._share_cuda_`` gives and ``_new_shared_cuda`` takes; the
+    events are handles between processes.
+    """
+
+    segment: int
+    device_index: int
+    memory: tuple[Any, ...]
+    ready: bytes
+    done: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
-    """Start a collective; answered by `Done` or `Failed`. Tensors in ``args`` are `Place`s."""
+    """Start a collective on tensors in ``segment``; tensors in ``args`` are `Place`s.
+
+    Answered by `Done` or `Failed`; on a device, `Started` comes first.
+    """
 
     number: int
+    segment: int
     name: str
     args: Any
     kwargs: Any
@@ -63,6 +92,13 @@ class Lose:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """What had this number is under way on the device: from here on events order its result."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """What had this number is over."""
 
@@ -77,8 +113,8 @@ class Failed:
     error: str
 
 
-Request = Configure | Share | Launch | Abort | Lose
-Answer = Done | Failed
+Request = Configure | Launch | Abort | Lose
+Answer = Started | Done | Failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,64 @@
-"""Shared memory in which both processes see the tensors of a collective."""
+"""Memory in which both processes see the tensors of a collective."""
 
 from __future__ import annotations
 
 import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from torchft_svc.client.process_groups.isolated.messages import Place
+from torchft_svc.client.process_groups.isolated.messages import Place, Share, ShareDevice
 
 # A tensor begins at a multiple of this: what vector instructions want.
 ALIGNMENT = 64
 # Smaller segments would be many, and a page is the least there is.
 MIN_SEGMENT_BYTES = 64 << 10
 
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+# Orders what comes next behind the results.
+Order = Callable[[], None]
 
-class Segment:
-    """``num_bytes`` of memory; ``descriptor`` is how another process gets at it."""
+
+class Segment(Protocol):
+    """Memory of the trainer's, which the process that carries the collectives sees, too."""
+
+    number: int
+    num_bytes: int
+
+    @property
+    def descriptor(self) -> int | None:
+        """What follows the announcement, if anything does."""
+
+    def announce(self) -> Share | ShareDevice:
+        """What the other process needs to get at it."""
+
+    def tensor(self, place: Place) -> torch.Tensor:
+        """The tensor at ``place``."""
+
+    def put(self, pairs: Pairs) -> None:
+        """Copy the second of each pair into the first, which is in here."""
+
+    def take(self, pairs: Pairs) -> Order:
+        """Copy the second of each pair, which is in here, into the first."""
+
+    def release(self) -> None:
+        """The other process was killed: nothing of ours must wait for it."""
+
+    def is_idle(self) -> bool:
+        """Whether nothing of ours uses it any more."""
+
+    def close(self) -> None:
+        """Free it, once the other process has ended; tensors in it must not be used any more."""
+
+
+class HostSegment:
+    """``num_bytes`` of shared memory; ``descriptor`` is how another process gets at it."""
+
+    descriptor: int
 
     def __init__(self, number: int, descriptor: int, num_bytes: int) -> None:
         self.number = number
@@ -28,21 +67,52 @@ class Segment:
         self._bytes = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
     @classmethod
-    def create(cls, number: int, num_bytes: int) -> Segment:
+    def create(cls, number: int, num_bytes: int) -> HostSegment:
         """New memory, freed when the last process that has it closes it or ends."""
         descriptor = os.memfd_create("torchft-collectives")
         os.ftruncate(descriptor, num_bytes)
         return cls(number, descriptor, num_bytes)
 
+    def announce(self) -> Share:
+        """See `Segment.announce`; the descriptor follows."""
+        return Share(self.number, self.num_bytes)
+
     def tensor(self, place: Place) -> torch.Tensor:
-        """The tensor at ``place``."""
-        size = math.prod(place.shape) * place.dtype.itemsize
-        part = self._bytes[place.offset : place.offset + size]
-        return part.view(place.dtype).view(place.shape)
+        """See `Segment.tensor`."""
+        return tensor_at(self._bytes, place)
+
+    def put(self, pairs: Pairs) -> None:
+        """See `Segment.put`."""
+        for shared, source in pairs:
+            shared.copy_(source)
+
+    def take(self, pairs: Pairs) -> Order:
+        """See `Segment.take`."""
+        for result, shared in pairs:
+            result.copy_(shared)
+        return _nothing
+
+    def release(self) -> None:
+        """See `Segment.release`; nothing does."""
+
+    def is_idle(self) -> bool:
+        """See `Segment.is_idle`; copies are over when they return."""
+        return True
+
+    def run(self, launch: Callable[[], torch.distributed.Work]) -> torch.distributed.Work:
+        """Start an operation on tensors in here."""
+        return launch()
 
     def close(self) -> None:
         """Let another process keep it alive, or nobody; tensors in it stay valid."""
         os.close(self.descriptor)
+
+
+def tensor_at(memory: torch.Tensor, place: Place) -> torch.Tensor:
+    """The tensor at ``place`` of the bytes in ``memory``."""
+    size = math.prod(place.shape) * place.dtype.itemsize
+    part = memory[place.offset : place.offset + size]
+    return part.view(place.dtype).view(place.shape)
 
 
 @dataclass(slots=True)
@@ -62,9 +132,15 @@ class Pool:
 
     An operation gets one that is large enough, or a new one: sizes are powers of two, so a
     program that repeats its steps soon needs no more.
+
+    Args:
+        create: makes a segment from its number and its size in bytes.
+        on_device: the other process' device may write to it until the process is gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, create: Callable[[int, int], Segment], *, on_device: bool = False) -> None:
+        self.on_device = on_device
+        self._create = create
         self._free: list[Segment] = []
         self._all: list[Segment] = []
 
@@ -78,7 +154,7 @@ class Pool:
         is_new = segment is None
         if segment is None:
             size = 1 << (max(end, MIN_SEGMENT_BYTES) - 1).bit_length()
-            segment = Segment.create(len(self._all), size)
+            segment = self._create(len(self._all), size)
             self._all.append(segment)
         places = [
             Place(segment.number, offset, tuple(tensor.shape), tensor.dtype)
@@ -98,8 +174,21 @@ class Pool:
         self._free.remove(smallest)
         return smallest
 
+    def release(self) -> None:
+        """The other process was killed: nothing of ours must wait for it."""
+        for segment in self._all:
+            segment.release()
+
+    def is_idle(self) -> bool:
+        """Whether nothing of ours uses a segment any more."""
+        return all(segment.is_idle() for segment in self._all)
+
     def close(self) -> None:
         """Free everything that no tensor refers to any more."""
         for segment in self._all:
             segment.close()
         self._all, self._free = [], []
+
+
+def _nothing() -> None:
+    """Results on the host are there when they were copied."""

@@ -1,6 +1,6 @@
 """A process that has imported torch and forks: importing takes seconds, forking milliseconds.
 
-It never starts a thread and never uses a device, so its copies may do both. Each message on its
+It never starts a thread and never looks at a device, so its copies may do both. Each message on its
 socket comes with the socket of a process to fork. It ends with the trainer.
 """
 
@@ -16,7 +16,6 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
-from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
 from torchft_svc.client.process_groups.isolated.child import Child, watch
 from torchft_svc.client.process_groups.isolated.messages import MAX_TEMPLATE_MESSAGE
 
@@ -64,7 +63,7 @@ def _be_child(descriptor: int, trainer_pid: int) -> None:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        Child(Connection(descriptor), ProcessGroupGloo()).run(trainer_pid)
+        Child(Connection(descriptor)).run(trainer_pid)
         status = 0
     except Exception:  # noqa: BLE001 - the process ends, and says why
         traceback.print_exc()

@@ -9,34 +9,59 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchft_svc.client.process_groups.isolated.segments import Loan
+from torchft_svc.client.process_groups.isolated.segments import Loan, Order
 
 
 class IsolatedWork(dist.Work):
-    """``results`` get their values from the shared memory once the operation is over.
+    """``results`` get their values from what ``loan`` lent.
 
-    Nothing is written to them before, nor by an operation that has failed or was abandoned.
+    On the host that is when the operation is over; nothing is written to them before, nor by an
+    operation that has failed or was abandoned. On a device it is ordered, once the operation has
+    started, behind its end: then ``wait()`` orders the current stream, as torch's own does, and
+    ``wait(timeout)`` also holds up the caller until the operation is over.
+
+    Args:
+        limit_s: the longest ``wait()``.
     """
 
-    def __init__(self, results: list[torch.Tensor]) -> None:
+    def __init__(self, results: list[torch.Tensor], loan: Loan, limit_s: float) -> None:
         super().__init__()
         self._results = results
+        self._loan: Loan | None = loan
+        self._limit_s = limit_s
+        self._order: Order | None = None
+        self._taken = threading.Event()
         self._over = threading.Event()
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
 
-    def take(self, loan: Loan) -> None:
-        """Fetch the results, which are the first tensors of ``loan``."""
+    def take(self) -> None:
+        """Fetch the results, which are the first tensors of the loan."""
+        loan = self._loan
+        assert loan is not None, "taken before it is settled"
         with torch.no_grad():
-            for result, shared in zip(self._results, loan.tensors(), strict=False):
-                result.copy_(shared)
+            pairs = list(zip(self._results, loan.tensors(), strict=False))
+            self._order = loan.segment.take(pairs)
+        self._taken.set()
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it failed, or None."""
+        return self._error
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the results have been fetched, or will be in the order of the device."""
+        return self._taken.is_set()
 
     def settle(self, error: Exception | None) -> None:
         """The operation is over, and its results, if it has not failed, are taken."""
         with self._lock:
             self._error = error
+            self._loan = None  # who keeps a work must not keep the memory
             self._over.set()
+            self._taken.set()
             future = self._future
         if future is not None:
             self._fulfil(future)
@@ -47,12 +72,18 @@ class IsolatedWork(dist.Work):
         Raises:
             RuntimeError: it failed, or is not over in time; `is_completed` tells which.
         """
-        limit_s = timeout.total_seconds() if timeout else None
-        if not self._over.wait(limit_s):
+        limit_s = timeout.total_seconds() if timeout else self._limit_s
+        if not (self._over if timeout else self._taken).wait(limit_s):
             raise dist.DistBackendError(f"a collective is not over after {limit_s:.3g} s")
         if self._error is not None:
             raise dist.DistBackendError(str(self._error)) from self._error
+        self.synchronize()
         return True
+
+    def synchronize(self) -> None:
+        """Order the current stream behind the results."""
+        if self._order is not None:
+            self._order()
 
     def is_completed(self) -> bool:
         """Whether it is over, well or not."""
@@ -62,17 +93,23 @@ class IsolatedWork(dist.Work):
         """Whether it is over and has not failed."""
         return self._over.is_set() and self._error is None
 
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that hold the results."""
+        return self._results
+
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that holds the results."""
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
+                devices = {tensor.device for tensor in self._results if tensor.is_cuda}
+                self._future = torch.futures.Future(devices=list(devices))
                 if self._over.is_set():
                     self._fulfil(self._future)
             return self._future
 
     def _fulfil(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
+            self.synchronize()  # the future hands this thread's stream on to who waits for it
             future.set_result(self._results)
         else:
             future.set_exception(self._error)

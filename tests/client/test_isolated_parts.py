@@ -1,0 +1,171 @@
+"""Tests the parts of isolated groups: what is told, and what an operation does when it hears it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from running import eventually
+from torch.distributed import HashStore
+
+from torchft_svc.client import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
+from torchft_svc.client.process_groups.base import Members
+from torchft_svc.client.process_groups.device_work import DeviceWork
+from torchft_svc.client.process_groups.isolated import messages
+from torchft_svc.client.process_groups.isolated.following import Follower
+from torchft_svc.client.process_groups.isolated.segments import HostSegment, Pool
+from torchft_svc.client.process_groups.isolated.work import IsolatedWork
+from torchft_svc.errors import ConfigError, TorchFTError
+
+from .meeting_place import MeetingPlace
+from .training import together
+
+SOON = timedelta(seconds=0.05)
+ENOUGH = timedelta(seconds=10)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        messages.Configure(
+            1,
+            Members("host:1/torchft/2/0", "a", 0, 2),
+            ENOUGH,
+            messages.Backend("nccl", "cuda:1", high_priority=True),
+        ),
+        messages.ShareDevice(
+            3, 1, (1, b"handle", 64, 0, b"counter", 7, b"event", True), b"r", b"d"
+        ),
+        messages.Launch(4, 3, "allreduce", [[messages.Place(3, 64, (2, 3), torch.bfloat16)]], {}),
+        messages.Started(4),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_message_passes_through_the_pipe(message: Any) -> None:
+    here, there = multiprocessing.Pipe()
+    with here, there:
+        here.send(message)
+        assert there.recv() == message
+
+
+@pytest.mark.parametrize(
+    "kind", sorted(name for name in vars(dist) if name.endswith("Options") and name[0].isupper())
+)
+def test_options_pass_through_the_pipe(kind: str) -> None:
+    options = getattr(dist, kind)()
+    if hasattr(options, "timeout"):
+        options.timeout = ENOUGH
+    plain = messages.options_to_plain(options)
+    here, there = multiprocessing.Pipe()
+    with here, there:
+        here.send(plain)
+        back = messages.options_from_plain(there.recv())
+    assert messages.options_to_plain(back) == plain
+
+
+@pytest.fixture
+def work() -> IsolatedWork:
+    """A work whose result, 5, is in the shared memory already."""
+    result = torch.zeros(1)
+    loan, _ = Pool(HostSegment.create).lend([result])
+    loan.tensors()[0].fill_(5)
+    return IsolatedWork([result], loan, 0.05)
+
+
+def test_a_result_that_the_device_orders_is_there_before_the_end(work: IsolatedWork) -> None:
+    with pytest.raises(RuntimeError, match=r"not over after 0\.05 s"):
+        work.wait()  # nobody has said that it has started
+    work.take()
+    assert work.wait()
+    assert work.result() == [torch.tensor([5.0])]
+    with pytest.raises(RuntimeError, match=r"not over after 0\.05 s"):
+        work.wait(SOON)  # which is until the end
+    assert not work.is_completed()
+    work.settle(None)
+    assert work.wait(SOON)
+    assert work.is_success()
+
+
+def test_a_failure_after_the_start_is_raised_by_both_waits(work: IsolatedWork) -> None:
+    work.take()
+    work.settle(RuntimeError("a member is gone"))
+    for timeout in (None, SOON):
+        with pytest.raises(RuntimeError, match="a member is gone"):
+            work.wait(timeout)
+    with pytest.raises(RuntimeError, match="a member is gone"):
+        work.get_future().wait()
+    assert not work.is_success()
+
+
+class Link:
+    """The part of a connection that a work looks at."""
+
+    left = False
+
+
+def test_the_follower_tells_of_what_is_over_while_another_hangs() -> None:
+    store = HashStore()
+    backends = together(
+        *(lambda rank=rank: dist.ProcessGroupGloo(store, rank, 2, ENOUGH) for rank in range(2))
+    )
+    ended: dict[str, Any] = {}
+    arrived = threading.Event()
+
+    def note(name: str) -> Any:
+        def on_end(action: Any) -> None:
+            ended[name] = action()
+            arrived.set()
+
+        return on_end
+
+    follower, late = Follower(), torch.zeros(1)
+    threading.Thread(target=follower.run, name="follower", daemon=True).start()
+    hanging = DeviceWork(backends[0].allreduce([late]), Link())
+    follower.follow(hanging, note("hanging"))
+    alone = dist.ProcessGroupGloo(HashStore(), 0, 1, ENOUGH)
+    follower.follow(DeviceWork(alone.allreduce([torch.ones(1)]), Link()), note("quick"))
+    assert arrived.wait(10)
+    assert ended == {"quick": True}
+    arrived.clear()
+    backends[1].allreduce([torch.ones(1)]).wait()
+    assert arrived.wait(10)
+    assert ended["hanging"] is True
+
+
+@pytest.mark.processes
+def test_a_process_that_does_not_read_keeps_nobody_from_leaving() -> None:
+    group = ProcessGroupBabyGloo(ENOUGH)
+    MeetingPlace().configure(group)
+    assert group.pid is not None
+    os.kill(group.pid, signal.SIGSTOP)
+    launched: list[Any] = []
+
+    def launch() -> None:
+        try:
+            while True:  # until the socket is full, or the group is left
+                launched.append(group.barrier())
+        except TorchFTError:
+            pass
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    eventually(lambda: len(launched) > 10, 10, "nothing is launched")
+    group.abort()
+    thread.join(10)
+    assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="was left"):
+        launched[-1].wait(ENOUGH)
+    group.shutdown()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_the_sentence_says_what_to_use() -> None:
+    with pytest.raises(ConfigError, match="use ProcessGroupBabyGloo"):
+        ProcessGroupBabyNCCL()

@@ -1,0 +1,133 @@
+"""Memory of a CUDA device in which both processes see the tensors of a collective.
+
+The trainer owns it, so the other process may be killed at any moment. Both order their streams with
+two events that the trainer owns, too, and the CPU waits for neither. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchft_svc.client.process_groups.isolated.messages import Place, ShareDevice
+from torchft_svc.client.process_groups.isolated.segments import Order, Pairs, tensor_at
+
+# Torch declares no types for its streams and events.
+_cuda: Any = torch.cuda
+
+
+class DeviceSegment:
+    """The trainer's side. Results are fetched on ``stream``, which is not the trainer's own."""
+
+    descriptor: None = None
+
+    def __init__(self, number: int, num_bytes: int, *, device: torch.device, stream: Any) -> None:
+        self.number = number
+        self.num_bytes = num_bytes
+        self._device = device
+        self._stream = stream
+        self._bytes: torch.Tensor | None = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        with _cuda.device(device):
+            storage: Any = self._bytes.untyped_storage()
+            self._memory: tuple[Any, ...] = storage._share_cuda_()
+            # The trainer has put everything in; the operation is over.
+            self._ready = _cuda.Event(interprocess=True)
+            self._done = _cuda.Event(interprocess=True)
+            self._handles = self._ready.ipc_handle(), self._done.ipc_handle()
+        self._fetched: Any = None
+
+    def announce(self) -> ShareDevice:
+        """See `Segment.announce`."""
+        return ShareDevice(self.number, self._device.index, self._memory, *self._handles)
+
+    def tensor(self, place: Place) -> torch.Tensor:
+        """See `Segment.tensor`."""
+        assert self._bytes is not None, "closed"
+        return tensor_at(self._bytes, place)
+
+    def put(self, pairs: Pairs) -> None:
+        """See `Segment.put`; in the order of the current stream."""
+        with _cuda.device(self._device):
+            stream = _cuda.current_stream()
+            if self._fetched is not None:
+                stream.wait_event(self._fetched)  # the last results may still be read
+            for shared, source in pairs:
+                shared.copy_(source, non_blocking=True)
+            self._ready.record(stream)
+
+    def take(self, pairs: Pairs) -> Order:
+        """See `Segment.take`; behind the operation, which must have begun."""
+        with _cuda.stream(self._stream):
+            self._stream.wait_event(self._done)
+            for result, shared in pairs:
+                result.copy_(shared, non_blocking=True)
+                if result.is_cuda:
+                    result.record_stream(self._stream)
+            fetched = _cuda.Event()
+            fetched.record(self._stream)
+        self._fetched = fetched
+        return functools.partial(_order_current_stream, fetched, self._device)
+
+    def release(self) -> None:
+        """See `Segment.release`.
+
+        Whoever waits for an operation that was killed would wait forever: the event is recorded
+        once more, on a stream that waits for nothing.
+        """
+        if self._fetched is not None and not self._fetched.query():
+            self._done.record(new_stream(self._device))
+
+    def is_idle(self) -> bool:
+        """See `Segment.is_idle`."""
+        return bool(self._ready.query() and (self._fetched is None or self._fetched.query()))
+
+    def close(self) -> None:
+        """See `Segment.close`."""
+        if self._bytes is not None:
+            # Torch keeps shared memory until the other process says that it has let go. It was
+            # killed, so that is said here: the memory would never be freed otherwise.
+            counter, offset = self._memory[4:6]
+            torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)
+            self._bytes = None
+
+
+class DeviceWindow:
+    """The side of the process that carries the collectives."""
+
+    def __init__(self, message: ShareDevice) -> None:
+        device = torch.device("cuda", message.device_index)
+        with _cuda.device(device):
+            storage = torch.UntypedStorage._new_shared_cuda(*message.memory)
+            self._bytes = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+            self._ready = _cuda.Event.from_ipc_handle(device, message.ready)
+            self._done = _cuda.Event.from_ipc_handle(device, message.done)
+            # One of its own: an operation must not wait for another one.
+            self._stream = new_stream(device)
+
+    def tensor(self, place: Place) -> torch.Tensor:
+        """The tensor at ``place``."""
+        return tensor_at(self._bytes, place)
+
+    def run(self, launch: Callable[[], torch.distributed.Work]) -> torch.distributed.Work:
+        """Start an operation on tensors in here, behind the trainer's stream and before its next.
+
+        The operation's ``wait()`` must order the current stream, and not hold up the CPU.
+        """
+        with _cuda.stream(self._stream):
+            self._stream.wait_event(self._ready)
+            work = launch()
+            work.wait()
+            self._done.record(self._stream)
+        return work
+
+
+def _order_current_stream(event: Any, device: torch.device) -> None:
+    _cuda.current_stream(device).wait_event(event)
+
+
+def new_stream(device: torch.device) -> Any:
+    """A stream that is not the current one."""
+    return _cuda.Stream(device)
