@@ -9,9 +9,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+
+from running import end_tree
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
@@ -38,6 +39,10 @@ class Program:
         )
         self._reader = threading.Thread(target=self._read, name="program-output")
         self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -89,9 +94,7 @@ class Program:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        end_tree(self._process)
         self._reader.join()
         assert self._process.stdout is not None
         self._process.stdout.close()
