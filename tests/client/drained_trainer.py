@@ -17,7 +17,7 @@ from torch import nn
 from torchft_svc.client import DistributedDataParallel, Manager, OptimizerWrapper
 from torchft_svc.errors import Drained
 
-LIFE_S = 60.0
+LIFE_S = 110.0
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bounds import check
 from torch import nn
 
 from torchft_svc.client import DistributedDataParallel, Manager
@@ -55,6 +56,7 @@ def make() -> Iterator[Callable[..., list[Group]]]:
     with lighthouse(min_replicas=2) as address, contextlib.ExitStack() as stack:
 
         def make(build: Callable[[], nn.Module], **options: Any) -> list[Group]:
+            stack.close()  # another attempt's
             groups = [Group(address, name) for name in "ab"]
             for group in groups:
                 stack.enter_context(group.manager)
@@ -206,9 +208,9 @@ def test_sums_begin_before_the_backward_pass_is_over(make: Callable[..., list[Gr
     first_layers = [group.model.get_submodule("0") for group in (a, b)]
     for group, first in zip((a, b), first_layers, strict=True):
         # Called when all layers but the first have their gradients.
-        first.weight.register_hook(lambda grad, group=group: check(group, grad))
+        first.weight.register_hook(lambda grad, group=group: reduces(group, grad))
 
-    def check(group: Group, grad: torch.Tensor) -> torch.Tensor:
+    def reduces(group: Group, grad: torch.Tensor) -> torch.Tensor:
         both_launched.wait()
         for reduction in group.parallel._reducer._reductions:
             assert reduction.wait()
@@ -224,7 +226,7 @@ def test_nothing_is_raised_into_the_backward_pass(make: Callable[..., list[Group
     b.manager.shutdown()
     began_at = time.monotonic()
     a.run(ONE)
-    assert time.monotonic() - began_at < 3.0  # far below the timeout of 10 s
+    check("a peer is gone, with 10 s left,", time.monotonic() - began_at, 3.0)
     assert a.manager.errored() is not None
     assert not a.manager.should_commit()
 

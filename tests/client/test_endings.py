@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from bounds import check
 
 from .programs import END_S, running
 from .training import lighthouse
@@ -23,7 +24,7 @@ def address() -> Iterator[str]:
 def test_a_trainer_ends_within_2_s(address: str, number: signal.Signals) -> None:
     with running("trains", address) as trainer:
         trainer.read_until("training")
-        assert trainer.end(number) < END_S
+        check("a trainer ends", trainer.end(number), END_S)
         if number == signal.SIGTERM:
             assert trainer.process.returncode == 0, trainer.errors()
         else:
@@ -35,7 +36,7 @@ def test_a_trainer_ends_within_2_s(address: str, number: signal.Signals) -> None
 def test_a_trainer_that_waits_for_a_quorum_ends_within_2_s(number: signal.Signals) -> None:
     with lighthouse(min_replicas=2) as address, running("waits", address) as trainer:
         trainer.read_until("training")
-        assert trainer.end(number) < END_S
+        check("a trainer ends", trainer.end(number), END_S)
         assert (trainer.process.returncode == 0) == (number == signal.SIGTERM), trainer.errors()
 
 
@@ -43,9 +44,9 @@ def test_a_trainer_that_waits_in_its_backward_pass_ends_within_2_s(address: str)
     with running("hangs", address) as other, running("waits_in_backward", address) as trainer:
         other.read_until("training")
         trainer.read_until("training")
-        assert trainer.end(signal.SIGINT) < END_S
+        check("a trainer ends", trainer.end(signal.SIGINT), END_S)
         assert "KeyboardInterrupt" in trainer.errors()
-        assert other.end(signal.SIGKILL) < END_S
+        check("a trainer is killed", other.end(signal.SIGKILL), END_S)
 
 
 @pytest.mark.parametrize(("name", "status"), [("returns", 0), ("raises", 1)])

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from bounds import check
 from torch.distributed import ReduceOp
 
 from torchft_svc.client import Manager, WorldSizeMode
@@ -117,7 +118,7 @@ def test_an_error_in_one_group_does_not_keep_the_others_waiting(pair_address: st
 
         began_at = time.monotonic()
         assert together(fails_before_its_gradients, b.step) == [False, False]
-        assert time.monotonic() - began_at < 2.0
+        check("an error elsewhere", time.monotonic() - began_at, 2.0)
         assert b.manager.errored() is not None
         together(lambda: a.until(3), lambda: b.until(3))
         assert_identical([a, b])

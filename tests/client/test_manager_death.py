@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -10,15 +9,15 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from bounds import check
 
+from chaos.bounds import MANAGER_BACK_S
 from torchft_svc.errors import TorchFTError
 
 from .test_workers import workers
 from .training import DEADLINE_S, Trainer, assert_identical, lighthouse, together, trainers
 
 pytestmark = pytest.mark.processes
-# What the architecture promises, on a machine with a core to spare.
-BACK_S = 2.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def test_the_manager_of_one_group_dies_in_the_forward_pass() -> None:
         killed_at = kill_manager("a")
         together(*(lambda group=group: finishes(group) for group in groups))
         again_at = goes_on(groups, until=6)
-        assert again_at - killed_at < BACK_S
+        check("a manager dies", again_at - killed_at, MANAGER_BACK_S)
         assert_identical(groups)
         assert a.manager.num_participants() == 2
 
@@ -86,7 +85,8 @@ def test_the_manager_of_the_only_group_dies_and_no_state_is_lost(address: str) -
         a.steps(3)
         for _ in range(2):
             killed_at = kill_manager("a")
-            assert goes_on([a], a.manager.current_step() + 2) - killed_at < BACK_S
+            again_at = goes_on([a], a.manager.current_step() + 2)
+            check("the only manager dies", again_at - killed_at, MANAGER_BACK_S)
         assert a.manager.current_step() == 7
 
 
@@ -102,7 +102,7 @@ def test_the_manager_dies_while_the_quorum_is_asked_for() -> None:
             return goes_on([a], until=5)
 
         again_at = min(together(a_goes_on, lambda: goes_on([b], until=5)))
-        assert again_at - killed_at < BACK_S
+        check("a manager dies", again_at - killed_at, MANAGER_BACK_S)
         assert_identical(groups)
 
 
@@ -110,7 +110,8 @@ def test_all_workers_of_a_group_follow_its_manager(address: str) -> None:
     with workers(address, "a", 2, in_process=False) as group:
         together(*(worker.step for worker in group))
         killed_at = kill_manager("a")
-        assert goes_on(group, until=4) - killed_at < BACK_S
+        again_at = goes_on(group, until=4)
+        check("a manager of two workers dies", again_at - killed_at, MANAGER_BACK_S)
         assert [worker.manager.current_step() for worker in group] == [4, 4]
 
 

@@ -10,6 +10,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from bounds import check
+from running import eventually
 
 from torchft_svc.client import ProcessGroupDummy, ProcessGroupGloo
 from torchft_svc.client.process_groups.graveyard import Graveyard
@@ -83,7 +85,7 @@ def test_a_group_that_leaves_ends_the_others_waits_at_once(
     b.abort()
     with pytest.raises(RuntimeError):
         work.wait(TIMEOUT)
-    assert time.monotonic() - began_at < 1.0
+    check("a peer leaves", time.monotonic() - began_at, 1.0)
     assert b.errored() is not None
 
 
@@ -98,7 +100,7 @@ def test_leaving_with_an_operation_under_way_blocks_nobody(
     a.abort()
     store.configure(a, c)
     assert together(lambda: total(a, 1), lambda: total(c, 2)) == [3, 3]
-    assert time.monotonic() - began_at < 1.0
+    check("leaving, and a new group", time.monotonic() - began_at, 1.0)
     assert not work.is_completed()
     b.abort()  # only now the abandoned operation ends, and with it its group
     with pytest.raises(RuntimeError):
@@ -120,7 +122,7 @@ def test_news_of_a_loss_ends_the_wait_for_members(store: MeetingPlace) -> None:
     began_at = time.monotonic()
     with pytest.raises(QuorumFailed, match="b is gone: killed"):
         group.configure(store.place(1), "a", 0, 2, quorum_id=1)
-    assert time.monotonic() - began_at < 1.0
+    check("news of a loss", time.monotonic() - began_at, 1.0)
     news.join()
 
 
@@ -142,9 +144,7 @@ def test_a_lost_member_gets_a_moment_for_what_it_has_sent(
     a.lose_member(store.quorum_id, "b is gone: it has left")
     assert a.errored() is None
     assert together(lambda: total(a, 1), lambda: total(b, 2)) == [3, 3]
-    deadline = time.monotonic() + 5
-    while a.errored() is None:
-        assert time.monotonic() < deadline
+    eventually(lambda: a.errored() is not None)
     assert "b is gone" in str(a.errored())
 
 
