@@ -29,7 +29,6 @@ _PRELOADED = [
     "torch.distributed.tensor.parallel",
     "torchft_svc.client",
 ]
-# The first fork waits for those imports, on a machine that may be busy with other work.
 _END_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
@@ -51,6 +50,7 @@ class Group:
     lighthouse: str
     workers: list[Any] = field(default_factory=list)
     _store: TCPStore | None = None
+    _managers: list[psutil.Process] = field(default_factory=list)
 
     def start(self) -> Group:
         """Start all workers."""
@@ -78,17 +78,19 @@ class Group:
         self.end()
 
     def end(self) -> None:
-        """SIGKILL all workers, and wait until they and their manager are gone."""
-        family = []
+        """SIGKILL all workers, and wait until they are gone."""
         for worker in self.workers:
             with contextlib.suppress(psutil.NoSuchProcess):
-                family += psutil.Process(worker.pid).children(recursive=True)
+                self._managers += psutil.Process(worker.pid).children(recursive=True)
             worker.kill()
         for worker in self.workers:
             worker.join(_END_S)
             worker.close()
         self.workers.clear()
-        _, left = psutil.wait_procs(family, _END_S)
+
+    def wait_for_manager(self) -> None:
+        """Wait until the manager of an ended group is gone, which takes a second or two."""
+        _, left = psutil.wait_procs(self._managers, _END_S)
         assert not left, f"outlived the trainer that started them: {left}"
 
 
@@ -103,6 +105,8 @@ def ending(groups: list[Group]) -> Iterator[None]:
     finally:
         for group in groups:
             group.end()
+        for group in groups:
+            group.wait_for_manager()
 
 
 def _live(run: Run, arguments: tuple[Any, ...], variables: dict[str, str], log: Path) -> None:
