@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +14,8 @@ from torchft_svc.errors import RequestRefused
 from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.outbox import Outbox
+
+log = logging.getLogger(__name__)
 
 # A connection that says nothing is not a worker.
 HELLO_TIMEOUT_S = 5.0
@@ -39,11 +42,12 @@ async def attach(
     outbox = Outbox()
     outbox.tell(pb.AttachNews(welcome=pb.AttachWelcome()).SerializeToString())
     driver.attach(group_rank, worker_id, outbox)
-    reason = "its process ended, or does not answer"
+    level, reason = logging.WARNING, "its process ended, or does not answer"
     try:
         await outbox.exchange(_read(driver, group_rank, requests), context)
-        reason = "it has stopped"
+        level, reason = logging.INFO, "it has shut down"
     finally:
+        log.log(level, "worker gone group_rank=%d: %s", group_rank, reason)
         driver.detach(group_rank, worker_id, outbox, reason)
 
 

@@ -204,7 +204,7 @@ class ManagerDriver:
                 if self._asking is not None:
                     self._asking.cancel()
             elif isinstance(order, LeaveLighthouse):
-                log.warning("leaving: %s", order.reason)
+                log.info("leaving: %s", order.reason)
                 leaving = self._link.leave(order.reason, between_steps=order.between_steps)
                 self._tasks.start(leaving, "leave the lighthouse")
             elif isinstance(order, AnswerWorker):
