@@ -49,14 +49,14 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Logits (batch, context, vocabulary) of what follows each of ``characters``."""
+        """Logits (batch x context, vocabulary) of what follows each of ``characters``."""
         mask = nn.Transformer.generate_square_subsequent_mask(
             characters.shape[1], device=characters.device
         )
         hidden = self.embedding(characters)
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask, is_causal=True)
-        return self.head(hidden)
+        return self.head(hidden.flatten(0, 1))
 
 
 def read_text() -> Tensor:
@@ -114,7 +114,7 @@ def main() -> None:
         group = manager.participating_rank() or 0  # None while this group heals; not counted then
         batch = draw_batch(text, (step * 1_000 + group) * workers + rank).to(device)
         logits = model(batch[:, :-1])
-        loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss = functional.cross_entropy(logits, batch[:, 1:].flatten())
         loss.backward()  # reduced and scattered in the group, then averaged over the groups
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()  # commits, or changes nothing

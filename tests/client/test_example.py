@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +57,17 @@ def test_the_example_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
         manager.step()
         assert manager.should_commit()
         manager.shutdown()
+
+
+def test_the_readmes_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    script = readme.split("```python\n")[1].split("```")[0]
+    assert "< 1000:" in script
+    names: dict[str, Any] = {}
+    with lighthouse() as address:
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
+        exec(script.replace("< 1000:", "< 3:"), names)  # noqa: S102 - it is ours
+    assert names["manager"].current_step() == 3
 
 
 def test_arguments_come_in_the_familiar_order() -> None:

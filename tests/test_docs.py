@@ -1,0 +1,141 @@
+"""Tests that the documents name what is there: files, tests, settings, flags, log lines, names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+import torchft_svc.client
+import torchft_svc.coordination
+import torchft_svc.testing
+from torchft_svc.lighthouse_server import cli as lighthouse_cli
+from torchft_svc.lighthouse_server.orders import ORDERS as LIGHTHOUSE_ORDERS
+from torchft_svc.manager_server import cli as manager_cli
+from torchft_svc.manager_server.orders import ORDERS as MANAGER_ORDERS
+
+ROOT = Path(__file__).parents[1]
+README, OPERATIONS = ROOT / "README.md", ROOT / "docs" / "operations.md"
+DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+TREES = ("torchft_svc", "tests", "demo", "chaos", "benchmarks", "examples", "docs", "proto")
+# What only the benchmarks read, and what stands for several.
+OTHER_SETTINGS = {"TORCHFT_PEER_PYTHON", "TORCHFT_TLS"}
+OTHER_FLAGS = {"--help", "--max-restarts", "--build", "--prefix", "--hypothesis-profile"}
+
+
+def quoted(text: str) -> list[str]:
+    """What stands in backticks, outside of code blocks."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+def section(text: str, title: str) -> str:
+    _, _, rest = text.partition(f"\n## {title}\n")
+    assert rest, f"there is no section {title!r}"
+    return rest.split("\n## ")[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of each row of a table, without its head."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def test_every_test_that_the_architecture_names_is_there() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    tests = {path: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    missing = []
+    for title in ("When something fails", "Invariants"):
+        found = rows(section(text, title))
+        assert len(found) > 5
+        for *_, cell in found:
+            named = [each for each in quoted(cell) if "test" in each or each.startswith("check")]
+            for each in named:
+                path, _, function = each.partition("::")
+                if path.startswith("check"):
+                    path, function = "", path
+                holds = [code for file, code in tests.items() if str(file).endswith(path)]
+                begins = f"def {function.removesuffix('...')}"
+                if not any(begins in code for code in holds):
+                    missing.append(each)
+            assert named or "the demo" in cell, f"no test checks: {cell}"
+    assert not missing
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_every_file_that_is_named_is_there(path: Path) -> None:
+    there = [*ROOT.glob("*.*"), *(file for tree in TREES for file in (ROOT / tree).rglob("*.*"))]
+    named = {word.partition("::")[0].split()[0] for word in quoted(path.read_text())}
+    files = {each for each in named if re.fullmatch(r"[\w/.-]+\.(py|md|proto|yml|toml|txt)", each)}
+    assert not {each for each in files if not any(str(file).endswith(f"/{each}") for file in there)}
+
+
+def anchors(path: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(path: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)]+)\)", path.read_text()):
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        if not target.is_file() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+def test_no_document_names_a_machine() -> None:
+    pattern = re.compile(r"(?<![\w.])/(root|home|work|tmp|opt)/|https?://")
+    assert not [
+        (path.name, found[0]) for path in DOCS if (found := pattern.search(path.read_text()))
+    ]
+
+
+def test_the_settings_are_those_of_the_environment() -> None:
+    read = set(re.findall(r"TORCHFT_[A-Z_]+", (ROOT / "torchft_svc" / "env.py").read_text()))
+    told = set(re.findall(r"TORCHFT_[A-Z_]*[A-Z]", README.read_text() + OPERATIONS.read_text()))
+    assert told ^ read == OTHER_SETTINGS
+
+
+def flags_of(*commands: click.Command) -> set[str]:
+    return {
+        flag
+        for command in commands
+        for parameter in command.params
+        for flag in (*parameter.opts, *parameter.secondary_opts)
+    }
+
+
+def test_the_flags_are_those_of_the_commands() -> None:
+    ours = flags_of(lighthouse_cli.main, manager_cli.main, *LIGHTHOUSE_ORDERS, *MANAGER_ORDERS)
+    text = README.read_text() + OPERATIONS.read_text()
+    commands = re.findall(r"^(?:lighthouse|torchft-manager) .*", text, re.MULTILINE)
+    told = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", "\n".join([*quoted(text), *commands])))
+    assert told - ours <= OTHER_FLAGS
+
+
+def test_the_log_lines_are_those_of_the_code() -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "torchft_svc").rglob("*.py"))
+    found = rows(section(OPERATIONS.read_text(), "What the log says"))
+    assert len(found) > 10
+    for cell, *_ in found:
+        for line in quoted(cell):
+            words = re.split(r"\.\.\.|\b[A-Z]\b|=|\d+", line)
+            assert all(word.strip(" :") in code for word in words), line
+
+
+def test_the_names_of_the_parts_can_be_imported() -> None:
+    modules = (torchft_svc.client, torchft_svc.coordination, torchft_svc.testing)
+    found = rows(section(README.read_text(), "The parts"))
+    for cell, *_ in found:
+        for word in quoted(cell):
+            name = re.split(r"[(.]", word)[0]
+            if name[0].isupper() or "_" in name.removeprefix("torchft_svc"):
+                assert any(hasattr(module, name) for module in modules), word
+    _, _, in_short = section(README.read_text(), "The parts").partition("`Manager` in short")
+    methods = re.findall(r"`(\w+)`", in_short)
+    assert len(methods) > 10
+    assert not [name for name in methods if not hasattr(torchft_svc.client.Manager, name)]
