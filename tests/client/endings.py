@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -75,7 +76,21 @@ def waits(lighthouse: str) -> None:
 
 def waits_in_backward(lighthouse: str) -> None:
     """Waits, in its backward pass, for a group that hangs."""
-    begins_a_step(lighthouse).backward()
+    loss = begins_a_step(lighthouse)
+    threading.Thread(target=say_when_it_waits, args=(threading.get_ident(),), daemon=True).start()
+    loss.backward()
+
+
+def say_when_it_waits(main_thread: int) -> None:
+    """When that waits for a sum to end."""
+    while True:
+        frame = sys._current_frames()[main_thread]
+        while frame is not None and frame.f_code.co_name != "_wait_in_slices":
+            frame = frame.f_back
+        if frame is not None:
+            say("waiting")
+            return
+        time.sleep(0.01)
 
 
 def hangs(lighthouse: str) -> None:

@@ -43,7 +43,7 @@ def test_a_trainer_that_waits_for_a_quorum_ends_within_2_s(number: signal.Signal
 def test_a_trainer_that_waits_in_its_backward_pass_ends_within_2_s(address: str) -> None:
     with running("hangs", address) as other, running("waits_in_backward", address) as trainer:
         other.read_until("training")
-        trainer.read_until("training")
+        trainer.read_until("waiting")
         check("a trainer ends", trainer.end(signal.SIGINT), END_S)
         assert "KeyboardInterrupt" in trainer.errors()
         check("a trainer is killed", other.end(signal.SIGKILL), END_S)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +111,48 @@ def test_leaving_with_an_operation_under_way_blocks_nobody(
     assert a._graveyard.clear() == 0
 
 
+class Backend:
+    """Somebody's, with or without operations."""
+
+
+class Interrupted(ProcessGroupGloo):
+    """Ctrl-C comes when the backend has begun an operation, and has not returned it yet."""
+
+    def _make_backend(self, store: Any, rank: int, world_size: int) -> Any:
+        made = super()._make_backend(store, rank, world_size)
+
+        class Interrupting(type(made)):  # type: ignore[misc]
+            def allreduce(self, *args: Any) -> None:
+                self.backend.allreduce(*args)
+                raise KeyboardInterrupt
+
+        made.__class__ = Interrupting
+        return made
+
+
+def test_leaving_after_an_interrupted_launch_blocks_nobody(
+    store: MeetingPlace, gloo: list[ProcessGroupGloo]
+) -> None:
+    interrupted, other = Interrupted(TIMEOUT), gloo[0]
+    store.configure(interrupted, other)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.allreduce([torch.ones(1)])
+    interrupted.shutdown()
+    assert interrupted._graveyard.clear() == 1, "destroying it would have waited for its operation"
+    other.abort()
+
+
+def test_a_launch_that_fails_leaves_nothing_to_wait_for(
+    store: MeetingPlace, gloo: list[ProcessGroupGloo]
+) -> None:
+    a, b, _ = gloo
+    store.configure(a, b)
+    with pytest.raises(RuntimeError, match="requires non-empty tensor list"):
+        a.allreduce([])
+    a.abort()
+    assert a._graveyard.clear() == 0
+
+
 def test_a_member_that_does_not_come_is_named(store: MeetingPlace) -> None:
     group = ProcessGroupGloo(timedelta(milliseconds=200))
     with pytest.raises(DeadlineExceeded, match=r"0\.2 s: replica rank 1 did not come"):
@@ -193,6 +237,17 @@ def test_i7_abandoned_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     work.over = True
     graves.make_room(0.05, lambda: None)
     assert graves.clear() == 0
+
+
+def test_an_abandoned_group_outlives_who_abandoned_it() -> None:
+    graves, work, backend = Graveyard(), Pending(), Backend()
+    is_there = weakref.ref(backend)
+    graves.bury(backend, [work])
+    del graves, backend
+    assert is_there() is not None
+    work.over = True
+    assert Graveyard().clear() == 0
+    assert is_there() is None
 
 
 def test_the_dummy_gives_back_what_it_got() -> None:

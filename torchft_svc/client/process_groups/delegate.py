@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import logging
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -125,11 +126,29 @@ class DelegatingProcessGroup(ProcessGroup):
         with self._lock:
             if self._backend is None:
                 raise self._error or _left()
-            work = getattr(self._backend, name)(*args, **kwargs)
             if len(self._works) >= _MAX_TRACKED_WORKS:
                 self._works = [w for w in self._works if not w.is_completed()]
-            self._works.append(work)
+            self._works.append(_Launching(time.monotonic() + self._timeout.total_seconds()))
+            try:
+                work = self._works[-1] = getattr(self._backend, name)(*args, **kwargs)
+            except Exception:
+                self._works.pop()
+                raise
         return work
+
+
+class _Launching:
+    """In the place of a work, until the backend has returned it.
+
+    Ctrl-C may come in between: then nobody knows the operation, and it may be under way as long as
+    any other.
+    """
+
+    def __init__(self, over_at: float) -> None:
+        self._over_at = over_at
+
+    def is_completed(self) -> bool:
+        return time.monotonic() > self._over_at
 
 
 def _left() -> PeerError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,34 +17,32 @@ MAX_GRAVES = 16
 
 
 class Graveyard:
-    """Groups that were left with operations under way.
+    """A process group's former backends, left with operations under way.
 
-    Destroying such a group would block, holding the interpreter's lock, until its operations time
-    out. So it is kept, with all its operations, until the last one is over.
+    Destroying one would block until its operations time out. So it is kept, with all its
+    operations, until the last one is over, whatever becomes of the process group; the end of the
+    interpreter does not destroy it either.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._graves: list[tuple[Any, list[Any]]] = []
 
     def bury(self, backend: Any, works: list[Any]) -> None:
         """Take over ``backend``; the caller keeps no reference."""
-        with self._lock:
-            self._graves.append((backend, works))
+        grave = _Grave(self, backend, works)
+        # The interpreter drops all that it knows of before it ends; of this it does not know.
+        _own(grave)
+        with _lock:
+            _graves.append(grave)
 
     def clear(self) -> int:
-        """Destroy the groups whose operations are over; how many are left."""
-        if not self._graves:
+        """Destroy the backends whose operations are over; how many of this group are left."""
+        if not _graves:
             return 0
-        over: list[tuple[Any, list[Any]]] = []
-        left: list[tuple[Any, list[Any]]] = []
-        with self._lock:
-            for grave in self._graves:
-                (over if _is_over(grave[1]) else left).append(grave)
-            self._graves = left
-            num_left = len(left)
-        over.clear()  # here the connections are closed, outside the lock
-        return num_left
+        with _lock:
+            over = [grave for grave in _graves if grave.is_over()]
+            _graves[:] = [grave for grave in _graves if grave not in over]
+            num_left = sum(grave.yard() is self for grave in _graves)
+        for grave in over:
+            _disown(grave)
+        return num_left  # on the way out the connections are closed, outside the lock
 
     def make_room(self, timeout_s: float, check: Callable[[], None]) -> None:
         """Wait until a further group may be made; ``check`` raises to end the wait.
@@ -59,5 +59,23 @@ class Graveyard:
             time.sleep(SLICE_S)
 
 
-def _is_over(works: list[Any]) -> bool:
-    return all(work.is_completed() for work in works)
+class _Grave:
+    def __init__(self, yard: Graveyard, backend: Any, works: list[Any]) -> None:
+        self.yard = weakref.ref(yard)
+        self._backend = backend
+        self._works = works
+
+    def is_over(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+_lock = threading.Lock()
+_graves: list[_Grave] = []
+
+
+def _own(grave: _Grave) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(grave))
+
+
+def _disown(grave: _Grave) -> None:
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(grave))
