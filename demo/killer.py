@@ -31,6 +31,7 @@ class Killer:
         self._well_since: float | None = None
         self._again: KillOrder | None = None
         self._heals_since: float | None = None
+        self._victim = 0  # its incarnation
 
     @property
     def done(self) -> bool:
@@ -72,13 +73,14 @@ class Killer:
         self._num_given += 1
         self._due_at, self._armed_at = now + self._order.after_s, None
         self._again = order if order.again else None
-        self._heals_since = None
+        self._heals_since, self._victim = None, board.groups[order.group].incarnation
         return order
 
     def _second_kill(self, now: float, order: KillOrder, board: Board) -> KillOrder | None:
         state = board.groups[order.group].state
-        if state == "training" and self._heals_since is not None:
-            self._again = None  # it was faster
+        has_begun_anew = board.groups[order.group].incarnation != self._victim
+        if state == "training" and (has_begun_anew or self._heals_since is not None):
+            self._again = None  # it was faster, maybe than anyone has looked
         if state != "healing":
             return None
         if self._heals_since is None:

@@ -40,7 +40,7 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), **changes}
 
 
-def eventually(holds: Callable[[], Any], within_s: float = 10.0, what: str = "") -> Any:
+def eventually(holds: Callable[[], Any], within_s: float = 20.0, what: str = "") -> Any:
     """Ask until ``holds`` returns something true, and return that."""
     deadline = time.monotonic() + within_s
     while True:

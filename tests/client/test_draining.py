@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from bounds import check
-from running import command, eventually, manager_process
+from running import command, eventually, manager_process, steady_address
 
 from torchft_svc.coordination import LighthouseClient
 
@@ -78,8 +77,7 @@ def groups(
     made: dict[str, list[Worker]] = {}
     try:
         for name in names:
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                port = str(probe.getsockname()[1])
+            port = steady_address().rpartition(":")[2]
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             place["WORLD_SIZE"] = str(group_world_size)
             made[name] = [
@@ -143,8 +141,7 @@ def test_a_manager_of_any_kind_drains(tmp_path: Path, kind: str) -> None:
     with contextlib.ExitStack() as stack, lighthouse() as address:
         place = {}
         if kind == "sidecar":
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                port = str(probe.getsockname()[1])
+            port = steady_address().rpartition(":")[2]
             store = f"--store-address=127.0.0.1:{port}"
             sidecar = stack.enter_context(manager_process(address, store, name="a"))
             place = {"TORCHFT_MANAGER_ADDR": sidecar.address, "MASTER_PORT": port}

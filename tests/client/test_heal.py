@@ -243,7 +243,7 @@ def test_trap_a_slow_healing_peer_raises_a_timeout_in_the_healthy_sender(address
     transport = Unreliable()
     transport.may_receive.clear()
     # The healthy group's own timeout is far shorter than the newcomer takes.
-    short = {"timeout": timedelta(milliseconds=500), "quorum_timeout": TIMEOUT}
+    short = {"timeout": timedelta(seconds=1.5), "quorum_timeout": TIMEOUT}
     with Trainer(address, "a", 0, **short) as a:
         a.steps(2)
         with Trainer(address, "b", 1, checkpoint_transport=transport) as b:
@@ -251,7 +251,7 @@ def test_trap_a_slow_healing_peer_raises_a_timeout_in_the_healthy_sender(address
             def healthy() -> list[bool]:
                 first = a.meets(2)
                 assert a.manager.errored() is None
-                time.sleep(0.6)  # the newcomer takes longer than any timeout of this group
+                time.sleep(1.6)  # the newcomer takes longer than any timeout of this group
                 transport.may_receive.set()
                 return [first]
 

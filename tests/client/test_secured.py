@@ -12,7 +12,7 @@ import psutil
 import pytest
 from bounds import check
 from papers import TOKEN, Papers, papers, variables
-from running import eventually
+from running import eventually, steady_address
 
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.errors import TorchFTError, Unauthorized, Unreachable
@@ -125,15 +125,13 @@ def test_a_trainer_that_trains_goes_on_when_its_lighthouse_is_as_it_was(
     known: Security,
 ) -> None:
     """A lighthouse that came back with another token, by mistake, costs steps and no trainer."""
-    with LighthouseServer("127.0.0.1:0", 1, security=known) as first:
-        port = first.address().rpartition(":")[2]
+    address = steady_address()
+    with LighthouseServer(address, 1, security=known) as first:
         a = Trainer(first.address(), "a", 0, security=known, timeout=timedelta(seconds=5))
         with a:
             assert a.step()
             first.shutdown()
-            with LighthouseServer(
-                f"127.0.0.1:{port}", 1, security=replace(known, token=OTHER_TOKEN)
-            ):
+            with LighthouseServer(address, 1, security=replace(known, token=OTHER_TOKEN)):
                 assert a.steps(3) == [False] * 3
-            with LighthouseServer(f"127.0.0.1:{port}", 1, security=known):
+            with LighthouseServer(address, 1, security=known):
                 eventually(a.step, what="it never committed again")

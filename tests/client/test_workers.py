@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from bounds import check
+from running import steady_address
 from torch.distributed import TCPStore
 
 from torchft_svc.client import HTTPTransport, Manager
@@ -177,9 +178,7 @@ def test_the_environment_of_a_launcher(address: str, monkeypatch: pytest.MonkeyP
 def test_rank_0_hosts_the_store_that_the_environment_names(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probe = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    port = probe.port
-    del probe
+    port = int(steady_address().rpartition(":")[2])
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(port))
     with Manager(in_process=True, lighthouse_addr=address) as manager:

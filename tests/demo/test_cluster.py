@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +14,11 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from bounds import Late, check
 from rich.console import Console
+from running import ROOT, eventually
 
+from demo import director
 from demo.cluster import Cluster, ClusterError
 from demo.director import Director, Script
 from demo.events import Committed, Event, Exited, Started
@@ -36,7 +40,7 @@ def clockwork(fault: str = "well") -> Callable[[int, int, Path], list[str]]:
 
 @pytest.fixture(autouse=True)
 def _demo_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(TRAINER.parents[2]))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
 
 
 @pytest.fixture
@@ -145,9 +149,16 @@ class TestCluster:
 def script(**changes: object) -> Script:
     usual: dict[str, object] = {
         "num_groups": 2, "seconds": 3.0, "steps": None, "num_kills": 1, "min_kills": 1,
-        "kill_interval_s": 0.5, "seed": 3, "max_stall_s": 1.0,
+        "kill_interval_s": 0.5, "seed": 3, "max_stall_s": 15.0,
     }  # fmt: skip
     return Script(**(usual | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def short_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo waits for slower trainers than these."""
+    monkeypatch.setattr(director, "_CALM_END_S", 0.5)
+    monkeypatch.setattr(director, "_LEAVE_GRACE_S", 1.5)
 
 
 def direct(folder: Path, fault: str = "well", **changes: object) -> tuple[Run, str]:
@@ -159,10 +170,20 @@ def direct(folder: Path, fault: str = "well", **changes: object) -> tuple[Run, s
     return run, output.getvalue()
 
 
+def fresh(folder: Path) -> Path:
+    """For a test that may be done again."""
+    return Path(tempfile.mkdtemp(dir=folder))
+
+
+def num_commits(events: Path) -> int:
+    return events.read_text().count('"Committed"')
+
+
 def missed(run: Run) -> list[str]:
     return [v.promise for v in judge(run) if v.outcome is Outcome.FAIL]
 
 
+@pytest.mark.usefixtures("short_ends")
 class TestDirector:
     def test_a_good_run_keeps_every_promise_and_shows_it(self, tmp_path: Path) -> None:
         run, output = direct(tmp_path, num_kills=2, min_kills=2)
@@ -178,9 +199,12 @@ class TestDirector:
 
     def test_it_ends_at_the_number_of_steps(self, tmp_path: Path) -> None:
         now = int(time.monotonic() / 0.05)
-        run, _ = direct(tmp_path, seconds=None, steps=now + 60, num_kills=0, min_kills=0)
+        run, _ = direct(fresh(tmp_path), seconds=None, steps=now + 60, num_kills=0, min_kills=0)
         assert missed(run) == []
-        assert now + 60 <= max(commit.step for commit in run.commits()) < now + 90
+        top_step = max(commit.step for commit in run.commits())
+        assert top_step >= now + 60
+        if top_step >= now + 90:
+            raise Late(f"{top_step - now} steps instead of 60")
 
     def test_groups_that_differ_are_found(self, tmp_path: Path) -> None:
         run, _ = direct(tmp_path, "differs", num_kills=0, min_kills=0)
@@ -208,19 +232,20 @@ class TestDirector:
     def test_a_signal_ends_all_within_two_seconds_and_the_run_is_kept(
         self, tmp_path: Path, number: signal.Signals
     ) -> None:
-        sent_at: list[float] = []
+        folder, sent_at = fresh(tmp_path), list[float]()
 
         def interrupt() -> None:
+            eventually(lambda: sum(map(num_commits, folder.glob("*.jsonl"))) > 10, DEADLINE_S)
             sent_at.append(time.monotonic())
             os.kill(os.getpid(), number)
 
-        timer = threading.Timer(2.0, interrupt)
-        timer.start()
+        watcher = threading.Thread(target=interrupt)
+        watcher.start()
         run, _ = direct(
-            tmp_path, "deaf", seconds=60.0, num_kills=5, min_kills=5, kill_interval_s=30.0
+            folder, "deaf", seconds=60.0, num_kills=5, min_kills=5, kill_interval_s=30.0
         )
-        timer.join()
-        assert time.monotonic() - sent_at[0] < 2.0 + 1.0  # the machine is shared
+        watcher.join()
+        check("a signal ends all", time.monotonic() - sent_at[0], 2.0)
         assert run.interrupted
         assert len(run.commits()) > 10
         assert missed(run) == []

@@ -10,7 +10,7 @@ from stories import commit
 
 from demo.board import Board
 from demo.chaos import KillOrder, draw_kills
-from demo.events import PHASES, Joined, Killed, PhaseBegan
+from demo.events import PHASES, Joined, Killed, PhaseBegan, Started
 from demo.killer import Killer
 
 ORDER = KillOrder(
@@ -119,6 +119,17 @@ class TestWhen:
         assert order is not None
         board.apply(Joined(group=1, incarnation=1, at=25.0))
         assert killer.order_due(25.0, board) is None
+        board.apply(commit(1, 9, incarnation=1))
+        assert killer.order_due(25.2, board) is None
+        assert killer.done
+
+    def test_a_group_that_heals_while_nobody_looks_is_spared(self) -> None:
+        killer, board = Killer(repeat(replace(ORDER, again=True)), num_kills=1), healthy_board()
+        for now in (10.0, 20.0, 22.1):
+            order = killer.order_due(now, board)
+        assert order is not None
+        board.apply(Started(group=1, incarnation=1, at=24.0, pid=2))
+        board.apply(Joined(group=1, incarnation=1, at=25.0))
         board.apply(commit(1, 9, incarnation=1))
         assert killer.order_due(25.2, board) is None
         assert killer.done

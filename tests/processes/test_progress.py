@@ -37,7 +37,7 @@ def test_without_a_group_that_is_up_to_date_the_job_waits(make_crew: Callable[..
         workers = [crew.start(group)[0] for group in range(2)]
         crew.all_meet({0, 1})
         hung_at = time.monotonic()
-        workers[1].order("hang 1.5")
+        workers[1].order("hang 3")
         alone_at = crew.await_commits({0}, 5.0, since=hung_at, num_members=1)
         # What it committed alone is known to the lighthouse with the quorum after that.
         crew.await_commits({0}, 5.0, since=alone_at, num_members=1)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from bounds import check
 from running import Process, eventually, line_to
 from wire import Wire, wire
 
@@ -18,8 +19,8 @@ HEARTBEAT_S = 1.0
 # One ping goes out after that silence, and is waited for as long.
 NOTICED_S = 2 * KEEPALIVE_MS / 1000
 MOVED_S = (2 * IMPATIENT_KEEPALIVE_MS + MAX_CONNECTING_MS) / 1000
-# For a busy machine.
-SPARE_S = 3.0
+# For a machine that stalls.
+SPARE_S = 15.0
 
 
 @pytest.fixture
@@ -86,10 +87,9 @@ def test_a_manager_notices_that_its_lighthouses_host_has_vanished(cable: Wire) -
         assert has_peer(manager, cable.far)
         cable.cut()
         cut_at = time.monotonic()
-        bound_s = MOVED_S + SPARE_S
-        asked = line.ask_manager(rank=0, step=1, worker_id="w", timeout_s=2 * bound_s)
+        asked = line.ask_manager(rank=0, step=1, worker_id="w", timeout_s=MOVED_S + SPARE_S)
         assert asked.result().quorum_id
         took_s = time.monotonic() - cut_at
-        assert took_s < bound_s, f"it asked the other lighthouse after {took_s:.1f} s"
+        check("the other lighthouse is asked", took_s, MOVED_S)
         assert "quorum changed" in second.errors()
         eventually(lambda: f"{first.address}" not in peers(manager), SPARE_S)
