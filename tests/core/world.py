@@ -220,6 +220,7 @@ class World:
         if order.reason.startswith("no sign of life"):
             assert seen_at is not None
             assert self.now - seen_at >= self.config.heartbeat_timeout_s, "rule 8"
+        self.hangs_told.pop((order.job, order.replica_id), None)  # if it comes back, it is news
         books = self.books.get(order.job, JobBooks())
         books.took_part.discard(order.replica_id)
         books.announced.discard(order.replica_id)
