@@ -10,7 +10,7 @@ from typing import Any
 
 from torchft_svc.core.gathering import GATHER_S, Gathering
 from torchft_svc.core.quorum import JobView, Waiter
-from torchft_svc.core.types import Member, Quorum, QuorumConfig
+from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
 
 from . import twin
 
@@ -35,7 +35,8 @@ class Naive:
     stragglers: set[str] = field(default_factory=set)
     veterans: set[str] = field(default_factory=set)
     previous: Quorum | None = None
-    committed_step: int = 0
+    newest: LastQuorum = NO_QUORUM  # known here, or told
+    told: dict[str, LastQuorum] = field(default_factory=dict)  # by the living, of other lighthouses
     last_id: int = 0
     heard_id: int = 0
     loss_accepted: bool = False
@@ -72,6 +73,18 @@ class Naive:
         self._sign_of_life(replica_id, now)
         self._settle(now)
 
+    def hello(self, replica_id: str, last: LastQuorum, now: float) -> None:
+        self._sign_of_life(replica_id, now)
+        self.heard_id = max(self.heard_id, last.quorum_id)
+        if last.quorum_id > 0:
+            self.veterans.add(replica_id)
+            if self.previous is None:
+                self.told[replica_id] = max(last, self.told.get(replica_id, last))
+                if last > self.newest:
+                    self.newest = last
+                    self.loss_accepted = False
+        self._settle(now)
+
     def leave(self, replica_id: str, now: float) -> None:
         if replica_id in self.groups:
             self._lose(replica_id)
@@ -81,13 +94,12 @@ class Naive:
         """Refused, with a word in the log, unless nothing but the policy could hold them back:
         they may be too few, but all who could have the newer state are here, or are late."""
         asking = [request.member for request in self.requests if not request.held]
-        before = self.previous.participants if self.previous else ()
-        inside = {member.replica_id for member in before}
+        inside = self._before()
         if any(member.shrink_only and member.replica_id in inside for member in asking):
             asking = [member for member in asking if member.replica_id in inside]
         policy = self.config.on_step_regression
         holds = policy == "hold" or (policy == "auto" and len(self.veterans) > 0)
-        behind = asking != [] and all(member.step < self.committed_step for member in asking)
+        behind = asking != [] and all(member.step < self.newest.max_step for member in asking)
         awaited = behind and twin.still_waited_for(self.view(), self.config, now) != []
         if not (holds and behind) or awaited:
             self.log.append(("nothing to accept",))
@@ -108,12 +120,19 @@ class Naive:
             living=set(self.groups),
             veterans=set(self.veterans),
             straggling=set(self.stragglers),
-            previous=self.previous,
-            committed_step=self.committed_step,
+            previous=self._before(),
+            committed_step=self.newest.max_step,
             told_min_replicas=max((each.member.min_replicas for each in asking), default=0),
             loss_accepted=self.loss_accepted,
             gathering=self._gathering(),
         )
+
+    def _before(self) -> set[str]:
+        """The members of the last quorum, as far as this lighthouse can know."""
+        if self.previous is not None:
+            return {member.replica_id for member in self.previous.participants}
+        newest = self.newest.quorum_id
+        return {replica_id for replica_id, last in self.told.items() if last.quorum_id == newest}
 
     def _gathering(self) -> Gathering:
         if not self.told_num_groups:
@@ -131,6 +150,8 @@ class Naive:
                 self._has_come(request.member, now)
         if not self.groups:  # the job is over; its ids and its step are remembered
             self.previous = None
+            if self.newest.max_step == 0:  # that is like no step at all
+                self.newest = NO_QUORUM
             self.loss_accepted = False
             self.told_num_groups = []
             self.last_id = max(self.last_id, self.heard_id)
@@ -166,13 +187,16 @@ class Naive:
         self.told_num_groups = []
         top = max(member.step for member in members)
         self.loss_accepted = False
-        self.committed_step = top if lost_from is not None else max(top, self.committed_step)
+        if lost_from is None:
+            assert top >= self.newest.max_step
+        self.newest = LastQuorum(self.last_id, top)
+        self.told = {}
         self.log.append(("quorum", now, self.previous, tuple(callers), lost_from))
 
     def _has_come(self, member: Member, now: float) -> None:
         if self.previous is None and member.last_num_groups > 1:
             self.told_num_groups.append((member.last_num_groups, now))
-        if member.step >= self.committed_step:
+        if member.step >= self.newest.max_step:
             self.loss_accepted = False
 
     def _is_held(self, replica_id: str) -> bool:
@@ -211,6 +235,7 @@ class Naive:
         del self.groups[replica_id]
         self.stragglers.discard(replica_id)
         self.veterans.discard(replica_id)
+        self.told.pop(replica_id, None)
         self.gave_up = [each for each in self.gave_up if each[0].member.replica_id != replica_id]
 
     def _refuse(self, request: Request, word: str) -> None:

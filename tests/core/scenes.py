@@ -19,7 +19,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportWaiting,
 )
 from torchft_svc.core.step import Phase
-from torchft_svc.core.types import Member, Quorum, QuorumConfig
+from torchft_svc.core.types import LastQuorum, Member, Quorum, QuorumConfig
 
 JOB = "job"
 # Every duration is a power of two or a small whole number, so sums are exact.
@@ -102,6 +102,11 @@ class Scene:
     def beat(self, *replica_ids: str, job: str = JOB) -> None:
         for replica_id in replica_ids:
             self._note(self.house.heartbeat(job, replica_id, self.now))
+
+    def opened(self, replica_id: str, quorum_id: int = 0, max_step: int = 0) -> None:
+        """A session begins; its group was in this quorum, maybe of another lighthouse."""
+        last = LastQuorum(quorum_id, max_step)
+        self._note(self.house.opened(JOB, replica_id, last, self.now))
 
     def does(self, replica_id: str, phase: Phase, step: int = 0, for_s: float = 0.0) -> None:
         """A beat that tells what the group does, and for how long already."""

@@ -19,7 +19,7 @@ from torchft_svc.core.quorum import (
 )
 from torchft_svc.core.types import Member
 
-from .scenes import config, member, quorum
+from .scenes import config, member
 
 
 def view(
@@ -33,13 +33,12 @@ def view(
 ) -> JobView:
     """A job where ``asking`` wait, and ``silent`` live but have not asked."""
     waiting = {each.replica_id: Waiter(each, at) for each, at in asking}
-    before = tuple(member(name) for name in previous)
     return JobView(
         waiting=waiting,
         living={*waiting, *silent},
         veterans=set(veterans),
         straggling=set(straggling),
-        previous=quorum(5, *before) if before else None,
+        previous=set(previous),
         committed_step=committed_step,
         told_min_replicas=max((each.min_replicas for each, _ in asking), default=0),
         loss_accepted=loss_accepted,

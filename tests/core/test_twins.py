@@ -12,12 +12,12 @@ from torchft_svc.core.gathering import Gathering
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.lighthouse_orders import AnswerQuorum, Order, RefuseRequest, ReportLoss
 from torchft_svc.core.quorum import Formed, JobView, Waiter, decide
-from torchft_svc.core.types import QuorumConfig
+from torchft_svc.core.types import LastQuorum, QuorumConfig
 from torchft_svc.errors import RequestRefused
 
 from . import twin
 from .naive import Naive
-from .scenes import JOB, member, quorum
+from .scenes import JOB, member
 
 BUSY = [HealthCheck.too_slow]  # on a busy machine, slow is no sign of a fault
 configs = st.builds(
@@ -56,7 +56,7 @@ def views(draw: st.DrawFn) -> JobView:
         living=living,
         veterans=(before | known) & living,
         straggling={name for name in names if states[name] == "late"},
-        previous=quorum(1, *[member(name) for name in sorted(before)]) if before else None,
+        previous=before,
         committed_step=draw(st.integers(0, 4)),
         told_min_replicas=max((each.member.min_replicas for each in waiting.values()), default=0),
         loss_accepted=draw(st.sampled_from([False, False, True])),
@@ -88,11 +88,13 @@ members = st.builds(
     last_num_groups=st.sampled_from([0, 0, 0, 0, 1, 2, 3]),
     address=st.sampled_from(["x:1", "x:1", "x:1", "y:1"]),
 )
+last_quorums = st.builds(LastQuorum, st.sampled_from([0, 1, 3, 9]), st.integers(0, 3))
 events = st.one_of(
     st.tuples(st.just("request"), members),
     st.tuples(st.just("request"), members),
     st.tuples(st.just("request"), members),
     st.tuples(st.just("beat"), replica_ids),
+    st.tuples(st.just("hello"), st.tuples(replica_ids, last_quorums)),
     st.tuples(st.just("leave"), replica_ids),
     st.tuples(st.just("withdraw"), st.integers(1, 5)),
     st.tuples(st.just("pass"), st.integers(1, 4)),
@@ -121,19 +123,17 @@ def test_the_lighthouse_publishes_exactly_when_a_naive_one_does(
         elif kind == "beat":
             run.fast += run.orders(run.house.heartbeat(JOB, what, run.now))
             run.naive.heartbeat(what, run.now)
+        elif kind == "hello":
+            run.fast += run.orders(run.house.opened(JOB, *what, run.now))
+            run.naive.hello(*what, run.now)
         elif kind == "leave":
             run.fast += run.orders(run.house.leave(JOB, what, "bye", run.now))
             run.naive.leave(what, run.now)
         elif kind == "withdraw":
             run.fast += run.orders(run.house.withdraw(JOB, number - what, run.now))
             run.naive.withdraw(number - what, run.now)
-        elif kind == "accept":
-            run.accept()
-        elif kind == "pass":
-            for _ in range(what):
-                run.wait()
         else:
-            run.house.why(JOB, run.now)
+            run.happens(kind, what)
         run.compare()
     for _ in range(15):
         run.wait()
@@ -157,12 +157,20 @@ class Side:
             self.fast += self.orders(self.house.tick(self.now))
         self.naive.time_passed(self.now)
 
-    def accept(self) -> None:
-        try:
-            self.fast += self.orders(self.house.accept_loss(JOB, self.now))
-        except RequestRefused:
-            self.fast.append(("nothing to accept",))
-        self.naive.accept_loss(self.now)
+    def happens(self, kind: str, what: Any) -> None:
+        """What no group does."""
+        if kind == "pass":
+            for _ in range(what):
+                self.wait()
+        elif kind == "question":
+            self.house.why(JOB, self.now)
+        else:
+            assert kind == "accept"
+            try:
+                self.fast += self.orders(self.house.accept_loss(JOB, self.now))
+            except RequestRefused:
+                self.fast.append(("nothing to accept",))
+            self.naive.accept_loss(self.now)
 
     def compare(self) -> None:
         assert sorted(self.fast, key=repr) == sorted(self.naive.log, key=repr)
@@ -179,9 +187,10 @@ class Side:
         assert (set(view.living), set(view.veterans)) == (expected.living, expected.veterans)
         assert set(view.straggling) == expected.straggling
         assert (view.previous, view.committed_step) == (expected.previous, expected.committed_step)
+        assert state.members.previous == self.naive.previous
         assert view.told_min_replicas == expected.told_min_replicas
         assert view.loss_accepted == expected.loss_accepted
-        awaited = expected.previous_ids() & expected.living - expected.waiting.keys()
+        awaited = expected.previous & expected.living - expected.waiting.keys()
         assert state.members._awaited == awaited - expected.straggling
 
     def orders(self, orders: tuple[Order, ...]) -> list[tuple[Any, ...]]:

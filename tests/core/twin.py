@@ -15,7 +15,7 @@ from torchft_svc.core.types import Member, Quorum, QuorumConfig
 def waited_for(view: JobView, config: QuorumConfig) -> dict[str, float]:
     """Rules 3 and 4: who is waited for, and until when."""
     absent = [x for x in view.living if x not in view.waiting and x not in view.straggling]
-    previous = [member.replica_id for member in view.previous.participants] if view.previous else []
+    previous = view.previous
     members_that_ask = [view.waiting[x].asked_at for x in previous if x in view.waiting]
     members_that_are_expected = [x for x in previous if x in absent]
     result = {}
@@ -43,9 +43,7 @@ def still_waited_for(view: JobView, config: QuorumConfig, now: float) -> list[fl
     few = len(view.living) < view.gathering.num_groups
     if few and gather_until is not None and now < gather_until:
         return [gather_until]
-    previous = [member.replica_id for member in view.previous.participants] if view.previous else []
-    all_are_back = previous != [] and all(replica_id in view.waiting for replica_id in previous)
-    if all_are_back:
+    if view.previous and all(replica_id in view.waiting for replica_id in view.previous):
         return []
     return [until for until in waited_for(view, config).values() if until > now]
 
@@ -59,10 +57,9 @@ def decide(
     still = still_waited_for(view, config, now)
     if still:
         return min(still)
-    previous = [member.replica_id for member in view.previous.participants] if view.previous else []
     asking = [view.waiting[replica_id].member for replica_id in sorted(view.waiting)]
-    if any(member.shrink_only and member.replica_id in previous for member in asking):
-        asking = [member for member in asking if member.replica_id in previous]
+    if any(member.shrink_only and member.replica_id in view.previous for member in asking):
+        asking = [member for member in asking if member.replica_id in view.previous]
     told = [waiter.member.min_replicas for waiter in view.waiting.values()]
     if len(asking) < (max(told) or config.min_replicas):
         return math.inf

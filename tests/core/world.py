@@ -21,7 +21,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportWaiting,
 )
 from torchft_svc.core.step import Phase
-from torchft_svc.core.types import Member, Quorum, QuorumConfig
+from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
 from torchft_svc.errors import RequestRefused
 
 from .scenes import member
@@ -37,6 +37,7 @@ class Group:
     min_replicas: int = 0
     commit_failures: int = 0
     seen_quorum_id: int = 0
+    last: LastQuorum = NO_QUORUM
     address: str = "here:1"
     is_hung: bool = False  # its heartbeats go on, but it does not ask
     is_frozen: bool = False  # nothing goes on
@@ -65,11 +66,12 @@ class Group:
 
 @dataclass
 class JobBooks:
-    """What has been published for one job; the committed step is only what this lighthouse saw."""
+    """What has been published for one job; the last quorum is what this lighthouse knows of it."""
 
     last_id: int = 0
     lists: dict[int, list[tuple[str, str, str]]] = field(default_factory=dict)
-    committed_step: int = 0
+    last: LastQuorum = NO_QUORUM
+    has_published: bool = False  # this lighthouse
     took_part: set[str] = field(default_factory=set)
     announced: set[str] = field(default_factory=set)
     loss_accepted: bool = False  # by an operator, since the last quorum
@@ -83,6 +85,7 @@ class World:
     groups: dict[tuple[str, str], Group] = field(default_factory=dict)
     seen_at: dict[tuple[str, str], int] = field(default_factory=dict)
     books: dict[str, JobBooks] = field(default_factory=dict)
+    greeted: set[tuple[str, str]] = field(default_factory=set)  # have a session
     callers: int = 0
     asked_by: dict[int, Group] = field(default_factory=dict)  # callers not yet told
     beats: dict[tuple[str, str], Activity] = field(default_factory=dict)  # the last ones
@@ -101,12 +104,28 @@ class World:
         self.groups[job, group.replica_id] = group
         self.beat(group)
 
+    def greet(self, group: Group) -> None:
+        """A session begins with what the group knows, unless it has one."""
+        key = (group.job, group.replica_id)
+        if key in self.greeted:
+            return
+        self.greeted.add(key)
+        books = self.books.setdefault(group.job, JobBooks())
+        if group.last.quorum_id:
+            books.took_part.add(group.replica_id)
+            if not books.has_published:
+                books.last = max(books.last, group.last)
+        self.live(group)
+        self.carry_out(self.house.opened(group.job, group.replica_id, group.last, self.now))
+
     def beat(self, group: Group) -> None:
+        self.greet(group)
         self.live(group)
         doing = self.beats[group.job, group.replica_id] = group.activity(self.now)
         self.carry_out(self.house.heartbeat(group.job, group.replica_id, self.now, doing))
 
     def ask(self, group: Group, shrink_only: bool) -> None:
+        self.greet(group)
         self.callers += 1
         replaced, group.caller = group.caller, self.callers
         self.asked_by[self.callers] = group
@@ -161,7 +180,7 @@ class World:
             return
         policy = self.config.on_step_regression
         assert policy != "warn", "nothing is held back"
-        newest = [each for each in asking if each.step >= books.committed_step]
+        newest = [each for each in asking if each.step >= books.last.max_step]
         shrinks = any(each.asked and each.asked.shrink_only for each in asking)
         assert asking, "nobody asks"
         assert "alive, but has not asked" not in why, "the newer state may come"
@@ -174,9 +193,11 @@ class World:
         first_id = max((books.last_id for books in self.books.values()), default=0)
         self.house = Lighthouse(self.config, first_id)
         self.seen_at.clear()
+        self.greeted.clear()
         self.hangs_told.clear()
         for books in self.books.values():
-            books.committed_step = 0
+            books.last = NO_QUORUM
+            books.has_published = False
             books.loss_accepted = False
             books.took_part.clear()
             books.announced.clear()
@@ -217,6 +238,7 @@ class World:
 
     def lose(self, order: ReportLoss) -> None:
         seen_at = self.seen_at.pop((order.job, order.replica_id), None)
+        self.greeted.discard((order.job, order.replica_id))
         if order.reason.startswith("no sign of life"):
             assert seen_at is not None
             assert self.now - seen_at >= self.config.heartbeat_timeout_s, "rule 8"
@@ -269,6 +291,7 @@ class World:
             group.caller = group.asked = None
             group.quorum, group.trains_since = order.quorum, self.now
             group.seen_quorum_id = order.quorum.quorum_id
+            group.last = LastQuorum(order.quorum.quorum_id, order.quorum.max_step)
         check_i2_agreement(order.quorum)
 
     def check_i1_ids(self, order: AnswerQuorum, books: JobBooks) -> None:
@@ -291,16 +314,15 @@ class World:
         if not any(each.min_replicas for each in askers):
             assert len(order.callers) >= self.config.min_replicas
         assert len(order.callers) >= max(each.min_replicas for each in order.quorum.participants)
-        if max_step < books.committed_step:
-            assert order.lost_from == books.committed_step, "I4: a loss is told"
+        if max_step < books.last.max_step:
+            assert order.lost_from == books.last.max_step, "I4: a loss is told"
             policy = "warn" if books.loss_accepted else self.config.on_step_regression
             assert policy != "hold", "I4"
             if policy == "auto":
                 assert not books.took_part & living, "I4: a group of the job is alive"
-            books.committed_step = max_step
         else:
             assert order.lost_from is None
-            books.committed_step = max_step
+        books.last, books.has_published = LastQuorum(order.quorum.quorum_id, max_step), True
         books.loss_accepted = False
         books.took_part &= living
         books.took_part |= {each.replica_id for each in order.quorum.participants}

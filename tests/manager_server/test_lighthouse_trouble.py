@@ -27,7 +27,12 @@ from running import (
 )
 
 from chaos.bounds import NEWS_S
-from torchft_svc.coordination import LighthouseServer, ManagerClient, ManagerServer
+from torchft_svc.coordination import (
+    LighthouseClient,
+    LighthouseServer,
+    ManagerClient,
+    ManagerServer,
+)
 from torchft_svc.errors import GroupLeft, Unreachable
 from torchft_svc.manager_server import driver
 
@@ -126,6 +131,41 @@ def test_the_next_quorum_waits_for_a_lighthouse_that_restarts() -> None:
             check("the next quorum", time.monotonic() - began_at, BACK_S)
         assert after.quorum_id > before.quorum_id
         assert after.replica_ids == before.replica_ids, "the group is the same one"
+
+
+def test_a_lighthouse_that_restarts_does_not_begin_anew_with_newcomers() -> None:
+    """While the group that it had forgotten is in a long step, which its session tells."""
+    with (
+        lighthouse_process(bind=steady_address()) as first,
+        manager_process(first.address) as manager,
+        line_to(manager.address) as group,
+    ):
+        group.ask_manager(step=7, worker_id="w").result()
+        first.kill()
+        with (
+            lighthouse_process("--join-timeout-ms=1", bind=first.address) as second,
+            LighthouseClient(second.address, LONG) as client,
+            line_to(second.address) as line,
+        ):
+            eventually(lambda: [job.committed_step for job in client.status()] == [7])
+            asked = line.quorum("newcomer:1", step=3)
+            eventually(lambda: "waiting for group:" in client.status()[0].waiting_for)
+            group.ask_manager(step=8, worker_id="w").result()
+            assert [each.step for each in asked.result().quorum.participants] == [8, 3]
+
+
+def test_a_worker_that_was_restarted_is_not_held_to_what_its_group_knew() -> None:
+    """Its manager lives on beside it, but the state of that step is lost."""
+    with (
+        lighthouse_process(bind=steady_address()) as first,
+        manager_process(first.address, "--connect-timeout-ms=20000") as manager,
+        line_to(manager.address) as group,
+    ):
+        group.ask_manager(step=7, worker_id="w").result()
+        first.kill()
+        with lighthouse_process(bind=first.address):
+            answer = group.ask_manager(step=3, worker_id="another").result()
+            assert answer.max_step == 3
 
 
 def test_retries_ask_again_after_a_failed_quorum(nowhere: str) -> None:

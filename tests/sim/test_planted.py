@@ -82,6 +82,10 @@ def veterans_are_forgotten(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Membership, "publish", publish)
 
 
+def what_groups_tell_is_ignored(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Membership, "told", lambda self, replica_id, last: None)
+
+
 def heal_from_the_wrong_source(plant: pytest.MonkeyPatch) -> None:
     def plan(world_size: int, current: list[int], group_rank: int, from_one: bool) -> Any:
         behind = sorted(set(range(world_size)) - set(current))
@@ -240,6 +244,7 @@ PLANTS: dict[Plant, int] = {
     the_silent_never_die: 6,
     lost_steps_are_not_noticed: 1,
     veterans_are_forgotten: 697,
+    what_groups_tell_is_ignored: 2882,
     heal_from_the_wrong_source: 7,
     at_step_0_nobody_heals: 1,
     one_yes_is_enough: 0,

@@ -23,7 +23,15 @@ from torchft_svc.core.membership import Membership
 from torchft_svc.core.overview import JobStatus, describe
 from torchft_svc.core.quorum import Formed
 from torchft_svc.core.step import Phase
-from torchft_svc.core.types import MAX_NAME_LENGTH, Member, Quorum, QuorumConfig, check_name
+from torchft_svc.core.types import (
+    MAX_NAME_LENGTH,
+    NO_QUORUM,
+    LastQuorum,
+    Member,
+    Quorum,
+    QuorumConfig,
+    check_name,
+)
 from torchft_svc.errors import QuorumFailed, RequestRefused
 
 # Heartbeats that one lighthouse wants to hear per second, over all groups of a job; above that,
@@ -56,8 +64,8 @@ class Lighthouse:
         self._config = config
         self._first_id = first_id
         self._jobs: dict[str, _Job] = {}
-        # The committed step of jobs that have ended, so that a restart can be told from a start.
-        self._ended: OrderedDict[str, int] = OrderedDict()
+        # The last quorum of jobs that have ended, so that a restart can be told from a start.
+        self._ended: OrderedDict[str, LastQuorum] = OrderedDict()
         self._wake_at: float | None = None
 
     # -- inputs ----------------------------------------------------------------------------------
@@ -89,6 +97,17 @@ class Lighthouse:
         state.members.withdrew(caller, now)
         state.held = {key: held for key, held in state.held.items() if held[1] != caller}
         return self._settle(job, state, [], now)
+
+    def opened(self, job: str, replica_id: str, last: LastQuorum, now: float) -> tuple[Order, ...]:
+        """A sign of life, with which the group tells of the ``last`` quorum that it was in."""
+        check_name("replica_id", replica_id)
+        last.check()
+        state = self._job(job, replica_id)
+        state.heard_id = max(state.heard_id, last.quorum_id)
+        orders = self._sign_of_life(state, replica_id, now)
+        state.members.seen(replica_id, now)
+        state.members.told(replica_id, last)
+        return self._settle(job, state, orders, now)
 
     def heartbeat(
         self, job: str, replica_id: str, now: float, activity: Activity | None = None
@@ -241,9 +260,8 @@ class Lighthouse:
                 f"this lighthouse already serves {len(self._jobs)} jobs, its limit: "
                 f"job {name!r} has to go to another one"
             )
-        committed_step = self._ended.pop(name, 0)
         state = _Job(
-            Membership(self._config, committed_step),
+            Membership(self._config, self._ended.pop(name, NO_QUORUM)),
             HangWatch(self._config.hang_timeout_s),
             self._first_id,
         )
@@ -275,8 +293,7 @@ class Lighthouse:
     def _remove(
         self, job: str, state: _Job, replica_id: str, reason: str, between_steps: bool = False
     ) -> list[Order]:
-        previous = state.members.previous
-        quorum_id = previous.quorum_id if previous is not None else 0
+        quorum_id = state.members.last.quorum_id
         orders: list[Order] = [ReportLoss(job, replica_id, reason, between_steps, quorum_id)]
         held = state.held.pop(replica_id, None)
         caller = state.members.gone(replica_id)
@@ -338,7 +355,7 @@ class Lighthouse:
         del self._jobs[job]
         self._first_id = max(self._first_id, state.last_id, state.heard_id)
         if state.members.committed_step:
-            self._ended[job] = state.members.committed_step
+            self._ended[job] = state.members.last
         while len(self._ended) > self._config.max_jobs:
             self._ended.popitem(last=False)
 

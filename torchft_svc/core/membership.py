@@ -19,7 +19,7 @@ from torchft_svc.core.quorum import (
     decide,
     has_loss_to_accept,
 )
-from torchft_svc.core.types import Member, Quorum, QuorumConfig
+from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
 
 # Whoever trains wants to know that somebody waits, and about how many; a thousand groups that come
 # at once must not make a million pieces of news.
@@ -29,7 +29,7 @@ MAX_ANNOUNCED = 100
 class Membership:
     """The groups of one job. ``now`` is monotonic seconds and never goes back."""
 
-    def __init__(self, config: QuorumConfig, committed_step: int = 0) -> None:
+    def __init__(self, config: QuorumConfig, last: LastQuorum = NO_QUORUM) -> None:
         self._config = config
         self._seen_at: OrderedDict[str, float] = OrderedDict()  # the longest silent first
         self._waiting: dict[str, Waiter] = {}
@@ -43,9 +43,9 @@ class Membership:
         self._awaited: set[str] = set()  # living, in the previous quorum, has not asked again
         self._announced: set[str] = set()  # newcomers that the last quorum has been told of
         self._look_at: float | None = None  # when the last decision said that time changes it
-        self.previous: Quorum | None = None
-        self._previous_ids: frozenset[str] = frozenset()
-        self.committed_step = committed_step
+        self.previous: Quorum | None = None  # published here
+        self._previous_ids: set[str] = set()  # of its members, or who tells of the newest one
+        self.last = last
         self._loss_accepted = False
         self._gathering = NOBODY_IS_TO_COME
 
@@ -61,6 +61,28 @@ class Membership:
                 self._look_at = None
         self._seen_at[replica_id] = now
         self._seen_at.move_to_end(replica_id)
+
+    def told(self, replica_id: str, last: LastQuorum) -> None:
+        """A group that has been seen tells of the last quorum that it was in, maybe elsewhere.
+
+        As long as none was published here, the newest that is told stands for it: newcomers do not
+        go on without its members, nor anybody without its step.
+        """
+        if not last.quorum_id:
+            return
+        self._veterans.add(replica_id)
+        if self.previous is not None or last.quorum_id < self.last.quorum_id:
+            return
+        if last.quorum_id > self.last.quorum_id:
+            self._previous_ids.clear()
+            self._awaited.clear()
+        if last > self.last:
+            self.last = last
+            self._loss_accepted = False  # it was about an earlier step
+        self._previous_ids.add(replica_id)
+        if replica_id not in self._waiting and replica_id not in self._straggling:
+            self._awaited.add(replica_id)
+        self._look_at = None
 
     def asked(self, member: Member, caller: int, now: float) -> int | None:
         """``caller`` asks on behalf of ``member``, which has been seen; returns the caller that it
@@ -106,6 +128,8 @@ class Membership:
             del self._incarnations[name]
         for ids in (self._veterans, self._straggling, self._awaited, self._announced):
             ids.discard(replica_id)
+        if self.previous is None:
+            self._previous_ids.discard(replica_id)
         if replica_id in self._waiting:
             self._no_longer_waits(replica_id)
         self._gave_up.pop(replica_id, None)
@@ -123,11 +147,12 @@ class Membership:
             del self._replica_of[caller]
             callers.append(caller)
         self.previous = quorum
-        self._previous_ids = frozenset(member.replica_id for member in quorum.participants)
+        self._previous_ids = {member.replica_id for member in quorum.participants}
         self._awaited = set(self._previous_ids)
         self._veterans |= self._previous_ids
         self._announced.clear()
-        self.committed_step = quorum.max_step  # lower than before only if that is accepted (7)
+        # Its step is lower than before only if that is accepted (7).
+        self.last = LastQuorum(quorum.quorum_id, quorum.max_step)
         self._loss_accepted = False  # once
         self._gathering = NOBODY_IS_TO_COME
         return tuple(callers)
@@ -226,6 +251,11 @@ class Membership:
         return [key for key in self._previous_ids if key in self._seen_at]
 
     @property
+    def committed_step(self) -> int:
+        """The highest that a quorum of this job has shown, less what was given up since."""
+        return self.last.max_step
+
+    @property
     def min_replicas(self) -> int:
         """Of the lighthouse; what the groups tell goes before it."""
         return self._config.min_replicas
@@ -273,7 +303,7 @@ class Membership:
             living=self._seen_at.keys(),
             veterans=self._veterans,
             straggling=self._straggling,
-            previous=self.previous,
+            previous=self._previous_ids,
             committed_step=self.committed_step,
             told_min_replicas=max(self._told_min_replicas, default=0),
             loss_accepted=self._loss_accepted,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from torchft_svc.core.gathering import NOBODY_IS_TO_COME, Gathering
-from torchft_svc.core.types import Member, Quorum, QuorumConfig
+from torchft_svc.core.types import Member, QuorumConfig
 
 # A reason is read by people: it names a few groups and counts the others.
 MAX_NAMES_IN_A_REASON = 4
@@ -28,26 +28,23 @@ class Waiter:
 class JobView:
     """All that a decision depends on; save for ``previous``, all ids are of groups in ``living``.
 
-    ``veterans`` took part in a quorum of this job, ``straggling`` were waited for in vain (and are
-    not in ``waiting``). ``told_min_replicas`` is the largest that those who wait tell (0: none).
-    ``loss_accepted``: an operator gave up the steps that those who wait do not have.
-    ``gathering`` matters until there is a ``previous``.
+    ``previous`` are the members of the last quorum; if this lighthouse has published none yet, who
+    tells that it was in the newest one. ``veterans`` took part in a quorum of this job,
+    ``straggling`` were waited for in vain (and are not in ``waiting``). ``told_min_replicas`` is
+    the largest that those who wait tell (0: none). ``loss_accepted``: an operator gave up the steps
+    that those who wait do not have.
+    ``gathering`` matters until this lighthouse has published a quorum.
     """
 
     waiting: Mapping[str, Waiter]
     living: Set[str]
     veterans: Set[str]
     straggling: Set[str]
-    previous: Quorum | None
+    previous: Set[str]
     committed_step: int
     told_min_replicas: int = 0
     loss_accepted: bool = False
     gathering: Gathering = NOBODY_IS_TO_COME
-
-    def previous_ids(self) -> frozenset[str]:
-        if self.previous is None:
-            return frozenset()
-        return frozenset(member.replica_id for member in self.previous.participants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,7 @@ def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
     min_replicas = view.told_min_replicas or config.min_replicas
     if len(view.waiting) < min_replicas:  # at a cold start, most decisions end here
         return Waiting(f"{len(view.waiting)} of at least {min_replicas} groups ask")
-    candidates = _candidates(view, view.previous_ids())
+    candidates = _candidates(view)
     if len(candidates) < min_replicas:
         note = f"{len(view.waiting) - len(candidates)} more kept out by shrink_only"
         return Waiting(f"{len(candidates)} of at least {min_replicas} groups ask, {note}")
@@ -108,10 +105,9 @@ def absent_deadlines(view: JobView, config: QuorumConfig) -> dict[str, float]:
     """
     if len(view.waiting) + len(view.straggling) == len(view.living):
         return {}  # the usual case, without looking at each of ten thousand groups
-    previous = view.previous_ids()
     absent = view.living - view.waiting.keys() - view.straggling  # (4)
-    rivals = absent & previous
-    asked = [waiter.asked_at for key, waiter in view.waiting.items() if key in previous]
+    rivals = absent & view.previous
+    asked = [waiter.asked_at for key, waiter in view.waiting.items() if key in view.previous]
     if asked:
         # Newcomers that have not asked do not make a running job wait. So if all members of the
         # previous quorum are back, nobody is waited for: that is the fast path (2).
@@ -125,9 +121,9 @@ def absent_deadlines(view: JobView, config: QuorumConfig) -> dict[str, float]:
     }
 
 
-def _candidates(view: JobView, previous: Set[str]) -> list[Member]:
+def _candidates(view: JobView) -> list[Member]:
     """Who could be in the quorum: all who ask, or with shrink_only, no newcomers (5)."""
-    back = [waiter.member for key, waiter in view.waiting.items() if key in previous]
+    back = [waiter.member for key, waiter in view.waiting.items() if key in view.previous]
     if any(member.shrink_only for member in back):
         return back
     return [waiter.member for waiter in view.waiting.values()]
@@ -161,7 +157,7 @@ def has_loss_to_accept(view: JobView, config: QuorumConfig, now: float) -> bool:
     or would be as soon as they are enough. Who is still waited for may have the newer state."""
     if _before_all_are_here(view, config, now) is not None or _is_loss_allowed(view, config):
         return False
-    candidates = _candidates(view, view.previous_ids())
+    candidates = _candidates(view)
     return max(member.step for member in candidates) < view.committed_step
 
 

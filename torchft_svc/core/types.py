@@ -59,12 +59,10 @@ class Member:
             raise RequestRefused(
                 f"unknown fields have {len(self.unknown)} bytes, {MAX_DATA_LENGTH} are allowed"
             )
-        for field in ("step", "commit_failures", "seen_quorum_id"):
+        for field in ("step", "commit_failures"):
             if not 0 <= getattr(self, field) <= MAX_INT64:
                 raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 or more")
-        # The clock-derived base of a lighthouse is far below this; more would exhaust the ids.
-        if self.seen_quorum_id > MAX_INT64 // 2:
-            raise RequestRefused(f"seen_quorum_id {self.seen_quorum_id} was never given out")
+        check_quorum_id("seen_quorum_id", self.seen_quorum_id)
         for field in ("world_size", "min_replicas", "last_num_groups"):
             if not 0 <= getattr(self, field) <= MAX_WORLD_SIZE:
                 raise RequestRefused(
@@ -101,6 +99,22 @@ class Quorum:
         at_max = [member for member in self.participants if member.step == max_step]
         staying = [member for member in at_max if member.replica_id not in self.joining]
         return tuple(staying if staying and max_step > 0 else at_max)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LastQuorum:
+    """The newest quorum that somebody knows of, and its ``max_step``; ids from 1 (0: none)."""
+
+    quorum_id: int = 0
+    max_step: int = 0
+
+    def check(self) -> None:
+        """Raise `RequestRefused` if a field from the network is out of bounds."""
+        check_quorum_id("last_quorum_id", self.quorum_id)
+        check_step(self.max_step)
+
+
+NO_QUORUM = LastQuorum()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +179,15 @@ def check_name(field: str, value: str) -> None:
     if not value:
         raise RequestRefused(f"{field} is empty")
     check_text(field, value, MAX_NAME_LENGTH)
+
+
+def check_quorum_id(field: str, quorum_id: int) -> None:
+    """Refuse an id that no lighthouse gave out (0: none was told)."""
+    if quorum_id < 0:
+        raise RequestRefused(f"{field} is {quorum_id}, must be 0 or more")
+    # The clock-derived base of a lighthouse is far below this; more would exhaust the ids.
+    if quorum_id > MAX_INT64 // 2:
+        raise RequestRefused(f"{field} {quorum_id} was never given out")
 
 
 def check_step(step: int) -> None:

@@ -18,7 +18,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportWaiting,
 )
 from torchft_svc.core.overview import JobStatus
-from torchft_svc.core.types import Member, QuorumConfig
+from torchft_svc.core.types import LastQuorum, Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded, NotLeader, RequestRefused, TorchFTError
 from torchft_svc.lighthouse_server.questions import Hear, Outcome, Question, Questions
 from torchft_svc.proto import torchft_pb2 as pb
@@ -127,14 +127,15 @@ class LighthouseDriver:
         now = time.monotonic()
         self._carry_out(self._core.leave(job, replica_id, reason, now, between_steps=between_steps))
 
-    def open_session(self, job: str, replica_id: str, outbox: Outbox) -> float:
-        """``outbox`` is the group's session from now on; returns the shortest useful beat interval.
+    def open_session(self, job: str, replica_id: str, last: LastQuorum, outbox: Outbox) -> float:
+        """``outbox`` is the session, from now on, of a group that tells of the ``last`` quorum it
+        was in; returns the shortest useful beat interval.
 
         An earlier one of the same group, cut off but not noticed yet, is replaced.
         """
-        interval_s = self.heartbeat(job, replica_id)
+        self._carry_out(self._core.opened(job, replica_id, last, time.monotonic()))
         self._sessions[job, replica_id] = outbox
-        return interval_s
+        return self._core.beat_interval_s(job)
 
     def close_session(self, job: str, replica_id: str, outbox: Outbox, reason: str) -> None:
         """The stream has ended: the group is out, unless it has another session already."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.types import check_name, check_text
+from torchft_svc.core.types import LastQuorum, check_text
 from torchft_svc.errors import NotLeader, RequestRefused, TorchFTError
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.questions import Outcome
@@ -43,8 +43,10 @@ class Session:
         Raises:
             RequestRefused: the client breaks the protocol.
         """
-        self._replica_id = await self._hello(requests)
-        interval_s = self._driver.open_session(self._job, self._replica_id, self._outbox)
+        hello = await self._hello(requests)
+        self._replica_id = hello.replica_id
+        last = LastQuorum(hello.last_quorum_id, hello.last_max_step)
+        interval_s = self._driver.open_session(self._job, self._replica_id, last, self._outbox)
         try:
             welcome = pb.SessionWelcome(min_interval_ms=int(interval_s * 1000))
             self._outbox.tell(pb.SessionNews(welcome=welcome).SerializeToString())
@@ -56,15 +58,14 @@ class Session:
             self._withdraw()
             self._driver.close_session(self._job, self._replica_id, self._outbox, self._reason)
 
-    async def _hello(self, requests: AsyncIterator[pb.SessionRequest]) -> str:
+    async def _hello(self, requests: AsyncIterator[pb.SessionRequest]) -> pb.SessionHello:
         try:
             first = await asyncio.wait_for(anext(requests), HELLO_TIMEOUT_S)
         except (asyncio.TimeoutError, StopAsyncIteration):
             raise RequestRefused("a session begins with a hello; none came") from None
         if first.WhichOneof("kind") != "hello":
             raise RequestRefused("a session begins with a hello")
-        check_name("replica_id", first.hello.replica_id)
-        return first.hello.replica_id
+        return first.hello
 
     async def _read(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
         async for message in requests:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torchft_svc.core.activity import Activity
 from torchft_svc.core.group_orders import AskLighthouse
-from torchft_svc.core.types import Member, Quorum
+from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum
 from torchft_svc.errors import DeadlineExceeded, NotLeader, PeerError, QuorumFailed, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.connection import Connection
@@ -40,6 +40,7 @@ class LighthouseLink:
         self.address = ""
         self._seen_quorum_id = 0
         self._last_num_groups = 0
+        self._last = NO_QUORUM  # that the group was in with the workers that it has now
         self._route = Route(config.lighthouses)
         self._holding: asyncio.Task[None] | None = None
         self._new_incarnation()
@@ -58,6 +59,7 @@ class LighthouseLink:
         """
         deadline = time.monotonic() + timeout_s
         if question.new_incarnation:
+            self._last = NO_QUORUM
             await self._begin_again("a worker of the group was restarted")
         for attempt in range(self._config.quorum_retries + 1):
             try:
@@ -86,10 +88,15 @@ class LighthouseLink:
         )
 
     def _open_session(self, contact: Contact) -> SessionLine:
+        hello = pb.SessionHello(
+            replica_id=self.replica_id,
+            last_quorum_id=self._last.quorum_id,
+            last_max_step=self._last.max_step,
+        )
         return SessionLine(
             self._config,
             contact,
-            self.replica_id,
+            hello,
             self._tasks,
             self._pass_on,
             lambda: self.activity(),
@@ -149,6 +156,7 @@ class LighthouseLink:
         quorum = await self._connection.ask(member, timeout_s)
         self._seen_quorum_id = max(self._seen_quorum_id, quorum.quorum_id)
         self._last_num_groups = len(quorum.participants)
+        self._last = LastQuorum(quorum.quorum_id, quorum.max_step)
         return quorum
 
 

@@ -57,7 +57,7 @@ class SessionLine:
         self,
         config: ManagerConfig,
         contact: Contact,
-        replica_id: str,
+        hello: pb.SessionHello,
         tasks: Tasks,
         on_news: Callable[[pb.SessionNews], None],
         activity: Callable[[], Activity | None],
@@ -65,7 +65,7 @@ class SessionLine:
         self._activity = activity
         self._config = config
         self._address = contact.address
-        self._replica_id = replica_id
+        self._hello = hello
         self._tasks = tasks
         self._on_news = on_news
         self._metadata = ((JOB_KEY, config.job_id), *config.security.metadata)
@@ -163,9 +163,8 @@ class SessionLine:
         """One stream, from hello to its end."""
         stream = self._open_stream(metadata=self._metadata)
         try:
-            hello = pb.SessionHello(replica_id=self._replica_id)
             await asyncio.wait_for(
-                self._send(stream, pb.SessionRequest(hello=hello)), WELCOME_TIMEOUT_S
+                self._send(stream, pb.SessionRequest(hello=self._hello)), WELCOME_TIMEOUT_S
             )
             first = checked(await asyncio.wait_for(stream.read(), WELCOME_TIMEOUT_S), _ANSWER)
             if first is _EOF:

@@ -114,10 +114,14 @@ class SessionRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., beat: _Optional[_Union[SessionBeat, _Mapping]] = ..., question: _Optional[_Union[SessionQuestion, _Mapping]] = ..., leave: _Optional[_Union[SessionLeave, _Mapping]] = ..., withdrawal: _Optional[_Union[SessionWithdrawal, _Mapping]] = ...) -> None: ...
 
 class SessionHello(_message.Message):
-    __slots__ = ("replica_id",)
+    __slots__ = ("replica_id", "last_quorum_id", "last_max_step")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_MAX_STEP_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
-    def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
+    last_quorum_id: int
+    last_max_step: int
+    def __init__(self, replica_id: _Optional[str] = ..., last_quorum_id: _Optional[int] = ..., last_max_step: _Optional[int] = ...) -> None: ...
 
 class SessionBeat(_message.Message):
     __slots__ = ("phase", "step", "phase_ms")

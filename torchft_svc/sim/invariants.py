@@ -171,9 +171,10 @@ class Identity:
 
 
 class Progress:
-    """I4: a job's committed step never goes back unless it is accepted, for one lighthouse's life.
+    """I4: a job's committed step never goes back unless it is accepted.
 
-    It is accepted where the policy says warn, or where no group of the job is left, and is told.
+    It is accepted where the policy says warn, or where no group of the job is left, and is told. A
+    new lighthouse cannot know more than the groups that have a session with it.
     """
 
     def __init__(self, policy: str) -> None:
@@ -181,6 +182,17 @@ class Progress:
         self._committed: dict[str, int] = {}
         self._took_part: dict[str, set[str]] = {}
         self._accepted: set[str] = set()
+        self._published: dict[str, int] = {}  # how many quorums, over all lighthouses
+        self._told: dict[str, tuple[int, int]] = {}  # which one was each group's last; its max_step
+
+    def told(self, job: str, replica_id: str, quorum: Quorum) -> None:
+        """A group has got this answer."""
+        self._told[replica_id] = (self._published[job], quorum.max_step)
+
+    def opened(self, job: str, replica_id: str) -> None:
+        """A group has a session with the lighthouse, and can tell what it knows."""
+        if replica_id in self._told:
+            self._took_part.setdefault(job, set()).add(replica_id)
 
     def accepted(self, job: str) -> None:
         """An operator gives up what the groups that ask do not have."""
@@ -196,17 +208,23 @@ class Progress:
         self._took_part.get(order.job, set()).discard(order.replica_id)
 
     def published(self, order: AnswerQuorum) -> None:
-        before = self._committed.get(order.job, 0)
         step = order.quorum.max_step
         took_part = self._took_part.setdefault(order.job, set())
+        if order.job in self._committed:
+            before = self._committed[order.job]
+            is_told = order.lost_from == before
+        else:  # some of those who told more may have died since
+            before = max((self._told[each] for each in took_part), default=(0, 0))[1]
+            is_told = order.lost_from is not None
         if step < before:
-            must(order.lost_from == before, "I4", f"from step {before} to {step}, and not told")
+            must(is_told, "I4", f"from step {before} to {step}, and not told")
         if step < before and order.job not in self._accepted:
             must(self._policy != "hold", "I4", f"from step {before} to {step} in spite of hold")
             alive = sorted(took_part) if self._policy == "auto" else []
             must(not alive, "I4", f"from step {before} to {step}, though {alive[:4]} live")
-        if step >= before:
+        if step >= before and order.job in self._committed:
             must(order.lost_from is None, "I4", f"a loss is told, but step {step} >= {before}")
+        self._published[order.job] = self._published.get(order.job, 0) + 1
         self._committed[order.job] = step
         self._accepted.discard(order.job)
         took_part.update(member.replica_id for member in order.quorum.participants)

@@ -19,7 +19,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportLoss,
 )
 from torchft_svc.core.step import Phase
-from torchft_svc.core.types import Member, QuorumConfig
+from torchft_svc.core.types import LastQuorum, Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded, RequestRefused, TorchFTError
 from torchft_svc.sim.invariants import SLACK_S, Invariants
 from torchft_svc.sim.lookout import LOOK_S, Key, Lookout
@@ -106,10 +106,14 @@ class LighthouseActor:
 
     # -- what sessions say -----------------------------------------------------------------------
 
-    def open_session(self, session: Session) -> float:
-        interval_s = self.heartbeat(session)
+    def open_session(self, session: Session, last: LastQuorum) -> float:
+        job, replica_id = session.key
+        self._invariants.progress.opened(job, replica_id)
+        self.heard_at[session.key] = self._world.now
+        self.lookout.heard(session.key)
         self.sessions[session.key] = session
-        return interval_s
+        self._carry_out(self.core.opened(job, replica_id, last, self._world.now))
+        return self.core.beat_interval_s(job)
 
     def heartbeat(self, session: Session, activity: Activity | None = None) -> float:
         job, replica_id = session.key
@@ -269,11 +273,13 @@ class Session:
     def _hear(self, kind: str, *what: object) -> None:
         getattr(self, f"_on_{kind}")(*what)
 
-    def _on_hello(self, job: str, replica_id: str, has_sessions: bool) -> None:
+    def _on_hello(self, job: str, replica_id: str, last: LastQuorum | None) -> None:
+        """Without sessions, ``last`` is not told."""
         self.key = (job, replica_id)
-        self._is_unary = not has_sessions
-        open_ = self._house.heartbeat if self._is_unary else self._house.open_session
-        self.stream.to_client("welcome", open_(self))
+        self._is_unary = last is None
+        house = self._house
+        interval_s = house.heartbeat(self) if last is None else house.open_session(self, last)
+        self.stream.to_client("welcome", interval_s)
 
     def _on_beat(
         self, phase: Phase = Phase.IDLE, step: int | None = None, lasts_s: float = 0.0

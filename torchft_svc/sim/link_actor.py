@@ -13,7 +13,7 @@ from functools import partial
 from torchft_svc.core.acceptance import check_answer
 from torchft_svc.core.activity import Activity
 from torchft_svc.core.group_orders import AskLighthouse
-from torchft_svc.core.types import Member, Quorum
+from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, TorchFTError, Unreachable
 from torchft_svc.sim.network import End, Network, Stream
 from torchft_svc.sim.world import Event, Process
@@ -53,12 +53,14 @@ class SessionActor:
         on_news: Callable[..., None],
         activity: Callable[[], Activity | None],
         replica_id: str,
+        last: Callable[[], LastQuorum],
     ) -> None:
         self._process = process
         self._network = network
         self._accept = accept
         self._config = config
         self._replica_id = replica_id
+        self._last = last
         self._on_news = on_news
         self._activity = activity
         self._stream: Stream | None = None
@@ -77,8 +79,8 @@ class SessionActor:
         end = End(self._process, self._hear, self._lost)
         stream = self._opening = self._network.connect(end, self._accept)
         if stream is not None:
-            has_sessions = self._config.has_sessions
-            stream.to_server("hello", self._config.job, self._replica_id, has_sessions)
+            last = self._last() if self._config.has_sessions else None
+            stream.to_server("hello", self._config.job, self._replica_id, last)
             self._process.after(WELCOME_TIMEOUT_S, self._check_welcome, stream)
 
     def ask(self, member: Member, timeout_s: float, done: Callable[[Outcome], None]) -> None:
@@ -205,6 +207,7 @@ class LinkActor:
         )
         self._seen_quorum_id = 0
         self._last_num_groups = 0
+        self._last = NO_QUORUM
         self._question: _Question | None = None
         self._num_incarnations = 0
         self._new_incarnation()
@@ -213,13 +216,14 @@ class LinkActor:
         self._has_left = False
         self._num_incarnations += 1
         self.replica_id = f"{self._config.name}:{self._process.name}.{self._num_incarnations}"
-        self._session = self._make_session(self.replica_id)
+        self._session = self._make_session(self.replica_id, lambda: self._last)
         self._session.open()
 
     def ask(self, ask: AskLighthouse, timeout_s: float, done: Callable[[Outcome], None]) -> None:
         deadline = self._process.world.now + timeout_s
         question = self._question = _Question(ask, deadline, self._config.quorum_retries, done)
         if ask.new_incarnation:
+            self._last = NO_QUORUM
             left = self._session
             begin_again = lambda: self._begin_again(question, left)  # noqa: E731
             left.leave("a worker was restarted", False, begin_again)
@@ -296,6 +300,7 @@ class LinkActor:
             return error
         self._seen_quorum_id = max(self._seen_quorum_id, outcome.quorum_id)
         self._last_num_groups = len(outcome.participants)
+        self._last = LastQuorum(outcome.quorum_id, outcome.max_step)
         return outcome
 
 
