@@ -12,6 +12,7 @@ from torchft_svc.lighthouse_server.etcd import Etcd
 from torchft_svc.lighthouse_server.leadership import Leadership
 from torchft_svc.lighthouse_server.servicer import lighthouse_service
 from torchft_svc.rpc.address import HostPort, reachable_host
+from torchft_svc.rpc.health import ALWAYS_READY, Readiness
 from torchft_svc.rpc.security import PLAIN, Security
 from torchft_svc.rpc.serving import serve
 
@@ -29,10 +30,10 @@ async def run_lighthouse(
         AddressError: nothing can be bound there.
     """
     leadership = None if election is None else Leadership(Etcd(election.etcd), election.lease_ttl_s)
-    check = _no_check if leadership is None else leadership.check
-    driver = LighthouseDriver(config, check)
+    readiness: Readiness = ALWAYS_READY if leadership is None else leadership
+    driver = LighthouseDriver(config, readiness.check)
     try:
-        async with serve(lambda _: lighthouse_service(driver, check), bind, security) as bound:
+        async with serve(lambda _: lighthouse_service(driver, readiness), bind, security) as bound:
             if election is None or leadership is None:
                 yield bound
                 return
@@ -41,7 +42,3 @@ async def run_lighthouse(
                 yield bound
     finally:
         driver.close()
-
-
-def _no_check() -> None:
-    """The only lighthouse leads always."""

@@ -41,6 +41,8 @@ class Leadership:
         self._leader = ""
         self._until = 0.0  # by then the lease may have ended
         self._leads = False
+        self._watching: asyncio.TimerHandle | None = None  # the clock, while it leads
+        self._hearers: list[Callable[[], None]] = []
         self._retry_s = MIN_RETRY_S
         self._why_not: dict[str, str] = {}  # what was logged last, by etcd's address
 
@@ -48,6 +50,10 @@ class Leadership:
         """Raise `NotLeader` unless this lighthouse leads at this moment."""
         if not self._leads or clock() >= self._until:
             raise NotLeader(self._leader)
+
+    def subscribe(self, hear: Callable[[], None]) -> None:
+        """Call ``hear`` whenever this lighthouse has begun or stopped to lead."""
+        self._hearers.append(hear)
 
     @contextlib.asynccontextmanager
     async def stands_for_election(
@@ -91,13 +97,14 @@ class Leadership:
         self._until = began_at + ttl_s * (1 - MARGIN)
         elected = asyncio.create_task(self._etcd.campaign(lease, self._address))
         try:
+            _, self._leader = await self._etcd.leader(pause_s)  # to be named from now on
             while clock() < self._until:
-                await asyncio.wait([elected], timeout=None if self._leads else pause_s)
+                await asyncio.wait([elected], timeout=pause_s)
                 if elected.done():
                     elected.result()
-                    self._set(True)
+                    self._set(clock() < self._until)
                     await asyncio.sleep(pause_s)
-                await self._renew(lease, pause_s)
+                await self._renew(lease, pause_s, is_elected=elected.done())
             log.warning("the lease has ended, or could not be renewed in time")
         finally:
             self._set(False)
@@ -106,27 +113,43 @@ class Leadership:
             with contextlib.suppress(TorchFTError):
                 await self._etcd.revoke(lease, pause_s)
 
-    async def _renew(self, lease: int, timeout_s: float) -> None:
-        """Move the end of the lease. What fails is tried again by who leads, while there is time,
-        with etcd's next server; who does not lead loses nothing by a new candidacy there."""
+    async def _renew(self, lease: int, timeout_s: float, *, is_elected: bool) -> None:
+        """Move the end of the lease. What fails is tried again by who is elected, while there is
+        time, with etcd's next server; others lose nothing by a new candidacy there."""
         began_at = clock()
         try:
             ttl_s = await self._etcd.renew(lease, timeout_s)
             leader, self._leader = await self._etcd.leader(timeout_s)
         except TorchFTError as error:
-            if not self._leads:
+            if not is_elected:
                 raise
             log.warning("the lease was not renewed: %s", error)
             await self._etcd.go_on()
             return
         self._why_not.clear()
         self._retry_s = MIN_RETRY_S
-        lost = ttl_s <= 0 or (self._leads and leader != lease)
+        lost = ttl_s <= 0 or (is_elected and leader != lease)
         self._until = 0.0 if lost else began_at + ttl_s * (1 - MARGIN)
 
+    def _watch_the_clock(self) -> None:
+        """Stop to lead when the lease may have ended, whatever else is waited for then."""
+        left_s = self._until - clock()
+        if left_s > 0:
+            loop = asyncio.get_running_loop()
+            self._watching = loop.call_later(left_s, self._watch_the_clock)
+        else:
+            self._set(False)
+
     def _set(self, leads: bool) -> None:
-        if leads != self._leads:
-            self._leads = leads
-            log.warning("this lighthouse %s", "leads now" if leads else "does not lead any more")
-            if not leads:
-                self._end_term(NotLeader(self._leader))
+        if leads == self._leads:
+            return
+        self._leads = leads
+        log.warning("this lighthouse %s", "leads now" if leads else "does not lead any more")
+        if self._watching is not None:
+            self._watching.cancel()
+        if leads:
+            self._watch_the_clock()
+        else:
+            self._end_term(NotLeader(self._leader))
+        for hear in self._hearers:
+            hear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -15,19 +15,15 @@ from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY, drain_news, kill_news, member_from_wire
 from torchft_svc.rpc.codec_status import status_to_wire
 from torchft_svc.rpc.deadline import remaining_s
+from torchft_svc.rpc.health import ALWAYS_READY, Readiness
 from torchft_svc.rpc.serving import Service
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-def lighthouse_service(
-    driver: LighthouseDriver, check_leads: Callable[[], None] = lambda: None
-) -> Service:
-    """The service, to be handed to `torchft_svc.rpc.serving.serve`.
-
-    ``check_leads`` raises `NotLeader` where requests have to go to another lighthouse.
-    """
+def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_READY) -> Service:
+    """The service, to be handed to `torchft_svc.rpc.serving.serve`."""
 
     async def quorum(request: pb.LighthouseQuorumRequest, context: Context) -> bytes:
         member = member_from_wire(request.requester)
@@ -82,7 +78,7 @@ def lighthouse_service(
             "Status": status,
         },
         streams={"Session": session},
-        check=check_leads,
+        readiness=readiness,
     )
 
 

@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from torchft_svc.errors import AddressError, TorchFTError
+from torchft_svc.errors import AddressError
 from torchft_svc.proto import torchft_pb2
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.calls import Calls
 from torchft_svc.rpc.channel import KEEPALIVE_MS, keepalive
 from torchft_svc.rpc.guard import TokenGuard
+from torchft_svc.rpc.health import ALWAYS_READY, HEALTH_NAME, Health, Readiness
 from torchft_svc.rpc.parsing import parser, refusing_garbage, refusing_garbage_in_stream
 from torchft_svc.rpc.security import PLAIN, Security
 from torchft_svc.rpc.status import Handler, answering_errors
@@ -74,14 +75,14 @@ class Service:
     """A service of torchft.proto: its short name, and a handler for each method.
 
     A handler takes the parsed request and returns the serialized answer; a stream's handler takes
-    the iterator of requests, and writes serialized answers to the context. ``check`` raises where
-    no request is taken now; the health check says so too.
+    the iterator of requests, and writes serialized answers to the context. While it is not ready
+    all requests are refused, and the health protocol says so.
     """
 
     name: str
     handlers: Mapping[str, Handler]
     streams: Mapping[str, Handler] = field(default_factory=dict)
-    check: Callable[[], None] = lambda: None
+    readiness: Readiness = ALWAYS_READY
 
     @property
     def full_name(self) -> str:
@@ -99,7 +100,7 @@ class Service:
             self.full_name,
             {
                 method: make_handler(
-                    calls.known(answering_errors(self._checking(checked(handler)))),
+                    calls.known(answering_errors(self._if_ready(checked(handler)))),
                     request_deserializer=parser(
                         getattr(torchft_pb2, methods[method].input_type.name)
                     ),
@@ -110,27 +111,12 @@ class Service:
             },
         )
 
-    def _checking(self, handler: Handler) -> Handler:
+    def _if_ready(self, handler: Handler) -> Handler:
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
-            self.check()
+            self.readiness.check()
             return await handler(request, context)
 
         return answer
-
-
-class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
-    """Not serving while the service's ``check`` raises."""
-
-    def __init__(self, check: Callable[[], None]) -> None:
-        super().__init__()
-        self._check = check
-
-    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
-        try:
-            self._check()
-        except TorchFTError:
-            return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
-        return await super().Check(request, context)
 
 
 def _as_is(answer: bytes) -> bytes:
@@ -170,17 +156,15 @@ async def serve(
     service = build(bound)
     calls = Calls()
     server.add_generic_rpc_handlers((service.generic_handler(calls),))
-    health_service = _Health(service.check)
-    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
-    names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    health = Health(service.full_name, service.readiness)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    names = (service.full_name, HEALTH_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     await server.start()
-    for name in ("", service.full_name):
-        await health_service.set(name, health_pb2.HealthCheckResponse.SERVING)
     try:
         yield bound
     finally:
-        await health_service.enter_graceful_shutdown()
+        health.stop()
         calls.stop()
         await server.stop(GRACE_S)
 

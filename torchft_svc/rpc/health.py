@@ -1,0 +1,104 @@
+"""The gRPC health protocol: whether the process lives, and whether its service takes requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from torchft_svc.errors import TorchFTError
+
+# Health is told without a token, and each watcher costs some 10 KB: a load balancer has a few.
+MAX_WATCHERS = 1000
+
+HEALTH_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+Response = health_pb2.HealthCheckResponse
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Readiness(Protocol):
+    """Whether a service takes requests now."""
+
+    def check(self) -> None:
+        """Raise the `TorchFTError` that callers have to hear, if it does not."""
+
+    def subscribe(self, hear: Callable[[], None]) -> None:
+        """Call ``hear`` whenever that has changed."""
+
+
+class _AlwaysReady:
+    """The readiness of a service that takes requests for as long as it runs."""
+
+    def check(self) -> None:
+        """It is."""
+
+    def subscribe(self, hear: Callable[[], None]) -> None:
+        """It stays so."""
+
+
+ALWAYS_READY = _AlwaysReady()
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped
+    """The empty name stands for the process, which serves until `stop`; ``service`` serves while it
+    is ready. To be used on one event loop.
+
+    The library's own servicer forgets all watchers of a name when one of them leaves.
+    """
+
+    def __init__(self, service: str, readiness: Readiness) -> None:
+        self._service = service
+        self._readiness = readiness
+        self._stopping = False
+        self._watchers: set[asyncio.Event] = set()
+        readiness.subscribe(self._tell)
+
+    async def Check(self, request: Any, context: Context) -> Any:  # noqa: N802 - gRPC's name
+        status = self._status(request.service)
+        if status == Response.SERVICE_UNKNOWN:
+            known = f"the process, {''!r}, and its service, {self._service!r}, are known"
+            await context.abort(grpc.StatusCode.NOT_FOUND, known)
+        return Response(status=status)
+
+    async def Watch(self, request: Any, context: Context) -> None:  # noqa: N802 - gRPC's name
+        if len(self._watchers) >= MAX_WATCHERS:
+            reason = f"{MAX_WATCHERS} others watch already"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
+        changed, told = asyncio.Event(), None
+        self._watchers.add(changed)
+        try:
+            while True:
+                changed.clear()
+                status = self._status(request.service)
+                if status != told:
+                    await context.write(Response(status=status))
+                    told = status
+                if self._stopping:
+                    return
+                await changed.wait()
+        finally:
+            self._watchers.discard(changed)
+
+    def stop(self) -> None:
+        """Nothing is served any more; the watchers are told so."""
+        self._stopping = True
+        self._tell()
+
+    def _tell(self) -> None:
+        for changed in self._watchers:
+            changed.set()
+
+    def _status(self, name: str) -> Any:
+        if name not in ("", self._service):
+            return Response.SERVICE_UNKNOWN
+        if self._stopping:
+            return Response.NOT_SERVING
+        if name:
+            try:
+                self._readiness.check()
+            except TorchFTError:
+                return Response.NOT_SERVING
+        return Response.SERVING
