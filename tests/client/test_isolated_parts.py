@@ -13,11 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from running import eventually
-from torch.distributed import HashStore
 
 from torchft_svc.client import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from torchft_svc.client.process_groups.base import Members
-from torchft_svc.client.process_groups.device_work import DeviceWork
 from torchft_svc.client.process_groups.isolated import messages
 from torchft_svc.client.process_groups.isolated.following import Follower
 from torchft_svc.client.process_groups.isolated.segments import HostSegment, Pool
@@ -25,7 +23,6 @@ from torchft_svc.client.process_groups.isolated.work import IsolatedWork
 from torchft_svc.errors import ConfigError, TorchFTError
 
 from .meeting_place import MeetingPlace
-from .training import together
 
 SOON = timedelta(seconds=0.05)
 ENOUGH = timedelta(seconds=10)
@@ -104,39 +101,16 @@ def test_a_failure_after_the_start_is_raised_by_both_waits(work: IsolatedWork) -
     assert not work.is_success()
 
 
-class Link:
-    """The part of a connection that a work looks at."""
-
-    left = False
-
-
 def test_the_follower_tells_of_what_is_over_while_another_hangs() -> None:
-    store = HashStore()
-    backends = together(
-        *(lambda rank=rank: dist.ProcessGroupGloo(store, rank, 2, ENOUGH) for rank in range(2))
-    )
-    ended: dict[str, Any] = {}
-    arrived = threading.Event()
-
-    def note(name: str) -> Any:
-        def on_end(action: Any) -> None:
-            ended[name] = action()
-            arrived.set()
-
-        return on_end
-
-    follower, late = Follower(), torch.zeros(1)
+    follower, hangs = Follower(), threading.Event()
     threading.Thread(target=follower.run, name="follower", daemon=True).start()
-    hanging = DeviceWork(backends[0].allreduce([late]), Link())
-    follower.follow(hanging, note("hanging"))
-    alone = dist.ProcessGroupGloo(HashStore(), 0, 1, ENOUGH)
-    follower.follow(DeviceWork(alone.allreduce([torch.ones(1)]), Link()), note("quick"))
-    assert arrived.wait(10)
-    assert ended == {"quick": True}
-    arrived.clear()
-    backends[1].allreduce([torch.ones(1)]).wait()
-    assert arrived.wait(10)
-    assert ended["hanging"] is True
+    late, quick = threading.Event(), threading.Event()
+    follower.follow(hangs.is_set, late.set)
+    follower.follow(lambda: True, quick.set)
+    assert quick.wait(10)
+    assert not late.is_set()
+    hangs.set()
+    assert late.wait(10)
 
 
 @pytest.mark.processes

@@ -21,6 +21,10 @@ class Link:
     """The part of a connection that a work looks at."""
 
     left = False
+    down = False
+
+    def is_down(self) -> bool:
+        return self.down
 
 
 def gloo(store: HashStore, rank: int) -> Any:
@@ -80,6 +84,9 @@ def test_an_operation_of_a_group_that_was_left_is_no_success(backends: list[Any]
         with pytest.raises(QuorumFailed, match="was left"):
             work.wait(timedelta(seconds=5))
         assert not work.is_success()
+        assert not work.is_completed()  # while it is taken down nobody may ask torch
+    link.down = True
+    assert all(work.is_completed() for work in works)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -34,22 +34,27 @@ class DeviceWork(dist.Work):
             QuorumFailed: the group was left meanwhile.
         """
         if timeout:
-            _wait_on_cpu(self._work, timeout.total_seconds())
+            self._wait_on_cpu(timeout.total_seconds())
         # Looked at after the end: an aborted operation ends, too.
-        if self._link is None or self._link.left:
-            raise QuorumFailed("the process group was left while a collective was under way")
+        self._check()
         if not timeout:
             self._work.synchronize()  # torch's wait would hold up the CPU here
             return True
         return bool(self._work.wait())
 
     def is_completed(self) -> bool:
-        """Whether it is over on the device, or has failed."""
+        """Whether it is over on the device, or has failed.
+
+        While its communicator is taken down, torch would answer at the end of that only, and hold
+        the interpreter's lock until then: it is not asked any more.
+        """
+        if self._link.left:
+            return bool(self._link.is_down())
         return bool(self._work.is_completed())
 
     def is_success(self) -> bool:
         """Whether it is over and has not failed; torch's own refuses to tell."""
-        if not self._work.is_completed():
+        if not self.is_completed():
             return False
         try:
             return self.wait(_OVER)
@@ -69,15 +74,19 @@ class DeviceWork(dist.Work):
         future: torch.futures.Future[Any] = self._work.get_future()
         return future
 
+    def _check(self) -> None:
+        if self._link.left:
+            raise QuorumFailed("the process group was left while a collective was under way")
 
-def _wait_on_cpu(work: Any, timeout_s: float) -> None:
-    """Torch's own timed wait would abort the communicator when the time is over."""
-    began_at = time.monotonic()
-    sleep_s = _FIRST_SLEEP_S
-    while not work.is_completed():
-        waited_s = time.monotonic() - began_at
-        if waited_s >= timeout_s:
-            raise dist.DistBackendError(f"a collective is not over after {timeout_s:.3g} s")
-        if waited_s > _SPIN_S:
-            time.sleep(min(sleep_s, timeout_s - waited_s))
-            sleep_s = min(sleep_s * 1.2, _LONGEST_SLEEP_S)
+    def _wait_on_cpu(self, timeout_s: float) -> None:
+        """Torch's own timed wait would abort the communicator when the time is over."""
+        began_at = time.monotonic()
+        sleep_s = _FIRST_SLEEP_S
+        while not self.is_completed():
+            self._check()
+            waited_s = time.monotonic() - began_at
+            if waited_s >= timeout_s:
+                raise dist.DistBackendError(f"a collective is not over after {timeout_s:.3g} s")
+            if waited_s > _SPIN_S:
+                time.sleep(min(sleep_s, timeout_s - waited_s))
+                sleep_s = min(sleep_s * 1.2, _LONGEST_SLEEP_S)

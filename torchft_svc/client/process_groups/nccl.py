@@ -72,7 +72,7 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         self._high_priority = high_priority
         self._wanted_quorum_id: int | None = None
         self._timer = Timer("torchft-nccl-timer")
-        self._endings: list[threading.Thread] = []
+        self._endings: list[_Ending] = []
         set_default(*_GIVE_UP_CONNECTING)
 
     def _configure(self, members: Members) -> None:
@@ -119,7 +119,9 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         if link is not None and not link.left:
             # First: an aborted operation ends on the device as a successful one does.
             link.left = True
-            self._take_down(link.backend)
+            link.ending = self._take_down(link.backend)
+            # Nobody looks at the operations before that: see `DeviceWork.is_completed`.
+            self._works = [link.ending, *self._works]
         del link
         super().abort()
 
@@ -132,17 +134,17 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
             ending.join(max(0.0, deadline - time.monotonic()))
         self.tidy()
 
-    def _take_down(self, backend: Any) -> None:
-        """Operations end within milliseconds; nobody waits for the rest, which takes longer."""
-        self._endings = [ending for ending in self._endings if ending.is_alive()]
-        ending = threading.Thread(target=_abort, args=(backend,), name="nccl-end", daemon=True)
-        ending.start()
+    def _take_down(self, backend: Any) -> _Ending:
+        self._endings = [ending for ending in self._endings if not ending.is_completed()]
+        ending = _Ending(backend)
         self._endings.append(ending)
+        return ending
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
         with self._lock:
             link = self._backend
-            self._works = [work for work in self._works if not work.is_completed()]
+            if link is not None and not link.left:
+                self._works = [work for work in self._works if not work.is_completed()]
         work = super()._launch(name, args, kwargs)
         if link is not None:
             with self._lock:
@@ -182,7 +184,12 @@ class _Link(WholeBackend):
         super().__init__(backend, store, rank, world_size)
         self.left = False
         self.watched = False
+        self.ending: _Ending | None = None
         self.pending: list[tuple[float, Any]] = []
+
+    def is_down(self) -> bool:
+        """Whether the communicator has been taken down, and with it every operation."""
+        return self.ending is not None and self.ending.is_completed()
 
     def add(self, work: Any, deadline: float) -> None:
         """``work`` has to be over by ``deadline`` (monotonic)."""
@@ -191,6 +198,8 @@ class _Link(WholeBackend):
 
     def forget_completed(self) -> None:
         """A finished work may hold on to much of the device's memory."""
+        if self.left:
+            return
         self.pending = [entry for entry in self.pending if not entry[1].is_completed()]
 
     def alltoall_base(
@@ -245,6 +254,24 @@ class _Opening:
         except RuntimeError as error:
             self.error = error
         return True
+
+
+class _Ending:
+    """Takes a communicator down. Its operations end within milliseconds; the rest takes longer."""
+
+    def __init__(self, backend: Any) -> None:
+        self._thread = threading.Thread(
+            target=_abort, args=(backend,), name="nccl-end", daemon=True
+        )
+        self._thread.start()
+
+    def is_completed(self) -> bool:
+        """Whether it is down."""
+        return not self._thread.is_alive()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for that."""
+        self._thread.join(timeout_s)
 
 
 def _abort(backend: Any) -> None:

@@ -14,6 +14,7 @@ import queue
 import select
 import threading
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
@@ -46,6 +47,8 @@ from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
 
 log = logging.getLogger(__name__)
 
+# For an operation that is over; without a time, only the stream would wait.
+_OVER = timedelta(seconds=1)
 
 # What carries the collectives, by `Backend.kind`.
 _GROUPS: Mapping[str, Callable[[Backend], DelegatingProcessGroup]] = {
@@ -127,7 +130,7 @@ class Child:
         answer = functools.partial(self._answer, message.number)
         if isinstance(segment, DeviceWindow):
             self._tell(Started(message.number))
-            self._follower.follow(work, answer)
+            self._follow(work, segment, answer)
             return
         try:
             future = work.get_future()
@@ -137,6 +140,13 @@ class Child:
             ).start()
         else:
             future.add_done_callback(lambda over: answer(over.value))
+
+    def _follow(self, work: Any, window: DeviceWindow, answer: Callable[[Any], None]) -> None:
+        # The event is there as soon as an aborted operation ends, the work knows of other errors.
+        self._follower.follow(
+            lambda: window.is_over() or work.is_completed(),
+            lambda: answer(functools.partial(work.wait, _OVER)),
+        )
 
     def _restore(self, value: Any) -> Any:
         if isinstance(value, Place):

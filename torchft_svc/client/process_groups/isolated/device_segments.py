@@ -123,6 +123,10 @@ class DeviceWindow:
             self._done.record(self._stream)
         return work
 
+    def is_over(self) -> bool:
+        """Whether the device has ended the operation that was started last, well or not."""
+        return bool(self._done.query())
+
 
 def _order_current_stream(event: Any, device: torch.device) -> None:
     _cuda.current_stream(device).wait_event(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
@@ -17,6 +18,9 @@ from torchft_svc.client.process_groups.isolated.messages import Place, Share, Sh
 ALIGNMENT = 64
 # Smaller segments would be many, and a page is the least there is.
 MIN_SEGMENT_BYTES = 64 << 10
+# Torch's threads copy more than one can, but spin for a moment when they have: up to this size that
+# costs more than it saves, because the process that is to go on needs the processor.
+MAX_PLAIN_COPY_BYTES = 8 << 20
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 # Orders what comes next behind the results.
@@ -84,12 +88,12 @@ class HostSegment:
     def put(self, pairs: Pairs) -> None:
         """See `Segment.put`."""
         for shared, source in pairs:
-            shared.copy_(source)
+            _copy(shared, source)
 
     def take(self, pairs: Pairs) -> Order:
         """See `Segment.take`."""
         for result, shared in pairs:
-            result.copy_(shared)
+            _copy(result, shared)
         return _nothing
 
     def release(self) -> None:
@@ -106,6 +110,20 @@ class HostSegment:
     def close(self) -> None:
         """Let another process keep it alive, or nobody; tensors in it stay valid."""
         os.close(self.descriptor)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    num_bytes = source.numel() * source.element_size()
+    if num_bytes > MAX_PLAIN_COPY_BYTES or not (_is_plain(target) and _is_plain(source)):
+        target.copy_(source)
+    else:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), num_bytes)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory is its values, one behind the other."""
+    on_host = tensor.device.type == "cpu" and tensor.is_contiguous()
+    return on_host and not (tensor.is_conj() or tensor.is_neg())
 
 
 def tensor_at(memory: torch.Tensor, place: Place) -> torch.Tensor:
