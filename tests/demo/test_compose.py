@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from programs import ROOT, Program
+from running import steady_address
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
@@ -29,11 +29,12 @@ def local_text(text: str, ports: dict[str, str], folder: Path) -> str:
 
 
 def free_ports() -> dict[str, str]:
-    """A free port for each that the file names; all are held until all are chosen."""
+    """A free port for each that the file names."""
     names = sorted(set(re.findall(r"\b29\d{3}\b", (ROOT / "docker-compose.yml").read_text())))
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
-        return {name: str(one.getsockname()[1]) for name, one in zip(names, sockets, strict=True)}
+    ports: set[str] = set()
+    while len(ports) < len(names):
+        ports.add(steady_address().rpartition(":")[2])
+    return dict(zip(names, ports, strict=True))
 
 
 def in_order_of_need() -> list[str]:
