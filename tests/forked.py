@@ -65,11 +65,7 @@ class Group:
                 "MASTER_PORT": str(self._store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the launcher's: ours
             }
-            worker = _context.Process(
-                target=_live, args=(self.run, self.arguments, variables, self.log)
-            )
-            worker.start()
-            self.workers.append(worker)
+            self.workers.append(fork(self.run, self.arguments, variables, self.log))
         return self
 
     def kill(self, group_rank: int) -> None:
@@ -109,6 +105,13 @@ def ending(groups: list[Group]) -> Iterator[None]:
             group.wait_for_manager()
 
 
+def fork(run: Run, arguments: tuple[Any, ...], variables: dict[str, str], log: Path) -> Any:
+    """Start a `multiprocessing.Process` that does ``run(*arguments)`` and writes into ``log``."""
+    process = _context.Process(target=_live, args=(run, arguments, variables, log))
+    process.start()
+    return process
+
+
 def _live(run: Run, arguments: tuple[Any, ...], variables: dict[str, str], log: Path) -> None:
     """In the worker: be a process like one that was started by itself."""
     if sys.platform == "linux":
@@ -120,6 +123,6 @@ def _live(run: Run, arguments: tuple[Any, ...], variables: dict[str, str], log: 
     torch.set_num_threads(1)
     try:
         run(*arguments)
-    except BaseException:
+    except Exception:
         traceback.print_exc()
         raise

@@ -8,6 +8,7 @@ not committed, and `drained` with the step at its end.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -20,16 +21,22 @@ from torchft_svc.errors import Drained
 LIFE_S = 110.0
 
 
-def main() -> None:
+def leads_a_session(address: str, name: str) -> None:
+    """As a launcher starts it: its signals reach it alone, and its manager."""
+    os.setsid()
+    main(address, name, in_process=False)
+
+
+def main(address: str, name: str, *, in_process: bool) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     with Manager(
         state_dict=model.state_dict,
         load_state_dict=model.load_state_dict,
-        lighthouse_addr=sys.argv[1],
-        replica_id=sys.argv[2],
-        in_process="in-process" in sys.argv,
+        lighthouse_addr=address,
+        replica_id=name,
+        in_process=in_process,
     ) as manager:
         optimizer = OptimizerWrapper(manager, sgd)
         parallel = DistributedDataParallel(manager, model)
@@ -47,4 +54,5 @@ def main() -> None:
             raise
 
 
-main()
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], in_process="in-process" in sys.argv)

@@ -8,16 +8,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from bounds import check
-from running import command, eventually, manager_process, steady_address
+from forked import fork
+from running import command, environment, eventually, manager_process, steady_address
 
 from torchft_svc.coordination import LighthouseClient
 
+from .drained_trainer import leads_a_session
 from .training import lighthouse
 
 pytestmark = pytest.mark.processes
@@ -29,21 +31,53 @@ JOIN_TIMEOUT_MS = 10_000
 
 
 class Worker:
-    """A process of a group, with a process group of its own, as a launcher makes it."""
+    """A process of a group: what it has written into ``out``, and how it ends."""
 
-    def __init__(self, address: str, name: str, out: Path, *flags: str, **place: str) -> None:
-        self.out = out
+    def __init__(self, out: Path, pid: int, wait: Callable[[], int]) -> None:
+        self.out, self.pid, self._wait = out, pid, wait
+
+    @classmethod
+    def forked(cls, address: str, name: str, out: Path, place: dict[str, str]) -> Worker:
+        """With a process group of its own, as a launcher makes it."""
+        process = fork(leads_a_session, (address, name), place, out)
+
+        def wait() -> int:
+            process.join(DEADLINE_S)
+            assert process.exitcode is not None, "it does not end"
+            return int(process.exitcode)
+
+        return cls(out, process.pid, wait)
+
+    @classmethod
+    def started(
+        cls, address: str, name: str, out: Path, *flags: str, place: dict[str, str]
+    ) -> Worker:
         with out.open("wb") as file:
-            self.process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, str(PROGRAM), address, name, *flags],
                 stdout=file,
                 stderr=file,
-                start_new_session=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1", **place},
+                env=environment(OMP_NUM_THREADS="1", **place),
             )
+        return cls(out, process.pid, lambda: process.wait(DEADLINE_S))
+
+    def send(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def send_all(self, number: int) -> None:
+        """As systemd and Kubernetes do: every process, so the manager too."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def end(self) -> None:
+        self.send_all(signal.SIGKILL)
+        self.send(signal.SIGKILL)
+        self._wait()
 
     def lines(self) -> list[list[str]]:
-        return [line.split() for line in self.out.read_text().splitlines()]
+        text = self.out.read_text() if self.out.exists() else ""
+        return [line.split() for line in text.splitlines() if line]
 
     def steps(self, num_groups: int) -> int:
         """How many steps it has committed with so many groups."""
@@ -60,7 +94,7 @@ class Worker:
         return told
 
     def ends(self) -> None:
-        assert self.process.wait(DEADLINE_S) == 0, self.out.read_text()
+        assert self._wait() == 0, self.out.read_text()
         assert int(self.last_step()) > 0
 
     def discards(self, num_groups: int) -> int:
@@ -81,7 +115,7 @@ def groups(
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             place["WORLD_SIZE"] = str(group_world_size)
             made[name] = [
-                Worker(address, name, where / f"{name}{rank}", RANK=str(rank), **place)
+                Worker.forked(address, name, where / f"{name}{rank}", place | {"RANK": str(rank)})
                 for rank in range(group_world_size)
             ]
         for worker in itertools.chain(*made.values()):
@@ -89,18 +123,7 @@ def groups(
         yield made
     finally:
         for worker in itertools.chain(*made.values()):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
-            worker.process.wait()
-
-
-def term(worker: Worker) -> None:
-    worker.process.send_signal(signal.SIGTERM)
-
-
-def term_group(worker: Worker) -> None:
-    """As systemd and Kubernetes do: every process, so the manager too."""
-    os.killpg(worker.process.pid, signal.SIGTERM)
+            worker.end()
 
 
 def test_a_signal_to_one_worker_drains_its_group_at_one_step(tmp_path: Path) -> None:
@@ -108,7 +131,7 @@ def test_a_signal_to_one_worker_drains_its_group_at_one_step(tmp_path: Path) -> 
         lighthouse(join_timeout_ms=JOIN_TIMEOUT_MS) as address,
         groups(address, tmp_path, "ab", 2) as made,
     ):
-        term(made["b"][1])
+        made["b"][1].send(signal.SIGTERM)
         for worker in made["b"]:
             worker.ends()
         assert made["b"][0].last_step() == made["b"][1].last_step(), "they end at one step"
@@ -125,7 +148,7 @@ def test_preempted_groups_cost_nobody_a_step(tmp_path: Path) -> None:
         LighthouseClient(address, timedelta(seconds=5)) as operator,
     ):
         (a,), (b,), (c,) = made.values()
-        term_group(c)
+        c.send_all(signal.SIGTERM)
         c.ends()
         for worker in (a, b):
             eventually(lambda worker=worker: worker.steps(2) >= 3, DEADLINE_S)
@@ -146,13 +169,13 @@ def test_a_manager_of_any_kind_drains(tmp_path: Path, kind: str) -> None:
             sidecar = stack.enter_context(manager_process(address, store, name="a"))
             place = {"TORCHFT_MANAGER_ADDR": sidecar.address, "MASTER_PORT": port}
             place |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
-        worker = Worker(address, "a", tmp_path / "a", kind, **place)
-        stack.callback(worker.process.kill)
+        worker = Worker.started(address, "a", tmp_path / "a", kind, place=place)
+        stack.callback(worker.end)
         eventually(lambda: worker.steps(1) >= 3, DEADLINE_S)
         if kind == "sidecar":
             done = command("manager_server", "drain", f"--manager={sidecar.address}")
             assert done.returncode == 0, done.stderr
         else:
-            term(worker)
+            worker.send(signal.SIGTERM)
         worker.ends()
         assert worker.discards(1) == 0

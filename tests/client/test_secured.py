@@ -127,8 +127,9 @@ def test_a_trainer_that_trains_goes_on_when_its_lighthouse_is_as_it_was(
     """A lighthouse that came back with another token, by mistake, costs steps and no trainer."""
     address = steady_address()
     with LighthouseServer(address, 1, security=known) as first:
-        a = Trainer(first.address(), "a", 0, security=known, timeout=timedelta(seconds=5))
-        with a:
+        soon = timedelta(seconds=2)
+        options = {"timeout": soon, "quorum_timeout": soon}
+        with Trainer(first.address(), "a", 0, security=known, **options) as a:
             assert a.step()
             first.shutdown()
             with LighthouseServer(address, 1, security=replace(known, token=OTHER_TOKEN)):
