@@ -11,7 +11,7 @@ import pytest
 from click import Command
 from click.testing import CliRunner
 
-from benchmarks import isolation, quorum_rounds, recovery, step_time, striping
+from benchmarks import isolation, quorum_rounds, recovery, stall, step_time, striping
 from benchmarks.children.phases import PARTS, PHASES
 from benchmarks.processes import PEER_VARIABLE
 
@@ -90,3 +90,13 @@ def test_striping(run: Run) -> None:
     assert told == [("200 MB/s", 1), ("200 MB/s", 2), ("loopback", 1), ("loopback", 2)]
     for row in result["rows"]:
         assert min(row["wall_s"], row["speedup"], row["receiver_cpu_s"]) > 0
+
+
+def test_stall(run: Run) -> None:
+    output, result = run(stall.main, "--gb=0.07", "--mb-per-s=100", "--join-timeout-s=30")
+    assert "0.07 GB are healed from" in output
+    (row,) = result["rows"]
+    assert row.keys() >= {"ordinary_ms", "clone_ms", "heal_ms", "update_ms", "next_wait_ms"}
+    assert [step["groups"] for step in row["steps"]] == [2] * 5
+    # What a link carries no faster is not waited for in the step of the heal.
+    assert row["transfer_ms"] > 500

@@ -262,6 +262,26 @@ def test_trap_a_slow_healing_peer_raises_a_timeout_in_the_healthy_sender(address
             train_on(a, b)
 
 
+def test_a_heal_that_outlasts_the_join_timeout_holds_the_others_up_once() -> None:
+    transport = Unreliable()
+    transport.may_receive.clear()
+    with (
+        lighthouse(join_timeout_ms=500) as address,
+        Trainer(address, "a", 0) as a,
+        Trainer(address, "b", 1, checkpoint_transport=transport) as b,
+    ):
+        a.steps(2)
+
+        def healthy() -> list[bool]:
+            committed = [a.meets(2), *a.steps(3)]  # after the first, without the one that heals
+            transport.may_receive.set()
+            return committed
+
+        committed, _ = together(healthy, b.step)
+        assert committed == [True] * 4
+        train_on(a, b)
+
+
 def test_groups_heal_by_every_registered_piece(address: str) -> None:
     with Trainer(address, "a", 0) as a, Trainer(address, "b", 1) as b:
         extra = {"a": torch.tensor([1.0]), "b": torch.tensor([2.0])}
