@@ -16,10 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from torchft_svc.client import replicate_across_groups, sharded_state_dict
+from torchft_svc.client import (
+    PGTransport,
+    ProcessGroup,
+    ProcessGroupGloo,
+    replicate_across_groups,
+    sharded_state_dict,
+)
 from torchft_svc.client.checkpointing.serialization import describe, parse
 from torchft_svc.client.shards import put_together, take_apart
 from torchft_svc.errors import CheckpointError, ConfigError, RequestRefused
+
+from .meeting_place import MeetingPlace
+from .training import TIMEOUT
 
 
 @pytest.fixture
@@ -141,6 +150,26 @@ def test_every_sharded_part_is_averaged_once(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(parameter.grad.to_local(), 2 * gradients[name])
 
 
+def test_parameters_of_one_module_on_several_meshes_are_all_averaged(mesh: DeviceMesh) -> None:
+    parts = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(parts, "ShardPlacementResult"):
+        pytest.skip("this torch shards a module over one mesh only")
+    other = DeviceMesh.from_group(dist.new_group([0]), "cpu", mesh_dim_names=("other",))
+    places = {
+        2: parts.ShardPlacementResult(Shard(0), parts.FSDPMeshInfo(mesh, 0)),
+        1: parts.ShardPlacementResult(Shard(0), parts.FSDPMeshInfo(other, 0)),
+    }
+    model, averages = nn.Linear(2, 2), Averages()
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda parameter: places[parameter.ndim])
+    replicate_across_groups(averages, model)  # type: ignore[arg-type]
+    model(torch.ones(1, 2)).sum().backward()
+    assert averages.num_calls == 2
+    for parameter in model.parameters():
+        assert isinstance(parameter.grad, DTensor)
+        assert torch.equal(parameter.grad.to_local(), torch.full(parameter.shape, 2.0))
+    assert list(sharded_state_dict(model)) == list(model.state_dict())
+
+
 def test_accumulated_gradients_are_averaged_at_their_end(mesh: DeviceMesh) -> None:
     model, averages = tied(mesh), Averages()
     replicate_across_groups(averages, model)  # type: ignore[arg-type]
@@ -189,6 +218,20 @@ def test_a_sharded_tensor_survives_the_way(mesh: DeviceMesh, placement: Any) -> 
         assert torch.equal(got.to_local(), local)
     assert back["b"] == OrderedDict(c=torch.ones(1))
     assert back["d"] is None
+
+
+def test_a_sharded_tensor_is_received_in_place(mesh: DeviceMesh) -> None:
+    groups: list[ProcessGroup] = [ProcessGroupGloo(TIMEOUT) for _ in range(2)]
+    MeetingPlace().configure(*groups)
+    theirs = {"w": distribute_tensor(torch.randn(3, 2), mesh, [Shard(0)])}
+    mine = {"w": distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)])}
+    PGTransport(groups[0], TIMEOUT).send_checkpoint([1], 1, take_apart(theirs), TIMEOUT)
+    receiver = PGTransport(groups[1], TIMEOUT, state_dict=lambda: mine)
+    received = put_together(receiver.recv_checkpoint(0, "", 1, TIMEOUT), lambda: mine, "a")
+    assert received["w"].to_local().data_ptr() == mine["w"].to_local().data_ptr()
+    assert torch.equal(mine["w"].to_local(), theirs["w"].to_local())
+    for group in groups:
+        group.shutdown()
 
 
 def test_a_mesh_that_is_not_here_is_named(mesh: DeviceMesh) -> None:

@@ -19,6 +19,7 @@ from torchft_svc.client.checkpointing.tensors import MAX_DIMS
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.checkpointing.tree import DTYPES, BadTree, Json, decode, encode
 from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.shards import take_apart
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, TorchFTError
 
 # What begins a state: this, the step, and the length of the description.
@@ -138,7 +139,7 @@ class PGTransport(CheckpointTransport[Any]):
     def _targets(self, description: _Description) -> list[torch.Tensor]:
         """Memory to receive into: this worker's own tensors if they are the same, or new ones."""
         if self._own_state is not None:
-            own, tensors = _describe(self._own_state())
+            own, tensors = _describe(take_apart(self._own_state()))
             fits = own.specs == description.specs and all(
                 tensor.is_contiguous() and tensor.device.type == self._device.type
                 for tensor in tensors
