@@ -25,7 +25,7 @@ from running import (
     steady_address,
 )
 
-from torchft_svc.coordination import ManagerClient
+from torchft_svc.coordination import LighthouseClient, ManagerClient
 from torchft_svc.errors import TorchFTError
 from torchft_svc.lighthouse_server.etcd import Etcd
 from torchft_svc.lighthouse_server.etcd_access import EtcdAccess
@@ -95,6 +95,8 @@ def test_only_the_leader_answers_and_the_other_names_it(etcd: str) -> None:
         told = (grpc.StatusCode.UNAVAILABLE, sentence)
         eventually(lambda: failure(line.quorum("a:1", timeout_s=1)) == told)
         assert right.quorum("a:1").result().quorum.quorum_id
+        with LighthouseClient(second.address, LONG, job_id="other") as client:
+            assert client.quorum("a:1", LONG).quorum_id, "it goes to the one that was named"
         assert health(second, "") == SERVING, "the process lives, nobody has to restart it"
         with watching(second, "") as lives, watching(second) as leading:
             assert (next(lives), next(leading)) == (SERVING, NOT_SERVING)

@@ -18,7 +18,7 @@ from torchft_svc.core.types import check_name
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError, RequestRefused, Unreachable
 from torchft_svc.rpc.address import parse_address
-from torchft_svc.rpc.channel import open_channel
+from torchft_svc.rpc.channel import KEEPALIVE_MS, MAX_CONNECTING_MS, open_channel
 from torchft_svc.rpc.codec import JOB_KEY
 from torchft_svc.rpc.security import Security, resolve_security
 from torchft_svc.rpc.status import to_error
@@ -44,6 +44,7 @@ class Client:
         connect_timeout: timedelta,
         job_id: str,
         security: Security | None,
+        keepalive_ms: int = KEEPALIVE_MS,
     ) -> None:
         _check_job(job_id)
         if security is None:
@@ -53,7 +54,8 @@ class Client:
         self._connect_timeout_s = connect_timeout.total_seconds()
         self._metadata = ((JOB_KEY, job_id), *security.metadata)
         self.security = security
-        self._channel = open_channel(addr, security)
+        self._keepalive_ms = keepalive_ms
+        self._channel = open_channel(addr, security, keepalive_ms)
         self._closed = False
         self._lock = threading.Lock()
 
@@ -68,7 +70,8 @@ class Client:
         with self._lock:
             if self._closed or addr == self._addr:
                 return
-            left, self._channel = self._channel, open_channel(addr, self.security)
+            left = self._channel
+            self._channel = open_channel(addr, self.security, self._keepalive_ms)
             self._addr = addr
         log.warning("the %s is at %s now", self._peer, addr)
         left.close()
@@ -76,22 +79,32 @@ class Client:
     def _lost_contact(self) -> None:
         """A call could not reach the service."""
 
+    def _go_on(self, failed: str, leader: str = "") -> bool:
+        """Nobody answers at ``failed``, or who does names the ``leader``: go to another address.
+
+        False: there is none that has not been tried.
+        """
+        return False
+
     def _connect(self) -> None:
         """Find out now whether somebody listens; gRPC's own way to ask takes 0.2 s to end."""
         timeout_s = self._connect_timeout_s
-        where = parse_address(self._addr)
         deadline = time.monotonic() + timeout_s
         while True:
+            addr, where = self._addr, parse_address(self._addr)
             left_s = max(deadline - time.monotonic(), 0.001)
             try:
-                socket.create_connection((where.host, where.port), left_s).close()
+                socket.create_connection(
+                    (where.host, where.port), min(left_s, MAX_CONNECTING_MS / 1000)
+                ).close()
                 return
             except OSError as error:
                 if time.monotonic() + RETRY_S > deadline:
                     self.close()
                     reason = f"no connection within {timeout_s:g} s ({error})"
-                    raise Unreachable(self._peer, self._addr, reason) from None
-            time.sleep(RETRY_S)
+                    raise Unreachable(self._peer, addr, reason) from None
+            if not self._go_on(addr):
+                time.sleep(RETRY_S)
 
     def _method(self, name: str, answer: Callable[[bytes], Answer]) -> Callable[..., Answer]:
         path = f"/torchft.{_SERVICES[self._peer]}/{name}"

@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+import threading
+import time
+from collections.abc import Callable, Hashable
 from datetime import timedelta
+from typing import Any
 
-from torchft_svc.coordination.client import Client
+from torchft_svc.coordination.client import Answer, Client
 from torchft_svc.coordination.types import Quorum, QuorumMember, Timestamp
 from torchft_svc.core.overview import JobStatus
 from torchft_svc.core.types import DEFAULT_JOB, Member
+from torchft_svc.errors import NotLeader, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.address import split_addresses
+from torchft_svc.rpc.channel import IMPATIENT_KEEPALIVE_MS, KEEPALIVE_MS
 from torchft_svc.rpc.codec import member_to_wire
 from torchft_svc.rpc.codec_status import status_from_wire
+from torchft_svc.rpc.probing import is_serving_blocking
+from torchft_svc.rpc.route import LOOK_BACK_S, Route
 from torchft_svc.rpc.security import Security
+
+# A look at the earlier lighthouses of the list is followed by so many times its length without one.
+LOOK_BACK_SHARE = 10.0
 
 
 class LighthouseClient(Client):
     """Asks a lighthouse directly, as a manager does.
 
+    ``addr`` is ``host:port``, or several of them with commas between, as for a manager: a call that
+    the first cannot be asked, or that does not lead, goes to the next one or to the leader, while
+    its timeout lasts; `quorum` goes back once an earlier one serves again.
     ``security``: TLS files and token (default: those of the environment).
 
     Raises:
+        AddressError: an address cannot be parsed, or comes twice.
         Unreachable: nobody answers at ``addr`` within ``connect_timeout``.
         Unauthorized: from each call, if the lighthouse does not trust this client, or it the other.
     """
@@ -34,7 +49,14 @@ class LighthouseClient(Client):
         job_id: str = DEFAULT_JOB,
         security: Security | None = None,
     ) -> None:
-        super().__init__("lighthouse", addr, connect_timeout, job_id, security)
+        addresses = split_addresses(addr)
+        self._route = Route(addresses)
+        self._routing = threading.Lock()
+        self._look_at = 0.0
+        keepalive_ms = KEEPALIVE_MS if len(addresses) == 1 else IMPATIENT_KEEPALIVE_MS
+        super().__init__(
+            "lighthouse", addresses[0], connect_timeout, job_id, security, keepalive_ms
+        )
         self._quorum = self._method("Quorum", pb.LighthouseQuorumResponse.FromString)
         self._heartbeat = self._method("Heartbeat", pb.LighthouseHeartbeatResponse.FromString)
         self._leave = self._method("Leave", pb.LighthouseLeaveResponse.FromString)
@@ -70,6 +92,7 @@ class LighthouseClient(Client):
             data="" if data is None else json.dumps(data),
         )
         request = pb.LighthouseQuorumRequest(requester=member_to_wire(member))
+        self._look_back()
         quorum = self._quorum(request, timeout).quorum
         return Quorum(
             quorum_id=quorum.quorum_id,
@@ -126,6 +149,54 @@ class LighthouseClient(Client):
             RequestRefused: no quorum is held back because it would lose committed steps.
         """
         return self._accept_loss(pb.AcceptLossRequest(), timeout).committed_step
+
+    def _method(self, name: str, answer: Callable[[bytes], Answer]) -> Callable[..., Answer]:
+        """As in `Client`, at the lighthouses of the list in turn while the call's time lasts."""
+        ask_one = super()._method(name, answer)
+
+        def invoke(request: Any, timeout: timedelta) -> Answer:
+            deadline = time.monotonic() + timeout.total_seconds()
+            while True:
+                addr, left_s = self._addr, deadline - time.monotonic()
+                try:
+                    told = ask_one(request, timedelta(seconds=max(left_s, 0.0)))
+                except (Unreachable, NotLeader) as error:
+                    leader = error.leader if isinstance(error, NotLeader) else ""
+                    if not self._go_on(addr, leader) or time.monotonic() >= deadline:
+                        raise
+                else:
+                    self._worked(addr)
+                    return told
+
+        return invoke
+
+    def _worked(self, addr: str) -> None:
+        with self._routing:
+            if addr == self._route.current:
+                self._route.worked()
+
+    def _go_on(self, failed: str, leader: str = "") -> bool:
+        with self._routing:
+            if failed != self._route.current:
+                return True  # another thread has gone on already
+            goes_on = self._route.go_on(leader)
+            self._move(self._route.current)
+            return goes_on
+
+    def _look_back(self) -> None:
+        """The groups of a job meet at the first lighthouse of the list that serves."""
+        with self._routing:
+            began_at = time.monotonic()
+            if began_at < self._look_at:
+                return
+            for address in self._route.preferred:
+                if is_serving_blocking(address, self.security, LOOK_BACK_S):
+                    self._route.go_back(address)
+                    self._move(address)
+                    break
+            # One that is silent must not cost more than a small part of the time.
+            took_s = time.monotonic() - began_at
+            self._look_at = time.monotonic() + max(LOOK_BACK_S, LOOK_BACK_SHARE * took_s)
 
 
 def _member(message: pb.QuorumMember) -> QuorumMember:

@@ -11,7 +11,6 @@ from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import NotLeader, TorchFTError, Unauthorized, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.line import Contact, Line, NotSupported
-from torchft_svc.manager_server.route import Route
 from torchft_svc.manager_server.unary_line import UnaryLine
 from torchft_svc.rpc.channel import (
     IMPATIENT_KEEPALIVE_MS,
@@ -21,12 +20,9 @@ from torchft_svc.rpc.channel import (
     open_aio_channel,
 )
 from torchft_svc.rpc.probing import is_serving
+from torchft_svc.rpc.route import LOOK_BACK_S, Route
 
 log = logging.getLogger(__name__)
-
-# Away from the first lighthouses of the list, look this often whether one of them is back: for so
-# long the managers of a job may be at different ones.
-LOOK_BACK_S = 1.0
 
 
 class Connection:

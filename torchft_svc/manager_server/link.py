@@ -15,10 +15,10 @@ from torchft_svc.errors import DeadlineExceeded, NotLeader, PeerError, QuorumFai
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.connection import Connection
 from torchft_svc.manager_server.line import Contact
-from torchft_svc.manager_server.route import Route
 from torchft_svc.manager_server.session_line import SessionLine
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import MIN_RECONNECT_MS
+from torchft_svc.rpc.route import Route
 from torchft_svc.rpc.tasks import Tasks
 
 log = logging.getLogger(__name__)

@@ -53,12 +53,15 @@ _OPTIONS = (
 )
 
 
-def open_channel(address: str, security: Security = PLAIN) -> grpc.Channel:
-    """A blocking channel, for the trainer's side; connects when it is first used.
+def open_channel(
+    address: str, security: Security = PLAIN, keepalive_ms: int = KEEPALIVE_MS
+) -> grpc.Channel:
+    """A blocking channel, for the trainer's side; connects when it is first used. A peer that is
+    silent for twice ``keepalive_ms`` is given up.
 
     The calls over it have to carry ``security.metadata``.
     """
-    options = (*keepalive(), *_OPTIONS)
+    options = (*keepalive(keepalive_ms), *_OPTIONS)
     target, credentials = parse_address(address).target, security.channel_credentials()
     if credentials is None:
         return grpc.insecure_channel(target, options=options)
@@ -68,8 +71,7 @@ def open_channel(address: str, security: Security = PLAIN) -> grpc.Channel:
 def open_aio_channel(
     address: str, security: TlsFiles = PLAIN, keepalive_ms: int = KEEPALIVE_MS
 ) -> grpc.aio.Channel:
-    """The same for the services' event loop; a peer that is silent for twice ``keepalive_ms`` is
-    given up."""
+    """The same for the services' event loop."""
     options = (*keepalive(keepalive_ms), *_OPTIONS)
     target, credentials = parse_address(address).target, security.channel_credentials()
     if credentials is None:

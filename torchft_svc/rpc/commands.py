@@ -13,6 +13,7 @@ from torchft_svc.errors import DeadlineExceeded, NotLeader, TorchFTError, Unreac
 from torchft_svc.rpc.address import split_addresses
 from torchft_svc.rpc.channel import open_channel
 from torchft_svc.rpc.codec import JOB_KEY
+from torchft_svc.rpc.route import Route
 from torchft_svc.rpc.security import Security
 from torchft_svc.rpc.status import to_error
 
@@ -62,23 +63,21 @@ def ask(
     Raises:
         click.ClickException: in one sentence, why there is no answer (exit status 1).
     """
-    left = list(split_addresses(addresses))
-    asked: list[str] = []
+    route = Route(split_addresses(addresses))
     failures: list[str] = []
-    while left:
-        asked.append(left.pop(0))
+    goes_on = True
+    while goes_on:
         try:
-            return _ask_one(peer, asked[-1], security, job, request, answer)
+            return _ask_one(peer, route.current, security, job, request, answer)
         except NotLeader as error:
-            failures.append(f"{asked[-1]}: {error}")
-            left = [each for each in left if each != error.leader]
-            if error.leader and error.leader not in asked:
-                left.insert(0, error.leader)
+            failures.append(f"{route.current}: {error}")
+            goes_on = route.go_on(error.leader)
         except (Unreachable, DeadlineExceeded) as error:
             failures.append(str(error))
+            goes_on = route.go_on()
         except TorchFTError as error:
             raise click.ClickException(str(error)) from None
-    raise click.ClickException("; ".join(failures))
+    raise click.ClickException("; ".join(dict.fromkeys(failures)))
 
 
 def _ask_one(

@@ -1,12 +1,16 @@
-"""Which lighthouse of a list a manager goes to next. Pure: it neither waits nor connects."""
+"""Which lighthouse of a list to go to next. Pure: it neither waits nor connects."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+# Away from the first lighthouses of the list, look this often whether one of them is back: for so
+# long the groups of a job may be at different ones.
+LOOK_BACK_S = 1.0
+
 
 class Route:
-    """The order of the list decides, so that all managers of a job end at the same lighthouse."""
+    """The order of the list decides, so that all groups of a job end at the same lighthouse."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = tuple(addresses)

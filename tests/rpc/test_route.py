@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_svc.manager_server.route import Route
+from torchft_svc.rpc.route import Route
 
 # What happens, and where the manager is after it; "pause" follows where all have failed.
 STORIES: dict[str, tuple[str, list[tuple[str, str]]]] = {
