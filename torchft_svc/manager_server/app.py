@@ -64,6 +64,7 @@ async def _end(driver: ManagerDriver, link: LighthouseLink, *, has_owner: bool) 
     will have no successor, and the workers need not look for one."""
     if has_owner:
         driver.tell_over("the process of group rank 0, which had started it, stops or is dead")
-    await link.leave("its manager stops")
+    reason = "the process of group rank 0 stops or is dead" if has_owner else "its manager stops"
+    await link.leave(reason)
     if has_owner:
         await driver.news_left()
