@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 from bounds import check
@@ -11,7 +12,7 @@ from running import Process, lighthouse_process, steady_address
 
 from chaos.bounds import LIGHTHOUSE_BACK_S
 
-from .training import DEADLINE_S, Trainer, assert_identical, together, trainers
+from .training import DEADLINE_S, TIMEOUT, Trainer, assert_identical, together, trainers
 
 FLAGS = ("--min-replicas=2", "--join-timeout-ms=2000")
 
@@ -89,6 +90,20 @@ def test_the_only_lighthouse_is_killed_and_comes_back() -> None:
 
 
 @pytest.mark.processes
+def test_without_a_quorum_nothing_is_summed() -> None:
+    """The other group waits as well, or would take the zeros that come for gradients."""
+    with (
+        lighthouse_process(*FLAGS) as lighthouse,
+        trainers(lighthouse.address, 2, connect_timeout=timedelta(seconds=0.3)) as (a, b),
+    ):
+        together(lambda: a.until(3), lambda: b.until(3))
+        lighthouse.kill()
+        began_at = time.monotonic()
+        assert not a.step()
+        assert time.monotonic() - began_at < TIMEOUT.total_seconds() / 2
+        assert a.manager._runtime.links.pg.errored() is not None, "the other hears of it at once"
+
+
 def test_all_groups_go_back_to_the_first_when_it_is_back() -> None:
     """Whoever starts now asks the first one: staying away would leave him alone there."""
     address = steady_address()

@@ -262,10 +262,13 @@ class Round:
             else:
                 machine.latch(error)
             contributes = machine.state.participation.participating_rank is not None
-        if not isinstance(error, GroupLeft):
-            log.warning("step %d cannot be committed: %s", self._step.state.step, error)
-        if contributes:
-            # Others count on this group's gradients: they must learn now that none will come.
+        if isinstance(error, GroupLeft):
+            return
+        log.warning("step %d cannot be committed: %s", self._step.state.step, error)
+        missed = self.error is not None and self._membership.quorum is not None
+        if contributes or missed:
+            # Others count on this group's gradients, or may do so in the quorum that it has missed:
+            # they must learn now that none will come.
             self._links.leave_members()
 
     def _expect_state(self) -> None:

@@ -191,9 +191,15 @@ class Stepper:
             raise self._task.error
 
     def _can_reduce(self) -> bool:
-        """Whether collectives are carried out: a healing group's go on though its heal failed."""
-        self._current_round()
+        """Whether collectives are carried out: a healing group's go on though its heal failed.
+
+        Without a quorum there is nobody to carry them out with: the members of the last one may
+        wait as well, or take what comes for this group's gradients.
+        """
+        round_ = self._current_round()
         self.wait_until_ready()
+        if round_.error is not None:
+            return False
         state = self.state
         broken = self._links.pg.errored()
         if broken is not None and state.error is None:
