@@ -185,6 +185,42 @@ def test_a_manager_refuses_who_does_not_know_the_token(
         assert manager.wait() == 1
 
 
+def test_no_call_of_either_service_is_open(guarded: Process) -> None:
+    """Whatever the wire knows, orders such as Kill and AcceptLoss, and streams among it."""
+    with manager_process(guarded.address, TORCHFT_TOKEN=TOKEN) as manager:
+        for service, address in (
+            ("LighthouseService", guarded.address),
+            ("ManagerService", manager.address),
+        ):
+            with open_channel(address) as channel:
+                for method in pb.DESCRIPTOR.services_by_name[service].methods:
+                    call = channel.stream_stream(f"/torchft.{service}/{method.name}")
+                    for client in (PLAIN, Security(token=OTHER_TOKEN)):
+                        with pytest.raises(grpc.RpcError) as caught:
+                            next(call(iter([b""]), metadata=client.metadata, timeout=10))
+                        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, method.name
+        assert manager.is_running()
+
+
+def test_a_manager_wants_certificates_too(some: Papers) -> None:
+    settings = variables(some.local)
+    with (
+        lighthouse_process(**settings) as lighthouse,
+        manager_process(lighthouse.address, **settings) as manager,
+    ):
+        for client in (
+            some.only_ca,
+            replace(some.theirs.issue("127.0.0.1"), ca_file=some.ours.ca_file),
+        ):
+            with (
+                ManagerClient(manager.address, TIMEOUT, security=client) as stranger,
+                pytest.raises(Unreachable, match="a certificate that its CA has signed"),
+            ):
+                stranger.kill("by nobody")
+        with ManagerClient(manager.address, TIMEOUT, security=some.local) as worker:
+            assert worker._quorum(0, 0, "", False, TIMEOUT).replica_world_size == 1
+
+
 def test_a_manager_that_the_lighthouse_refuses_tells_its_workers_at_once(
     guarded: Process, some: Papers
 ) -> None:

@@ -128,6 +128,23 @@ def test_the_source_checks_the_receiver(some: Papers) -> None:
             assert "it does not take the certificate of this side" in str(error)
 
 
+def test_who_shows_no_certificate_fetches_nothing(some: Papers) -> None:
+    """A worker cannot even be started so, but others can ask."""
+    context = some.only_ca.client_context()
+    assert context is not None
+    with serving(some.local) as source:
+        where = urlsplit(source.metadata())
+        with (
+            socket.create_connection((where.hostname, where.port), 10) as raw,
+            context.wrap_socket(raw, server_hostname="127.0.0.1") as line,
+        ):
+            said = b""
+            with contextlib.suppress(OSError):  # it is told why, or hung up on
+                line.sendall(f"GET {where.path}/state/1 HTTP/1.1\r\n\r\n".encode())
+                said = line.recv(100)
+            assert said == b""
+
+
 @pytest.mark.parametrize(
     ("client", "reason"),
     [
