@@ -18,6 +18,7 @@ from __future__ import annotations
 import hmac
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
@@ -118,9 +119,17 @@ def parse_request(head: Head) -> Request:
 
 
 class Conversation:
-    """Answers one connection's requests until it ends."""
+    """Answers one connection's requests until it ends; ``on_known``: the peer has the secret."""
 
-    def __init__(self, wire: Wire, board: Board, secret: str, security: Security) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        board: Board,
+        secret: str,
+        security: Security,
+        on_known: Callable[[], None],
+    ) -> None:
+        self._on_known = on_known
         self._security = security
         self._wire = wire
         self._board = board
@@ -150,6 +159,7 @@ class Conversation:
     def _answer(self, request: Request) -> None:
         if not hmac.compare_digest(request.secret.encode(), self._secret.encode()):
             raise BadHead("nothing is here", 404)
+        self._on_known()
         try:
             match request.parts:
                 case ("state", step):

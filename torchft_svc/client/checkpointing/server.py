@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 import select
@@ -20,12 +21,18 @@ from torchft_svc.rpc.security import PLAIN, Security
 
 log = logging.getLogger(__name__)
 
-# Sixteen groups that heal at once from one worker, with four connections each; more take turns.
+# Sixteen groups that heal at once from one worker, with four connections each; more take turns, and
+# who has not shown the secret makes room.
 MAX_CONNECTIONS = 64
+# Those that were cut to make room and have not ended yet count among these.
+_MAX_THREADS = 2 * MAX_CONNECTIONS
+# The process has too many descriptors open: accepting again at once would only fail again.
+_NO_DESCRIPTOR_PAUSE_S = 1.0
 # On one host nothing is under way, and a large buffer only drives the bytes out of the cache.
 _SAME_HOST_BUFFER_BYTES = 256 << 10
-# Connections that wait to be accepted.
-_BACKLOG = 128
+# Connections that wait to be accepted; the system may allow fewer. Who finds no place there tries
+# again after a second.
+_BACKLOG = 4096
 # A thread ends as soon as its connection is cut; more would be a fault of ours.
 _JOIN_TIMEOUT_S = 5.0
 
@@ -52,6 +59,7 @@ class CheckpointServer:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._lock = threading.Lock()
         self._connections: dict[Wire, threading.Thread] = {}
+        self._strangers: dict[Wire, None] = {}  # have not shown the secret; the oldest first
         self._closing = False
         self._acceptor = threading.Thread(
             target=self._accept_all, name="torchft-checkpoint-accept", daemon=True
@@ -107,6 +115,8 @@ class CheckpointServer:
             sock, _ = self._listener.accept()
         except OSError as error:  # the peer is gone again, or descriptors ran out
             log.warning("a checkpoint connection could not be accepted: %s", error)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(_NO_DESCRIPTOR_PAUSE_S)
             return
         if _is_on_same_host(sock):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_BUFFER_BYTES)
@@ -115,21 +125,37 @@ class CheckpointServer:
             if self._closing:
                 wire.close()
                 return
-            is_full = len(self._connections) >= MAX_CONNECTIONS
-            if not is_full:
+            has_room = self._make_room()
+            if has_room:
                 thread = threading.Thread(
                     target=self._converse, args=(wire,), name="torchft-checkpoint-send", daemon=True
                 )
                 self._connections[wire] = thread
-        if is_full:
-            self._turn_away(wire)
-        else:
+                self._strangers[wire] = None
+        if has_room:
             thread.start()
+        else:
+            self._turn_away(wire)
+
+    def _make_room(self) -> bool:
+        """Whether there is room for another connection; a stranger's may be cut for it."""
+        if len(self._connections) < MAX_CONNECTIONS:
+            return True
+        oldest = next(iter(self._strangers), None)
+        if oldest is None or len(self._connections) >= _MAX_THREADS:
+            return False
+        del self._strangers[oldest]
+        oldest.interrupt()
+        return True
 
     def _converse(self, wire: Wire) -> None:
+        def know() -> None:
+            with self._lock:
+                self._strangers.pop(wire, None)
+
         try:
             wire.shake_hands(HEAD_TIMEOUT_S)
-            Conversation(wire, self._board, self.secret, self._security).run()
+            Conversation(wire, self._board, self.secret, self._security, know).run()
         except OSError as error:
             log.info("a checkpoint connection broke: %s", error)
         except Exception:
@@ -137,6 +163,7 @@ class CheckpointServer:
         finally:
             with self._lock:
                 self._connections.pop(wire, None)
+                self._strangers.pop(wire, None)
             wire.close()
 
     def _turn_away(self, wire: Wire) -> None:
