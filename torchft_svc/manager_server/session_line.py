@@ -130,6 +130,8 @@ class SessionLine:
         finally:
             if not answer.done() or answer.cancelled():
                 self._tasks.start(self._withdraw(stream, number), "withdraw a question")
+            else:
+                answer.exception()  # seen: the stream may break while the question is being sent
             if self._answer is answer:
                 self._answer = None
 
