@@ -123,6 +123,16 @@ def test_a_voter_that_is_later_than_the_next_question_learns_what_was_decided() 
         assert group.quorum_requested(request(1), 23) == (asks(2),)
 
 
+def test_i3_a_late_no_is_not_answered_with_a_yes() -> None:
+    """Its voter came after the step was committed, from a checkpoint of it, and had no quorum."""
+    group = in_round(2)
+    group.voted(vote(0), 20)
+    group.voted(vote(1), 21)
+    group.quorum_requested(request(0, worker_id="new"), 22)
+    assert group.voted(vote(1, worker_id="new", yes=False), 23) == (AnswerVote(23, False),)
+    assert group.voted(vote(1), 24) == (AnswerVote(24, True),)  # its answer was lost
+
+
 @pytest.mark.parametrize("step", [4, 6])
 def test_a_late_vote_for_another_step_is_refused(step: int) -> None:
     group = in_round(2)

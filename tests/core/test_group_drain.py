@@ -16,8 +16,8 @@ from torchft_svc.errors import GroupLeft, QuorumFailed
 from .scenes import member, quorum
 
 
-def request(group_rank: int, draining: bool = False) -> WorkerRequest:
-    return WorkerRequest(group_rank=group_rank, step=3, worker_id="w", draining=draining)
+def request(group_rank: int, draining: bool = False, worker_id: str = "w") -> WorkerRequest:
+    return WorkerRequest(group_rank=group_rank, step=3, worker_id=worker_id, draining=draining)
 
 
 def left(orders: tuple[Order, ...]) -> list[int]:
@@ -75,3 +75,14 @@ def test_the_workers_that_come_after_it_begin_anew() -> None:
     group.detached(0, "w", "it has stopped")
     (ask,) = group.quorum_requested(request(0), 1)
     assert isinstance(ask, AskLighthouse)
+
+
+def test_workers_that_take_the_place_of_others_do_not_end_in_their_stead() -> None:
+    """Of those before, rank 0 has asked and died, and nobody has noticed yet."""
+    group = Group(2)
+    group.attached(1, "w")
+    group.drain("preempted")
+    assert group.quorum_requested(request(0), 1) == ()
+    (ask,) = group.quorum_requested(request(1, worker_id="new"), 2)
+    assert isinstance(ask, AskLighthouse)
+    assert ask.new_incarnation

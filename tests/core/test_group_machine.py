@@ -71,9 +71,11 @@ class Barriers(RuleBasedStateMachine):
             assert rank >= self.group.world_size or taken[0].worker_id != request.worker_id
             return
         self.over = True
-        self.is_draining |= request.draining
+        before = {self.known.get(rank), self.lines.get(rank)}
+        is_new = not before <= {None, request.worker_id}
+        self.is_new |= is_new
+        self.is_draining = request.draining or (self.is_draining and not is_new)
         self.asking[self.caller] = request
-        self.is_new |= self.known.setdefault(rank, request.worker_id) != request.worker_id
         self.known[rank] = request.worker_id
         self.carry_out(orders)
 
@@ -87,7 +89,7 @@ class Barriers(RuleBasedStateMachine):
         except RequestRefused:
             return
         if self.over:
-            self.check_late_answer(orders)
+            self.check_late_answer(vote, orders)
             return
         assert number in (0, self.last_round)
         assert self.question is None, "no vote counts while a new quorum is due"
@@ -95,12 +97,13 @@ class Barriers(RuleBasedStateMachine):
         self.voting[self.caller] = vote
         self.carry_out(orders)
 
-    def check_late_answer(self, orders: tuple[Order, ...]) -> None:
-        """Who votes late learns what was decided, or that nothing was; it decides nothing."""
+    def check_late_answer(self, vote: Vote, orders: tuple[Order, ...]) -> None:
+        """Who votes late learns what was decided, or that nothing was; it decides nothing. A no
+        has no part in a yes."""
         (order,) = orders
         assert order.caller == self.caller
         told = {order.should_commit} if isinstance(order, AnswerVote) else set()
-        assert told == self.decisions
+        assert told == {each and vote.should_commit for each in self.decisions}
         assert told or isinstance(order, RefuseWorker)
 
     @rule(data=st.data())

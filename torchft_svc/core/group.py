@@ -196,7 +196,7 @@ class Group:
         self._check_rank(vote.group_rank)
         if not self._is_inherited(vote):
             if self._ended is not None and self._is_late(vote, self._ended):
-                return (_answer_late(caller, self._ended),)
+                return (_answer_late(vote, caller, self._ended),)
             self._check_round(vote)
         elif self._requests:
             told = any(_shows_commit(asked, vote) for asked, _ in self._requests.values())
@@ -285,9 +285,12 @@ class Group:
 
     def _meet(self, request: WorkerRequest) -> None:
         """Note who the worker is; another one at a known rank makes this another incarnation."""
-        known = self._workers.get(request.group_rank)
-        if known is not None and known != request.worker_id:
+        rank = request.group_rank
+        if {self._attached.get(rank), self._workers.get(rank)} - {None, request.worker_id}:
             self._restarted = True
+            # That was for the workers before. Those that live say it again; but one of them that is
+            # dead may still ask, and those that come would end, and leave the last one waiting.
+            self._drain_reason = None
         self._workers[request.group_rank] = request.worker_id
         self._checkpoint_addresses[request.group_rank] = request.checkpoint_address
         if request.draining:
@@ -332,10 +335,11 @@ class Group:
         )
 
 
-def _answer_late(caller: int, ended: EndedBarrier) -> AnswerVote | RefuseWorker:
+def _answer_late(vote: Vote, caller: int, ended: EndedBarrier) -> AnswerVote | RefuseWorker:
+    """A worker that votes no was not in a barrier that said yes: it is new, and had no quorum."""
     if ended.decision is None:
         return RefuseWorker(caller, CommitFailed(ended.reason))
-    return AnswerVote(caller, ended.decision)
+    return AnswerVote(caller, ended.decision and vote.should_commit)
 
 
 def _different_steps(requests: dict[int, tuple[WorkerRequest, int]]) -> RequestRefused:
