@@ -249,7 +249,7 @@ PLANTS: dict[Plant, int] = {
     at_step_0_nobody_heals: 1,
     one_yes_is_enough: 0,
     a_dead_worker_s_fellows_are_not_told: 8,
-    a_restarted_worker_goes_unnoticed: 2,
+    a_restarted_worker_goes_unnoticed: 17,
     a_discarded_step_counts: 2,
     an_error_is_forgotten: 3,
     a_late_vote_counts: 8521,
