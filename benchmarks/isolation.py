@@ -16,19 +16,28 @@ from benchmarks.processes import START_TIMEOUT_S, Child, program
 from benchmarks.table import Column, Result, hand_over
 
 _BLOCK_TIMEOUT_S = 300.0
-_KINDS = ("in process", "isolated")
+# By name: which group of the member, and whether the tensor lies in shared memory.
+_KINDS = {
+    "in process": ("in process", False),
+    "isolated": ("isolated", False),
+    "shared": ("isolated", True),
+}
 _COLUMNS = (
     Column("megabytes", "MB", 1),
     Column("in process", "in process ms", 2),
     Column("isolated", "isolated ms", 2),
     Column("ratio", "isolated / in process", 2),
+    Column("shared", "isolated, in shared memory ms", 2),
+    Column("shared ratio", "that / in process", 2),
 )
 
 
-def _block(members: list[Child], group: str, num_bytes: int, repeat: int) -> list[float]:
+def _block(members: list[Child], kind: str, num_bytes: int, repeat: int) -> list[float]:
     """The times of one member, while both sum."""
+    group, shared = _KINDS[kind]
+    asked = {"group": group, "bytes": num_bytes, "repeat": repeat, "shared": shared}
     for member in members:
-        member.send(json.dumps({"group": group, "bytes": num_bytes, "repeat": repeat}))
+        member.send(json.dumps(asked))
     answers: list[list[float]] = [json.loads(m.read_line(_BLOCK_TIMEOUT_S)) for m in members]
     return answers[0]
 
@@ -38,11 +47,14 @@ def _measure(members: list[Child], megabytes: float, blocks: int) -> dict[str, A
     repeat = max(3, min(50, round(100 / megabytes)))
     times: dict[str, list[float]] = {kind: [] for kind in _KINDS}
     for number in range(blocks):
-        for kind in _KINDS if number % 2 else reversed(_KINDS):
+        for kind in list(_KINDS)[:: 1 if number % 2 else -1]:
             times[kind] += _block(members, kind, num_bytes, repeat)
     medians = {kind: statistics.median(each) for kind, each in times.items()}
-    ratio = medians["isolated"] / medians["in process"]
-    return {"megabytes": megabytes, **medians, "ratio": ratio}
+    ratios = {
+        "ratio": medians["isolated"] / medians["in process"],
+        "shared ratio": medians["shared"] / medians["in process"],
+    }
+    return {"megabytes": megabytes, **medians, **ratios}
 
 
 @click.command(context_settings={"show_default": True})
@@ -63,6 +75,7 @@ def main(megabytes: tuple[float, ...], blocks: int, json_file: Path | None) -> N
         ]
         pids = [json.loads(member.read_line(START_TIMEOUT_S))["pid"] for member in members]
         result.rows = [_measure(members, size, blocks) for size in megabytes]
+        _block(members, "isolated", 4, 1)  # with it the process lets go of what was shared
         carrier = psutil.Process(pids[0])
         template = carrier.parent()
         assert template is not None

@@ -18,9 +18,11 @@ from torchft_svc.client import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupG
 TIMEOUT = timedelta(seconds=120)
 
 
-def measure(group: ProcessGroup, num_bytes: int, repeat: int) -> list[float]:
+def measure(group: ProcessGroup, num_bytes: int, repeat: int, *, shared: bool) -> list[float]:
     """Milliseconds for each sum of ``num_bytes`` of float32, after two that are not counted."""
     tensor = torch.ones(num_bytes // 4)
+    if shared:
+        tensor.share_memory_()
     times = []
     for _ in range(repeat + 2):
         began_at = time.perf_counter()
@@ -41,9 +43,9 @@ def main() -> None:
     print(json.dumps({"pid": isolated.pid}), flush=True)
     for line in sys.stdin:
         asked: dict[str, Any] = json.loads(line)
-        print(
-            json.dumps(measure(groups[asked["group"]], asked["bytes"], asked["repeat"])), flush=True
-        )
+        group = groups[asked["group"]]
+        times = measure(group, asked["bytes"], asked["repeat"], shared=asked["shared"])
+        print(json.dumps(times), flush=True)
     for group in groups.values():
         group.shutdown()
 

@@ -80,6 +80,7 @@ def test_isolation(run: Run) -> None:
     (row,) = result["rows"]
     assert row["in process"] > 0
     assert row["isolated"] > 0
+    assert row["shared"] > 0
 
 
 def test_striping(run: Run) -> None:

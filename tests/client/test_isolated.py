@@ -159,6 +159,48 @@ def test_strided_tensors_get_their_results(
     assert together(lambda: transposed(a), lambda: transposed(b)) == [expected] * 2
 
 
+def test_tensors_in_shared_memory_are_used_as_they_are(
+    place: MeetingPlace, pair: list[ProcessGroupBabyGloo]
+) -> None:
+    a, b = pair
+    place.configure(a, b)
+
+    def sums(group: ProcessGroupBabyGloo) -> list[list[float]]:
+        rows = torch.ones(3, 4).share_memory_()
+        output = torch.zeros(2, 4)  # the one is copied, the other is not
+        group.allreduce([rows[1]]).wait(TIMEOUT)
+        group.allgather([[output[0], rows[2]]], [rows[1]]).wait(TIMEOUT)
+        return [*rows.tolist(), *output.tolist()]
+
+    once, twice = [1.0] * 4, [2.0] * 4
+    expected = [once, twice, twice, twice, [0.0] * 4]
+    assert together(lambda: sums(a), lambda: sums(b)) == [expected] * 2
+    # Another process has to be told of them again.
+    a.abort()
+    b.abort()
+    place.configure(a, b)
+    assert together(lambda: sums(a), lambda: sums(b)) == [expected] * 2
+
+
+def test_i7_what_was_shared_and_is_freed_is_forgotten(
+    place: MeetingPlace, pair: list[ProcessGroupBabyGloo]
+) -> None:
+    group = pair[0]
+    place.configure(group)
+
+    def num_mapped() -> int:
+        assert group.pid is not None
+        return Path(f"/proc/{group.pid}/maps").read_text().count("/torch_")
+
+    for _ in range(10):
+        tensor = torch.ones(1000).share_memory_()
+        group.allreduce([tensor]).wait(TIMEOUT)
+    assert num_mapped() >= 1
+    del tensor
+    group.allreduce([torch.ones(1)]).wait(TIMEOUT)
+    eventually(lambda: num_mapped() == 0, what="freed memory is still mapped")
+
+
 def test_i7_a_program_that_repeats_its_steps_needs_no_more_memory() -> None:
     pool = Pool(HostSegment.create)
     tensors = [torch.ones(1000), torch.ones(50_000)]

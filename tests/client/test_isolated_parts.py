@@ -73,7 +73,7 @@ def work() -> IsolatedWork:
     result = torch.zeros(1)
     loan, _ = Pool(HostSegment.create).lend([result])
     loan.tensors()[0].fill_(5)
-    return IsolatedWork([result], loan, 0.05)
+    return IsolatedWork([result], [result], loan, 0.05)
 
 
 def test_a_result_that_the_device_orders_is_there_before_the_end(work: IsolatedWork) -> None:
@@ -130,9 +130,9 @@ def test_a_process_that_does_not_read_keeps_nobody_from_leaving() -> None:
 
     thread = threading.Thread(target=launch)
     thread.start()
-    eventually(lambda: len(launched) > 10, 10, "nothing is launched")
+    eventually(lambda: len(launched) > 10, what="nothing is launched")
     group.abort()
-    thread.join(10)
+    thread.join(20)
     assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="was left"):
         launched[-1].wait(ENOUGH)

@@ -93,6 +93,11 @@ class DelegatingProcessGroup(ProcessGroup):
         """See `ProcessGroup.tidy`."""
         self._graveyard.clear()
 
+    def forget_completed(self) -> None:
+        """Let go of the tensors of operations that are over."""
+        with self._lock:
+            self._works = [work for work in self._works if not work.is_completed()]
+
     def errored(self) -> Exception | None:
         """Why the group cannot be used until it is configured again, or None."""
         loss = self._loss

@@ -32,6 +32,7 @@ from torchft_svc.client.process_groups.isolated.messages import (
     Configure,
     Done,
     Failed,
+    Forget,
     Launch,
     Lose,
     Options,
@@ -87,16 +88,23 @@ class Child:
             except (EOFError, OSError):
                 return
             if isinstance(message, Share):
-                descriptor = recv_handle(self._connection)
-                segment = HostSegment(message.segment, descriptor, message.num_bytes)
-                segment.close()  # the mapping stays
-                self._segments[message.segment] = segment
+                self._segments[message.segment] = self._map(message)
             elif isinstance(message, ShareDevice):
                 self._segments[message.segment] = DeviceWindow(message)
+            elif isinstance(message, Forget):
+                del self._segments[message.segment]
+                if self._pg is not None:
+                    self._pg.forget_completed()
             elif isinstance(message, Launch):  # here: a hand-over to a thread takes its time
                 self._launch(message)
             else:
                 self._take_order(message)
+
+    def _map(self, message: Share) -> HostSegment:
+        descriptor = recv_handle(self._connection)
+        segment = HostSegment(message.segment, descriptor, message.num_bytes)
+        segment.close()  # the mapping stays
+        return segment
 
     def _take_order(self, message: Configure | Abort | Lose) -> None:
         if isinstance(message, Configure) and self._pg is None:

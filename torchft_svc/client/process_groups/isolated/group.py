@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -19,11 +19,13 @@ from torchft_svc.client.process_groups.isolated.messages import (
     Configure,
     Launch,
     Lose,
+    Place,
     options_to_plain,
     replace_leaves,
 )
 from torchft_svc.client.process_groups.isolated.nursery import NURSERY
 from torchft_svc.client.process_groups.isolated.process import ChildProcess
+from torchft_svc.client.process_groups.isolated.residents import Residents
 from torchft_svc.client.process_groups.isolated.retired import Retired
 from torchft_svc.client.process_groups.isolated.segments import Loan, Pool
 from torchft_svc.client.process_groups.isolated.work import IsolatedWork
@@ -52,6 +54,9 @@ class IsolatedProcessGroup(ProcessGroup):
     the group is left with operations under way, or after one has failed; the next one is forked
     from a template that has imported torch already, so nobody waits for that.
 
+    Tensors of the host that lie in shared memory already (`torch.Tensor.share_memory_`) are used
+    as they are: nothing is copied, and an operation may write to them until the group is left.
+
     Args:
         timeout: the longest time for a collective, and for connecting.
         backend: what carries the collectives.
@@ -67,6 +72,7 @@ class IsolatedProcessGroup(ProcessGroup):
         self._make_pool = make_pool
         self._child: ChildProcess | None = None
         self._pool = make_pool()
+        self._residents = Residents()
         self._retired = Retired()
         self._rank = 0
         self._world_size = 1
@@ -169,42 +175,58 @@ class IsolatedProcessGroup(ProcessGroup):
             if self._error is not None or child is None:
                 raise self._error or _left()
             results = [] if name in _WITHOUT_RESULT else result_of(name, args, kwargs)
-            loan, request = self._describe(child, name, args, kwargs, results)
+            residents, lent = self._locate(child, [results, args, kwargs])
+            loan = self._lend(child, lent)
+            written = set() if name in IN_PLACE else {id(result) for result in results}
+            pairs = zip(loan.tensors(), lent, strict=True)
+            loan.segment.put([(a, b.detach()) for a, b in pairs if id(b) not in written])
+            places = {**residents, **dict(zip(map(id, lent), loan.places, strict=True))}
+            request = self._request(name, loan, places, args, kwargs)
+            # The first of those that are lent, in the same order.
+            copied = [result for result in results if id(result) not in residents]
             limit_s = self._timeout.total_seconds() + _ANSWER_GRACE_S
-            work = IsolatedWork(results, loan, limit_s)
+            work = IsolatedWork(results, copied, loan, limit_s)
             fate = _Fate(work, loan, self._pool)
             child.send(request, request.number, fate.on_end, fate.on_start)
         return work
 
-    def _describe(
-        self, child: ChildProcess, name: str, args: Any, kwargs: Any, results: list[torch.Tensor]
-    ) -> tuple[Loan, Launch]:
-        """Put the tensors into shared memory, the results first."""
-        tensors = {id(tensor): tensor for tensor in results}
+    def _locate(
+        self, child: ChildProcess, args: Any
+    ) -> tuple[dict[int, Place], list[torch.Tensor]]:
+        """Where the tensors in ``args`` are that lie in shared memory, by id, and all others."""
+        places: dict[int, Place] = {}
+        lent: dict[int, torch.Tensor] = {}
 
         def note(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                tensors.setdefault(id(value), value)
+            if isinstance(value, torch.Tensor) and id(value) not in places:
+                on_host = not self._pool.on_device
+                place = self._residents.place(value, child) if on_host else None
+                if place is None:
+                    lent.setdefault(id(value), value)
+                else:
+                    places[id(value)] = place
             return value
 
-        replace_leaves([args, kwargs], note)
-        loan, is_new = self._pool.lend(list(tensors.values()))
-        if is_new:
-            child.share(loan.segment)
-        only_written = set() if name in IN_PLACE else {id(tensor) for tensor in results}
-        both = zip(tensors.items(), loan.tensors(), strict=True)
-        loan.segment.put(
-            [(shared, own.detach()) for (key, own), shared in both if key not in only_written]
-        )
-        places = dict(zip(tensors, loan.places, strict=True))
+        self._residents.forget_freed(child)
+        replace_leaves(args, note)
+        return places, list(lent.values())
 
+    def _lend(self, child: ChildProcess, tensors: list[torch.Tensor]) -> Loan:
+        loan, is_new = self._pool.lend(tensors)
+        if is_new:
+            child.share(loan.segment.announce(), loan.segment.descriptor)
+        return loan
+
+    def _request(
+        self, name: str, loan: Loan, places: Mapping[int, Place], args: Any, kwargs: Any
+    ) -> Launch:
         def to_plain(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 return places[id(value)]
             return options_to_plain(value)
 
         sent = replace_leaves(args, to_plain), replace_leaves(kwargs, to_plain)
-        return loan, Launch(next(self._numbers), loan.segment.number, name, *sent)
+        return Launch(next(self._numbers), loan.segment.number, name, *sent)
 
     def _check(self, quorum_id: int | None) -> None:
         if self._stopped:
@@ -226,6 +248,7 @@ class IsolatedProcessGroup(ProcessGroup):
                 return
             self._child = None
             pool, self._pool = self._pool, self._make_pool()
+            self._residents = Residents()
             self._error = self._error or _left()
         self._retired.end(child, pool)
 

@@ -50,6 +50,13 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class Forget:
+    """Segment ``segment`` was freed."""
+
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShareDevice:
     """Segment ``segment`` on a CUDA device, and two events: put in, and operation over.
 
@@ -113,7 +120,7 @@ class Failed:
     error: str
 
 
-Request = Configure | Launch | Abort | Lose
+Request = Configure | Launch | Forget | Abort | Lose
 Answer = Started | Done | Failed
 
 

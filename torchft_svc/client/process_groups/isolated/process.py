@@ -15,10 +15,11 @@ from torchft_svc.client.process_groups.isolated.messages import (
     Answer,
     Failed,
     Request,
+    Share,
+    ShareDevice,
     Started,
 )
 from torchft_svc.client.process_groups.isolated.nursery import NURSERY
-from torchft_svc.client.process_groups.isolated.segments import Segment
 from torchft_svc.errors import QuorumFailed
 
 log = logging.getLogger(__name__)
@@ -90,8 +91,8 @@ class ChildProcess:
             with contextlib.suppress(OSError):  # the reader finds out, and tells everybody
                 self._connection.send(request)
 
-    def share(self, segment: Segment) -> None:
-        """Make ``segment`` known.
+    def share(self, segment: Share | ShareDevice, descriptor: int | None) -> None:
+        """Make ``segment`` known; its ``descriptor`` follows, if it has one.
 
         Raises:
             QuorumFailed: the process has ended.
@@ -100,9 +101,9 @@ class ChildProcess:
             if self._ended is not None:
                 raise self._ended
             with contextlib.suppress(OSError):
-                self._connection.send(segment.announce())
-                if segment.descriptor is not None:
-                    send_handle(self._connection, segment.descriptor, self.pid)
+                self._connection.send(segment)
+                if descriptor is not None:
+                    send_handle(self._connection, descriptor, self.pid)
 
     def wait_until_idle(self, timeout_s: float) -> None:
         """Until every request has been answered, or the time is over."""
@@ -111,11 +112,13 @@ class ChildProcess:
 
     def kill(self, wait_s: float = _REAP_S) -> None:
         """End it now, whatever it does, and wait ``wait_s`` for its end; may be called twice."""
+        error = QuorumFailed("the process group was left while a collective was under way")
+        self._ended = self._ended or error  # before the reader finds a reason of its own
         with contextlib.suppress(ProcessLookupError):
             if self._reader.is_alive():  # until then its number is not given to another process
                 os.kill(self.pid, signal.SIGKILL)
         # Only now: a request that is stuck, because it does not read, holds the lock.
-        self._end(QuorumFailed("the process group was left while a collective was under way"))
+        self._end(error)
         if threading.current_thread() is not self._reader:
             self._reader.join(wait_s)
 
@@ -151,7 +154,7 @@ class ChildProcess:
     def _end(self, error: Exception) -> None:
         """Nobody waits for an answer that will not come."""
         with self._lock:
-            self._ended = self._ended or error
+            self._ended = error = self._ended or error
             waiting, self._waiting = self._waiting, {}
             self._answered.notify_all()
         for on_end, _ in waiting.values():

@@ -13,7 +13,7 @@ from torchft_svc.client.process_groups.isolated.segments import Loan, Order
 
 
 class IsolatedWork(dist.Work):
-    """``results`` get their values from what ``loan`` lent.
+    """``results`` get their values from what ``loan`` lent, or lie where the process sees them.
 
     On the host that is when the operation is over; nothing is written to them before, nor by an
     operation that has failed or was abandoned. On a device it is ordered, once the operation has
@@ -21,12 +21,20 @@ class IsolatedWork(dist.Work):
     ``wait(timeout)`` also holds up the caller until the operation is over.
 
     Args:
+        copied: those of ``results`` that are the first tensors of ``loan``.
         limit_s: the longest ``wait()``.
     """
 
-    def __init__(self, results: list[torch.Tensor], loan: Loan, limit_s: float) -> None:
+    def __init__(
+        self,
+        results: list[torch.Tensor],
+        copied: list[torch.Tensor],
+        loan: Loan,
+        limit_s: float,
+    ) -> None:
         super().__init__()
         self._results = results
+        self._copied = copied
         self._loan: Loan | None = loan
         self._limit_s = limit_s
         self._order: Order | None = None
@@ -37,11 +45,11 @@ class IsolatedWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def take(self) -> None:
-        """Fetch the results, which are the first tensors of the loan."""
+        """Fetch the results that were lent."""
         loan = self._loan
         assert loan is not None, "taken before it is settled"
         with torch.no_grad():
-            pairs = list(zip(self._results, loan.tensors(), strict=False))
+            pairs = list(zip(self._copied, loan.tensors(), strict=False))
             self._order = loan.segment.take(pairs)
         self._taken.set()
 
