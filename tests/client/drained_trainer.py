@@ -3,7 +3,7 @@
 Arguments: the lighthouse's address, the group's name, maybe `in-process`; the environment says
 which worker it is.
 Prints `training` after each step that two or more groups committed, `discarded` after one that was
-not committed, and `drained` with the step at its end.
+not committed, and `drained` with the step at its end; the first and the last with the time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(address: str, name: str, *, in_process: bool) -> None:
                 committed = optimizer.step()
                 print("training" if committed else "discarded", num, began_at, flush=True)
         except Drained:
-            print("drained", manager.current_step(), flush=True)
+            print("drained", manager.current_step(), time.monotonic(), flush=True)
             raise
 
 

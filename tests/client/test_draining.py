@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,8 @@ DEADLINE_S = 60.0
 # Far below the join timeout of the lighthouse, for which a group that did not leave is waited for.
 DELAY_S = 4.0
 JOIN_TIMEOUT_MS = 10_000
+# One step of all these processes on two cores, and the way of the order through the manager.
+ONE_STEP_S = 0.5
 
 
 class Worker:
@@ -61,9 +64,12 @@ class Worker:
             )
         return cls(out, process.pid, lambda: process.wait(DEADLINE_S))
 
-    def send(self, number: int) -> None:
+    def send(self, number: int) -> float:
+        """The instant before."""
+        at = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
+        return at
 
     def send_all(self, number: int) -> None:
         """As systemd and Kubernetes do: every process, so the manager too."""
@@ -91,6 +97,11 @@ class Worker:
     def last_step(self) -> str:
         """At which step it was drained."""
         (told,) = [line[1] for line in self.lines() if line[0] == "drained"]
+        return told
+
+    def drained_at(self) -> float:
+        """When it had finished its step, and its group had left."""
+        (told,) = [float(line[2]) for line in self.lines() if line[0] == "drained"]
         return told
 
     def ends(self) -> None:
@@ -131,9 +142,10 @@ def test_a_signal_to_one_worker_drains_its_group_at_one_step(tmp_path: Path) -> 
         lighthouse(join_timeout_ms=JOIN_TIMEOUT_MS) as address,
         groups(address, tmp_path, "ab", 2) as made,
     ):
-        made["b"][1].send(signal.SIGTERM)
+        told_at = made["b"][1].send(signal.SIGTERM)
         for worker in made["b"]:
             worker.ends()
+            check("a preempted group is at its end", worker.drained_at() - told_at, ONE_STEP_S)
         assert made["b"][0].last_step() == made["b"][1].last_step(), "they end at one step"
         for worker in made["a"]:
             eventually(lambda worker=worker: worker.steps(1) >= 3, DEADLINE_S)
@@ -148,8 +160,10 @@ def test_preempted_groups_cost_nobody_a_step(tmp_path: Path) -> None:
         LighthouseClient(address, timedelta(seconds=5)) as operator,
     ):
         (a,), (b,), (c,) = made.values()
+        told_at = time.monotonic()
         c.send_all(signal.SIGTERM)
         c.ends()
+        check("a preempted group is at its end", c.drained_at() - told_at, ONE_STEP_S)
         for worker in (a, b):
             eventually(lambda worker=worker: worker.steps(2) >= 3, DEADLINE_S)
         operator.drain("b", "maintenance")

@@ -25,12 +25,15 @@ class Course:
         self.quorum_ids: list[int] = []
         self.members: dict[int, list[str]] = {}  # by quorum id
         self.committed: list[bool] = []
+        self.committed_at: list[float] = []
 
     def until(self, step: int) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while self.trainer.manager.current_step() < step:
             assert time.monotonic() < deadline, f"{self.trainer.name} does not get to step {step}"
             self.committed.append(self.trainer.step())
+            if self.committed[-1]:
+                self.committed_at.append(time.monotonic())
             quorum = self.trainer.manager._runtime.membership.quorum
             self.quorum_ids.append(0 if quorum is None else quorum.quorum_id)
             if quorum is not None:
@@ -44,28 +47,29 @@ class Course:
 def train_through(
     addresses: str, trouble: Callable[[], None], max_discarded: int = 1
 ) -> tuple[float, list[int]]:
-    """Train to step 5, make trouble, train to 15; the seconds that the rest took, and the ids."""
+    """Train to step 5, make trouble, train to 15; the ids, and how many seconds after the trouble
+    all have committed again."""
     with trainers(addresses, 2) as (a, b):
         courses = [Course(a), Course(b)]
         together(*(lambda each=each: each.until(5) for each in courses))
         trouble()
         began_at = time.monotonic()
         together(*(lambda each=each: each.until(15) for each in courses))
-        took_s = time.monotonic() - began_at
         assert_identical([a, b])
     for course in courses:
         course.check(max_discarded)
     a_members, b_members = (course.members for course in courses)
     for quorum_id in a_members.keys() & b_members.keys():
         assert a_members[quorum_id] == b_members[quorum_id], "I1"
-    return took_s, courses[0].quorum_ids
+    again_at = [min(at for at in course.committed_at if at > began_at) for course in courses]
+    return max(again_at) - began_at, courses[0].quorum_ids
 
 
 @pytest.mark.processes
 def test_the_first_lighthouse_of_a_list_is_killed() -> None:
     with lighthouse_process(*FLAGS) as first, lighthouse_process(*FLAGS) as second:
         took_s, ids = train_through(f"{first.address},{second.address}", first.kill)
-    check("ten steps at the next lighthouse", took_s, 2.0)
+    check("the next lighthouse is asked", took_s, 1.0)
     assert ids[-1] > ids[0]
 
 
@@ -85,7 +89,7 @@ def test_the_only_lighthouse_is_killed_and_comes_back() -> None:
         for process in back:
             with process:
                 pass
-    check("ten steps after the lighthouse is back", took_s, 2 * LIGHTHOUSE_BACK_S)
+    check("the lighthouse is back", took_s, LIGHTHOUSE_BACK_S)
     assert ids[-1] > ids[0]
 
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
-from running import eventually, lighthouse_process
+from running import Process, eventually, lighthouse_process
 
 from chaos.crew import Crew
 from demo.events import Committed
+from torchft_svc.coordination import LighthouseClient
 from torchft_svc.lighthouse_server.pauses import SAY_AFTER_S
 
 pytestmark = pytest.mark.processes
 
 SAID_S = SAY_AFTER_S + 3.0
+
+
+def status(lighthouse: Process) -> str:
+    """Why there is no quorum, as `lighthouse status` tells it."""
+    with LighthouseClient(lighthouse.address, timedelta(seconds=10)) as client:
+        (job,) = client.status()
+    return job.waiting_for
 
 
 def test_too_few_groups_pause_and_go_on_when_they_are_back(make_crew: Callable[..., Crew]) -> None:
@@ -24,6 +33,7 @@ def test_too_few_groups_pause_and_go_on_when_they_are_back(make_crew: Callable[.
         crew.all_meet({0, 1})
         crew.kill(workers[1])
         eventually(lambda: "1 of at least 2 groups ask" in lighthouse.errors(), SAID_S)
+        assert "1 of at least 2 groups ask" in status(lighthouse)
         crew.start(1)
         crew.all_meet({0, 1})
         assert workers[0].is_running
@@ -43,6 +53,7 @@ def test_without_a_group_that_is_up_to_date_the_job_waits(make_crew: Callable[..
         crew.await_commits({0}, 5.0, since=alone_at, num_members=1)
         killed_at = crew.kill(workers[0])
         eventually(lambda: "waiting for a group with the newer" in lighthouse.errors(), SAID_S)
+        assert "waiting for a group with the newer" in status(lighthouse)
         crew.read()
         assert workers[1].is_running
         assert not crew.of(1, Committed, since=killed_at)
