@@ -25,11 +25,13 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Inherited by all that a test starts: it is found again even after its parent has died.
 _MARK = "TORCHFT_TEST_SESSION"
 # multiprocessing keeps these for the whole session on purpose, and the package its own process that
-# others are forked from, with the thread that hears it. What is forked from them looks like them.
+# others are forked from, with the thread that hears it; so do the tests. What is forked from them
+# looks like them.
 _SESSION_WIDE = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
     "isolated.template",
+    "tests/warm.py",
 )
 _NURSERY = "torchft-nursery"
 

@@ -6,14 +6,13 @@ import contextlib
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+from warm import Warm
 
 from .training import DEADLINE_S
 
@@ -29,20 +28,13 @@ class Program:
     """A running program of endings.py."""
 
     def __init__(self, name: str, address: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), name, address],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        self.process = Warm([str(PROGRAM), name, address], os.environ)
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
         self.children: list[psutil.Process] = []
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self._lines.put(line.strip())
         self._lines.put("")
@@ -57,17 +49,16 @@ class Program:
         raise AssertionError(f"no {word!r}: {self.errors()}")
 
     def errors(self) -> str:
-        assert self.process.stderr is not None
         return self.process.stderr.read()
 
     def end(self, number: signal.Signals) -> float:
         """Send a signal; how many seconds until it has ended, its manager included."""
         began_at = time.monotonic()
         self.process.send_signal(number)
-        if number == signal.SIGINT:
-            self.read_until("ended")
-        else:
+        if number == signal.SIGKILL:
             self.process.wait(DEADLINE_S)
+        else:
+            self.read_until("ended")
         self.check_children()
         took_s = time.monotonic() - began_at
         self.process.wait(EXIT_S)
@@ -105,6 +96,4 @@ def running(name: str, address: str) -> Iterator[Program]:
         program.process.kill()
         program.process.wait()
         program._reader.join()
-        for stream in (program.process.stdout, program.process.stderr):
-            assert stream is not None
-            stream.close()
+        program.process.close()

@@ -157,7 +157,7 @@ def script(**changes: object) -> Script:
 @pytest.fixture
 def short_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo waits for slower trainers than these."""
-    monkeypatch.setattr(director, "_CALM_END_S", 0.5)
+    monkeypatch.setattr(director, "_CALM_END_S", 1.5)  # until the losses have fallen
     monkeypatch.setattr(director, "_LEAVE_GRACE_S", 1.5)
 
 

@@ -6,8 +6,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 from bounds import Late, raises_in_time
+from warm import Warm
 
 from torchft_svc.client.checkpointing import HTTPTransport, server
 from torchft_svc.errors import CheckpointError, DeadlineExceeded, PeerError, Unreachable
@@ -185,15 +184,11 @@ def test_a_stream_that_stays_damaged_is_given_up(
 
 
 @contextmanager
-def running_source(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+def running_source(*flags: str) -> Iterator[tuple[Warm, str, int]]:
     """A source in a process of its own: the process, its metadata and its child's id."""
     script = str(Path(__file__).with_name("source_process.py"))
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, script, *flags], stdout=subprocess.PIPE, text=True, env=env
-    ) as process:
+    with Warm([script, *flags], os.environ) as process:
         try:
-            assert process.stdout is not None
             url, child = process.stdout.readline().split()
             yield process, url, int(child)
         finally:
