@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from benchmarks.children.healing_ends import MATRIX_BYTES, PLAIN_KINDS
+from benchmarks.options import gb_option, json_option, num_matrices_in
 from benchmarks.processes import START_TIMEOUT_S, Child, peer_python, program
 from benchmarks.table import Column, Result, hand_over
 
@@ -129,15 +130,14 @@ def _count(number: int, what: str) -> str:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--gb", type=click.FloatRange(0.07), default=2.0, help="Size of the state in GiB.")
+@gb_option
 @click.option("--repeat", type=click.IntRange(1), default=5, help="Transfers of each way.")
 @click.option("--connections", type=click.IntRange(1, 32), multiple=True, default=(1, 2, 4),
               help="Connections of ours; may be repeated.")  # fmt: skip
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path),
-              help="Write the result here, too.")  # fmt: skip
+@json_option
 def main(gb: float, repeat: int, connections: tuple[int, ...], json_file: Path | None) -> None:
     """Healing over loopback: a state from one process to another, checked and in fresh memory."""
-    num_matrices = max(1, int(gb * (1 << 30)) // MATRIX_BYTES)
+    num_matrices = num_matrices_in(gb)
     num_bytes = num_matrices * MATRIX_BYTES
     result = Result(
         name="healing",

@@ -12,6 +12,7 @@ import click
 import psutil
 from torch.distributed import TCPStore
 
+from benchmarks.options import json_option
 from benchmarks.processes import START_TIMEOUT_S, Child, program
 from benchmarks.table import Column, Result, hand_over
 
@@ -60,7 +61,7 @@ def _measure(members: list[Child], megabytes: float, blocks: int) -> dict[str, A
 @click.command(context_settings={"show_default": True})
 @click.option("--megabytes", type=float, multiple=True, default=(1.0, 100.0), help="Per sum.")
 @click.option("--blocks", type=click.IntRange(1), default=6, help="Turns that each takes.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
+@json_option
 def main(megabytes: tuple[float, ...], blocks: int, json_file: Path | None) -> None:
     """Sum float32 over two members, with gloo in the trainers and in processes of their own."""
     settings = {"blocks": blocks, "members": 2}

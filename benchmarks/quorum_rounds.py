@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from benchmarks.options import json_option
 from benchmarks.processes import (
     START_TIMEOUT_S,
     Child,
@@ -157,8 +158,7 @@ def rounds_for(callers: int, seconds: float) -> int:
               help="Blocks of rounds for each lighthouse, in turns.")  # fmt: skip
 @click.option("--load-processes", type=click.IntRange(1, 16), default=2,
               help="Processes that the callers are spread over.")  # fmt: skip
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path),
-              help="Write the result here, too.")  # fmt: skip
+@json_option
 def main(
     sizes: tuple[int, ...], seconds: float, blocks: int, load_processes: int, json_file: Path | None
 ) -> None:

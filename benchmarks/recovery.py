@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from benchmarks.options import json_option
 from benchmarks.processes import (
     Child,
     ChildError,
@@ -232,8 +233,7 @@ def run_all(courses: list[Course], kills: int, seed: int) -> list[dict[str, Any]
 @click.option("--width", type=click.IntRange(1), default=64, help="Width of the MLP's layers.")
 @click.option("--depth", type=click.IntRange(1), default=2, help="Number of its layers.")
 @click.option("--seed", type=int, default=0, help="Draws the victims and the moments.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path),
-              help="Write the result here, too.")  # fmt: skip
+@json_option
 def main(
     groups: int, kinds: tuple[str, ...], kills: int, peer_kills: int, width: int, depth: int,
     seed: int, json_file: Path | None,

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from benchmarks.children.healing_ends import MATRIX_BYTES
+from benchmarks.options import gb_option, json_option, num_matrices_in
 from benchmarks.processes import (
     START_TIMEOUT_S,
     Child,
@@ -89,19 +90,18 @@ def measure(num_matrices: int, mb_per_s: float, join_timeout_s: float) -> dict[s
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--gb", type=click.FloatRange(0.07), default=2.0, help="Size of the state in GiB.")
+@gb_option
 @click.option(
     "--mb-per-s", type=click.FloatRange(1.0), default=100.0, help="What the link carries."
 )
 @click.option("--join-timeout-s", type=click.FloatRange(0.1), multiple=True, default=(60.0, 2.0),
               help="Of the lighthouse; may be repeated.")  # fmt: skip
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path),
-              help="Write the result here, too.")  # fmt: skip
+@json_option
 def main(
     gb: float, mb_per_s: float, join_timeout_s: tuple[float, ...], json_file: Path | None
 ) -> None:
     """A group joins another over a slow link: how long do the healthy one's steps take?"""
-    num_matrices = max(1, int(gb * (1 << 30)) // MATRIX_BYTES)
+    num_matrices = num_matrices_in(gb)
     num_bytes = num_matrices * MATRIX_BYTES
     result = Result(
         name="stall",

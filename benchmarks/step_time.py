@@ -15,6 +15,7 @@ import click
 import psutil
 
 from benchmarks.children.phases import PARTS, PHASES
+from benchmarks.options import json_option
 from benchmarks.processes import (
     START_TIMEOUT_S,
     Child,
@@ -213,8 +214,7 @@ def parts_table(rows: list[dict[str, Any]]) -> Result:
 @click.option("--width", type=click.IntRange(1), default=728, help="Width of the MLP's layers.")
 @click.option("--depth", type=click.IntRange(1), default=8, help="Number of its layers.")
 @click.option("--batch", type=click.IntRange(1), default=16, help="Samples of a step.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path),
-              help="Write the result here, too.")  # fmt: skip
+@json_option
 def main(
     steps: int, blocks: int, width: int, depth: int, batch: int, json_file: Path | None
 ) -> None:

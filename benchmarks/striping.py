@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from benchmarks.children.healing_ends import MATRIX_BYTES
+from benchmarks.options import gb_option, json_option, num_matrices_in
 from benchmarks.processes import START_TIMEOUT_S, Child, program
 from benchmarks.table import Column, Result, hand_over
 
@@ -100,18 +101,17 @@ def measure(
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--gb", type=click.FloatRange(0.07), default=2.0, help="Size of the state in GiB.")
+@gb_option
 @click.option("--repeat", type=click.IntRange(1), default=3, help="Transfers of each way.")
 @click.option("--sources", type=click.IntRange(1, 16), multiple=True, default=(1, 2, 3, 4),
               help="Groups that serve; the first is what others are compared with.")  # fmt: skip
 @click.option("--mb-per-s", type=click.FloatRange(1.0), default=100.0, help="What a link carries.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path),
-              help="Write the result here, too.")  # fmt: skip
+@json_option
 def main(
     gb: float, repeat: int, sources: tuple[int, ...], mb_per_s: float, json_file: Path | None
 ) -> None:
     """Healing from several groups: each behind a link of its own, and over plain loopback."""
-    num_matrices = max(1, int(gb * (1 << 30)) // MATRIX_BYTES)
+    num_matrices = num_matrices_in(gb)
     num_bytes = num_matrices * MATRIX_BYTES
     result = Result(
         name="striping",

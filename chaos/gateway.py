@@ -7,7 +7,6 @@ import selectors
 import socket
 import threading
 from contextlib import suppress
-from types import TracebackType
 
 _PIECE_BYTES = 64 << 10
 # Who takes nothing for so long is cut off: what the others send must not wait for it.
@@ -84,12 +83,7 @@ class Gateway:
     def __enter__(self) -> Gateway:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closing = True
         os.write(self._waker, b".")
         self._thread.join()

@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from chaos.options import WorkerOptions, decode
@@ -110,12 +109,7 @@ class Nursery:
     def __enter__(self) -> Nursery:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from types import TracebackType
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -26,12 +25,7 @@ class Screen(Protocol):
 
     def __enter__(self) -> Screen: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
     def tell(self, elapsed_s: float, sentence: str) -> None:
         """Something happened."""
@@ -91,13 +85,8 @@ class LiveScreen:
         self._live.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._live.__exit__(kind, error, traceback)
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
 
     def tell(self, elapsed_s: float, sentence: str) -> None:
         self._lines.append(f"{elapsed_s:6.1f} s  {sentence}")

@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -357,12 +356,7 @@ class Manager:
     def __enter__(self) -> Manager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
 

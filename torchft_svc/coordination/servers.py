@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from torchft_svc.core.types import DEFAULT_JOB, QuorumConfig
@@ -30,12 +29,7 @@ class _Server:
     def __enter__(self: Self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
 

@@ -8,7 +8,6 @@ import selectors
 import subprocess
 import sys
 import time
-from types import TracebackType
 
 from torchft_svc.env import for_child
 from torchft_svc.errors import DeadlineExceeded, Unreachable
@@ -74,12 +73,7 @@ class ManagerProcess:
     def __enter__(self) -> ManagerProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from urllib.parse import urlsplit, urlunsplit
 
 # What a hook may do with bytes that begin at a place in the whole downstream: None cuts.
@@ -83,12 +82,7 @@ class Proxy:
     def __enter__(self) -> Proxy:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _end(self._listener)
         for sock in self._sockets:
             _end(sock)

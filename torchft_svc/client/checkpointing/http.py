@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar, cast
+from typing import ClassVar, TypeVar, cast
 
 from torchft_svc.client.checkpointing.board import Board
 from torchft_svc.client.checkpointing.feed import (
@@ -196,7 +196,7 @@ class HTTPTransport(CheckpointTransport[T]):
     def __enter__(self) -> HTTPTransport[T]:
         return self
 
-    def __exit__(self, *exc_info: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
 
