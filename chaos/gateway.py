@@ -26,7 +26,7 @@ class Gateway:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._peers: dict[socket.socket, socket.socket] = {}
-        self._held = self._closing = False
+        self._held = self._closing = self._cutting = False
         self._wake, self._waker = os.pipe()
         self._thread = threading.Thread(target=self._run, name="gateway")
         self._thread.start()
@@ -41,12 +41,21 @@ class Gateway:
         self._held = False
         os.write(self._waker, b".")
 
+    def cut(self) -> None:
+        """End the connections that are there; new ones are passed on."""
+        self._cutting = True
+        os.write(self._waker, b".")
+
     def _run(self) -> None:
         while not self._closing:
             passing = [] if self._held else [self._listener, *self._peers]
             ready = _readable([self._wake, *passing])
             if self._wake in ready:
                 os.read(self._wake, 4096)
+                if self._cutting:
+                    self._cutting = False
+                    while self._peers:
+                        self._cut(next(iter(self._peers)))
                 continue  # it may be held now
             for sock in ready:
                 if sock is self._listener:

@@ -27,14 +27,17 @@ from running import (
 )
 
 from chaos.bounds import NEWS_S
+from chaos.gateway import Gateway
 from torchft_svc.coordination import (
     LighthouseClient,
     LighthouseServer,
     ManagerClient,
     ManagerServer,
 )
+from torchft_svc.core.types import QuorumConfig
 from torchft_svc.errors import GroupLeft, Unreachable
 from torchft_svc.manager_server import driver
+from torchft_svc.rpc.channel import MAX_RECONNECT_MS
 
 LONG = timedelta(seconds=10)
 CONNECT_S = 0.5
@@ -131,6 +134,40 @@ def test_the_next_quorum_waits_for_a_lighthouse_that_restarts() -> None:
             check("the next quorum", time.monotonic() - began_at, BACK_S)
         assert after.quorum_id > before.quorum_id
         assert after.replica_ids == before.replica_ids, "the group is the same one"
+
+
+def test_reconnecting_never_backs_off_for_long() -> None:
+    assert MAX_RECONNECT_MS / 1000 <= QuorumConfig().heartbeat_timeout_s / 10
+
+
+def test_a_question_keeps_its_place_when_the_connection_is_cut() -> None:
+    """The group is out at once, and back before the others have asked; its worker hears nothing."""
+    with (
+        lighthouse_process("--min-replicas=2") as lighthouse,
+        Gateway(lighthouse.address) as gateway,
+        manager_process(gateway.address, name="a") as manager_a,
+        manager_process(lighthouse.address, name="b") as manager_b,
+        ManagerClient(manager_a.address, LONG) as a,
+        ManagerClient(manager_b.address, LONG) as b,
+        LighthouseClient(lighthouse.address, LONG) as looking,
+        ThreadPoolExecutor(1) as thread,
+    ):
+
+        def asks(replica_id: str) -> bool:
+            groups = [group for job in looking.status() for group in job.groups]
+            return any(group.asking and group.replica_id == replica_id for group in groups)
+
+        first = thread.submit(a._quorum, 0, 0, "", False, LONG)
+        before = b._quorum(0, 0, "", False, LONG)
+        assert first.result().replica_ids == before.replica_ids
+        asked = thread.submit(a._quorum, 0, 1, "", False, 3 * LONG)
+        eventually(lambda: asks(before.replica_ids[0]))
+        gateway.cut()
+        eventually(lambda: "its session ended" in lighthouse.errors())
+        eventually(lambda: asks(before.replica_ids[0]))
+        assert not asked.done()
+        after = b._quorum(0, 1, "", False, LONG)
+        assert asked.result().replica_ids == after.replica_ids == before.replica_ids
 
 
 def test_a_lighthouse_that_restarts_does_not_begin_anew_with_newcomers() -> None:
