@@ -7,13 +7,14 @@ import errno
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 from bounds import check
-from running import lighthouse_process, manager_process
+from running import eventually, lighthouse_process, listeners, manager_process, steady_address
 
-from torchft_svc.coordination import ManagerClient
+from torchft_svc.coordination import LighthouseClient, ManagerClient
 
 LONG = timedelta(seconds=10)
 
@@ -64,3 +65,34 @@ def test_a_first_address_where_nobody_answers(
         assert client._quorum(0, 0, "", False, LONG).replica_world_size == 1
         check("the other lighthouse is found", time.monotonic() - began_at, bound_s)
         assert client._quorum(0, 1, "", False, LONG).replica_world_size == 1
+
+
+@pytest.mark.processes
+def test_groups_go_back_in_the_middle_of_a_step_and_nobody_trains_alone() -> None:
+    first = steady_address()
+    losses: list[str] = []
+    with contextlib.ExitStack() as stack:
+        second = stack.enter_context(lighthouse_process("--min-replicas=2"))
+        both = f"{first},{second.address}"
+        a, b = (
+            stack.enter_context(ManagerClient(manager.address, LONG))
+            for manager in [stack.enter_context(manager_process(both, name=name)) for name in "ab"]
+        )
+        pool = stack.enter_context(ThreadPoolExecutor())
+        a.attach(0, listeners(on_loss=lambda replica_id, *_: losses.append(replica_id)))
+        asked = pool.submit(b._quorum, 0, 0, "", False, LONG)
+        assert a._quorum(0, 0, "", False, LONG).replica_world_size == 2
+        asked.result()
+
+        stack.enter_context(lighthouse_process("--min-replicas=1", bind=first))
+        looking = stack.enter_context(LighthouseClient(first, LONG))
+
+        def num_groups(*, asking: bool) -> int:
+            return sum(group.asking >= asking for job in looking.status() for group in job.groups)
+
+        eventually(lambda: num_groups(asking=False) == 2)
+        asked = pool.submit(a._quorum, 0, 1, "", False, LONG)
+        eventually(lambda: num_groups(asking=True) == 1)
+        assert b._quorum(0, 1, "", False, LONG).replica_world_size == 2
+        assert asked.result().replica_world_size == 2
+        assert not losses, "nobody had to give up a step"

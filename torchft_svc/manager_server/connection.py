@@ -26,7 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class Connection:
-    """To be used on one event loop; ``open_session`` makes the preferred kind of line."""
+    """To be used on one event loop; ``open_session`` makes the preferred kind of line.
+
+    ``on_better`` is called once an earlier lighthouse of the list serves again: `better`.
+    """
 
     def __init__(
         self,
@@ -34,11 +37,13 @@ class Connection:
         route: Route,
         replica_id: str,
         open_session: Callable[[Contact], Line],
+        on_better: Callable[[], None],
     ) -> None:
         self._config = config
         self._route = route
         self._replica_id = replica_id
         self._open_session = open_session
+        self._on_better = on_better
         self._line: Line | None = None
         self._opened = asyncio.Event()
         self._why_not: TorchFTError = self._unreachable("there is no connection yet")
@@ -78,6 +83,11 @@ class Connection:
             return await self._line.ask(member, timeout_s)
         finally:
             self._num_asking -= 1
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether a question waits for its answer."""
+        return self._num_asking > 0
 
     async def opened(self, timeout_s: float) -> None:
         """Wait for a connection, or until nobody needs one, because it was left.
@@ -135,8 +145,8 @@ class Connection:
                 if await is_serving(address, self._config.security, LOOK_BACK_S):
                     self.better = address
                     break
-        if self.better and self._num_asking:  # who trains goes with its next question
-            await self.leave(f"it goes back to lighthouse {self.better}")
+        if self.better:
+            self._on_better()
 
     def _unreachable(self, reason: str) -> Unreachable:
         return Unreachable("lighthouse", self._config.lighthouse_address, reason)

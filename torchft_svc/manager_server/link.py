@@ -43,6 +43,7 @@ class LighthouseLink:
         self._last = NO_QUORUM  # that the group was in with the workers that it has now
         self._route = Route(config.lighthouses)
         self._holding: asyncio.Task[None] | None = None
+        self._moving = asyncio.Lock()  # one incarnation ends before the next one begins
         self._new_incarnation()
 
     def start(self) -> None:
@@ -60,7 +61,8 @@ class LighthouseLink:
         deadline = time.monotonic() + timeout_s
         if question.new_incarnation:
             self._last = NO_QUORUM
-            await self._begin_again("a worker of the group was restarted")
+            async with self._moving:
+                await self._begin_again("a worker of the group was restarted")
         for attempt in range(self._config.quorum_retries + 1):
             try:
                 return await self._ask_while_unreachable(question, deadline)
@@ -75,6 +77,10 @@ class LighthouseLink:
 
         ``between_steps``: nor has anybody to give up the step that it is in.
         """
+        async with self._moving:
+            await self._leave(reason, between_steps=between_steps)
+
+    async def _leave(self, reason: str, *, between_steps: bool) -> None:
         self._left = True
         await self._connection.leave(reason, between_steps=between_steps)
         if self._holding is not None:
@@ -84,7 +90,7 @@ class LighthouseLink:
         self._left = False
         self.replica_id = f"{self._config.replica_name}:{uuid.uuid4()}"
         self._connection = Connection(
-            self._config, self._route, self.replica_id, self._open_session
+            self._config, self._route, self.replica_id, self._open_session, self._hear_better
         )
 
     def _open_session(self, contact: Contact) -> SessionLine:
@@ -105,25 +111,40 @@ class LighthouseLink:
     def _pass_on(self, news: pb.SessionNews) -> None:
         self.on_news(news)
 
-    async def _begin_again(self, reason: str) -> None:
+    async def _begin_again(self, reason: str, *, between_steps: bool = False) -> None:
         try:
-            await self.leave(reason)
+            await self._leave(reason, between_steps=between_steps)
         finally:  # also if nobody waits for the answer any more: the line that was left stays mute
             self._new_incarnation()
             self.start()
 
-    async def _go_back(self, address: str) -> None:
-        """As a new incarnation: of the old one, its fellows have heard that it is lost."""
-        log.info("lighthouse %s answers again, going back to it", address)
-        self._route.go_back(address)
-        await self._begin_again(f"it goes back to lighthouse {address}")
+    def _hear_better(self) -> None:
+        self._tasks.start(self._go_back(in_a_step=True), "way back to an earlier lighthouse")
+
+    async def _go_back(self, *, in_a_step: bool) -> None:
+        """Go to the earlier lighthouse that serves again, if there is one.
+
+        As a new incarnation: the old one has left. At once, also ``in_a_step``, so that whoever
+        asks there waits for this group instead of training alone; its fellows are not told then,
+        for they would give the step up.
+        """
+        async with self._moving:
+            address = self._connection.better
+            if not address or self._left:
+                return
+            reason = f"it goes back to lighthouse {address}"
+            if self._connection.is_asking:  # which ends the question: its asker comes here again
+                await self._connection.leave(reason)
+                return
+            log.info("lighthouse %s answers again, going back to it", address)
+            self._route.go_back(address)
+            await self._begin_again(reason, between_steps=in_a_step)
 
     async def _ask_while_unreachable(self, question: AskLighthouse, deadline: float) -> Quorum:
         """One question, repeated over a lighthouse's restart."""
         give_up_at = min(deadline, time.monotonic() + self._config.connect_timeout_s)
         while True:
-            if self._connection.better:
-                await self._go_back(self._connection.better)
+            await self._go_back(in_a_step=False)
             try:
                 return await self._ask_once(question, deadline)
             except (Unreachable, NotLeader) as error:
