@@ -40,7 +40,7 @@ def serve(line: socket.socket, trainer_pid: int) -> None:
         if line in readable:
             message, descriptors, _, _ = socket.recv_fds(line, MAX_TEMPLATE_MESSAGE, 1)
             if not message:
-                return
+                break
             pid = os.fork()
             if pid == 0:
                 for end in (line, wake, woken):
@@ -48,10 +48,11 @@ def serve(line: socket.socket, trainer_pid: int) -> None:
                 _be_child(descriptors[0], trainer_pid)
             os.close(descriptors[0])
             line.send(b"born %d" % pid)
+    signal.set_wakeup_fd(-1)  # before it is closed: the last copies end just now
 
 
 def _reap(line: socket.socket) -> None:
-    with contextlib.suppress(ChildProcessError):
+    with contextlib.suppress(ChildProcessError, ConnectionError):  # nobody to reap, or to tell
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = ended
             line.send(b"ended %d %d" % (pid, os.waitstatus_to_exitcode(status)))
