@@ -9,7 +9,7 @@ from bounds import check
 from running import lighthouse_process
 
 from chaos.crew import Crew
-from demo.events import Healed, PhaseBegan
+from demo.events import Discarded, Healed, PhaseBegan
 
 pytestmark = pytest.mark.processes
 
@@ -33,6 +33,7 @@ def test_a_joiner_that_dies_while_it_heals(make_crew: Callable[..., Crew]) -> No
         killed_at = crew.kill(joiner)
         again_at = crew.await_commits({0}, 10.0, since=killed_at, num_members=1)
         check("a joiner is killed while it heals", again_at - killed_at, STEP_S)
+        assert len(crew.of(0, Discarded, since=killed_at)) <= 1
         assert not crew.of(1, Healed)
         crew.start(1)
         crew.all_meet({0, 1})
@@ -52,6 +53,7 @@ def test_a_source_that_dies_while_it_serves(make_crew: Callable[..., Crew]) -> N
         survivor = 1 - source
         again_at = crew.await_commits({survivor}, 10.0, since=killed_at)
         check("a source is killed while it serves", again_at - killed_at, STEP_S)
+        assert len(crew.of(survivor, Discarded, since=killed_at)) <= 1
         healed = crew.await_event(Healed, 10.0, since=killed_at, wanted=lambda e: e.group == 2)
         print(f"the joiner heals from another {healed.at - killed_at:.2f} s after the kill")
         crew.all_meet({survivor, 2})
