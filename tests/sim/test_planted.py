@@ -237,7 +237,7 @@ def who_waits_hangs(plant: pytest.MonkeyPatch) -> None:
 # Each with the first seed of the search: near the first one that finds it.
 PLANTS: dict[Plant, int] = {
     changed_list_keeps_its_id: 66,
-    discarded_step_keeps_the_id: 73,
+    discarded_step_keeps_the_id: 138,
     seen_ids_are_ignored: 54,
     withdrawals_are_lost: 4,
     joining_is_ignored: 120,
@@ -248,7 +248,7 @@ PLANTS: dict[Plant, int] = {
     heal_from_the_wrong_source: 7,
     at_step_0_nobody_heals: 1,
     one_yes_is_enough: 0,
-    a_dead_worker_s_fellows_are_not_told: 8,
+    a_dead_worker_s_fellows_are_not_told: 15,
     a_restarted_worker_goes_unnoticed: 17,
     a_discarded_step_counts: 2,
     an_error_is_forgotten: 3,

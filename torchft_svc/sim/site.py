@@ -200,10 +200,10 @@ class Site:
         self._start_workers()
 
     def leave(self, down_s: float) -> None:
-        """The group leaves in the middle of its step, and is back later."""
+        """Its manager is shut down, so the group leaves in the middle of its step; back later."""
         if self.manager is not None and not self.manager.process.is_dead:
             self.manager.link.leave("it wants to", between_steps=False)
-        self._launcher.after(NOTICE_S, self._end_the_others, down_s)
+        self._launcher.after(NOTICE_S, self.crash, down_s)
 
     def drain(self, by_signal: bool) -> None:
         """SIGTERM to one of its workers, or an order of the lighthouse."""
