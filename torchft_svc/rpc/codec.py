@@ -6,9 +6,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from torchft_svc.core.activity import Activity
 from torchft_svc.core.assignment import assign
-from torchft_svc.core.group_orders import (
-    AnswerWorker,
-)
+from torchft_svc.core.group_orders import AnswerWorker
 from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Member, Quorum, check_step
