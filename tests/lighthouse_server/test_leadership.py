@@ -171,5 +171,8 @@ def test_a_leader_without_etcd_stops_in_time_and_leads_again_when_it_is_back(
         # The lease counts from its last renewal, before the end of etcd.
         check("the end of a term", time.monotonic() - ended_at, LEASE_S * (1 - MARGIN))
         assert not leads(only)
+        with line_to(only.address) as line:
+            told = failure(line.quorum("a:1"))[1]
+        assert told == "this lighthouse does not lead, who does is not known yet"
         with etcd_server(tmp_path, address=address, peers=peers):
             assert next(seen) == SERVING

@@ -49,7 +49,7 @@ class Leadership:
     def check(self) -> None:
         """Raise `NotLeader` unless this lighthouse leads at this moment."""
         if not self._leads or clock() >= self._until:
-            raise NotLeader(self._leader)
+            raise self._not_leader()
 
     def subscribe(self, hear: Callable[[], None]) -> None:
         """Call ``hear`` whenever this lighthouse has begun or stopped to lead."""
@@ -150,6 +150,10 @@ class Leadership:
         if leads:
             self._watch_the_clock()
         else:
-            self._end_term(NotLeader(self._leader))
+            self._end_term(self._not_leader())
         for hear in self._hearers:
             hear()
+
+    def _not_leader(self) -> NotLeader:
+        """Who leads instead; not this lighthouse itself, which did when etcd was heard last."""
+        return NotLeader("" if self._leader == self._address else self._leader)
