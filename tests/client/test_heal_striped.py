@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from bounds import Late
+from running import eventually
 
 from torchft_svc.client import HTTPTransport
 from torchft_svc.testing.proxy import Proxy, Throttle
@@ -76,6 +78,6 @@ def test_i3_a_newcomer_heals_from_all_groups_at_once(
             group.transport.link.num_bytes - before
             for group, before in zip(old, num_before, strict=True)
         ]
-        assert min(served) > 0.15 * NUM_FLOATS * 4, served
-        assert sum(served) < 1.4 * NUM_FLOATS * 4, served
-        assert [group.transport.copied_bytes for group in everyone] == [0, 0, 0, 0]
+        if not min(served) > 0.15 * NUM_FLOATS * 4 or not sum(served) < 1.4 * NUM_FLOATS * 4:
+            raise Late(f"links as fast as each other have served {served}")
+        eventually(lambda: all(group.transport.copied_bytes == 0 for group in everyone))
