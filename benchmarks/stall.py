@@ -62,7 +62,6 @@ def measure(num_matrices: int, mb_per_s: float, join_timeout_s: float) -> dict[s
         urls = [each.read_line(START_TIMEOUT_S).split()[1] for each in (source, joiner)]
         link.send(urls[0])
         source.send(link.read_line(START_TIMEOUT_S))
-        joiner.send(urls[1])
 
         def ask(group: Child, line: str) -> Any:
             group.send(line)
@@ -72,6 +71,7 @@ def measure(num_matrices: int, mb_per_s: float, join_timeout_s: float) -> dict[s
         ordinary = ask(source, f"steps {_NUM_ORDINARY}")
         clone_s = ask(source, "clone")
         source.send(f"meet {_NUM_AFTER}")
+        joiner.send(urls[1])  # from here on it has a manager, and a job that begins would wait
         joined = ask(joiner, "steps 1")
         joiner.send(f"steps {_NUM_AFTER}")
         steps = json.loads(source.read_line(_TIMEOUT_S))
