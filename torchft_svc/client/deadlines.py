@@ -24,7 +24,6 @@ class Timer:
         self._changed = threading.Condition()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._cancelled: set[int] = set()
         self._thread: threading.Thread | None = None
         self._closed = False
 

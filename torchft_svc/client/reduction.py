@@ -18,9 +18,9 @@ class Reduction:
     """A sum under way in ``tensor``.
 
     ``on_error`` hears why it failed, once, ``on_wait`` that a wait gets long (True) and is over
-    (False). ``is_given_up`` ends the wait early. Until `wait` has
-    returned True nobody may read the tensor; after False nobody may ever use its memory again,
-    because the abandoned operation may still write to it.
+    (False). ``is_given_up`` ends the wait early. Until `wait` has returned True nobody may read the
+    tensor; after False nobody may ever use its memory again, because the abandoned operation may
+    still write to it.
     """
 
     def __init__(
