@@ -109,7 +109,7 @@ def main(
         columns=_COLUMNS,
         settings={"bytes": num_bytes, "mb_per_s": mb_per_s, "cores": os.cpu_count()},
         notes=[
-            "plain clone: of the state, into fresh memory, by torch; update: the vote, the copy of",
+            "plain clone: of the state, into fresh memory in huge pages; update: a vote, a copy of",
             "what is not fetched yet, and the optimizer; then the quorum waits for the group that",
             "heals, at most the join timeout, because it could never catch up with moving weights",
         ],

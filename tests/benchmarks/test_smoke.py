@@ -93,6 +93,7 @@ def test_striping(run: Run) -> None:
         assert min(row["wall_s"], row["speedup"], row["receiver_cpu_s"]) > 0
 
 
+@pytest.mark.timeout(300)  # four processes import torch, one of them at the end
 def test_stall(run: Run) -> None:
     output, result = run(stall.main, "--gb=0.07", "--mb-per-s=100", "--join-timeout-s=30")
     assert "0.07 GB are healed from" in output
