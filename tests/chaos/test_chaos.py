@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
+from bounds import Late
 
 from chaos.__main__ import cast, perform
 from chaos.faults import Kind, draw_faults
-from chaos.verdicts import judge
+from chaos.verdicts import judge, judge_bounds
 from demo.promises import Outcome
 
 pytestmark = pytest.mark.processes
@@ -18,10 +20,13 @@ pytestmark = pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_everything_goes_wrong_and_every_promise_is_kept(tmp_path: Path) -> None:
     jobs, sizes = cast(groups=2, pairs=0)
-    run = perform(tmp_path, 20.0, 5, jobs, sizes)
-    verdicts = judge(run)
-    assert not [verdict for verdict in verdicts if verdict.outcome is Outcome.FAIL], verdicts
-    assert len({incident.fault.kind for incident in run.incidents}) >= 5
+    run = perform(Path(mkdtemp(dir=tmp_path)), 20.0, 5, jobs, sizes)
+    failed = [verdict for verdict in judge(run) if verdict.outcome is Outcome.FAIL]
+    if failed == [judge_bounds(run)]:
+        raise Late(str(failed))
+    assert not failed
+    if len({incident.fault.kind for incident in run.incidents}) < 5:
+        raise Late("too few faults for the time")
 
 
 def test_the_seed_draws_the_faults() -> None:

@@ -12,7 +12,7 @@ from running import Process, lighthouse_process, steady_address
 
 from chaos.bounds import LIGHTHOUSE_BACK_S
 
-from .training import DEADLINE_S, TIMEOUT, Trainer, assert_identical, together, trainers
+from .training import DEADLINE_S, Trainer, assert_identical, together, trainers
 
 FLAGS = ("--min-replicas=2", "--join-timeout-ms=2000")
 
@@ -104,7 +104,7 @@ def test_without_a_quorum_nothing_is_summed() -> None:
         lighthouse.kill()
         began_at = time.monotonic()
         assert not a.step()
-        assert time.monotonic() - began_at < TIMEOUT.total_seconds() / 2
+        check("no quorum, with 10 s left,", time.monotonic() - began_at, 2.0)
         assert a.manager._runtime.links.pg.errored() is not None, "the other hears of it at once"
 
 
