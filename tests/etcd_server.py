@@ -6,7 +6,9 @@ import base64
 import contextlib
 import http.client
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -29,10 +31,14 @@ ROOT_PASSWORD = "only-of-this-server"  # noqa: S105 - of these tests
 class EtcdServer:
     """One that runs at ``address``."""
 
-    def __init__(self, address: str, security: Security) -> None:
+    def __init__(self, address: str, pid: int, security: Security) -> None:
         self.address = address
+        self._pid = pid
         self._security = security
         self._root_token = ""
+
+    def freeze(self) -> None:
+        os.kill(self._pid, signal.SIGSTOP)
 
     def enable_users(self, **passwords: str) -> None:
         """From now on it wants a password; all of these users may use keys below ``torchft/``."""
@@ -106,7 +112,7 @@ def etcd_server(
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             eventually(lambda: _answers(address), START_S)
-            yield EtcdServer(address, security)
+            yield EtcdServer(address, server.pid, security)
         finally:
             server.kill()
 

@@ -131,9 +131,16 @@ def test_a_leader_that_dies_or_freezes_is_replaced(etcd: str, number: signal.Sig
             assert not leads(first)
 
 
-def test_a_dead_etcd_in_the_list_is_passed_over(etcd: str) -> None:
-    with lighthouse(f"127.0.0.1:1,{etcd}") as only:
-        eventually(lambda: leads(only), 2 * LEASE_S + 5.0)
+def test_a_dead_etcd_in_the_list_is_passed_over_and_a_frozen_one_holds_up_no_end(
+    tmp_path: Path,
+) -> None:
+    with (
+        etcd_server(tmp_path) as server,
+        lighthouse(f"127.0.0.1:1,{server.address}", LONG_LEASE_S) as only,
+    ):
+        eventually(lambda: leads(only))
+        server.freeze()
+        assert only.end()[0] == 0
 
 
 def test_a_leader_goes_on_to_another_etcd_in_time(etcd: str) -> None:

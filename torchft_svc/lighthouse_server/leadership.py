@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 MARGIN = 0.25
 # So often the lease is renewed, and the leader asked for, in the lease's time.
 RENEWALS_PER_LEASE = 5
+# A server of etcd that does not answer for so long is passed over, and nothing is asked any more of
+# one that would hold up this lighthouse's end.
+MAX_CALL_S = 2.0
 # etcd grants no shorter ones.
 MIN_LEASE_S = 2
 # The pause before the next attempt to be elected doubles from the first to the second: comparing a
@@ -92,26 +95,27 @@ class Leadership:
     async def _candidacy(self) -> None:
         """One lease, from its beginning to its end."""
         pause_s = self._lease_ttl_s / RENEWALS_PER_LEASE
+        timeout_s = min(pause_s, MAX_CALL_S)
         began_at = clock()
-        lease, ttl_s = await self._etcd.grant(self._lease_ttl_s, pause_s)
+        lease, ttl_s = await self._etcd.grant(self._lease_ttl_s, timeout_s)
         self._until = began_at + ttl_s * (1 - MARGIN)
         elected = asyncio.create_task(self._etcd.campaign(lease, self._address))
         try:
-            _, self._leader = await self._etcd.leader(pause_s)  # to be named from now on
+            _, self._leader = await self._etcd.leader(timeout_s)  # to be named from now on
             while clock() < self._until:
                 await asyncio.wait([elected], timeout=pause_s)
                 if elected.done():
                     elected.result()
                     self._set(clock() < self._until)
                     await asyncio.sleep(pause_s)
-                await self._renew(lease, pause_s, is_elected=elected.done())
+                await self._renew(lease, timeout_s, is_elected=elected.done())
             log.warning("the lease has ended, or could not be renewed in time")
         finally:
             self._set(False)
             elected.cancel()
             await asyncio.gather(elected, return_exceptions=True)
             with contextlib.suppress(TorchFTError):
-                await self._etcd.revoke(lease, pause_s)
+                await self._etcd.revoke(lease, timeout_s)
 
     async def _renew(self, lease: int, timeout_s: float, *, is_elected: bool) -> None:
         """Move the end of the lease. What fails is tried again by who is elected, while there is
