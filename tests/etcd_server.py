@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +64,19 @@ class EtcdServer:
         """Its tokens are worth nothing after that."""
         self._administer("user/changepw", name=user, password=password)
 
+    def serves(self) -> bool:
+        """Its port is open some time before anybody answers there."""
+        try:
+            return self._request("GET", "/health")[0] == http.HTTPStatus.OK
+        except (OSError, http.client.HTTPException):
+            return False
+
     def _administer(self, what: str, **body: Any) -> Any:
+        status, told = self._request("POST", f"/v3/auth/{what}", json.dumps(body))
+        assert status == http.HTTPStatus.OK, told
+        return json.loads(told)
+
+    def _request(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
         context = self._security.client_context()
         with contextlib.closing(
             http.client.HTTPConnection(self.address, timeout=START_S)
@@ -73,11 +84,9 @@ class EtcdServer:
             else http.client.HTTPSConnection(self.address, timeout=START_S, context=context)
         ) as connection:
             headers = {"Authorization": self._root_token} if self._root_token else {}
-            connection.request("POST", f"/v3/auth/{what}", json.dumps(body), headers)
+            connection.request(method, path, body, headers)
             answer = connection.getresponse()
-            told = json.load(answer)
-            assert answer.status == http.HTTPStatus.OK, told
-            return told
+            return answer.status, answer.read()
 
 
 @contextlib.contextmanager
@@ -111,16 +120,11 @@ def etcd_server(
     command = [str(ETCD), *(f"--{name}={value}" for name, value in flags.items())]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
-            eventually(lambda: _answers(address), START_S)
-            yield EtcdServer(address, server.pid, security)
+            started = EtcdServer(address, server.pid, security)
+            eventually(started.serves, START_S)
+            yield started
         finally:
             server.kill()
-
-
-def _answers(address: str) -> bool:
-    host, _, port = address.partition(":")
-    with socket.socket() as probe:
-        return probe.connect_ex((host, int(port))) == 0
 
 
 def _key(text: str) -> str:
