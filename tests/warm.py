@@ -23,6 +23,8 @@ from typing import Any
 # Until the first one runs, torch is imported, on a machine that may be busy.
 START_S = 60.0
 _MAX_BYTES = 1 << 17
+# How often to look whether a program has ended; not every system tells that to a descriptor.
+_LOOK_S = 0.01
 _template: socket.socket | None = None
 
 
@@ -101,32 +103,32 @@ def _serve(asking: socket.socket) -> dict[str, Any] | None:
 
     Returns in them, with the request, and in this process when nobody can ask any more.
     """
-    tell: dict[int, tuple[int, int]] = {}  # a process' descriptor: its id, and whom to tell
+    tell: dict[int, int] = {}  # a process' id: whom to tell
     while True:
-        for ready in select.select([asking, *tell], [], [])[0]:
-            if ready is not asking:
-                pid, news = tell.pop(ready)
-                _, status = os.waitpid(pid, 0)
-                _say(news, os.waitstatus_to_exitcode(status))
-                os.close(news)
-                os.close(ready)
-                continue
-            request, told, _, _ = socket.recv_fds(asking, _MAX_BYTES, 3)
-            if not request:
-                return None
-            output, errors, news = told
-            pid = os.fork()
-            if pid == 0:
-                for other in (asking.detach(), news, *tell, *(each for _, each in tell.values())):
-                    os.close(other)
-                for standard, descriptor in enumerate((output, errors), start=1):
-                    os.dup2(descriptor, standard)
-                    os.close(descriptor)
-                return dict(json.loads(request))
-            os.close(output)
-            os.close(errors)
-            _say(news, pid)
-            tell[os.pidfd_open(pid)] = pid, news
+        is_asked = select.select([asking], [], [], _LOOK_S if tell else None)[0]
+        for pid in list(tell):
+            has_ended, status = os.waitpid(pid, os.WNOHANG)
+            if has_ended:
+                _say(tell[pid], os.waitstatus_to_exitcode(status))
+                os.close(tell.pop(pid))
+        if not is_asked:
+            continue
+        request, told, _, _ = socket.recv_fds(asking, _MAX_BYTES, 3)
+        if not request:
+            return None
+        output, errors, news = told
+        pid = os.fork()
+        if pid == 0:
+            for other in (asking.detach(), news, *tell.values()):
+                os.close(other)
+            for standard, descriptor in enumerate((output, errors), start=1):
+                os.dup2(descriptor, standard)
+                os.close(descriptor)
+            return dict(json.loads(request))
+        os.close(output)
+        os.close(errors)
+        _say(news, pid)
+        tell[pid] = news
 
 
 def _say(news: int, number: int) -> None:
