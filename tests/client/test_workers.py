@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -19,6 +20,7 @@ from torchft_svc.errors import (
     CheckpointError,
     ConfigError,
     DeadlineExceeded,
+    Drained,
     TorchFTError,
     Unreachable,
 )
@@ -101,6 +103,23 @@ def test_i5_a_worker_that_is_gone_is_an_error_for_the_others_at_once(address: st
         together(votes, group[1].manager.shutdown)
         check("a worker is gone, with 10 s left,", time.monotonic() - began_at, 3.0)
         assert group[0].manager.current_step() == 1
+
+
+def test_drained_workers_end_at_one_place_though_only_one_was_told(address: str) -> None:
+    """A collective of the group, as in a sharded model's forward pass, must find all of them."""
+    with workers(address, "a", 2) as group:
+        together(*(worker.step for worker in group))
+        group[1].manager._runtime.links.draining.request("a signal to one of them")
+        collective = threading.Barrier(2, timeout=DEADLINE_S)
+
+        def trains(worker: Trainer) -> None:
+            worker.backward()
+            collective.wait()
+            with pytest.raises(Drained):
+                worker.optimizer.step()
+
+        together(*(lambda worker=worker: trains(worker) for worker in group))
+        assert [worker.manager.current_step() for worker in group] == [1, 1]
 
 
 def test_workers_at_different_steps_are_refused(address: str) -> None:

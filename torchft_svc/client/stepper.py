@@ -79,12 +79,20 @@ class Stepper:
         self._round = round_
         self._task = self._thread.submit(round_.run)
         fresh = self._rules.init_sync and self.state.step == 0
-        drains = self._links.draining.reason is not None  # so there is nothing to train for
-        if fresh or drains or not self._rules.use_async_quorum:
+        if fresh or self._ends_alone() or not self._rules.use_async_quorum:
             self.wait_for_quorum()
             if round_.heals_first:
                 self._wait_for_task()
                 self._apply_heal()
+
+    def _ends_alone(self) -> bool:
+        """Whether this worker is told to end, so that there is nothing to train for.
+
+        One of several, though, goes on as those do that have not heard of it yet: they may be in a
+        collective of the group already, which fails if this one leaves its program elsewhere.
+        """
+        is_told = self._links.draining.reason is not None
+        return is_told and self._rules.place.group_world_size == 1
 
     def wait_for_quorum(self) -> None:
         """See `Manager.wait_quorum`."""
