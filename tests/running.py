@@ -51,6 +51,21 @@ def eventually(holds: Callable[[], Any], within_s: float = 20.0, what: str = "")
         time.sleep(0.005)
 
 
+@contextlib.contextmanager
+def refusing() -> Iterator[str]:
+    """An address that is taken, and where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[str]:
+    """An address that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
 def steady_address() -> str:
     """A free address below the ports that the system gives to connections: nobody takes it while
     the service that had it is restarted."""

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from running import eventually, steady_address
+from running import eventually, refusing, silent, steady_address
 
 from torchft_svc.coordination import LighthouseClient, LighthouseServer
 from torchft_svc.errors import AddressError, DeadlineExceeded, Unreachable
 
 LONG = timedelta(seconds=20)
-
-
-@contextlib.contextmanager
-def refusing() -> Iterator[str]:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{taken.getsockname()[1]}"
-
-
-@contextlib.contextmanager
-def silent() -> Iterator[str]:
-    """Takes connections and never says a word."""
-    with socket.create_server(("127.0.0.1", 0), backlog=100) as listener:
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def names(client: LighthouseClient) -> list[str]:

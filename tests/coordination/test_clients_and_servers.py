@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 from bounds import check
-from running import eventually, steady_address
+from running import eventually, refusing, steady_address
 
 from chaos.bounds import NEWS_S
 from torchft_svc.coordination import (
@@ -84,9 +83,7 @@ def test_every_wait_ends_with_a_timeout_error_that_says_why(
 
 @pytest.mark.parametrize("client", [LighthouseClient, ManagerClient])
 def test_nobody_at_the_address_is_an_error_within_the_connect_timeout(client: Any) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with refusing() as address:
         began_at = time.monotonic()
         with pytest.raises(ConnectionError) as caught:
             client(address, SHORT)

@@ -23,6 +23,8 @@ from running import (
     line_to,
     manager_process,
     members,
+    refusing,
+    silent,
     steady_address,
 )
 
@@ -63,19 +65,14 @@ def start_manager(lighthouse: str, workers: int = 2, retries: int = 0) -> Manage
 
 @pytest.fixture
 def nowhere() -> Iterator[str]:
-    """An address that is taken, and where nobody listens."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{taken.getsockname()[1]}"
+    with refusing() as address:
+        yield address
 
 
 @pytest.fixture
 def black_hole() -> Iterator[str]:
-    """An address that takes connections and never says a word."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(100)
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    with silent() as address:
+        yield address
 
 
 @pytest.mark.parametrize("trouble", ["nowhere", "black_hole"])

@@ -12,7 +12,15 @@ from datetime import timedelta
 
 import pytest
 from bounds import check
-from running import eventually, lighthouse_process, listeners, manager_process, steady_address
+from running import (
+    eventually,
+    lighthouse_process,
+    listeners,
+    manager_process,
+    refusing,
+    silent,
+    steady_address,
+)
 
 from torchft_svc.coordination import LighthouseClient, ManagerClient
 
@@ -32,20 +40,6 @@ def full_backlog() -> Iterator[str]:
             knocking.setblocking(False)
             assert knocking.connect_ex(where) == errno.EINPROGRESS
         yield f"127.0.0.1:{where[1]}"
-
-
-@contextlib.contextmanager
-def refusing() -> Iterator[str]:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{taken.getsockname()[1]}"
-
-
-@contextlib.contextmanager
-def silent() -> Iterator[str]:
-    """Takes connections and never says a word."""
-    with socket.create_server(("127.0.0.1", 0), backlog=100) as listener:
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 @pytest.mark.processes
