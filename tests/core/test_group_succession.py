@@ -26,11 +26,13 @@ def successor(world_size: int) -> Group:
     return Group(world_size, first_round=40)
 
 
-def test_a_vote_without_an_answer_gets_what_the_others_were_told() -> None:
+@pytest.mark.parametrize("old_round", [OLD_ROUND, 40, 41, 10**15])
+def test_a_vote_without_an_answer_gets_what_the_others_were_told(old_round: int) -> None:
+    """Whichever of both managers had the higher numbers."""
     for asked, decision in ((STEP + 1, True), (STEP, False)):
         group = successor(2)
         assert group.quorum_requested(request(0, asked), 10) == ()
-        assert group.voted(vote(1, round=OLD_ROUND), 11) == (AnswerVote(11, decision),)
+        assert group.voted(vote(1, round=old_round), 11) == (AnswerVote(11, decision),)
         assert group.quorum_requested(request(1, asked), 12) == (asks(40, asked),)
 
 
@@ -54,12 +56,13 @@ def test_i3_a_step_that_grew_with_a_heal_shows_no_commit() -> None:
     assert group.voted(no, 11) == (AnswerVote(11, should_commit=False),)
 
 
-def test_only_the_first_round_of_a_manager_takes_up_older_votes() -> None:
+@pytest.mark.parametrize("old_round", [OLD_ROUND, 41])
+def test_only_the_first_round_of_a_manager_takes_up_older_votes(old_round: int) -> None:
     group = successor(1)
     group.quorum_requested(request(0), 10)
     group.quorum_formed(40, QUORUM)
-    with pytest.raises(RequestRefused, match="belongs to round 3, this is round 40"):
-        group.voted(vote(0, round=OLD_ROUND), 11)
+    with pytest.raises(RequestRefused, match=f"belongs to round {old_round}, this is round 40"):
+        group.voted(vote(0, round=old_round), 11)
 
 
 def test_a_vote_that_names_no_round_is_not_taken_up() -> None:

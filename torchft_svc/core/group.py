@@ -34,7 +34,8 @@ class Group:
     """The barriers of a group of ``world_size`` workers.
 
     A caller is a number of the shell's choice, unique among the requests that wait.
-    ``first_round`` must be above the rounds of an earlier manager of the same workers.
+    ``first_round`` must be far from the rounds of an earlier manager of the same workers; whether
+    above or below them has no meaning.
     """
 
     def __init__(self, world_size: int, first_round: int = 1) -> None:
@@ -274,7 +275,8 @@ class Group:
         return vote.group_rank not in self._requests and ended.concerns(vote.round, vote.step)
 
     def _is_inherited(self, vote: Vote) -> bool:
-        return self._round < self._first_round and 0 < vote.round < self._first_round
+        """Whether it names a round before this manager has opened one."""
+        return self._round < self._first_round and vote.round > 0
 
     def _end_inherited_votes(self, asked: WorkerRequest) -> list[Order]:
         """A worker asks, so it had an answer; the others get the same."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
+import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -17,6 +17,9 @@ from torchft_svc.rpc.address import HostPort, advertised_host, parse_address
 from torchft_svc.rpc.serving import Patience, Service, serve
 from torchft_svc.rpc.tasks import Tasks
 
+# Managers of the same workers draw the number of their first round from so many bits. The clock
+# would not do: set back between two of them, it would let votes of the first be refused.
+FIRST_ROUND_BITS = 52
 # A worker that is frozen while its manager is not: twice this is below the time after which a
 # lighthouse takes a frozen group for dead (5 s by default). It costs a small packet every 2 s.
 WORKER_KEEPALIVE_MS = 2_000
@@ -39,8 +42,8 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
     """
     tasks = Tasks()
     link = LighthouseLink(config, tasks)
-    # An earlier manager of the same workers numbered its rounds from an earlier moment.
-    group = Group(config.group_world_size, first_round=int(time.time() * 1000))
+    first_round = 1 + secrets.randbits(FIRST_ROUND_BITS)
+    group = Group(config.group_world_size, first_round)
     driver = ManagerDriver(group, link, tasks)
     host = config.advertise_host or advertised_host(*map(parse_address, config.lighthouses))
 

@@ -28,6 +28,7 @@ from torchft_svc.sim.story import Story
 from torchft_svc.sim.world import Process
 
 ANSWER_MARGIN_S = 0.05
+FIRST_ROUND = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class ManagerActor:
         self._group = process.name.partition("/")[0]
         self._on_killed = on_killed
         self._invariants, self._story = shared
-        self.core = Group(group_world_size, first_round=int(process.world.now * 1000) + 1)
+        # Each life begins far from the others; here it is always below the one before.
+        self.core = Group(group_world_size, FIRST_ROUND - int(process.world.now * 1000))
         self._activities = WorkerActivities()
         self.link = link(self._hear, self._activities.slowest)
         self._callers = itertools.count()
