@@ -6,6 +6,7 @@ from enum import Enum
 
 import pytest
 
+from torchft_svc.core.membership import MAX_LOSSES_TOLD
 from torchft_svc.errors import RequestRefused
 
 from .scenes import Scene, config, formed
@@ -23,14 +24,24 @@ def test_jobs_never_see_each_other() -> None:
     assert scene.why("three") == "no group asks for a quorum"
 
 
-def test_fellows_are_the_living_others_of_the_last_quorum() -> None:
+def test_the_living_others_of_the_last_quorum_are_told_of_a_loss() -> None:
     scene = formed("a", "b", "c")
     scene.beat("d")
-    scene.leave("c")
-    assert scene.house.fellows("job", "a") == ["b"]
-    assert sorted(scene.house.fellows("job", "c")) == ["a", "b"]
-    assert scene.house.fellows("job", "d") == []
-    assert scene.house.fellows("other", "a") == []
+    for replica_id in ("c", "d", "a"):
+        scene.leave(replica_id)
+    assert [sorted(order.told) for order in scene.take()] == [["a", "b"], [], ["b"]]
+
+
+def test_of_many_that_die_at_once_a_few_are_told() -> None:
+    names = [f"g{number}" for number in range(MAX_LOSSES_TOLD + 6)]
+    scene = formed(*names)
+    for name in names[4:]:
+        scene.leave(name)
+    assert [bool(order.told) for order in scene.take()] == [True] * MAX_LOSSES_TOLD + [False] * 2
+    scene.ask_all(*names[:4], step=1)
+    assert scene.take_quorums() == [(2, names[:4])]
+    scene.leave(names[0])  # its fellows are in another step now
+    assert sorted(scene.take()[0].told) == names[1:4]
 
 
 def test_one_clock_serves_all_jobs() -> None:

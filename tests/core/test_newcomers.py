@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchft_svc.core.membership import MAX_ANNOUNCED
+from torchft_svc.core.membership import MAX_ANNOUNCED, MAX_ANNOUNCEMENTS
 
 from .scenes import JOB, formed
 
@@ -53,6 +53,13 @@ def test_a_crowd_is_not_announced_one_by_one() -> None:
     for number in range(MAX_ANNOUNCED + 20):
         scene.ask(f"b{number}")
     assert len(scene.take_newcomers()) == MAX_ANNOUNCED
+
+
+def test_the_more_are_to_be_told_the_fewer_are_announced() -> None:
+    scene = formed(*(f"a{number:03}" for number in range(MAX_ANNOUNCED + 100)))
+    for number in range(MAX_ANNOUNCED):
+        scene.ask(f"b{number}")
+    assert len(scene.take_newcomers()) == MAX_ANNOUNCEMENTS // (MAX_ANNOUNCED + 100)
 
 
 def test_a_first_quorum_has_nobody_to_tell() -> None:

@@ -214,11 +214,6 @@ class Lighthouse:
             )
         return called[0]
 
-    def fellows(self, job: str, replica_id: str) -> list[str]:
-        """The living groups of the last quorum, if ``replica_id`` was in it too."""
-        state = self._jobs.get(job)
-        return state.members.fellows(replica_id) if state else []
-
     def activity(self, job: str, replica_id: str) -> Activity | None:
         """What a living group does (None: it does not tell)."""
         state = self._jobs.get(job)
@@ -294,7 +289,9 @@ class Lighthouse:
         self, job: str, state: _Job, replica_id: str, reason: str, between_steps: bool = False
     ) -> list[Order]:
         quorum_id = state.members.last.quorum_id
-        orders: list[Order] = [ReportLoss(job, replica_id, reason, between_steps, quorum_id)]
+        # The news would make its fellows give up a step that it has finished.
+        told = () if between_steps else state.members.mourners(replica_id)
+        orders: list[Order] = [ReportLoss(job, replica_id, reason, between_steps, quorum_id, told)]
         held = state.held.pop(replica_id, None)
         caller = state.members.gone(replica_id)
         state.hangs.gone(replica_id)

@@ -33,6 +33,7 @@ class ReportLoss:
 
     ``between_steps``: it left when it had finished its step, so its fellows lose nothing.
     ``quorum_id``: of the job's last quorum (0: none yet); the group may come back into a later one.
+    ``told``: those of its fellows in that quorum that are to hear of it.
     """
 
     job: str
@@ -40,6 +41,7 @@ class ReportLoss:
     reason: str
     between_steps: bool = False
     quorum_id: int = field(default=0, compare=False)
+    told: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,11 @@ from torchft_svc.core.quorum import (
 )
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
 
-# Whoever trains wants to know that somebody waits, and about how many; a thousand groups that come
-# at once must not make a million pieces of news.
-MAX_ANNOUNCED = 100
+# What a quorum is told while it lasts. Whoever trains wants to know that somebody waits, and about
+# how many; and one loss makes it give up its step, the others are for those whose session broke
+# just then. A thousand groups that come or die at once must not make a million pieces of news.
+MAX_ANNOUNCED, MAX_ANNOUNCEMENTS = 100, 10_000
+MAX_LOSSES_TOLD = 4
 
 
 class Membership:
@@ -42,6 +44,7 @@ class Membership:
         self._straggling: set[str] = set()
         self._awaited: set[str] = set()  # living, in the previous quorum, has not asked again
         self._announced: set[str] = set()  # newcomers that the last quorum has been told of
+        self._num_losses_told = 0  # to the last quorum
         self._look_at: float | None = None  # when the last decision said that time changes it
         self.previous: Quorum | None = None  # published here
         self._previous_ids: set[str] = set()  # of its members, or who tells of the newest one
@@ -151,6 +154,7 @@ class Membership:
         self._awaited = set(self._previous_ids)
         self._veterans |= self._previous_ids
         self._announced.clear()
+        self._num_losses_told = 0
         # Its step is lower than before only if that is accepted (7).
         self.last = LastQuorum(quorum.quorum_id, quorum.max_step)
         self._loss_accepted = False  # once
@@ -233,7 +237,7 @@ class Membership:
     def announce(self, asked: Iterable[str]) -> list[str]:
         """Those of ``asked`` that still wait to join the last quorum, and were not announced to it.
 
-        Each is named once in a quorum's life.
+        Each is named once in a quorum's life, and of a crowd only the first ones.
         """
         if self.previous is None:
             return []
@@ -242,7 +246,8 @@ class Membership:
             for key in asked
             if key in self._waiting and key not in self._previous_ids and key not in self._announced
         ]
-        del fresh[max(0, MAX_ANNOUNCED - len(self._announced)) :]
+        limit = min(MAX_ANNOUNCED, max(1, MAX_ANNOUNCEMENTS // len(self._previous_ids)))
+        del fresh[max(0, limit - len(self._announced)) :]
         self._announced.update(fresh)
         return fresh
 
@@ -272,11 +277,15 @@ class Membership:
         """The groups that ask."""
         return list(self._waiting)
 
-    def fellows(self, replica_id: str) -> list[str]:
-        """The other living groups of the last quorum, if this one was in it."""
-        if replica_id not in self._previous_ids:
-            return []
-        return [key for key in self._previous_ids if key in self._seen_at and key != replica_id]
+    def mourners(self, replica_id: str) -> tuple[str, ...]:
+        """The other living groups of the last quorum that this one was in, which are to be told
+        that it is lost; nobody, if they were told of enough others."""
+        if replica_id not in self._previous_ids or self._num_losses_told >= MAX_LOSSES_TOLD:
+            return ()
+        self._num_losses_told += 1
+        return tuple(
+            key for key in self._previous_ids if key in self._seen_at and key != replica_id
+        )
 
     def joining(self, members: tuple[Member, ...]) -> frozenset[str]:
         """Those of ``members`` that were not in the last quorum.

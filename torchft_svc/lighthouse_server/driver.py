@@ -208,12 +208,11 @@ class LighthouseDriver:
 
     def _tell_loss(self, loss: ReportLoss) -> None:
         if loss.between_steps:
-            # The news would make its fellows give up a step that it has finished.
             log.info("group left job=%s replica=%s: %s", loss.job, loss.replica_id, loss.reason)
             return
         log.warning("group lost job=%s replica=%s: %s", loss.job, loss.replica_id, loss.reason)
-        fellows = self._core.fellows(loss.job, loss.replica_id)
-        self._tell_all(loss.job, fellows, member_lost(loss.replica_id, loss.reason, loss.quorum_id))
+        news = member_lost(loss.replica_id, loss.reason, loss.quorum_id)
+        self._tell_all(loss.job, loss.told, news)
 
     def _tell_all(self, job: str, replica_ids: Iterable[str], news: bytes) -> None:
         """Tell those of the groups that have a session."""

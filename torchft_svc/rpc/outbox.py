@@ -82,12 +82,14 @@ class Outbox:
                 await asyncio.wait_for(self._flushed.wait(), WRITE_GRACE_S)
         finally:
             self._is_ending = True
-            if self._is_writing:
-                await asyncio.wait([writing], timeout=WRITE_GRACE_S)
-            for end in ends:
-                end.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
-            self._ended.set()
+            try:
+                if self._is_writing:
+                    await asyncio.wait([writing], timeout=WRITE_GRACE_S)
+            finally:  # gRPC may cancel a stream's task a second time
+                for end in ends:
+                    end.cancel()
+                self._ended.set()
+                await asyncio.gather(*ends, return_exceptions=True)
 
     async def _write(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         loop = asyncio.get_running_loop()

@@ -229,7 +229,7 @@ class LighthouseActor:
         if loss.between_steps:
             return
         self._invariants.discards.told_as_lost(loss.replica_id)
-        for fellow in self.core.fellows(loss.job, loss.replica_id):
+        for fellow in loss.told:
             session = self.sessions.get((loss.job, fellow))
             if session is not None:
                 session.stream.to_client("lost", loss.replica_id, loss.quorum_id)

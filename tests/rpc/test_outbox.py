@@ -1,0 +1,55 @@
+"""Tests what a stream leaves behind, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+from torchft_svc.rpc.outbox import Outbox
+
+
+class _Vanished:
+    """A call whose client does not read, and which then breaks."""
+
+    def __init__(self) -> None:
+        self.is_written_to = asyncio.Event()
+        self._broken = asyncio.Event()
+
+    def break_off(self) -> None:
+        self._broken.set()
+
+    async def write(self, news: bytes) -> None:
+        self.is_written_to.set()
+        await self._broken.wait()
+        raise ConnectionError(f"{len(news)} bytes could not be sent")
+
+
+async def _never() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+async def _cancel_twice() -> list[str]:
+    complaints: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
+    outbox, call = Outbox(), _Vanished()
+    context: Any = call
+    stream = asyncio.create_task(outbox.exchange(_never(), context))
+    outbox.tell(b"news")
+    await call.is_written_to.wait()
+    for _ in range(2):
+        stream.cancel()
+        await asyncio.sleep(0)
+    call.break_off()
+    await asyncio.wait([stream])
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.wait_for(outbox.end(), 10)
+    complaints += [f"{task.get_coro()!r} still runs" for task in left]
+    del stream, left
+    gc.collect()
+    return complaints
+
+
+def test_a_stream_that_is_cancelled_twice_while_it_writes_leaves_no_task_behind() -> None:
+    assert asyncio.run(_cancel_twice()) == []
