@@ -13,7 +13,7 @@ def never(_: Outcome) -> None:
     raise AssertionError
 
 
-def no_reason(_: str, __: float) -> str:
+def no_reason(_: str) -> str:
     return ""
 
 

@@ -20,6 +20,7 @@ from torchft_svc.core.lighthouse_orders import (
 from torchft_svc.core.overview import JobStatus
 from torchft_svc.core.types import LastQuorum, Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded, NotLeader, RequestRefused, TorchFTError
+from torchft_svc.lighthouse_server.attention import AttentiveClock
 from torchft_svc.lighthouse_server.questions import Hear, Outcome, Question, Questions
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (
@@ -52,14 +53,15 @@ class LighthouseDriver:
         self._check_leads = check_leads
         self._core = Lighthouse(config, first_quorum_id(time.time()))
         self._max_jobs = config.max_jobs
+        self._clock = AttentiveClock(config.heartbeat_timeout_s)
         self._questions = Questions(self._why)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
         self._quorum_ids: dict[str, int] = {}  # the last one logged, by job
         self._sessions: dict[tuple[str, str], Outbox] = {}
 
-    def _why(self, job: str, now: float) -> str:
-        return self._core.why(job, now)
+    def _why(self, job: str) -> str:
+        return self._core.why(job, self._clock.now())
 
     async def quorum(self, job: str, member: Member, timeout_s: float) -> bytes:
         """Wait for a quorum with ``member``; the encoded answer.
@@ -91,7 +93,7 @@ class LighthouseDriver:
         Raises:
             RequestRefused: ``member`` cannot be; ``hear`` is not called.
         """
-        now = time.monotonic()
+        now = self._clock.now()
         caller = self._questions.open(Question(job, timeout_s, now + timeout_s, hear))
         try:
             orders = self._core.request(job, member, caller, now)
@@ -105,7 +107,7 @@ class LighthouseDriver:
         """Nobody waits for this answer any more; nothing, if it was given."""
         question = self._questions.close(caller)
         if question is not None:
-            self._carry_out(self._core.withdraw(question.job, caller, time.monotonic()))
+            self._carry_out(self._core.withdraw(question.job, caller, self._clock.now()))
 
     def _expire(self, now: float) -> None:
         expired = self._questions.expired(now)
@@ -117,14 +119,14 @@ class LighthouseDriver:
 
     def heartbeat(self, job: str, replica_id: str, doing: pb.SessionBeat | None = None) -> float:
         """A sign of life; returns how long the group may stay silent, in seconds."""
-        now = time.monotonic()
+        now = self._clock.now()
         activity = None if doing is None else beat_from_wire(doing, now)
         self._carry_out(self._core.heartbeat(job, replica_id, now, activity))
         return self._core.beat_interval_s(job)
 
     def leave(self, job: str, replica_id: str, reason: str, *, between_steps: bool = False) -> None:
         """The group is gone for good; ``between_steps``: its fellows lose nothing by that."""
-        now = time.monotonic()
+        now = self._clock.now()
         self._carry_out(self._core.leave(job, replica_id, reason, now, between_steps=between_steps))
 
     def open_session(self, job: str, replica_id: str, last: LastQuorum, outbox: Outbox) -> float:
@@ -133,7 +135,7 @@ class LighthouseDriver:
 
         An earlier one of the same group, cut off but not noticed yet, is replaced.
         """
-        self._carry_out(self._core.opened(job, replica_id, last, time.monotonic()))
+        self._carry_out(self._core.opened(job, replica_id, last, self._clock.now()))
         self._sessions[job, replica_id] = outbox
         return self._core.beat_interval_s(job)
 
@@ -161,7 +163,7 @@ class LighthouseDriver:
 
     def status(self, job: str) -> list[JobStatus]:
         """What people want to know of ``job``, or of all (empty)."""
-        return self._core.status(job, time.monotonic())
+        return self._core.status(job, self._clock.now())
 
     def accept_loss(self, job: str) -> int:
         """Let the next quorum of ``job`` lose committed steps; up to which step it does.
@@ -170,7 +172,7 @@ class LighthouseDriver:
             RequestRefused: none is held back for that reason.
         """
         committed_step = self._core.committed_step(job)
-        orders = self._core.accept_loss(job, time.monotonic())
+        orders = self._core.accept_loss(job, self._clock.now())
         log.warning("loss accepted by an operator job=%s step=%d", job, committed_step)
         self._carry_out(orders)
         return committed_step
@@ -274,11 +276,24 @@ class LighthouseDriver:
         if self._timer is not None:
             self._timer.cancel()
         self._timer_at = at
-        delay = max(0.0, at - time.monotonic())
-        self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
+        self._sleep(self._clock.now())
 
-    def _tick(self) -> None:
+    def _sleep(self, now: float) -> None:
+        """Until the timer's instant, but no longer than the clock can do without a look."""
+        delay = min(max(0.0, self._timer_at - now), self._clock.look_s)
+        missed_s = self._clock.missed_s
+        self._timer = asyncio.get_running_loop().call_later(delay, self._wake, missed_s)
+
+    def _wake(self, missed_before_s: float) -> None:
+        now = self._clock.now()
+        if self._clock.missed_s > missed_before_s:
+            missed_s = self._clock.missed_s - missed_before_s
+            log.warning(
+                "this process stood still for %.1f s, which no group is blamed for", missed_s
+            )
+        if now < self._timer_at:
+            self._sleep(now)
+            return
         self._timer, self._timer_at = None, math.inf
-        now = time.monotonic()
         self._expire(now)
         self._carry_out(self._core.tick(now))

@@ -23,9 +23,9 @@ class _Pause:
 
 
 class Pauses:
-    """To be used on one event loop; ``why(job, now)`` tells what a job waits for."""
+    """To be used on one event loop; ``why(job)`` tells what a job waits for."""
 
-    def __init__(self, why: Callable[[str, float], str]) -> None:
+    def __init__(self, why: Callable[[str], str]) -> None:
         self._why = why
         self._pauses: dict[str, _Pause] = {}  # of the jobs in which somebody waits
 
@@ -51,7 +51,7 @@ class Pauses:
 
     def _look(self, job: str, pause: _Pause) -> None:
         now = time.monotonic()
-        why = self._why(job, now)
+        why = self._why(job)
         if why != pause.said:
             log.warning("no quorum job=%s for %.0f s: %s", job, now - pause.since, why)
             pause.said = why

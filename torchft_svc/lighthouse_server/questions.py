@@ -28,7 +28,7 @@ class Question:
 class Questions:
     """Each has a number, its caller's. To be used on one event loop."""
 
-    def __init__(self, why: Callable[[str, float], str]) -> None:
+    def __init__(self, why: Callable[[str], str]) -> None:
         self._numbers = itertools.count()
         self._open: dict[int, Question] = {}
         self._pauses = Pauses(why)

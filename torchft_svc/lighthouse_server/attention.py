@@ -1,0 +1,37 @@
+"""A clock that stands still with this process: who was not heard is not taken for silent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+# Groups beat at least four times in a heartbeat timeout, so with eight looks in it a group that
+# lives has half of it left for what is still unread when this process goes on.
+LOOKS_PER_TIMEOUT = 8
+# More often than a system's scheduler lets anybody run when it is busy, a look tells nothing; more
+# rarely, a shorter timeout than that of the heartbeats could end unnoticed.
+MIN_LOOK_S, MAX_LOOK_S = 0.02, 0.5
+
+
+class AttentiveClock:
+    """Monotonic seconds, less those in which this process was stopped, or its machine was.
+
+    `now` has to be called at least every ``look_s`` while anybody is waited for. Time that passes
+    without it is time in which signs of life could not be read.
+    """
+
+    def __init__(
+        self, heartbeat_timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.look_s = min(max(heartbeat_timeout_s / LOOKS_PER_TIMEOUT, MIN_LOOK_S), MAX_LOOK_S)
+        self._clock = clock
+        self._looked_at = clock()
+        self.missed_s = 0.0  # so far
+
+    def now(self) -> float:
+        at = self._clock()
+        missed_s = at - self._looked_at - self.look_s
+        self._looked_at = at
+        if missed_s > self.look_s:  # less is what a busy machine does
+            self.missed_s += missed_s
+        return at - self.missed_s
