@@ -32,9 +32,12 @@ class NurseryError(Exception):
 
 
 class Nursery:
-    """The process that forks; a context manager, which kills all workers at its end."""
+    """The process that forks; a context manager, which kills all workers at its end.
 
-    def __init__(self) -> None:
+    ``variables`` are added to the environment that its workers inherit.
+    """
+
+    def __init__(self, **variables: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "chaos.nursery"],
             stdin=subprocess.PIPE,
@@ -46,6 +49,7 @@ class Nursery:
                 # torch looks up the name of whoever connects; a lost answer must not cost 5 s.
                 "RES_OPTIONS": "timeout:1 attempts:1",
                 "PYTHONPATH": str(ROOT),
+                **variables,
             },
             start_new_session=True,  # Ctrl-C is for the program that started this
             preexec_fn=die_with_parent,

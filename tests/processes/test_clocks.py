@@ -1,0 +1,125 @@
+"""Wall clocks jump while groups train: nobody is lost, no step is discarded, no id comes twice."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from etcd_server import ETCD, etcd_server
+from running import ROOT, Process, lighthouse_process, steady_address
+
+from chaos.crew import Crew
+from chaos.nursery import Nursery
+from demo.events import Committed, Discarded
+
+LIBRARY = next(iter(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), None)
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        LIBRARY is None, reason="needs libfaketime (Debian: apt-get install faketime)"
+    ),
+]
+HOUR = timedelta(hours=1)
+DAY = timedelta(days=1)
+GROUPS = {0, 1}
+DEADLINE_S = 60.0
+
+
+# Since 3.11 Python sleeps until an instant of the monotonic clock, which the library (0.9.10) takes
+# for one of the wall clock, and refuses. The interpreter runs this when it starts.
+OTHER_SLEEP = """
+import select, time
+time.sleep = lambda secs: select.select([], [], [], secs) and None
+"""
+
+
+class WallClock:
+    """Of the processes that have its ``variables``; their monotonic clocks go on as always."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        first_of_all = file.with_suffix(".site")
+        first_of_all.mkdir()
+        (first_of_all / "sitecustomize.py").write_text(OTHER_SLEEP)
+        self.variables = {
+            "PYTHONPATH": f"{first_of_all}:{ROOT}",
+            "LD_PRELOAD": str(LIBRARY),
+            "FAKETIME_TIMESTAMP_FILE": str(file),
+            "FAKETIME_NO_CACHE": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }
+        self.jump(timedelta())
+
+    def jump(self, away: timedelta) -> None:
+        """Show a time so far from the true one, at once and for all of them."""
+        beside = self._file.with_suffix(".new")
+        beside.write_text(f"{away.total_seconds():+.0f}")
+        beside.replace(self._file)
+
+
+@pytest.fixture
+def election(tmp_path: Path) -> Iterator[tuple[str, ...]]:
+    """Flags for a lighthouse that leads as long as its lease lasts; none where there is no etcd."""
+    if ETCD is None:
+        yield ()
+        return
+    with etcd_server(tmp_path / "etcd") as etcd:
+        yield f"--leader-election=etcd://{etcd.address}/torchft", "--lease-ttl-s=60"
+
+
+def test_clocks_jump_while_groups_train(tmp_path: Path, election: tuple[str, ...]) -> None:
+    at_lighthouse, at_groups = (WallClock(tmp_path / name) for name in ("lighthouse", "groups"))
+    address = steady_address()
+
+    def lighthouse() -> Process:
+        flags = ("--min-replicas=2", *election)
+        return lighthouse_process(*flags, bind=address, **at_lighthouse.variables)
+
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(lighthouse())
+        nursery = stack.enter_context(Nursery(**at_groups.variables))
+        crew = Crew(nursery, tmp_path, address)
+        stack.callback(crew.end)
+        for group in GROUPS:
+            crew.start(group)
+        crew.all_meet(GROUPS)
+        for away in (HOUR, timedelta(), -DAY):
+            for clock in (at_lighthouse, at_groups):
+                clock.jump(away)
+                crew.await_commits(GROUPS, DEADLINE_S, since=time.monotonic(), num_members=2)
+        assert all("lost the lighthouse" not in each.said() for each in crew.lives), crew.story()
+        assert not [event for group in GROUPS for event in crew.of(group, Discarded)], crew.story()
+        told = first.errors()
+        assert "group lost" not in told
+        first.end()
+        second = stack.enter_context(lighthouse())
+        crew.all_meet(GROUPS)
+
+        assert all(worker.is_running for worker in crew.lives), crew.story()
+        assert all(len(crew.of(group, Discarded)) <= 1 for group in GROUPS), crew.story()
+        check_ids_and_weights(crew)
+        assert told_at(second.errors(), "quorum changed") < datetime.now() - DAY / 2
+        assert told_at(crew.lives[0].said(), "lost the lighthouse") < datetime.now() - DAY / 2
+
+
+def check_ids_and_weights(crew: Crew) -> None:
+    commits = {group: crew.of(group, Committed) for group in GROUPS}
+    members: dict[int, str] = {}
+    digests: dict[int, str] = {}
+    for mine in commits.values():
+        ids = [commit.quorum_id for commit in mine]
+        assert ids == sorted(ids), "I1"
+        for commit in mine:
+            assert members.setdefault(commit.quorum_id, commit.members) == commit.members, "I1"
+            assert digests.setdefault(commit.step, commit.digest) == commit.digest, "I3"
+    assert len(members) > 1, "the second lighthouse has given out one of its own"
+
+
+def told_at(log: str, text: str) -> datetime:
+    """What the clock showed when a line with ``text`` was written last."""
+    (*_, line) = (line for line in log.splitlines() if text in line)
+    return datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S")
