@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import grpc
 
 from torchft_svc.coordination.outgoing import Outgoing
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.channel import MAX_RECONNECT_MS, MIN_RECONNECT_MS
+from torchft_svc.rpc.backoff import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ class Attachment:
             self._thread.join(JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
-        pause_s = MIN_RECONNECT_MS / 1000
+        backoff = Backoff()
         self._failing = False
         while True:
             outgoing = self._outgoing = Outgoing(self._hello)
@@ -122,9 +121,8 @@ class Attachment:
                     self._on_break()
             except ValueError:  # the channel was closed, because the manager is elsewhere now
                 self._failing = True
-            self._closing.wait(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - only jitter
-            longer_s = min(2 * pause_s, MAX_RECONNECT_MS / 1000)
-            pause_s = longer_s if self._failing else MIN_RECONNECT_MS / 1000
+            self._closing.wait(backoff.pause_s())
+            backoff.tried(failed=self._failing)
 
     def _read(self, outgoing: Outgoing) -> None:
         """One stream, from hello to its end."""

@@ -12,11 +12,10 @@ from torchft_svc.errors import NotLeader, TorchFTError, Unauthorized, Unreachabl
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.line import Contact, Line, NotSupported
 from torchft_svc.manager_server.unary_line import UnaryLine
+from torchft_svc.rpc.backoff import Backoff
 from torchft_svc.rpc.channel import (
     IMPATIENT_KEEPALIVE_MS,
     KEEPALIVE_MS,
-    MAX_RECONNECT_MS,
-    MIN_RECONNECT_MS,
     open_aio_channel,
 )
 from torchft_svc.rpc.probing import is_serving
@@ -38,12 +37,14 @@ class Connection:
         replica_id: str,
         open_session: Callable[[Contact], Line],
         on_better: Callable[[], None],
+        backoff: Backoff,
     ) -> None:
         self._config = config
         self._route = route
         self._replica_id = replica_id
         self._open_session = open_session
         self._on_better = on_better
+        self._backoff = backoff
         self._line: Line | None = None
         self._opened = asyncio.Event()
         self._why_not: TorchFTError = self._unreachable("there is no connection yet")
@@ -53,12 +54,12 @@ class Connection:
 
     async def run(self) -> None:
         """Be connected, until cancelled or left."""
-        pause_s = MIN_RECONNECT_MS / 1000
         failing = False
         while not self._left:
             error = await self._hold(self._route.current)
             if self._opened.is_set():
-                pause_s, failing = MIN_RECONNECT_MS / 1000, False
+                self._backoff.tried(failed=False)
+                failing = False
             self._line = None
             self._opened.clear()
             if error is not None:
@@ -70,9 +71,8 @@ class Connection:
                 trusted = not (all_failed and isinstance(error, Unauthorized))
                 self._why_not = self._unreachable(_reason(error)) if trusted else error
                 if all_failed:
-                    pause_s = min(2 * pause_s, MAX_RECONNECT_MS / 1000)
-            # Jitter: a thousand managers must not come back in the same millisecond.
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
+                    self._backoff.tried(failed=True)
+            await asyncio.sleep(self._backoff.pause_s())
 
     async def ask(self, member: Member, timeout_s: float) -> Quorum:
         """See `Line.ask`; `Unreachable` at once while there is no connection, or it was left."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 import uuid
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torchft_svc.manager_server.connection import Connection
 from torchft_svc.manager_server.line import Contact
 from torchft_svc.manager_server.session_line import SessionLine
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.backoff import Backoff
 from torchft_svc.rpc.channel import MIN_RECONNECT_MS
 from torchft_svc.rpc.route import Route
 from torchft_svc.rpc.tasks import Tasks
@@ -29,12 +31,15 @@ class LighthouseLink:
 
     ``address`` is where others reach this manager; ``on_news`` hears of members of the last quorum
     that are gone, and of orders to end; ``activity`` tells what the group does. All are set before
-    `start`.
+    `start`. ``draw`` is for pauses, see `Backoff`.
     """
 
-    def __init__(self, config: ManagerConfig, tasks: Tasks) -> None:
+    def __init__(
+        self, config: ManagerConfig, tasks: Tasks, draw: Callable[[], float] = random.random
+    ) -> None:
         self._config = config
         self._tasks = tasks
+        self._draw = draw
         self.on_news: Callable[[pb.SessionNews], None] = _not_listening
         self.activity: Callable[[], Activity | None] = _not_telling
         self.address = ""
@@ -90,7 +95,12 @@ class LighthouseLink:
         self._left = False
         self.replica_id = f"{self._config.replica_name}:{uuid.uuid4()}"
         self._connection = Connection(
-            self._config, self._route, self.replica_id, self._open_session, self._hear_better
+            self._config,
+            self._route,
+            self.replica_id,
+            self._open_session,
+            self._hear_better,
+            Backoff(self._draw),
         )
 
     def _open_session(self, contact: Contact) -> SessionLine:

@@ -1,0 +1,74 @@
+"""Many managers lose one lighthouse in one moment: all draw their pauses, and are back in time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import pytest
+from bounds import check
+from running import eventually, lighthouse_process, steady_address
+
+from chaos.bounds import LIGHTHOUSE_BACK_S
+from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.link import LighthouseLink
+from torchft_svc.rpc.channel import MAX_RECONNECT_MS, MIN_RECONNECT_MS
+from torchft_svc.rpc.tasks import Tasks
+
+NUM_MANAGERS = 50
+# After so many attempts a pause is as long as it gets.
+NUM_TRIED = (MAX_RECONNECT_MS // MIN_RECONNECT_MS).bit_length() + 1
+DEADLINE_S = 20.0
+
+
+class Dice:
+    """Counts how often it was thrown."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.num = 0
+
+    def __call__(self) -> float:
+        self.num += 1
+        return self._random.random()
+
+
+@pytest.mark.processes
+def test_fifty_sessions_are_back_soon_after_their_lighthouse() -> None:
+    address = steady_address()
+    dice = [Dice(seed) for seed in range(NUM_MANAGERS)]
+
+    async def all_connected(links: list[LighthouseLink]) -> None:
+        await asyncio.gather(*(link._connection.opened(DEADLINE_S) for link in links))
+
+    async def story() -> None:
+        async with Tasks() as tasks:
+            links = [LighthouseLink(config(address, i), tasks, dice[i]) for i in range(len(dice))]
+            with await asyncio.to_thread(lighthouse_process, bind=address):
+                for link in links:
+                    link.start()
+                await all_connected(links)
+            await asyncio.to_thread(
+                eventually,
+                lambda: min(each.num for each in dice) >= NUM_TRIED,
+                DEADLINE_S,
+                "each pause is drawn",
+            )
+            with await asyncio.to_thread(lighthouse_process, bind=address):
+                back_at = time.monotonic()
+                await all_connected(links)
+                check("fifty sessions are back", time.monotonic() - back_at, LIGHTHOUSE_BACK_S)
+                await asyncio.gather(*(link.leave("the test ends") for link in links))
+
+    asyncio.run(story())
+
+
+def config(lighthouse: str, number: int) -> ManagerConfig:
+    return ManagerConfig(
+        lighthouse_address=lighthouse,
+        replica_name=f"group-{number}",
+        group_world_size=1,
+        store_address="127.0.0.1:1",
+        heartbeat_interval_s=0.5,
+    )
