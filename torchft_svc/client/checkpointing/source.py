@@ -17,6 +17,9 @@ from torchft_svc.errors import AddressError, Unauthorized, Unreachable
 from torchft_svc.rpc.security import Security
 from torchft_svc.rpc.tls_reasons import tls_reason
 
+# What a peer that leaves without a word of TLS looks like. The second: in Pythons that let OpenSSL
+# ignore a missing farewell, such as Debian 12's.
+_HANGING_UP = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError)
 # A sentence; whatever is longer does not come from us.
 _MAX_REASON_BYTES = 1000
 # By the scheme of the source, where this side is set to the other.
@@ -86,7 +89,7 @@ class Source:
         with self._naming_distrust():
             try:
                 wire.send(request.encode("ascii"))
-            except (ssl.SSLEOFError, ConnectionError):
+            except _HANGING_UP:
                 if self._tls is None:
                     raise
                 # A source that does not take our certificate says so, and hangs up: read that.
@@ -160,7 +163,7 @@ class Source:
         except TimeoutError as error:
             wire.close()
             raise self._unreachable(f"no TLS within {self._timeout_s:.3g} s") from error
-        except (ssl.SSLEOFError, ConnectionError) as error:
+        except _HANGING_UP as error:
             wire.close()
             raise Refused(BUSY, f"it hung up before TLS was agreed on: {error}") from error
         except BaseException:
