@@ -88,8 +88,10 @@ def test_a_collective_gives_what_torch_s_own_group_gives(
     members: list[ProcessGroup], plain: list[Any], name: str, dtype: torch.dtype
 ) -> None:
     theirs = outcomes(plain, name, dtype)
+    if isinstance(theirs[0], str):  # older gloo knows no alltoall
+        pytest.skip(f"torch's own group refuses: {theirs[0]}")
     assert outcomes(members, name, dtype) == theirs
-    if dtype is torch.float32 and not isinstance(theirs[0], str):
+    if dtype is torch.float32:
         assert theirs == [expected(rank, NUM_MEMBERS)[name] for rank in range(NUM_MEMBERS)]
 
 
