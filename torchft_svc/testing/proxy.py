@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit, urlunsplit
 
+from torchft_svc.errors import ConfigError
+
 # What a hook may do with bytes that begin at a place in the whole downstream: None cuts.
 Hook = Callable[[int, bytes], bytes | None]
 PIECE_BYTES = 16 << 10
@@ -20,10 +22,15 @@ BURST_S = 0.05
 class Proxy:
     """Stands before the source at ``url``; ``hook`` sees everything that goes to receivers,
     at most ``piece_bytes`` at once.
+
+    Raises:
+        ConfigError: ``url`` names no port.
     """
 
     def __init__(self, url: str, hook: Hook, piece_bytes: int = PIECE_BYTES) -> None:
         parts = urlsplit(url)
+        if parts.port is None:
+            raise ConfigError("url", url, "it names no port")
         self._to = (parts.hostname, parts.port)
         self._hook = hook
         self._piece_bytes = piece_bytes
