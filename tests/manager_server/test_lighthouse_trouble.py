@@ -21,6 +21,7 @@ from running import (
     failure,
     lighthouse_process,
     line_to,
+    listeners,
     manager_process,
     members,
     refusing,
@@ -201,6 +202,23 @@ def test_a_worker_that_was_restarted_is_not_held_to_what_its_group_knew() -> Non
         with lighthouse_process(bind=first.address):
             answer = group.ask_manager(step=3, worker_id="another").result()
             assert answer.max_step == 3
+
+
+def test_a_restarted_worker_that_gives_up_too_early_asks_again() -> None:
+    """Its manager still says goodbye for the one before to a lighthouse that does not answer."""
+    with (
+        lighthouse_process() as lighthouse,
+        manager_process(lighthouse.address) as manager,
+        line_to(manager.address) as group,
+    ):
+        with ManagerClient(manager.address, LONG) as before:
+            before.attach(0, listeners())
+            before._quorum(0, 3, "", False, LONG)
+            lighthouse.send(signal.SIGSTOP)
+        eventually(lambda: "leaving: group rank 0 is gone" in manager.errors())
+        failure(group.ask_manager(step=3, worker_id="another", timeout_s=0.3))
+        lighthouse.send(signal.SIGCONT)
+        assert group.ask_manager(step=3, worker_id="another").result().max_step == 3
 
 
 def test_retries_ask_again_after_a_failed_quorum(nowhere: str) -> None:

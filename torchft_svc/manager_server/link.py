@@ -66,6 +66,8 @@ class LighthouseLink:
         deadline = time.monotonic() + timeout_s
         if question.new_incarnation:
             self._last = NO_QUORUM
+            self._is_outdated = True
+        if self._is_outdated:  # maybe since an earlier question, whose asker gave up
             async with self._moving:
                 await self._begin_again("a worker of the group was restarted")
         for attempt in range(self._config.quorum_retries + 1):
@@ -93,6 +95,7 @@ class LighthouseLink:
 
     def _new_incarnation(self) -> None:
         self._left = False
+        self._is_outdated = False  # a worker was restarted since
         self.replica_id = f"{self._config.replica_name}:{uuid.uuid4()}"
         self._connection = Connection(
             self._config,
