@@ -1,11 +1,12 @@
 """Who of one job is alive, who asks for a quorum, and which quorum was the last.
 
-`Membership` keeps what `torchft_svc.core.quorum.decide` looks at, and keeps it cheap: while a
-member of the previous quorum is missing, an arrival costs the same for ten groups and ten thousand.
+`Membership` keeps what `torchft_svc.core.quorum.decide` looks at, and keeps it cheap: while
+somebody is waited for, an arrival costs the same for ten groups and ten thousand.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
@@ -45,7 +46,10 @@ class Membership:
         self._awaited: set[str] = set()  # living, in the previous quorum, has not asked again
         self._announced: set[str] = set()  # newcomers that the last quorum has been told of
         self._num_losses_told = 0  # to the last quorum
-        self._look_at: float | None = None  # when the last decision said that time changes it
+        # When the last decision said that time changes it (inf: never, while those live that it
+        # waits for); whether it waits for others than the rest of the previous quorum.
+        self._look_at: float | None = None
+        self._awaits_crowd = False
         self.previous: Quorum | None = None  # published here
         self._previous_ids: set[str] = set()  # of its members, or who tells of the newest one
         self.last = last
@@ -58,6 +62,8 @@ class Membership:
         """A sign of life."""
         if replica_id not in self._seen_at:
             self._incarnations.setdefault(stable_name(replica_id), {})[replica_id] = None
+            if self._config.newcomer_timeout_s < self._config.join_timeout_s:
+                self._reconsider_crowd()
             if replica_id in self._previous_ids:  # it was silent for too long, but is back
                 self._veterans.add(replica_id)
                 self._awaited.add(replica_id)
@@ -74,6 +80,7 @@ class Membership:
         if not last.quorum_id:
             return
         self._veterans.add(replica_id)
+        self._reconsider_crowd()
         if self.previous is not None or last.quorum_id < self.last.quorum_id:
             return
         if last.quorum_id > self.last.quorum_id:
@@ -105,6 +112,8 @@ class Membership:
         self._replica_of[caller] = member.replica_id
         self._straggling.discard(member.replica_id)
         self._awaited.discard(member.replica_id)
+        if asked_at < now or member.replica_id in self._previous_ids:
+            self._reconsider_crowd()
         if self.previous is None:
             self._gathering = self._gathering.heard(member, now, self._config.join_timeout_s)
         if member.step >= self.committed_step:
@@ -131,6 +140,8 @@ class Membership:
             del self._incarnations[name]
         for ids in (self._veterans, self._straggling, self._awaited, self._announced):
             ids.discard(replica_id)
+        if replica_id in self._previous_ids:
+            self._reconsider_crowd()
         if self.previous is None:
             self._previous_ids.discard(replica_id)
         if replica_id in self._waiting:
@@ -168,6 +179,11 @@ class Membership:
         self._loss_accepted = True
         return True
 
+    def _reconsider_crowd(self) -> None:
+        """Something has happened that may end the wait for a crowd earlier."""
+        if self._awaits_crowd:
+            self._look_at = None
+
     def _no_longer_waits(self, replica_id: str) -> Waiter:
         waiter = self._waiting.pop(replica_id)
         told = waiter.member.min_replicas
@@ -181,12 +197,18 @@ class Membership:
     def decide(self, now: float) -> Formed | Waiting:
         """Is there a quorum now? Groups whose time is up count as stragglers from here on."""
         view = self.view()
-        if self._waiting:
-            late = {key for key, at in absent_deadlines(view, self._config).items() if at <= now}
-            self._straggling |= late
-            self._awaited -= late
+        deadlines = absent_deadlines(view, self._config) if self._waiting else {}
+        late = {key for key, at in deadlines.items() if at <= now}
+        self._straggling |= late
+        self._awaited -= late
         decision = decide(view, self._config, now)
         self._look_at = decision.until if isinstance(decision, Waiting) else None
+        self._awaits_crowd = False
+        if isinstance(decision, Waiting) and len(late) < len(deadlines):
+            until = min(at for at in deadlines.values() if at > now)
+            if decision.until == (None if until == math.inf else until):
+                self._look_at = until
+                self._awaits_crowd = self._previous_ids.isdisjoint(self._waiting)
         return decision
 
     def why(self, now: float) -> str:
@@ -197,14 +219,18 @@ class Membership:
     def is_settled(self, now: float) -> bool:
         """True if the last decision still holds whoever else has asked meanwhile (cheap).
 
-        A member of the previous quorum is waited for until `look_at`. Whatever happened since
-        then (a request repeated, withdrawn, or lost) can only have moved that deadline back.
+        A member of the previous quorum, or at a cold start anybody, is waited for until `look_at`.
+        Whatever happened since then (a request repeated, withdrawn, or lost) can only have moved
+        that deadline back, or it was forgotten.
         """
-        return bool(self._awaited) and self._look_at is not None and now < self._look_at
+        if self._look_at is None or now >= self._look_at:
+            return False
+        num_absent = len(self._seen_at) - len(self._waiting) - len(self._straggling)
+        return bool(self._awaited) or (self._awaits_crowd and num_absent > 0)
 
     def look_at(self) -> float | None:
         """When to decide again although nothing happened."""
-        return self._look_at
+        return None if self._look_at == math.inf else self._look_at
 
     def dead(self, now: float) -> list[str]:
         """The groups that were silent for the heartbeat timeout."""
