@@ -6,13 +6,16 @@ import contextlib
 import random
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
 from hostile import PREFACE, frame
 from running import Line, Process, failure, lighthouse_process, line_to, manager_process
 
+from torchft_svc.core.activity import HANGING_PHASES
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.codec import beat_from_wire
 
 pytestmark = pytest.mark.processes
 
@@ -179,6 +182,31 @@ def test_a_session_that_breaks_the_protocol_is_told_so(
     with line_to(lighthouse.address) as line:
         told = session_failure(line, *(pb.SessionRequest(**fields) for fields in requests))
     assert told == (grpc.StatusCode.INVALID_ARGUMENT, sentence)
+
+
+def test_what_only_a_newer_client_says_is_passed_over(
+    lighthouse: Process, manager: Process
+) -> None:
+    """A field of a later version, in a message that has nothing else."""
+    newer = b"\xa2\x06\x00"
+    leave = pb.SessionRequest(leave={}).SerializeToString()
+    hello = pb.SessionRequest(hello={"replica_id": "n:1"}).SerializeToString()
+    attach = pb.AttachRequest(hello={"worker_id": "n"}).SerializeToString()
+    detach = pb.AttachRequest(detach={}).SerializeToString()
+    for address, method, messages in (
+        (lighthouse.address, "LighthouseService/Session", (hello, newer, leave)),
+        (manager.address, "ManagerService/Attach", (attach, newer, detach)),
+    ):
+        with line_to(address) as line:
+            stream: Any = line.channel.stream_stream(f"/torchft.{method}", None, None)
+            assert len(list(stream(iter(messages), timeout=10))) == 1  # welcome, and no error
+
+
+def test_a_phase_that_only_a_newer_client_knows_is_not_the_one_before() -> None:
+    for told in (pb.PHASE_TRAINING, 77):
+        beat = beat_from_wire(pb.SessionBeat(phase=told, step=3), 0.0)
+        assert beat is not None
+        assert (beat.phase in HANGING_PHASES) == (told == pb.PHASE_TRAINING)
 
 
 def session_failure(line: Line, *requests: pb.SessionRequest) -> tuple[grpc.StatusCode, str]:

@@ -16,6 +16,7 @@ from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import answers, member_from_wire, refusal
 from torchft_svc.rpc.deadline import MAX_WAIT_S
 from torchft_svc.rpc.outbox import Outbox
+from torchft_svc.rpc.parsing import is_of_a_newer_kind
 
 # A connection that says nothing is not a session.
 HELLO_TIMEOUT_S = 5.0
@@ -80,7 +81,7 @@ class Session:
             elif kind == "leave":
                 self._leave(message.leave)
                 return
-            else:
+            elif kind is not None or not is_of_a_newer_kind(message):
                 raise RequestRefused(f"a session has no place for {kind or 'an empty message'}")
 
     def _ask(self, question: pb.SessionQuestion) -> None:

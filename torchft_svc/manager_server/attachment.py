@@ -14,6 +14,7 @@ from torchft_svc.errors import RequestRefused
 from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.outbox import Outbox
+from torchft_svc.rpc.parsing import is_of_a_newer_kind
 
 log = logging.getLogger(__name__)
 
@@ -60,5 +61,5 @@ async def _read(
             return
         if kind == "phase":
             driver.hear_phase(group_rank, message.phase)
-            continue
-        raise RequestRefused(f"an attachment has no place for {kind or 'an empty message'}")
+        elif kind is not None or not is_of_a_newer_kind(message):
+            raise RequestRefused(f"an attachment has no place for {kind or 'an empty message'}")

@@ -133,8 +133,9 @@ def phase_to_wire(phase: Phase) -> pb.Phase:
 
 
 def phase_from_wire(number: pb.Phase) -> Phase | None:
-    """None: it was not told, or this version does not know it."""
-    return _PHASES_OF_WIRE.get(number)
+    """None: it was not told. One that a newer version has is none that could be called a hang, and
+    the one before is over."""
+    return _PHASES_OF_WIRE.get(number, Phase.IDLE if number else None)
 
 
 def beat_to_wire(activity: Activity | None, now: float) -> pb.SessionBeat:
