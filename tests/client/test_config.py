@@ -97,6 +97,19 @@ def test_no_time_at_all_is_refused(name: str, value: float) -> None:
         timeouts(NOTHING, **{name: value})
 
 
+@pytest.mark.parametrize("name", ["timeout", "quorum_timeout", "connect_timeout"])
+@pytest.mark.parametrize("value", [3e6, 1e13])
+def test_more_time_than_can_be_waited_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}=.*24 days. at most"):
+        timeouts(NOTHING, **{name: value})
+
+
+def test_so_is_a_variable_with_a_number_beyond_all_clocks() -> None:
+    endless = Environment({"TORCHFT_WATCHDOG_TIMEOUT_SEC": "1e300"})
+    with pytest.raises(ConfigError, match=r"watchdog_timeout='1e\+300 s' cannot work"):
+        timeouts(endless)
+
+
 def test_the_place() -> None:
     assert resolve_place(NOTHING, None, None) == GroupPlace(group_rank=0, group_world_size=1)
     assert resolve_place(ALL_SET, None, None) == GroupPlace(group_rank=1, group_world_size=3)

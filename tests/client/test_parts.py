@@ -81,6 +81,14 @@ def test_calls_come_in_the_order_of_their_times(timer: Timer) -> None:
     assert calls == [1, 2]
 
 
+def test_a_time_that_never_comes_holds_up_no_other(timer: Timer) -> None:
+    """Waiting for it would be more than the system can."""
+    timer.call_at(time.monotonic() + 1e13, lambda: None)
+    soon = threading.Event()
+    timer.call_at(time.monotonic() + 0.01, soon.set)
+    assert soon.wait(10)
+
+
 def test_a_future_that_ends_too_late_changes_nothing(timer: Timer) -> None:
     errors: list[Exception] = []
     source: torch.futures.Future[int] = torch.futures.Future()

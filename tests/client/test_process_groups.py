@@ -15,7 +15,7 @@ import torch.distributed as dist
 from bounds import check
 from running import eventually
 
-from torchft_svc.client import ProcessGroupDummy, ProcessGroupGloo
+from torchft_svc.client import HTTPTransport, PGTransport, ProcessGroupDummy, ProcessGroupGloo
 from torchft_svc.client.process_groups.graveyard import Graveyard
 from torchft_svc.errors import ConfigError, DeadlineExceeded, QuorumFailed, Unreachable
 
@@ -261,9 +261,16 @@ def test_the_dummy_gives_back_what_it_got() -> None:
     assert [part.item() for part in (tensor, *gathered)] == [5.0] * 4
 
 
-def test_no_time_is_refused() -> None:
+@pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=-1), timedelta.max])
+def test_no_time_is_refused_and_so_is_too_much(timeout: timedelta) -> None:
     with pytest.raises(ConfigError, match="timeout"):
-        ProcessGroupGloo(timedelta(0))
+        ProcessGroupGloo(timeout)
+    with pytest.raises(ConfigError, match="timeout"):
+        ProcessGroupGloo().set_timeout(timeout)
+    with pytest.raises(ConfigError, match="timeout"):
+        PGTransport(ProcessGroupGloo(), timeout)
+    with pytest.raises(ConfigError, match="timeout"):
+        HTTPTransport(timeout)
 
 
 def test_the_connection_to_the_store_is_kept(

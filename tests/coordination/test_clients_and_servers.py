@@ -238,3 +238,15 @@ def test_errors_that_were_caught_survive_pickle(
         again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
         assert (type(again), str(again)) == (type(error), str(error))
         assert isinstance(again, UsageError | PeerError)
+
+
+@pytest.mark.parametrize("timeout", [timedelta(days=300_000), timedelta.max])
+def test_whoever_can_wait_for_ever_is_answered(timeout: timedelta) -> None:
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse,
+        start_manager(lighthouse.address()) as manager,
+        LighthouseClient(lighthouse.address(), timeout, job_id="other") as client,
+        ManagerClient(manager.address(), timeout) as worker,
+    ):
+        assert client.quorum("a:1", timeout).quorum_id
+        assert worker._quorum(0, 0, "", False, timeout).quorum_id

@@ -104,6 +104,16 @@ def test_max_step_is_the_highest_of_the_members() -> None:
             "heartbeat_timeout_s=0 cannot work: every group would be dead at once",
         ),
         (
+            {"join_timeout_s": 1e12},
+            "join_timeout_s='1e+12 s' cannot work: use 2073600 s (24 days) at most, which is as "
+            "good as forever",
+        ),
+        (
+            {"hang_timeout_s": 3e6},
+            "hang_timeout_s='3e+06 s' cannot work: use 2073600 s (24 days) at most, which is as "
+            "good as forever",
+        ),
+        (
             {"on_step_regression": "ignore"},
             "on_step_regression='ignore' cannot work: use auto, hold or warn",
         ),

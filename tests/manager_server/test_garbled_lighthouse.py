@@ -11,6 +11,7 @@ import grpc
 import pytest
 from running import Line, eventually, failure, line_to, manager_process
 
+from torchft_svc.manager_server.line import beat_interval_s
 from torchft_svc.proto import torchft_pb2 as pb
 
 GARBAGE = b"\xff" * 9
@@ -64,3 +65,13 @@ def check_failure(line: Line) -> None:
     """The worker is told what is wrong, not left waiting."""
     _, reason = failure(line.ask_manager(worker_id="w", timeout_s=5))
     assert "lighthouse" in reason
+
+
+@pytest.mark.parametrize(
+    ("own_s", "wanted_ms", "interval_s"),
+    [(0.1, 0, 0.1), (0.1, 20_000, 20.0), (0.1, 2**62, 60.0), (0.1, -(2**62), 0.1), (90, 0, 90)],
+)
+def test_a_lighthouse_cannot_keep_a_group_from_beating(
+    own_s: float, wanted_ms: int, interval_s: float
+) -> None:
+    assert beat_interval_s(own_s, wanted_ms) == interval_s

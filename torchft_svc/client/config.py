@@ -9,6 +9,7 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
+from torchft_svc.core.durations import MAX_DURATION_S, check_length
 from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
@@ -52,6 +53,7 @@ class Timeouts:
             value = getattr(self, field)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(_KEYWORDS[field], value, "use a finite time above 0 seconds")
+            check_length(_KEYWORDS[field], value or 0.0)
         for low, high, reason in (
             ("collective_s", "quorum_s", "the others would give up the quorum while it waits"),
             ("connect_s", "quorum_s", "the quorum would time out before it says who is away"),
@@ -148,7 +150,8 @@ def resolve_timeouts(
     connect_s = _seconds(connect_timeout, environment.connect_timeout_s)
     default_s = DEFAULT_TIMEOUT.total_seconds()
     if quorum_s is None:
-        quorum_s = max(default_s, collective_s or 0.0, connect_s or 0.0)
+        # One that is too long is refused by its own name.
+        quorum_s = min(max(default_s, collective_s or 0.0, connect_s or 0.0), MAX_DURATION_S)
     fitting_s = min(default_s, quorum_s) if quorum_s > 0 else default_s
     return Timeouts(
         collective_s=fitting_s if collective_s is None else collective_s,

@@ -61,7 +61,9 @@ class Timer:
                     return
                 left_s = self._due[0][0] - time.monotonic() if self._due else None
                 if left_s is None or left_s > 0:
-                    self._changed.wait(left_s)
+                    self._changed.wait(
+                        None if left_s is None else min(left_s, threading.TIMEOUT_MAX)
+                    )
                     continue
                 _, _, action = heapq.heappop(self._due)
             action()

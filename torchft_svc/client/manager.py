@@ -30,6 +30,7 @@ from torchft_svc.client.runtime import Brought, Runtime, start_runtime
 from torchft_svc.client.state import DEFAULT_KEY, StateRegistry
 from torchft_svc.client.stepper import Stepper
 from torchft_svc.coordination import QuorumResult, Security
+from torchft_svc.core.durations import limited_s
 from torchft_svc.core.step import StepMachine
 from torchft_svc.env import Environment
 
@@ -180,7 +181,7 @@ class Manager:
             Drained: the group was told to end and has left: a SystemExit with status 0. It may also
                 come from `wait_quorum` and `should_commit`, whose step is not applied then.
         """
-        limit = self._rules.timeouts.quorum_s if timeout is None else timeout.total_seconds()
+        limit = self._rules.timeouts.quorum_s if timeout is None else limited_s(timeout)
         request = RoundRequest(allow_heal=allow_heal, shrink_only=shrink_only, timeout_s=limit)
         self._stepper.start(request)
 
@@ -222,7 +223,7 @@ class Manager:
             Unauthorized: this worker was never let into a quorum; says what to set.
             PeerError: the group's decision was lost; this worker may not go on.
         """
-        limit = self._rules.timeouts.collective_s if timeout is None else timeout.total_seconds()
+        limit = self._rules.timeouts.collective_s if timeout is None else limited_s(timeout)
         return self._stepper.decide(limit)
 
     def reduction_scale(self) -> float | None:
@@ -258,7 +259,7 @@ class Manager:
 
         The error is latched.
         """
-        limit_s = self._rules.timeouts.collective_s if timeout is None else timeout.total_seconds()
+        limit_s = self._rules.timeouts.collective_s if timeout is None else limited_s(timeout)
         epoch = self._step.state.epoch
         return guard_future(
             fut,

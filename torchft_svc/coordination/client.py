@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from torchft_svc.core.durations import limited_s
 from torchft_svc.core.types import check_name
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError, RequestRefused, Unreachable
@@ -50,7 +51,7 @@ class Client:
             security = resolve_security(Environment())
         self._peer = peer
         self._addr = addr
-        self._connect_timeout_s = connect_timeout.total_seconds()
+        self._connect_timeout_s = limited_s(connect_timeout)
         self._metadata = ((JOB_KEY, job_id), *security.metadata)
         self.security = security
         self._keepalive_ms = keepalive_ms
@@ -118,7 +119,7 @@ class Client:
         method_of(self._channel)  # now, not when the first call is in a hurry
 
         def invoke(request: Any, timeout: timedelta) -> Answer:
-            channel, addr, timeout_s = self._channel, self._addr, timeout.total_seconds()
+            channel, addr, timeout_s = self._channel, self._addr, limited_s(timeout)
             try:
                 return method_of(channel)(request, timeout=timeout_s, metadata=self._metadata)
             except ValueError:  # that is how gRPC says that the channel is closed

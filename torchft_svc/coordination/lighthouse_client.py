@@ -11,6 +11,7 @@ from typing import Any
 
 from torchft_svc.coordination.client import Answer, Client
 from torchft_svc.coordination.types import Quorum, QuorumMember, Timestamp
+from torchft_svc.core.durations import limited_s
 from torchft_svc.core.overview import JobStatus
 from torchft_svc.core.types import DEFAULT_JOB, Member
 from torchft_svc.errors import NotLeader, Unreachable
@@ -155,7 +156,7 @@ class LighthouseClient(Client):
         ask_one = super()._method(name, answer)
 
         def invoke(request: Any, timeout: timedelta) -> Answer:
-            deadline = time.monotonic() + timeout.total_seconds()
+            deadline = time.monotonic() + limited_s(timeout)
             while True:
                 addr, left_s = self._addr, deadline - time.monotonic()
                 try:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from torchft_svc.core.durations import check_length
 from torchft_svc.errors import ConfigError, RequestRefused
 
 # A replica id or a job's name is shown in logs and tables and kept in maps: it has to stay short.
@@ -150,6 +151,7 @@ class QuorumConfig:
                 raise ConfigError(
                     field, value, "a timeout is a finite number of seconds, 0 or more"
                 )
+            check_length(field, value or 0.0)
         if self.heartbeat_timeout_s == 0:
             raise ConfigError("heartbeat_timeout_s", 0, "every group would be dead at once")
         if self.hang_timeout_s is not None and not (
@@ -158,6 +160,7 @@ class QuorumConfig:
             raise ConfigError(
                 "hang_timeout_s", self.hang_timeout_s, "use a finite time above 0 seconds, or None"
             )
+        check_length("hang_timeout_s", self.hang_timeout_s or 0.0)
         if self.on_hang not in ("report", "kill"):
             raise ConfigError("on_hang", self.on_hang, "use report or kill")
         if self.on_step_regression not in ("auto", "hold", "warn"):

@@ -12,7 +12,7 @@ from torchft_svc.lighthouse_server.app import run_lighthouse
 from torchft_svc.lighthouse_server.election import Election, election_options
 from torchft_svc.lighthouse_server.orders import ORDERS
 from torchft_svc.rpc.address import HostPort
-from torchft_svc.rpc.cli import Address, option, run, security_options
+from torchft_svc.rpc.cli import MILLISECONDS, Address, option, run, security_options
 from torchft_svc.rpc.commands import ServiceCommand
 from torchft_svc.rpc.security import Security
 
@@ -22,19 +22,19 @@ from torchft_svc.rpc.security import Security
 @option("--min-replicas", type=int, default=1, help="Fewest groups that make a quorum.")
 @option(
     "--join-timeout-ms",
-    type=int,
+    type=MILLISECONDS,
     default=60_000,
     help="How long the groups that ask wait for living ones that have not asked yet.",
 )
 @option(
     "--startup-timeout-ms",
-    type=int,
+    type=MILLISECONDS,
     default=None,
     help="The same, for groups new to the job in a cold start.  [default: join timeout]",
 )
 @option(
     "--heartbeat-timeout-ms",
-    type=int,
+    type=MILLISECONDS,
     default=5_000,
     help="A group that is silent for so long is dead.",
 )
@@ -47,7 +47,7 @@ from torchft_svc.rpc.security import Security
 )
 @option(
     "--hang-timeout-ms",
-    type=int,
+    type=MILLISECONDS,
     default=None,
     help="A group whose step stands still for so long, while it trains or votes, has hung.  "
     "[default: none ever has]",

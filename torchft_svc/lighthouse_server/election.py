@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from torchft_svc.core.durations import check_length
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError, UsageError
 from torchft_svc.lighthouse_server.etcd_access import EtcdAccess, resolve_etcd_access
@@ -36,6 +37,7 @@ class Election:
             parse_address(self.advertise)
         if self.lease_ttl_s < MIN_LEASE_S:
             raise ConfigError("lease_ttl_s", self.lease_ttl_s, f"use {MIN_LEASE_S} seconds or more")
+        check_length("lease_ttl_s", self.lease_ttl_s)
 
 
 def election_options(main: Callable[..., None]) -> Callable[..., None]:

@@ -15,7 +15,7 @@ from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.orders import ORDERS
 from torchft_svc.manager_server.owner import end_owner, watch_owner
 from torchft_svc.rpc.address import HostPort
-from torchft_svc.rpc.cli import Address, Addresses, option, run, security_options
+from torchft_svc.rpc.cli import MILLISECONDS, Address, Addresses, option, run, security_options
 from torchft_svc.rpc.commands import ServiceCommand
 from torchft_svc.rpc.security import Security
 
@@ -50,10 +50,12 @@ log = logging.getLogger(__name__)
     help="Host under which other groups reach this manager.  [default: the one that the route "
     "to the lighthouse leaves from]",
 )
-@option("--heartbeat-interval-ms", type=int, default=100, help="Time between signs of life.")
+@option(
+    "--heartbeat-interval-ms", type=MILLISECONDS, default=100, help="Time between signs of life."
+)
 @option(
     "--connect-timeout-ms",
-    type=int,
+    type=MILLISECONDS,
     default=10_000,
     help="How long the lighthouse may be unreachable before waiting workers are told.",
 )

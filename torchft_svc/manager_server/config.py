@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torchft_svc.core.durations import check_length
 from torchft_svc.core.types import DEFAULT_JOB, MAX_NAME_LENGTH, MAX_WORLD_SIZE
 from torchft_svc.errors import AddressError, ConfigError
 from torchft_svc.rpc.address import HostPort, parse_address, split_addresses
@@ -75,6 +76,7 @@ class ManagerConfig:
             value = getattr(self, field)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(field, value, "use a finite number of seconds above 0")
+            check_length(field, value)
 
     @property
     def lighthouses(self) -> tuple[str, ...]:

@@ -12,6 +12,9 @@ from torchft_svc.core.types import Member, Quorum
 
 # Leaving is a courtesy: a lighthouse that does not answer must not hold up the end.
 LEAVE_TIMEOUT_S = 1.0
+# A lighthouse may want fewer beats, though four in its heartbeat timeout; one that wants none for a
+# minute is mistaken, and a group that obeyed would be as good as dead.
+MAX_WANTED_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,11 @@ class Contact:
 
     address: str
     channel: grpc.aio.Channel
+
+
+def beat_interval_s(own_s: float, wanted_ms: int) -> float:
+    """How often to beat: as the manager was told, or more rarely if the lighthouse wants that."""
+    return max(own_s, min(wanted_ms / 1000, MAX_WANTED_INTERVAL_S))
 
 
 class Line(Protocol):

@@ -25,7 +25,12 @@ from torchft_svc.errors import (
     Unreachable,
 )
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.manager_server.line import LEAVE_TIMEOUT_S, Contact, NotSupported
+from torchft_svc.manager_server.line import (
+    LEAVE_TIMEOUT_S,
+    Contact,
+    NotSupported,
+    beat_interval_s,
+)
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY, beat_to_wire, member_to_wire, quorum_from_wire
 from torchft_svc.rpc.parsing import checked, parser
@@ -173,11 +178,11 @@ class SessionLine:
                 await _raise_status(stream)
             if self._left:  # while it was opened; the cancellation may have been lost on the way
                 return
-            interval_s = first.welcome.min_interval_ms / 1000
+            wanted_ms = first.welcome.min_interval_ms
             self._stream = stream
             self._over.clear()
             on_open()
-            beats = asyncio.create_task(self._beat(stream, interval_s))
+            beats = asyncio.create_task(self._beat(stream, wanted_ms))
             try:
                 while (news := checked(await stream.read(), _ANSWER)) is not _EOF:
                     self._hear(news)
@@ -193,8 +198,8 @@ class SessionLine:
         finally:
             stream.cancel()
 
-    async def _beat(self, stream: Stream, min_interval_s: float) -> None:
-        interval_s = max(self._config.heartbeat_interval_s, min_interval_s)
+    async def _beat(self, stream: Stream, wanted_ms: int) -> None:
+        interval_s = beat_interval_s(self._config.heartbeat_interval_s, wanted_ms)
         with contextlib.suppress(*_BROKEN):
             while True:
                 silent_s = time.monotonic() - self._asked_at  # a question is a sign of life, too

@@ -14,7 +14,7 @@ from torchft_svc.core.acceptance import check_answer
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import TorchFTError
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.manager_server.line import LEAVE_TIMEOUT_S, Contact
+from torchft_svc.manager_server.line import LEAVE_TIMEOUT_S, Contact, beat_interval_s
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY, member_to_wire, quorum_from_wire
 from torchft_svc.rpc.status import to_error
@@ -77,7 +77,7 @@ class UnaryLine:
                 answer = await self._heartbeat(
                     request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata
                 )
-                wanted_s = max(interval_s, answer.min_interval_ms / 1000)
+                wanted_s = beat_interval_s(interval_s, answer.min_interval_ms)
                 on_open()
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:

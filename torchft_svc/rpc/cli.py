@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import click
 import uvloop
 
+from torchft_svc.core.durations import MAX_DURATION_MS
 from torchft_svc.env import Environment
 from torchft_svc.errors import UsageError
 from torchft_svc.rpc.address import HostPort, parse_address, split_addresses
@@ -25,6 +26,9 @@ from torchft_svc.rpc.security import resolve_security
 MAX_DESCRIPTORS = 32_768
 # By which an owner ends its service: nobody else sends this one.
 STOP_SIGNAL = signal.SIGUSR1
+
+# What is below zero is refused where it is known what it means.
+MILLISECONDS = click.IntRange(max=MAX_DURATION_MS)
 
 F = TypeVar("F", bound=Callable[..., Any])
 

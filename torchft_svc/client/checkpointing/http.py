@@ -23,6 +23,7 @@ from torchft_svc.client.checkpointing.served import Offer, ServedState
 from torchft_svc.client.checkpointing.server import CheckpointServer
 from torchft_svc.client.checkpointing.staging import Staging
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
+from torchft_svc.core.durations import check_length
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
 from torchft_svc.rpc.security import Security, resolve_security
@@ -209,6 +210,7 @@ def _seconds(timeout: timedelta) -> float:
     seconds = timeout.total_seconds()
     if seconds <= 0:
         raise ConfigError("timeout", str(timeout), "it must be positive")
+    check_length("timeout", seconds)
     return seconds
 
 

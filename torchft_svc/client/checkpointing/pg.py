@@ -20,6 +20,7 @@ from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.checkpointing.tree import DTYPES, BadTree, Json, decode, encode
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.shards import take_apart
+from torchft_svc.core.durations import check_length
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, TorchFTError
 
 # What begins a state: this, the step, and the length of the description.
@@ -66,6 +67,9 @@ class PGTransport(CheckpointTransport[Any]):
         device: torch.device | str = "cpu",
         state_dict: Callable[[], Any] | None = None,
     ) -> None:
+        if timeout <= timedelta(0):
+            raise ConfigError("timeout", str(timeout), "it must be positive")
+        check_length("timeout", timeout.total_seconds())
         self._pg = pg
         self._timeout = timeout
         self._device = torch.device(device)

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchft_svc.client.process_groups.operations import OLDER_NAMES
+from torchft_svc.core.durations import check_length
 from torchft_svc.errors import ConfigError
 
 
@@ -48,8 +49,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
-        if timeout <= timedelta(0):
-            raise ConfigError("timeout", timeout, "a collective needs more than no time")
+        _check_timeout(timeout)
         self._timeout = timeout
         self._group_name = ""
 
@@ -151,7 +151,12 @@ class ProcessGroup(dist.ProcessGroup):
         """Release what is over by now of the groups that were left; cheap, to be called often."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long the collectives of later `configure` calls may take."""
+        """How long the collectives of later `configure` calls may take.
+
+        Raises:
+            ConfigError: no time, or more than can be waited.
+        """
+        _check_timeout(timeout)
         self._timeout = timeout
 
     def register(self, name: str) -> None:
@@ -182,3 +187,9 @@ class ProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Which torch looks up by name."""
         return f"torchft-{type(self).__name__}"
+
+
+def _check_timeout(timeout: timedelta) -> None:
+    if timeout <= timedelta(0):
+        raise ConfigError("timeout", timeout, "a collective needs more than no time")
+    check_length("timeout", timeout.total_seconds())
