@@ -22,7 +22,9 @@ DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 TREES = ("torchft_svc", "tests", "demo", "chaos", "benchmarks", "examples", "docs", "proto")
 # What only the benchmarks read, and what stands for several.
 OTHER_SETTINGS = {"TORCHFT_PEER_PYTHON", "TORCHFT_TLS"}
-OTHER_FLAGS = {"--help", "--max-restarts", "--build", "--prefix", "--hypothesis-profile"}
+OTHER_FLAGS = {"--help", "--max-restarts", "--build", "--prefix", "--hypothesis-profile"} | {
+    "--allow-incomplete-ranks"  # of the analyzer of flight records
+}
 
 
 def quoted(text: str) -> list[str]:

@@ -28,6 +28,7 @@ from torchft_svc.errors import ConfigError
         ("quorum_timeout_s", "TORCHFT_QUORUM_TIMEOUT_SEC", "60", 60.0),
         ("connect_timeout_s", "TORCHFT_CONNECT_TIMEOUT_SEC", "10", 10.0),
         ("watchdog_timeout_s", "TORCHFT_WATCHDOG_TIMEOUT_SEC", "30", 30.0),
+        ("flight_recorder", "TORCHFT_FLIGHT_RECORDER", "/records", "/records"),
         ("quorum_retries", "TORCHFT_QUORUM_RETRIES", "3", 3),
         ("checkpoint_host", "TORCHFT_CHECKPOINT_HOST", "10.0.0.1", "10.0.0.1"),
         ("uses_agent_store", "TORCHELASTIC_USE_AGENT_STORE", "True", True),

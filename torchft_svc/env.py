@@ -137,6 +137,11 @@ class Environment:
         return self._seconds("TORCHFT_WATCHDOG_TIMEOUT_SEC")
 
     @property
+    def flight_recorder(self) -> str | None:
+        """``TORCHFT_FLIGHT_RECORDER``: the directory for records of collectives."""
+        return self._text("TORCHFT_FLIGHT_RECORDER")
+
+    @property
     def quorum_retries(self) -> int | None:
         """``TORCHFT_QUORUM_RETRIES``: how often a failed quorum is asked for again."""
         return self._int("TORCHFT_QUORUM_RETRIES", 0)

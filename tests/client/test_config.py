@@ -31,6 +31,7 @@ ALL_SET = Environment(
         "TORCHFT_JOB_ID": "job",
         "TORCHFT_MIN_REPLICAS": "5",
         "REPLICA_GROUP_ID": "group",
+        "TORCHFT_FLIGHT_RECORDER": "/records",
     }
 )
 
@@ -131,6 +132,7 @@ def services(environment: Environment, **given: object) -> object:
         "quorum_retries",
         "min_replicas",
         "security",
+        "flight_recorder",
     )
     options: dict[str, object] = dict.fromkeys(names)
     return resolve_services(environment, **{**options, "in_process": False, **given})  # type: ignore[arg-type]
@@ -145,6 +147,8 @@ def test_the_services() -> None:
     assert services(ALL_SET, lighthouse_addr="other:1").lighthouse_address == "other:1"  # type: ignore[attr-defined]
     assert result.min_replicas == 5  # type: ignore[attr-defined]
     assert services(ALL_SET, min_replicas=0).min_replicas == 0  # type: ignore[attr-defined]
+    assert result.flight_recorder == "/records"  # type: ignore[attr-defined]
+    assert services(ALL_SET, flight_recorder="/other").flight_recorder == "/other"  # type: ignore[attr-defined]
     # Who asks for a manager of his own does not get the environment's.
     assert services(ALL_SET, in_process=True).manager_address is None  # type: ignore[attr-defined]
 

@@ -117,6 +117,7 @@ class ServiceOptions:
     Addresses are ``host:port``. ``min_replicas`` is what the group tells the lighthouse (0:
     nothing). ``manager_address``: use a manager that runs already.
     ``in_process``: run the manager inside the trainer instead of as a process of its own.
+    ``flight_recorder``: the directory for records of collectives (None: nothing is recorded).
     """
 
     lighthouse_address: str
@@ -129,6 +130,7 @@ class ServiceOptions:
     min_replicas: int
     in_process: bool
     security: Security
+    flight_recorder: str | None
 
 
 def resolve_timeouts(
@@ -189,6 +191,7 @@ def resolve_services(
     min_replicas: int | None,
     in_process: bool,
     security: Security | None,
+    flight_recorder: str | None,
 ) -> ServiceOptions:
     """Argument, else environment, else default (a lighthouse on this machine)."""
     if quorum_retries is None:
@@ -215,6 +218,7 @@ def resolve_services(
         min_replicas=min_replicas,
         in_process=in_process,
         security=resolve_security(environment) if security is None else security,
+        flight_recorder=flight_recorder or environment.flight_recorder,
     )
 
 

@@ -79,6 +79,8 @@ class Manager:
             ``TORCHFT_TLS_CA``, ``TORCHFT_TOKEN`` or ``TORCHFT_TOKEN_FILE``; default: neither).
         handle_sigterm: let SIGTERM drain the group, unless the program handles it already or this
             is not the main thread. A second SIGTERM ends the process as usual.
+        flight_recorder: a directory, in which is written what was launched in each quorum that
+            ended badly (``TORCHFT_FLIGHT_RECORDER``; default: nothing is recorded).
 
     Raises:
         ConfigError: a value, or a pair of values, that cannot work.
@@ -117,6 +119,7 @@ class Manager:
         watchdog_timeout: timedelta | None = None,
         security: Security | None = None,
         handle_sigterm: bool = True,
+        flight_recorder: str | None = None,
     ) -> None:
         environment = Environment()
         timeouts = resolve_timeouts(
@@ -147,6 +150,7 @@ class Manager:
             min_replicas=min_replicas,
             in_process=in_process,
             security=security,
+            flight_recorder=flight_recorder,
         )
         machine = StepMachine(min_replica_size=min_replica_size, max_retries=max_retries)
         self._step = SharedStep(machine)

@@ -84,9 +84,10 @@ class Links:
     registry: StateRegistry
     watchdog: Watchdog
 
-    def leave_members(self) -> None:
+    def leave_members(self, reason: Exception) -> None:
         """Leave the process group's members at once."""
         with self.watchdog.watching("a process group to be left"):
+            self.pg.save_record(str(reason))
             self.pg.abort()
 
 
@@ -243,9 +244,9 @@ class Round:
             machine.form(self._participation(quorum), quorum.max_step if heals else None)
             if problem is not None:
                 machine.latch(problem)
-            broken = machine.state.error is not None
-        if broken:
-            self._links.leave_members()
+            broken = machine.state.error
+        if broken is not None:
+            self._links.leave_members(broken)
         self.ready.set()
         if self._request.allow_heal:
             self._offer(quorum)
@@ -269,7 +270,7 @@ class Round:
         if contributes or missed:
             # Others count on this group's gradients, or may do so in the quorum that it has missed:
             # they must learn now that none will come.
-            self._links.leave_members()
+            self._links.leave_members(error)
 
     def _expect_state(self) -> None:
         """A worker that has just started is most likely behind: prepare while the quorum forms."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,9 +18,10 @@ from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.config import ServiceOptions
 from torchft_svc.client.deadlines import Timer
 from torchft_svc.client.draining import Draining, TermSignal
-from torchft_svc.client.ending import end_now
+from torchft_svc.client.ending import LAST_WORDS_S, end_now
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
+from torchft_svc.client.process_groups.recorder import FlightRecorder
 from torchft_svc.client.rounds import Links, Membership, RoundRules
 from torchft_svc.client.state import StateRegistry
 from torchft_svc.client.watchdog import Watchdog
@@ -54,6 +57,7 @@ class Runtime:
     group_store: GroupStore | None
     services: GroupServices
     term_signal: TermSignal | None
+    recorder: FlightRecorder | None
     closed: bool = False
 
     @property
@@ -75,6 +79,7 @@ class Runtime:
             lambda: self.timer.close(_JOIN_S),
             self.links.watchdog.close,
             self.links.pg.shutdown,
+            self._finish_records,
             self.services.close,
             self._drop_store,
         ]
@@ -83,6 +88,10 @@ class Runtime:
                 end()
             except Exception:
                 log.exception("shutting down")
+
+    def _finish_records(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close(_JOIN_S)
 
     def _drop_store(self) -> None:
         """The last reference stops its server, whose descriptors would live as long as the model
@@ -100,6 +109,7 @@ def start_runtime(
     timeouts = rules.timeouts
     timeout = timedelta(seconds=timeouts.collective_s)
     with contextlib.ExitStack() as undo:
+        recorder = _open_recorder(options)
         store = open_store(rules.place, options, environment, timeouts, *brought.store)
         services = open_services(rules.place, options, environment, timeouts, store)
         undo.callback(services.close)
@@ -117,10 +127,13 @@ def start_runtime(
             )
             undo.callback(transport.shutdown, False)
         pg = ProcessGroupGloo(timeout=timeout) if brought.pg is None else brought.pg
+        if recorder is not None:
+            pg.record_to(recorder)
+        end = functools.partial(_end, pg, recorder)
         membership, draining = Membership(pg), Draining()
         listeners = Listeners(
             on_loss=membership.lose,
-            on_kill=end_now,
+            on_kill=end,
             on_drain=draining.request,
             on_waiting=membership.hear_newcomer,
         )
@@ -132,7 +145,7 @@ def start_runtime(
                 pg=pg,
                 transport=transport,
                 registry=brought.registry,
-                watchdog=Watchdog(timeouts.watchdog_s),
+                watchdog=Watchdog(timeouts.watchdog_s, end),
             ),
             membership=membership,
             thread=BackgroundThread("torchft-quorum"),
@@ -140,9 +153,34 @@ def start_runtime(
             group_store=store,
             services=services,
             term_signal=TermSignal(draining, client.drain) if brought.heeds_term else None,
+            recorder=recorder,
         )
         undo.pop_all()
     return runtime
+
+
+def _open_recorder(options: ServiceOptions) -> FlightRecorder | None:
+    directory = options.flight_recorder
+    return FlightRecorder.of_job(directory, options.job_id) if directory else None
+
+
+def _end(pg: ProcessGroup, recorder: FlightRecorder | None, reason: str) -> None:
+    """End this process, but say first what was launched here: the others may miss what was not."""
+
+    def save(recorder: FlightRecorder) -> None:
+        pg.save_record(reason)
+        recorder.close(LAST_WORDS_S)
+
+    try:
+        if recorder is not None:
+            # On a thread: a library that is stuck must not save this process' life.
+            saving = threading.Thread(
+                target=save, args=(recorder,), name="torchft-last-flight", daemon=True
+            )
+            saving.start()
+            saving.join(LAST_WORDS_S)
+    finally:
+        end_now(reason)
 
 
 def _host(options: ServiceOptions, environment: Environment) -> str:

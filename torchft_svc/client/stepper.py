@@ -170,7 +170,7 @@ class Stepper:
             log.warning("step %d cannot be committed: %s", state.step, error)
         if state.participation.participating_rank is not None and state.phase in _TRAINING:
             # Others count on this group's gradients: they must learn now that none will come.
-            self._links.leave_members()
+            self._links.leave_members(error)
 
     def _tell_wait(self, waits: bool) -> None:
         """Who waits for the others' gradients has not hung itself."""

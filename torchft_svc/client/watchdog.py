@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torchft_svc.client.deadlines import Timer
 from torchft_svc.client.ending import end_now
@@ -16,11 +16,13 @@ class Watchdog:
     """For what cannot be interrupted from outside, such as a library that is stuck.
 
     ``timeout_s``: so long after its deadline it counts as stuck (None: nothing is watched). The
-    process then says where every thread stands and ends, so that a launcher can start it again.
+    process then says where every thread stands and ends, so that a launcher can start it again;
+    ``end`` is told why, and does that.
     """
 
-    def __init__(self, timeout_s: float | None) -> None:
+    def __init__(self, timeout_s: float | None, end: Callable[[str], None] = end_now) -> None:
         self._timeout_s = timeout_s
+        self._end = end
         self._timer = Timer("torchft-watchdog")  # its thread starts with the first thing watched
 
     @contextlib.contextmanager
@@ -32,7 +34,7 @@ class Watchdog:
         late_s = limit_s + self._timeout_s
 
         def bite() -> None:
-            end_now(f"the watchdog has waited {late_s:g} s for {what}")
+            self._end(f"the watchdog has waited {late_s:g} s for {what}")
 
         number = self._timer.call_at(time.monotonic() + late_s, bite)
         try:

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchft_svc.client.process_groups.flight import Flight, Record
 from torchft_svc.client.process_groups.operations import OLDER_NAMES
+from torchft_svc.client.process_groups.recorder import FlightRecorder
 from torchft_svc.core.durations import check_length
 from torchft_svc.errors import ConfigError
 
@@ -52,6 +54,8 @@ class ProcessGroup(dist.ProcessGroup):
         _check_timeout(timeout)
         self._timeout = timeout
         self._group_name = ""
+        self._recorder: FlightRecorder | None = None
+        self._flight: Flight | None = None
 
     # Every collective, once. Each returns a work that is waited for in the caller's own way.
     _allgather_base = _forwarded("_allgather_base")
@@ -158,6 +162,39 @@ class ProcessGroup(dist.ProcessGroup):
         """
         _check_timeout(timeout)
         self._timeout = timeout
+
+    def record_to(self, recorder: FlightRecorder) -> None:
+        """Record the collectives of later `configure` calls that name a quorum."""
+        self._recorder = recorder
+
+    def save_record(self, reason: str) -> None:
+        """Write what was recorded since `configure`, if anything was; nothing more is added to it.
+
+        `abort` does this by itself, and who leaves the members with collectives under way.
+        """
+        self._end_record(reason)
+
+    def _begin_record(self, members: Members, backend: str) -> None:
+        """``members`` are connected over ``backend``."""
+        recorder = self._recorder
+        self._flight = None if recorder is None else recorder.begin(members, backend)
+
+    def _record(self, name: str, args: Any, kwargs: Any) -> Record | None:
+        """Collective ``name`` is about to begin; None: it is not recorded."""
+        return None if self._flight is None else self._flight.launch(name, args, kwargs)
+
+    def _end_record(self, reason: str, *, only_if_broken: bool = False) -> None:
+        """``only_if_broken``: write it only if a collective is not over, or has failed."""
+        flight, self._flight = self._flight, None
+        if flight is None or self._recorder is None:
+            return
+        self._look()
+        landed = flight.land()
+        if not (only_if_broken and landed.is_complete):
+            self._recorder.write(landed, reason)
+
+    def _look(self) -> None:
+        """Note which of the recorded collectives are over."""
 
     def register(self, name: str) -> None:
         """Make the group known to torch, so that it can be found by name: once, on every worker.

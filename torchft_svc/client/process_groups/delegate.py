@@ -10,8 +10,9 @@ from datetime import timedelta
 from typing import Any
 
 from torchft_svc.client.process_groups.base import Members, ProcessGroup
+from torchft_svc.client.process_groups.flight import Followed
 from torchft_svc.client.process_groups.graveyard import Graveyard
-from torchft_svc.client.process_groups.loss import Loss
+from torchft_svc.client.process_groups.loss import Loss, news_of
 from torchft_svc.client.process_groups.meeting import StoreLine, meet
 from torchft_svc.client.process_groups.stores import Store
 from torchft_svc.errors import PeerError, QuorumFailed
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 # Works that are kept to be looked at when the group is left; finished ones are dropped above this.
 _MAX_TRACKED_WORKS = 64
+# A launch, which keeps others from looking at the works, takes less, unless it is stuck.
+_LOOK_S = 0.05
 
 
 class DelegatingProcessGroup(ProcessGroup):
@@ -45,6 +48,8 @@ class DelegatingProcessGroup(ProcessGroup):
 
     def _configure(self, members: Members) -> None:
         rank, world_size, quorum_id = members.rank, members.world_size, members.quorum_id
+        lost = news_of(self._loss, self._quorum_id)
+        self._end_record(lost or "another quorum", only_if_broken=not lost)
         self.abort()
         timeout_s = self._timeout.total_seconds()
 
@@ -72,6 +77,8 @@ class DelegatingProcessGroup(ProcessGroup):
             self._quorum_id, self._error = quorum_id, None
         if self._stopped:
             self.abort()
+        else:
+            self._begin_record(members, backend.kind.name.lower())
         log.debug("process group of %d members as %d, quorum %s", world_size, rank, quorum_id)
 
     def abort(self) -> None:
@@ -80,6 +87,7 @@ class DelegatingProcessGroup(ProcessGroup):
         Closing the connections is what makes the others' operations fail. A backend with
         operations of our own under way can not close: it is kept until they are over.
         """
+        self._end_record(news_of(self._loss, self._quorum_id) or "given up")
         with self._lock:
             backend, works = self._backend, self._works
             self._backend, self._works = None, []
@@ -116,6 +124,7 @@ class DelegatingProcessGroup(ProcessGroup):
     def shutdown(self) -> None:
         """Leave the members for good; may be called twice."""
         self.interrupt()
+        self._end_record("shut down", only_if_broken=True)
         self.abort()
         self._line.drop()
 
@@ -127,6 +136,21 @@ class DelegatingProcessGroup(ProcessGroup):
         """How many members there are."""
         return self._world_size
 
+    def _look(self) -> None:
+        if self._lock.acquire(timeout=_LOOK_S):
+            try:
+                self._works = [work for work in self._works if not self._is_over(work)]
+            finally:
+                self._lock.release()
+
+    def _is_over(self, work: Any) -> bool:
+        """Whether ``work`` is over; for any moment, so it may be False where asking does harm."""
+        return bool(work.is_completed())
+
+    def _has_failed(self, work: Any) -> bool:
+        """Whether ``work``, which is over, has failed, as far as that can be told at no cost."""
+        return False
+
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
         with self._lock:
             if self._backend is None:
@@ -134,11 +158,14 @@ class DelegatingProcessGroup(ProcessGroup):
             if len(self._works) >= _MAX_TRACKED_WORKS:
                 self._works = [w for w in self._works if not w.is_completed()]
             self._works.append(_Launching(time.monotonic() + self._timeout.total_seconds()))
+            record = self._record(name, args, kwargs)
             try:
                 work = self._works[-1] = getattr(self._backend, name)(*args, **kwargs)
             except Exception:
                 self._works.pop()
                 raise
+            if record is not None:
+                self._works[-1] = Followed(work, record, self._has_failed)
         return work
 
 

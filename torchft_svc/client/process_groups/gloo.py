@@ -28,6 +28,17 @@ class ProcessGroupGloo(DelegatingProcessGroup):
         backend._set_default_timeout(self._timeout)
         return _Link(backend, store, rank, world_size)
 
+    def _has_failed(self, work: Any) -> bool:
+        try:
+            future = work.get_future()
+        except RuntimeError:  # it tells that to nobody but who waits for it
+            return False
+        try:
+            future.value()
+        except RuntimeError:
+            return True
+        return False
+
 
 class _Link(WholeBackend):
     kind = dist.ProcessGroup.BackendType.GLOO

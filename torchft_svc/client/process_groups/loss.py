@@ -27,3 +27,8 @@ class Loss:
     def is_final(self) -> bool:
         """Whether the moment of grace is over."""
         return time.monotonic() >= self.final_at
+
+
+def news_of(loss: Loss | None, quorum_id: int | None) -> str:
+    """Which member of quorum ``quorum_id`` is gone, and why; empty: none, as far as is known."""
+    return str(loss.error) if loss is not None and loss.quorum_id == quorum_id else ""

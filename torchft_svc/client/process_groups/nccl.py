@@ -18,6 +18,7 @@ from torchft_svc.client.process_groups.backend import WholeBackend
 from torchft_svc.client.process_groups.base import Members
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.device_work import DeviceWork
+from torchft_svc.client.process_groups.loss import news_of
 from torchft_svc.client.process_groups.stores import Store
 from torchft_svc.env import set_default, switched_on
 from torchft_svc.errors import ConfigError, DeadlineExceeded, QuorumFailed
@@ -116,6 +117,7 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         """See `ProcessGroup.abort`; ends operations under way on the device, on any thread."""
         # Not under the lock: a launch may hold it, waiting for the very thing that is ended here.
         link = self._backend
+        self._end_record(news_of(self._loss, self._quorum_id) or "given up")
         if link is not None and not link.left:
             # First: an aborted operation ends on the device as a successful one does.
             link.left = True
@@ -152,13 +154,18 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
                 self._watch(link)
         return DeviceWork(work, link)
 
+    def _is_over(self, work: Any) -> bool:
+        """Not known of the members that were left, see `DeviceWork.is_completed`."""
+        link = self._backend
+        return link is not None and not link.left and bool(work.is_completed())
+
     def _watch(self, link: _Link) -> None:
         """Look again when the oldest operation has to be over."""
         if not link.watched and link.pending:
             link.watched = True
-            self._timer.call_at(link.pending[0][0], lambda: self._look(link))
+            self._timer.call_at(link.pending[0][0], lambda: self._look_in_time(link))
 
-    def _look(self, link: _Link) -> None:
+    def _look_in_time(self, link: _Link) -> None:
         with self._lock:
             link.watched = False
             link.forget_completed()
@@ -170,8 +177,10 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
                 return
         limit_s = self._timeout.total_seconds()
         log.warning("a collective is not over after %.3g s: it is aborted", limit_s)
+        error = DeadlineExceeded("a collective", limit_s, "a member does not take part")
+        self.save_record(str(error))
         self.abort()
-        self._error = DeadlineExceeded("a collective", limit_s, "a member does not take part")
+        self._error = error
 
 
 class _Link(WholeBackend):

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from torchft_svc.client.process_groups.base import Members, ProcessGroup
+from torchft_svc.client.process_groups.recorder import FlightRecorder
 
 
 class ProcessGroupWrapper(ProcessGroup):
@@ -50,6 +51,14 @@ class ProcessGroupWrapper(ProcessGroup):
     def tidy(self) -> None:
         """See `ProcessGroup.tidy`."""
         self._pg.tidy()
+
+    def record_to(self, recorder: FlightRecorder) -> None:
+        """See `ProcessGroup.record_to`."""
+        self._pg.record_to(recorder)
+
+    def save_record(self, reason: str) -> None:
+        """See `ProcessGroup.save_record`."""
+        self._pg.save_record(reason)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """See `ProcessGroup.set_timeout`."""

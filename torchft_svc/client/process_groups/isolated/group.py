@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchft_svc.client.process_groups.base import Members, ProcessGroup
+from torchft_svc.client.process_groups.flight import STARTED, Record
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
     Backend,
@@ -29,7 +30,7 @@ from torchft_svc.client.process_groups.isolated.residents import Residents
 from torchft_svc.client.process_groups.isolated.retired import Retired
 from torchft_svc.client.process_groups.isolated.segments import Loan, Pool
 from torchft_svc.client.process_groups.isolated.work import IsolatedWork
-from torchft_svc.client.process_groups.loss import Loss
+from torchft_svc.client.process_groups.loss import Loss, news_of
 from torchft_svc.client.process_groups.operations import IN_PLACE, result_of
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
 
@@ -82,6 +83,8 @@ class IsolatedProcessGroup(ProcessGroup):
         self._stopped = False
 
     def _configure(self, members: Members) -> None:
+        lost = news_of(self._loss, self._quorum_id)
+        self._end_record(lost or "another quorum", only_if_broken=not lost)
         self.abort()
         self._check(members.quorum_id)
         child = self._child = self._child or ChildProcess()
@@ -104,9 +107,11 @@ class IsolatedProcessGroup(ProcessGroup):
         with self._lock:
             self._rank, self._world_size = members.rank, members.world_size
             self._quorum_id, self._error = members.quorum_id, None
+            self._begin_record(members, self._backend.kind)
 
     def abort(self) -> None:
         """See `ProcessGroup.abort`; kills the process if an operation may still write."""
+        self._end_record(news_of(self._loss, self._quorum_id) or "given up")
         self.tidy()
         child = self._child
         if child is None:
@@ -147,6 +152,7 @@ class IsolatedProcessGroup(ProcessGroup):
     def shutdown(self) -> None:
         """Leave the members for good and end the processes; may be called twice."""
         self.interrupt()
+        self._end_record("shut down", only_if_broken=True)
         with self._lock:
             self._error = self._error or _left()
             child = self._child
@@ -186,7 +192,10 @@ class IsolatedProcessGroup(ProcessGroup):
             copied = [result for result in results if id(result) not in residents]
             limit_s = self._timeout.total_seconds() + _ANSWER_GRACE_S
             work = IsolatedWork(results, copied, loan, limit_s)
-            fate = _Fate(work, loan, self._pool)
+            record = self._record(name, args, kwargs)
+            fate = _Fate(work, loan, self._pool, record)
+            if record is not None:
+                record.state = STARTED  # before its end can be noted
             child.send(request, request.number, fate.on_end, fate.on_start)
         return work
 
@@ -256,8 +265,8 @@ class IsolatedProcessGroup(ProcessGroup):
 class _Fate:
     """What becomes of one operation; called by the thread that reads the process' answers."""
 
-    def __init__(self, work: IsolatedWork, loan: Loan, pool: Pool) -> None:
-        self._work, self._loan, self._pool = work, loan, pool
+    def __init__(self, work: IsolatedWork, loan: Loan, pool: Pool, record: Record | None) -> None:
+        self._work, self._loan, self._pool, self._record = work, loan, pool, record
 
     def on_start(self) -> None:
         """On a device: its result can be fetched, in the order of the device."""
@@ -268,6 +277,8 @@ class _Fate:
 
     def on_end(self, error: Exception | None) -> None:
         """It is over."""
+        if self._record is not None:
+            self._record.end(failed=error is not None)
         if error is None and not self._work.is_taken:
             self.on_start()
         if error is None:  # else the memory may still be written to

@@ -1,0 +1,286 @@
+"""What a process group launched among the members of one quorum, in the words of torch's analyzer.
+
+Torch records NCCL alone, and only where its watchdog runs. This records every class of group.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchft_svc.client.process_groups.operations import IN_PLACE, flat
+
+if TYPE_CHECKING:
+    from torchft_svc.client.process_groups.base import Members
+
+# Of the format of torch's analyzer, which refuses records of different versions.
+FORMAT = "2.10"
+SCHEDULED, STARTED, COMPLETED = "scheduled", "started", "completed"
+_FAR: Mapping[str, str] = {SCHEDULED: "was not begun in", STARTED: "did not end in"}
+# What the analyzer calls them. A receive from anybody is left out: nobody knows who was to send.
+_NAMES: Mapping[str, str] = {
+    "_allgather_base": "_all_gather_base",
+    "_reduce_scatter_base": "_reduce_scatter_base",
+    "allgather": "all_gather",
+    "allgather_coalesced": "ALLGATHER_coalesced",
+    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "allreduce_coalesced",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "barrier": "barrier",
+    "broadcast": "broadcast",
+    "gather": "gather",
+    "recv": "recv",
+    "reduce": "reduce",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
+    "scatter": "scatter",
+    "send": "send",
+}
+_BETWEEN_TWO = frozenset({"send", "recv"})
+# One tensor for each member; the analyzer wants to see them as the one that they stand for.
+_IN_PARTS = frozenset({"allgather", "alltoall", "gather", "reduce_scatter", "scatter"})
+# Of these gloo tells the end only to who waits, so here it is often not known.
+_HIDDEN = frozenset(
+    {"recv", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "send"}
+)
+
+Kind = tuple[torch.Size, torch.dtype]
+
+
+class Record:
+    """One collective of this member: what it was about, and how far it is known to be."""
+
+    __slots__ = (
+        "created_ns",
+        "ended_ns",
+        "inputs",
+        "name",
+        "number",
+        "outputs",
+        "peer",
+        "place",
+        "state",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        place: int,
+        number: int,
+        peer: int | None,
+        inputs: list[Kind],
+        outputs: list[Kind],
+    ) -> None:
+        self.name = name
+        self.place = place
+        self.number = number
+        self.peer = peer
+        self.inputs = inputs
+        self.outputs = outputs
+        self.state = SCHEDULED
+        self.created_ns = time.time_ns()
+        self.ended_ns: int | None = None
+
+    def end(self, failed: bool) -> None:
+        """It is over; one that has failed is not completed, and never will be."""
+        if self.ended_ns is None:
+            self.ended_ns = time.time_ns()
+            self.state = self.state if failed else COMPLETED
+
+
+class Followed:
+    """A work, whose end is noted when somebody looks at it."""
+
+    __slots__ = ("_has_failed", "_record", "_work")
+
+    def __init__(self, work: Any, record: Record, has_failed: Callable[[Any], bool]) -> None:
+        self._work = work
+        self._record = record
+        self._has_failed = has_failed
+        record.state = STARTED
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or not."""
+        if not self._work.is_completed():
+            return False
+        if self._record.ended_ns is None:
+            self._record.end(self._has_failed(self._work))
+        return True
+
+
+class Flight:
+    """The collectives of this member of one quorum: the last ``num_records`` of them.
+
+    `launch` is for one thread at a time. What goes between two members is numbered for each pair,
+    so that the analyzer does not miss it at all others.
+    """
+
+    def __init__(self, members: Members, backend: str, num_records: int) -> None:
+        self._members = members
+        self._backend = backend
+        self._records: deque[Record] = deque(maxlen=num_records)
+        self._num_launched = 0
+        self._num_with: dict[int, int] = {}
+
+    def launch(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Record | None:
+        """Collective ``name`` of `operations.COLLECTIVES` is about to begin; None: not recorded."""
+        if name not in _NAMES:
+            return None
+        given = [*args, *kwargs.values()]
+        try:
+            inputs, outputs = _ends(name, given)
+            peer = int(given[1]) if name in _BETWEEN_TWO else None
+        except (AttributeError, IndexError, TypeError, ValueError):
+            return None  # torch will not take it either, and says why
+        if peer is None:
+            self._num_launched = number = self._num_launched + 1
+        else:
+            number = self._num_with[peer] = self._num_with.get(peer, 0) + 1
+        record = Record(name, self._num_launched, number, peer, inputs, outputs)
+        self._records.append(record)
+        return record
+
+    def land(self) -> Landed:
+        """All that there is to tell in this moment."""
+        return Landed(self._members, self._backend, list(self._records))
+
+
+# A record, its state, and when it was noted to be over.
+Seen = tuple[Record, str, "int | None"]
+
+
+class Landed:
+    """A flight as it was in the moment when it ended."""
+
+    def __init__(self, members: Members, backend: str, records: list[Record]) -> None:
+        self.members = members
+        self._backend = backend
+        self._at_ns = time.time_ns()
+        self._group = f"quorum_{members.quorum_id}"
+        # An abandoned operation may still end; it did not in time.
+        self._records: list[Seen] = [(record, record.state, record.ended_ns) for record in records]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every collective has succeeded, as far as is known."""
+        return not self._open
+
+    @property
+    def _open(self) -> list[Seen]:
+        return [seen for seen in self._records if seen[1] != COMPLETED and not self._hides(seen[0])]
+
+    def _hides(self, record: Record) -> bool:
+        return self._backend == "gloo" and record.name in _HIDDEN
+
+    def summary(self) -> str:
+        """In a few words, where it stands."""
+        if not self._records:
+            return "no collective was launched"
+        if not self._open:
+            return f"nothing is missing up to {self._words(self._records[-1][0])}"
+        record, state, ended_ns = self._open[0]
+        how = "failed after" if ended_ns else _FAR[state]
+        took_s = ((ended_ns or self._at_ns) - record.created_ns) / 1e9
+        return f"{self._words(record)} {how} {took_s:.3g} s"
+
+    def _words(self, record: Record) -> str:
+        to = "" if record.peer is None else f" with replica rank {record.peer}"
+        at_ns = record.created_ns
+        clock = time.strftime("%H:%M:%S", time.gmtime(at_ns / 1e9))
+        launched = f"launched {clock}.{at_ns // 10**6 % 1000:03} UTC"
+        return f"{_NAMES[record.name]} {record.number}{to} ({launched})"
+
+    def as_trace(self, why: str) -> dict[str, Any]:
+        """What the analyzer reads, of builtin types alone; ``why`` is for people."""
+        return {
+            "version": FORMAT,
+            "replica_id": self.members.replica_id,
+            "reason": why,
+            "summary": self.summary(),
+            "pg_config": dict(self._groups()),
+            "entries": [self._entry(*seen) for seen in self._records],
+        }
+
+    def _groups(self) -> Iterator[tuple[str, dict[str, str]]]:
+        everybody = list(range(self.members.world_size))
+        yield self._group, self._config(self._group, everybody)
+        for peer in {record.peer for record, _, _ in self._records if record.peer is not None}:
+            name = self._pair(peer)
+            yield name, self._config(name, sorted({self.members.rank, peer}))
+
+    def _config(self, name: str, ranks: list[int]) -> dict[str, str]:
+        return {"name": name, "desc": self._description, "ranks": str(ranks)}
+
+    @property
+    def _description(self) -> str:
+        return f"group rank {self.members.group_rank or 0}"
+
+    def _pair(self, peer: int) -> str:
+        low, high = sorted((self.members.rank, peer))
+        return f"{self._group}_{low}_{high}"
+
+    def _entry(self, record: Record, state: str, ended_ns: int | None) -> dict[str, Any]:
+        joins = record.name in _IN_PARTS
+        return {
+            "record_id": record.place,
+            "pg_id": 0,
+            "process_group": (
+                self._group if record.peer is None else self._pair(record.peer),
+                self._description,
+            ),
+            "collective_seq_id": record.number,
+            "p2p_seq_id": 0 if record.peer is None else record.number,
+            "op_id": record.place,
+            "profiling_name": f"{self._backend}:{self._said(record)}",
+            "time_created_ns": record.created_ns,
+            "time_discovered_completed_ns": ended_ns,
+            "input_sizes": _sizes(record.inputs, joins),
+            "input_dtypes": [_word(dtype) for _, dtype in record.inputs],
+            "output_sizes": _sizes(record.outputs, joins),
+            "output_dtypes": [_word(dtype) for _, dtype in record.outputs],
+            "state": state,
+            "retired": ended_ns is not None,
+            "is_p2p": record.peer is not None,
+            "frames": [],
+        }
+
+    def _said(self, record: Record) -> str:
+        """With both ends, as indices in the pair, of what goes between two."""
+        name, peer = _NAMES[record.name], record.peer
+        if peer is None:
+            return name
+        mine, theirs = int(self.members.rank > peer), int(peer > self.members.rank)
+        return f"{name} {mine}{'->' if name == 'send' else '<-'}{theirs}"
+
+
+def _ends(name: str, given: Sequence[Any]) -> tuple[list[Kind], list[Kind]]:
+    """What goes into collective ``name``, and what comes out of it."""
+    if name == "barrier":
+        return [], []
+    first = _kinds(given[0])
+    if name == "send":
+        return first, []
+    if name == "recv":
+        return [], first
+    return (first, first) if name in IN_PLACE else (_kinds(given[1]), first)
+
+
+def _kinds(tensors: Any) -> list[Kind]:
+    return [(tensor.shape, tensor.dtype) for tensor in flat(tensors)]
+
+
+def _sizes(kinds: list[Kind], joins: bool) -> list[list[int]]:
+    if joins and len(kinds) > 1:
+        return [[sum(math.prod(shape) for shape, _ in kinds)]]
+    return [list(shape) for shape, _ in kinds]
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
