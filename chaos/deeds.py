@@ -52,6 +52,12 @@ def _hang(fault: Fault, stage: Stage, _: Later) -> float:
     return at
 
 
+def _hang_inside(fault: Fault, stage: Stage, _: Later) -> float:
+    at = time.monotonic()
+    stage.workers(fault.group)[fault.worker].order(f"hang_inside {fault.length_s}")
+    return at
+
+
 def _fail_sum(fault: Fault, stage: Stage, _: Later) -> float:
     at = time.monotonic()
     stage.workers(fault.group)[fault.worker].order("fail")
@@ -86,6 +92,7 @@ _DEEDS: dict[Kind, Callable[[Fault, Stage, Later], float]] = {
     Kind.GROUP_FROZEN: _freeze_group,
     Kind.WORKER_FROZEN: _freeze_worker,
     Kind.WORKER_HANGS: _hang,
+    Kind.STEP_HANGS: _hang_inside,
     Kind.SUM_FAILS: _fail_sum,
     Kind.CUT_OFF: _cut_off,
     Kind.DRAINED: _drain,

@@ -13,6 +13,7 @@ from torchft_svc.manager_server.app import WORKER_KEEPALIVE_MS
 # The lighthouses' settings: short, so that many faults fit into a minute.
 HEARTBEAT_TIMEOUT_S = 2.0
 JOIN_TIMEOUT_S = 1.0
+HANG_TIMEOUT_S = 1.5
 # A lighthouse that is killed is started again after this, and takes so long to start on a machine
 # that is busy with everything else.
 LIGHTHOUSE_AWAY_S = 0.5
@@ -30,6 +31,7 @@ class Kind(Enum):
     GROUP_FROZEN = "a worker and its manager are frozen"
     WORKER_FROZEN = "a worker is frozen"
     WORKER_HANGS = "a training loop hangs"
+    STEP_HANGS = "a training loop hangs inside a step"
     SUM_FAILS = "a collective fails"
     CUT_OFF = "a manager is cut off from the lighthouses"
     DRAINED = "a worker gets SIGTERM"
@@ -44,12 +46,21 @@ BOUNDS_S: Mapping[Kind, float] = {
     Kind.GROUP_FROZEN: HEARTBEAT_TIMEOUT_S + NEWS_S,
     Kind.WORKER_FROZEN: 2 * WORKER_KEEPALIVE_MS / 1000 + NEWS_S,
     Kind.WORKER_HANGS: JOIN_TIMEOUT_S + NEWS_S,
+    Kind.STEP_HANGS: HANG_TIMEOUT_S + NEWS_S,
     Kind.SUM_FAILS: NEWS_S,
     Kind.CUT_OFF: HEARTBEAT_TIMEOUT_S + NEWS_S,
     Kind.DRAINED: NEWS_S,
     Kind.LIGHTHOUSE_KILLED: LIGHTHOUSE_AWAY_S + LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S,
 }
-LASTING = frozenset({Kind.GROUP_FROZEN, Kind.WORKER_FROZEN, Kind.WORKER_HANGS, Kind.CUT_OFF})
+LASTING = frozenset(
+    {
+        Kind.GROUP_FROZEN,
+        Kind.WORKER_FROZEN,
+        Kind.WORKER_HANGS,
+        Kind.STEP_HANGS,
+        Kind.CUT_OFF,
+    }
+)
 # After these the group that was hit has to commit again within the same bound: it was not ended.
 EVERYBODY = frozenset({Kind.MANAGER_KILLED, Kind.SUM_FAILS, Kind.LIGHTHOUSE_KILLED})
 ENDING = frozenset({Kind.WORKER_KILLED, Kind.GROUP_KILLED, Kind.DRAINED})

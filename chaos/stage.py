@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos.crew import Crew, Worker
-from chaos.faults import HEARTBEAT_TIMEOUT_S, JOIN_TIMEOUT_S
+from chaos.faults import HANG_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, JOIN_TIMEOUT_S
 from chaos.gateway import Gateway
 from chaos.nursery import Nursery
 from demo.orphans import MARK, die_with_parent
@@ -44,6 +44,8 @@ class Lighthouse:
                     f"--bind={self.address}",
                     f"--heartbeat-timeout-ms={HEARTBEAT_TIMEOUT_S * 1000:.0f}",
                     f"--join-timeout-ms={JOIN_TIMEOUT_S * 1000:.0f}",
+                    f"--hang-timeout-ms={HANG_TIMEOUT_S * 1000:.0f}",
+                    "--on-hang=evict",
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -142,6 +142,7 @@ def run(options: WorkerOptions) -> None:
             optimizer.zero_grad()
             loss = model(_inputs(options, step)).square().mean()
             time.sleep(options.step_s)
+            _hang(orders, "hang_inside")
             loss.backward()
             _finish(manager, optimizer, state, log, loss.item())
         log.write(Finished, step=manager.current_step())
@@ -208,11 +209,15 @@ def _inputs(options: WorkerOptions, step: int) -> torch.Tensor:
 
 def _obey(orders: Orders) -> None:
     """What a training loop may do to itself between two steps."""
-    hang_s = orders.take("hang")
-    if hang_s is not None:
-        time.sleep(float(hang_s))
+    _hang(orders, "hang")
     if orders.take("raise") is not None:
         raise OnPurpose("this loop ends on purpose")
+
+
+def _hang(orders: Orders, order: str) -> None:
+    hang_s = orders.take(order)
+    if hang_s is not None:
+        time.sleep(float(hang_s))
 
 
 def _finish(

@@ -21,7 +21,7 @@ from torchft_svc.coordination.outgoing import Outgoing
 from torchft_svc.core.step import Participation, Phase, StepMachine
 from torchft_svc.proto import torchft_pb2 as pb
 
-from .programs import running
+from .programs import Program, running
 from .training import DEADLINE_S, TIMEOUT, Trainer
 
 HANG_S = 1.0
@@ -61,12 +61,14 @@ def test_a_pause_between_two_steps_is_no_hang(lighthouse: Process) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("program", "status"),
-    [("hangs", 1), ("hangs_with_the_lock", -signal.SIGKILL)],
+    [("hangs", 1), ("hangs_with_the_lock", -signal.SIGKILL), ("hangs", None)],
+    ids=["ended", "ended although it keeps the lock", "left out"],
 )
-def test_a_trainer_that_hangs_is_ended_and_the_others_go_on(program: str, status: int) -> None:
+def test_the_others_of_a_trainer_that_hangs_go_on(program: str, status: int | None) -> None:
+    on_hang = "evict" if status is None else "kill"
     with (
         lighthouse_process(
-            f"--hang-timeout-ms={HANG_S * 1000:.0f}", "--on-hang=kill"
+            f"--hang-timeout-ms={HANG_S * 1000:.0f}", f"--on-hang={on_hang}"
         ) as lighthouse,
         running(program, lighthouse.address) as hung,
         Manager(lighthouse_addr=lighthouse.address, replica_id="other", timeout=TIMEOUT) as other,
@@ -83,17 +85,27 @@ def test_a_trainer_that_hangs_is_ended_and_the_others_go_on(program: str, status
 
         deadline = time.monotonic() + DEADLINE_S
         longest_s = 0.0
-        while hung.process.poll() is None or other.num_participants() == 2:
+        has_met = False
+        while not has_met or other.num_participants() == 2 or lives(hung, status):
             began_at = time.monotonic()
             step()
             if other.num_participants() == 2:
+                has_met = True
                 longest_s = max(longest_s, time.monotonic() - began_at)
             assert time.monotonic() < deadline
         check("a group hangs inside a step: the other goes on", longest_s, HANG_S + NEWS_S)
-        assert hung.process.wait() == status, hung.errors()
         hung.read_until("training")
-        hung.check_children()
+        if status is None:
+            assert hung.process.poll() is None
+        else:
+            assert hung.process.wait() == status, hung.errors()
+            hung.check_children()
         assert [step() for _ in range(3)] == [True] * 3
+
+
+def lives(hung: Program, status: int | None) -> bool:
+    """Whether a program has yet to be ended, with ``status``."""
+    return status is not None and hung.process.poll() is None
 
 
 def test_a_group_that_waits_to_join_is_counted_until_the_next_quorum() -> None:

@@ -35,6 +35,8 @@ def test_a_group_does_what_its_slowest_worker_does() -> None:
     workers.told(1, Phase.TRAINING, 3, 11.0)
     workers.told(0, Phase.VOTING, 3, 12.0)
     assert workers.slowest() == Activity(Phase.TRAINING, 3, 11.0)
+    workers.told(1, Phase.QUORUM, 3, 13.0)
+    assert workers.slowest() == Activity(Phase.QUORUM, 3, 13.0), "who votes waits for its fellows"
     workers.gone(1)
     assert workers.slowest() == Activity(Phase.VOTING, 3, 12.0)
 
@@ -123,5 +125,7 @@ def test_a_hang_timeout_that_cannot_work(timeout_s: float) -> None:
 
 
 def test_what_to_do_with_a_hang() -> None:
-    with pytest.raises(ConfigError, match="on_hang='ignore' cannot work: use report or kill"):
+    with pytest.raises(
+        ConfigError, match="on_hang='ignore' cannot work: use report, kill or evict"
+    ):
         QuorumConfig(on_hang="ignore")  # type: ignore[arg-type]

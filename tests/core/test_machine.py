@@ -26,11 +26,12 @@ class Groups(RuleBasedStateMachine):
 
     @initialize(
         min_replicas=st.integers(1, 3),
-        join_timeout_s=st.sampled_from([0.0, 3.0]),
+        join_timeout_s=st.sampled_from([0.0, 3.0, 7.0]),
         startup_timeout_s=st.sampled_from([None, 1.0, 6.0]),
         policy=st.sampled_from(["auto", "hold", "warn"]),
         num_groups=st.integers(1, 4),
         hang_timeout_s=st.sampled_from([None, 3.0]),
+        on_hang=st.sampled_from(["report", "evict"]),
     )
     def begin(
         self,
@@ -40,6 +41,7 @@ class Groups(RuleBasedStateMachine):
         policy: str,
         num_groups: int,
         hang_timeout_s: float | None,
+        on_hang: str,
     ) -> None:
         self.world = World(
             QuorumConfig(
@@ -49,6 +51,7 @@ class Groups(RuleBasedStateMachine):
                 heartbeat_timeout_s=4.0,
                 on_step_regression=policy,  # type: ignore[arg-type]
                 hang_timeout_s=hang_timeout_s,
+                on_hang=on_hang,  # type: ignore[arg-type]
                 max_jobs=2,
             )
         )
@@ -121,6 +124,18 @@ class Groups(RuleBasedStateMachine):
         if group is not None:
             setattr(group, kind, not getattr(group, kind))
 
+    @rule(data=st.data())
+    def a_group_hangs_and_the_others_wait_for_it(self, data: st.DataObject) -> None:
+        self.all_end_their_step(commits=True)
+        self.all_who_can_ask(shrink_only=False)
+        group = self.pick(data, lambda g: g.quorum is not None and len(g.quorum.participants) > 1)
+        if group is not None:
+            group.is_hung = True
+            self.all_end_their_step(commits=True)
+            self.time_passes(1)
+            self.all_who_can_ask(shrink_only=False)
+            self.time_passes(2)
+
     @rule(seconds=st.integers(1, 5))
     def time_passes(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -170,6 +185,22 @@ class Groups(RuleBasedStateMachine):
                 assert world.house.is_hung(job, replica_id) == hangs
 
     @invariant()
+    def nobody_waits_for_whom_was_left_out(self) -> None:
+        """Unless nobody else is left, who hangs while others ask costs them no more time."""
+        world = self.world
+        if world.config.on_hang != "evict" or world.config.hang_timeout_s is None:
+            return
+        for job in JOBS:
+            state = world.house._jobs.get(job)
+            if state is None:
+                continue
+            members = state.members
+            if not any(key in members._previous_ids for key in members._waiting):
+                continue
+            hung = {key for key in members._awaited if state.hangs.is_hung(key)}
+            assert not hung, "it is waited for"
+
+    @invariant()
     def i7_only_the_living_are_remembered(self) -> None:
         house = self.world.house
         assert len(house._ended) <= self.world.config.max_jobs
@@ -189,6 +220,10 @@ class Groups(RuleBasedStateMachine):
             assert waiting | members._veterans | members._straggling | members._awaited <= living
             assert set(state.held) <= living - waiting
             assert not waiting & members._straggling
+            assert members._evicted <= members._straggling & members._previous_ids
+            assert state.hangs.unheeded <= state.hangs._hung
+            if members._evicted:
+                assert any(map(members.is_expected, members._previous_ids)), "a way for newcomers"
             assert state.hangs._hung <= state.hangs._groups.keys() <= living
 
     def teardown(self) -> None:

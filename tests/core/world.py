@@ -16,6 +16,7 @@ from torchft_svc.core.lighthouse_orders import (
     AnswerQuorum,
     Order,
     RefuseRequest,
+    ReportEviction,
     ReportHang,
     ReportLoss,
     ReportWaiting,
@@ -74,6 +75,7 @@ class JobBooks:
     has_published: bool = False  # this lighthouse
     took_part: set[str] = field(default_factory=set)
     announced: set[str] = field(default_factory=set)
+    evicted: set[str] = field(default_factory=set)  # from the last quorum, and has not asked since
     loss_accepted: bool = False  # by an operator, since the last quorum
 
 
@@ -130,6 +132,7 @@ class World:
         replaced, group.caller = group.caller, self.callers
         self.asked_by[self.callers] = group
         group.quorum, group.asked = None, group.request(shrink_only)
+        self.books.setdefault(group.job, JobBooks()).evicted.discard(group.replica_id)
         self.live(group)
         orders = self.house.request(group.job, group.asked, self.callers, self.now)
         if replaced is not None:
@@ -201,6 +204,7 @@ class World:
             books.loss_accepted = False
             books.took_part.clear()
             books.announced.clear()
+            books.evicted.clear()
         self.asked_by.clear()
         for group in self.groups.values():
             group.caller = group.asked = None
@@ -229,6 +233,8 @@ class World:
                 self.lose(order)
             elif isinstance(order, ReportHang):
                 self.hang(order)
+            elif isinstance(order, ReportEviction):
+                self.evict(order)
             elif isinstance(order, ReportWaiting):
                 self.announce(order)
             elif isinstance(order, RefuseRequest):
@@ -246,6 +252,7 @@ class World:
         books = self.books.get(order.job, JobBooks())
         books.took_part.discard(order.replica_id)
         books.announced.discard(order.replica_id)
+        books.evicted.discard(order.replica_id)
 
     def hang(self, order: ReportHang) -> None:
         told = self.hangs_told.setdefault((order.job, order.replica_id), set())
@@ -255,6 +262,30 @@ class World:
         told.add(since)
         beat = self.beats[order.job, order.replica_id]
         assert beat == Activity(order.phase, order.step, since), "what its last beat told"
+
+    def evict(self, order: ReportEviction) -> None:
+        """It hangs, and a member of the same quorum asks for the next one, so it waits."""
+        assert self.config.on_hang == "evict"
+        assert order.quorum_id == self.books[order.job].last.quorum_id
+        doing = self.beats[order.job, order.replica_id]
+        assert doing.phase is Phase.TRAINING
+        assert self.now - doing.since >= (self.config.hang_timeout_s or math.inf)
+        books = self.books[order.job]
+        assert order.replica_id not in books.evicted, "told once"
+        before, living = self.members_before(order.job), self.living(order.job)
+        assert order.replica_id in before & living
+        asking = {each.replica_id for each in self.asked_by.values() if each.job == order.job}
+        assert before & living & asking - books.evicted, "nobody waits for it"
+        books.evicted.add(order.replica_id)
+
+    def members_before(self, job: str) -> set[str]:
+        """Of the last quorum: published here, or told by those who were in it elsewhere."""
+        books = self.books[job]
+        if books.has_published:
+            return {key for key, _, _ in books.lists[books.last_id]}
+        newest = books.last.quorum_id
+        groups = [group for group in self.groups.values() if group.job == job]
+        return {each.replica_id for each in groups if each.last.quorum_id == newest > 0}
 
     def announce(self, order: ReportWaiting) -> None:
         books = self.books[order.job]  # there is a quorum to be told
@@ -276,6 +307,11 @@ class World:
     def publish(self, order: AnswerQuorum) -> None:
         self.num_quorums += 1
         books = self.books.setdefault(order.job, JobBooks())
+        if books.evicted:  # nobody begins a second history while they hang
+            goes_on = {each.replica_id for each in order.quorum.participants}
+            assert goes_on & self.members_before(order.job)
+            assert order.quorum.quorum_id > books.last_id, "they were told that the last is over"
+            books.evicted.clear()
         self.check_i1_ids(order, books)
         self.check_i4_progress(order, books)
         assert len(set(order.callers)) == len(order.callers) == len(order.quorum.participants)

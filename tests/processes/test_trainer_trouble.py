@@ -11,11 +11,12 @@ from running import lighthouse_process
 
 from chaos.bounds import NEWS_S
 from chaos.crew import Crew
-from demo.events import Discarded, Healed
+from demo.events import Committed, Discarded, Healed
 
 pytestmark = pytest.mark.processes
 
 JOIN_S = 0.8
+HANG_S = 1.0
 
 
 def test_a_main_thread_that_hangs_delays_the_others_once(make_crew: Callable[..., Crew]) -> None:
@@ -32,6 +33,33 @@ def test_a_main_thread_that_hangs_delays_the_others_once(make_crew: Callable[...
         crew.await_event(Healed, 10.0, since=hung_at, wanted=lambda event: event.group == 2)
         crew.all_meet({0, 1, 2})
         assert workers[2].is_running
+
+
+def test_a_worker_that_hangs_inside_a_step_has_its_group_left_out(
+    make_crew: Callable[..., Crew],
+) -> None:
+    """The join timeout is a minute: nobody waits for it. The group discards its step, and heals."""
+    with lighthouse_process(
+        "--min-replicas=1", f"--hang-timeout-ms={HANG_S * 1000:.0f}", "--on-hang=evict"
+    ) as lighthouse:
+        crew = make_crew(lighthouse.address, num_workers=2)
+        crew.start(0)
+        hung = crew.start(1)
+        crew.all_meet({0, 1})
+        hung_at = time.monotonic()
+        hung[1].order("hang_inside 2.5")
+        again_at = crew.await_commits({0}, 10.0, since=hung_at, num_members=1)
+        check("a worker hangs inside a step", again_at - hung_at, HANG_S + NEWS_S)
+        healed = crew.await_event(
+            Healed, 15.0, since=hung_at, wanted=lambda event: event.group == 1
+        )
+        reasons = [event.reason for event in crew.of(1, Discarded, since=hung_at)]
+        assert any(" is out: it hangs: " in reason for reason in reasons), reasons
+        assert not [each for each in crew.of(1, Committed, since=again_at) if each.at < healed.at]
+        crew.all_meet({0, 1})
+        assert all(worker.is_running for worker in hung)
+        told = lighthouse.errors()
+        assert told.count("group left out job=") == told.count("group hangs job=") >= 1
 
 
 def test_an_exception_in_a_collective_costs_one_step(make_crew: Callable[..., Crew]) -> None:

@@ -230,6 +230,10 @@ def a_group_that_drains_stays(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Group, "drain", lambda self, reason: ())
 
 
+def who_was_left_out_is_awaited(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Membership, "evicted", lambda self, replica_ids: None)
+
+
 def who_waits_hangs(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(activity, "HANGING_PHASES", frozenset(Phase))
 
@@ -260,6 +264,7 @@ PLANTS: dict[Plant, int] = {
     who_asks_again_has_a_new_patience: 630,
     a_drained_group_is_told_as_lost: 4,
     a_group_that_drains_stays: 4,
+    who_was_left_out_is_awaited: 321,
     who_waits_hangs: 19,
 }
 

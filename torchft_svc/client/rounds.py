@@ -121,14 +121,14 @@ class _Loss:
     quorum_id: int
 
     def concerns(self, quorum: QuorumResult) -> bool:
-        """Whether another group of ``quorum`` is gone; news may come before the quorum itself."""
-        if quorum.quorum_id > self.quorum_id:
-            return False
-        mine = quorum.replica_ids[quorum.replica_rank] if quorum.replica_ids else ""
-        return self.replica_id != mine and self.replica_id in quorum.replica_ids
+        """Whether a group of ``quorum`` is gone; news may come before the quorum itself.
+
+        It may be this very group: it stood still for too long, and the others go on without it.
+        """
+        return quorum.quorum_id <= self.quorum_id and self.replica_id in quorum.replica_ids
 
     def __str__(self) -> str:
-        return f"{self.replica_id} is gone: {self.reason}"
+        return f"{self.replica_id} is out: {self.reason}"
 
 
 class Membership:

@@ -38,8 +38,9 @@ class LighthouseServer(_Server):
 
     ``bind`` is ``host:port`` (``:0``: any free port on every interface). Durations are
     milliseconds. ``quorum_tick_ms`` is accepted and has no effect: nothing polls. A group whose
-    step stands still for ``hang_timeout_ms`` (None: however long) is reported, or ended if
-    ``on_hang`` is ``kill``. ``security``: TLS files and token (default: those of the environment).
+    step stands still for ``hang_timeout_ms`` (None: however long) is reported; it is ended if
+    ``on_hang`` is ``kill``, and left out until it asks again if that is ``evict``. ``security``:
+    TLS files and token (default: those of the environment).
 
     Raises:
         AddressError: nothing can be bound there.
@@ -56,7 +57,7 @@ class LighthouseServer(_Server):
         *,
         startup_timeout_ms: int | None = None,
         hang_timeout_ms: int | None = None,
-        on_hang: Literal["report", "kill"] = "report",
+        on_hang: Literal["report", "kill", "evict"] = "report",
         security: Security | None = None,
     ) -> None:
         told = {

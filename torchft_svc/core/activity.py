@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchft_svc.core.step import Phase
@@ -25,7 +26,10 @@ class Activity:
 
 
 class WorkerActivities:
-    """A group does what that worker does which has stood still the longest."""
+    """A group does what that worker does which has stood still the longest.
+
+    Who votes waits for its fellows: what they do counts, as long as they do anything else.
+    """
 
     def __init__(self) -> None:
         self._workers: dict[int, Activity] = {}
@@ -39,19 +43,25 @@ class WorkerActivities:
 
     def slowest(self) -> Activity | None:
         """None: no worker has told anything."""
-        return min(self._workers.values(), key=lambda each: each.since, default=None)
+        return min(
+            self._workers.values(),
+            key=lambda each: (each.phase is Phase.VOTING, each.since),
+            default=None,
+        )
 
 
 class HangWatch:
     """The activities of a job's groups; a hang is one that lasts for ``timeout_s`` (None: never).
 
     All costs are constant, except for one look at all groups about once in ``timeout_s``.
+    ``unheeded`` have hung, and nothing was done about it yet.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
         self._groups: dict[str, Activity] = {}
         self._hung: set[str] = set()
+        self.unheeded: set[str] = set()
         self._look_at: float | None = None
 
     def told(self, replica_id: str, activity: Activity, now: float) -> None:
@@ -60,6 +70,7 @@ class HangWatch:
         ends_at = self._hangs_at(activity)
         if ends_at is None or ends_at > now:
             self._hung.discard(replica_id)
+            self.unheeded.discard(replica_id)
         if replica_id in self._hung or ends_at is None:
             return
         if self._look_at is None or ends_at < self._look_at:
@@ -68,10 +79,16 @@ class HangWatch:
     def gone(self, replica_id: str) -> None:
         self._groups.pop(replica_id, None)
         self._hung.discard(replica_id)
+        self.unheeded.discard(replica_id)
 
     def activity(self, replica_id: str) -> Activity | None:
         """None: it has not told."""
         return self._groups.get(replica_id)
+
+    def why(self, replica_id: str, now: float) -> str:
+        """What a group hangs in, for people."""
+        hang = self._groups[replica_id]
+        return f"it hangs: {hang.phase.value} in step {hang.step} for {now - hang.since:.1f} s"
 
     def is_hung(self, replica_id: str) -> bool:
         return replica_id in self._hung
@@ -94,9 +111,14 @@ class HangWatch:
                 later.append(ends_at)
             else:
                 self._hung.add(replica_id)
+                self.unheeded.add(replica_id)
                 found.append((replica_id, activity))
         self._look_at = min(later, default=None)
         return found
+
+    def heed_again(self, replica_ids: Iterable[str]) -> None:
+        """What was done about these, if they hang, was taken back."""
+        self.unheeded |= self._hung.intersection(replica_ids)
 
     def _hangs_at(self, activity: Activity) -> float | None:
         if self._timeout_s is None or activity.phase not in HANGING_PHASES:

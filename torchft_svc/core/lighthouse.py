@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torchft_svc.core.activity import Activity, HangWatch
+from torchft_svc.core.eviction import to_evict
 from torchft_svc.core.lighthouse_orders import (
     AnswerQuorum,
     Order,
     RefuseRequest,
+    ReportEviction,
     ReportHang,
     ReportLoss,
     ReportWaiting,
@@ -46,6 +48,7 @@ class _Job:
     hangs: HangWatch
     last_id: int
     heard_id: int = 0  # the highest id that a group was told, maybe by another lighthouse
+    spent_id: int = 0  # a quorum that somebody was told to leave
     # Requests of groups whose name is still held by an earlier incarnation.
     held: dict[str, tuple[Member, int]] = field(default_factory=dict)
 
@@ -87,6 +90,7 @@ class Lighthouse:
             replaced = state.members.asked(member, caller, now)
             if replaced is not None:
                 orders.append(_superseded(replaced, member.replica_id))
+        orders += self._heed_hangs(job, state, now, (member.replica_id,))
         return self._settle(job, state, orders, now, asked=[member.replica_id])
 
     def withdraw(self, job: str, caller: int, now: float) -> tuple[Order, ...]:
@@ -120,7 +124,7 @@ class Lighthouse:
         state.members.seen(replica_id, now)
         if activity is not None:
             state.hangs.told(replica_id, activity, now)
-            orders += self._report_hangs(job, state, now)
+            orders += self._heed_hangs(job, state, now, (replica_id,))
             self._wake(state.hangs.look_at())
         if is_new or orders:
             return self._settle(job, state, orders, now)
@@ -162,7 +166,7 @@ class Lighthouse:
             silent = f"no sign of life for {self._config.heartbeat_timeout_s:g} s"
             for replica_id in state.members.dead(now):
                 orders += self._remove(name, state, replica_id, silent)
-            orders += self._report_hangs(name, state, now)
+            orders += self._heed_hangs(name, state, now)
             orders += self._settle(name, state, [], now)
         return tuple(orders)
 
@@ -300,12 +304,27 @@ class Lighthouse:
                 orders.append(RefuseRequest(lost, QuorumFailed(f"{replica_id!r} is out: {reason}")))
         return orders
 
-    def _report_hangs(self, job: str, state: _Job, now: float) -> list[Order]:
+    def _heed_hangs(
+        self, job: str, state: _Job, now: float, told: Sequence[str] = ()
+    ) -> list[Order]:
+        """Report who hangs, and leave out whom others wait for, maybe since ``told`` do."""
         kill = self._config.on_hang == "kill"
-        return [
+        orders: list[Order] = [
             ReportHang(job, replica_id, hang.phase, hang.step, now - hang.since, kill)
             for replica_id, hang in state.hangs.newly_hung(now)
         ]
+        if self._config.on_hang != "evict":
+            return orders
+        candidates = state.members.last_members() if orders else told
+        evicted = to_evict(state.members, state.hangs, candidates)
+        if evicted:
+            state.members.evicted(evicted)
+            state.spent_id = state.last_id
+        for each in evicted:
+            why, quorum_id = state.hangs.why(each, now), state.members.last.quorum_id
+            told = (each, *state.members.mourners(each))
+            orders.append(ReportEviction(job, each, why, quorum_id, told))
+        return orders
 
     def _settle(
         self, job: str, state: _Job, orders: list[Order], now: float, asked: Sequence[str] = ()
@@ -317,6 +336,7 @@ class Lighthouse:
                 del state.held[replica_id]
                 state.members.asked(member, caller, now)
                 newcomers.append(replica_id)
+        state.hangs.heed_again(state.members.recalled())
         if not state.members.is_settled(now):
             decision = state.members.decide(now)
             if isinstance(decision, Formed):
@@ -333,7 +353,7 @@ class Lighthouse:
         previous = state.members.previous
         may_keep_id = (
             previous is not None
-            and state.heard_id <= state.last_id
+            and state.heard_id <= state.last_id != state.spent_id
             and [member.place for member in formed.members]
             == [member.place for member in previous.participants]
             and not any(member.commit_failures for member in formed.members)

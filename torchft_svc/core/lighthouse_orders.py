@@ -60,6 +60,20 @@ class ReportHang:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportEviction:
+    """``replica_id`` lives, but hangs: its quorum goes on without it.
+
+    ``quorum_id``: of that quorum. ``told``: who is to hear of it, the group itself among them.
+    """
+
+    job: str
+    replica_id: str
+    reason: str
+    quorum_id: int = field(default=0, compare=False)
+    told: tuple[str, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class ReportWaiting:
     """``replica_id``, which is not in the last quorum, asks for one; told once in its life."""
 
@@ -67,4 +81,4 @@ class ReportWaiting:
     replica_id: str
 
 
-Order = AnswerQuorum | RefuseRequest | ReportLoss | ReportHang | ReportWaiting
+Order = AnswerQuorum | RefuseRequest | ReportLoss | ReportHang | ReportEviction | ReportWaiting

@@ -43,6 +43,7 @@ class Membership:
         self._incarnations: dict[str, dict[str, None]] = {}  # by stable name, the oldest first
         self._veterans: set[str] = set()
         self._straggling: set[str] = set()
+        self._evicted: set[str] = set()  # of the stragglers, those that hang in the last quorum
         self._awaited: set[str] = set()  # living, in the previous quorum, has not asked again
         self._announced: set[str] = set()  # newcomers that the last quorum has been told of
         self._num_losses_told = 0  # to the last quorum
@@ -86,6 +87,7 @@ class Membership:
         if last.quorum_id > self.last.quorum_id:
             self._previous_ids.clear()
             self._awaited.clear()
+            self._evicted.clear()
         if last > self.last:
             self.last = last
             self._loss_accepted = False  # it was about an earlier step
@@ -111,6 +113,7 @@ class Membership:
         self._callers[member.replica_id] = caller
         self._replica_of[caller] = member.replica_id
         self._straggling.discard(member.replica_id)
+        self._evicted.discard(member.replica_id)
         self._awaited.discard(member.replica_id)
         if asked_at < now or member.replica_id in self._previous_ids:
             self._reconsider_crowd()
@@ -130,6 +133,28 @@ class Membership:
         if replica_id in self._previous_ids:
             self._awaited.add(replica_id)
 
+    def evicted(self, replica_ids: Iterable[str]) -> None:
+        """These, which are awaited, hang: nobody waits for them until they ask."""
+        self._evicted.update(replica_ids)
+        self._straggling |= self._evicted
+        self._awaited -= self._evicted
+        self._look_at = None
+
+    def recalled(self) -> list[str]:
+        """Who is waited for again, because nobody else of the last quorum is left.
+
+        To be called when somebody is gone: newcomers must not begin a second history while members
+        of the first one hang.
+        """
+        if not self._evicted or any(self.is_expected(key) for key in self._previous_ids):
+            return []
+        recalled = sorted(self._evicted)
+        self._straggling -= self._evicted
+        self._awaited |= self._evicted
+        self._evicted.clear()
+        self._look_at = None
+        return recalled
+
     def gone(self, replica_id: str) -> int | None:
         """The group is dead or has left; returns the caller that waited for it, if any."""
         if self._seen_at.pop(replica_id, None) is None:
@@ -138,7 +163,13 @@ class Membership:
         del self._incarnations[name][replica_id]
         if not self._incarnations[name]:
             del self._incarnations[name]
-        for ids in (self._veterans, self._straggling, self._awaited, self._announced):
+        for ids in (
+            self._veterans,
+            self._straggling,
+            self._evicted,
+            self._awaited,
+            self._announced,
+        ):
             ids.discard(replica_id)
         if replica_id in self._previous_ids:
             self._reconsider_crowd()
@@ -163,6 +194,7 @@ class Membership:
         self.previous = quorum
         self._previous_ids = {member.replica_id for member in quorum.participants}
         self._awaited = set(self._previous_ids)
+        self._evicted.clear()
         self._veterans |= self._previous_ids
         self._announced.clear()
         self._num_losses_told = 0
@@ -280,6 +312,23 @@ class Membership:
     def quorum_left(self) -> list[str]:
         """The living groups of the last quorum."""
         return [key for key in self._previous_ids if key in self._seen_at]
+
+    def last_members(self) -> Iterable[str]:
+        """The groups of the last quorum, also the dead ones."""
+        return self._previous_ids
+
+    def is_awaited(self, replica_id: str) -> bool:
+        """Whether a group is a living member of the last quorum, and neither asks nor is late."""
+        return replica_id in self._awaited
+
+    def is_expected(self, replica_id: str) -> bool:
+        """The same of one that may ask already."""
+        asks = replica_id in self._waiting and replica_id in self._previous_ids
+        return asks or replica_id in self._awaited
+
+    def is_left_out(self, replica_id: str) -> bool:
+        """Whether a living group is not waited for until it asks."""
+        return replica_id in self._straggling
 
     @property
     def committed_step(self) -> int:

@@ -17,7 +17,8 @@ class GroupStatus:
 
     ``in_quorum``: in the last one. ``asking``: it waits for the next one. ``phase`` is what it does
     since ``phase_s`` (None: it does not tell), ``silent_s`` is the time since its last sign of
-    life, ``hung`` that its step has stood still for longer than the hang timeout.
+    life, ``hung`` that its step has stood still for longer than the hang timeout, ``left_out`` that
+    nobody waits for it until it asks.
     """
 
     replica_id: str
@@ -29,6 +30,7 @@ class GroupStatus:
     phase_s: float = 0.0
     silent_s: float = 0.0
     hung: bool = False
+    left_out: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,7 @@ def describe(
                 phase_s=max(0.0, now - doing.since) if doing else 0.0,
                 silent_s=silent_s,
                 hung=hangs.is_hung(replica_id),
+                left_out=members.is_left_out(replica_id),
             )
         )
     return JobStatus(

@@ -126,7 +126,7 @@ class QuorumConfig:
     ``hold`` keeps it back, ``warn`` lets it pass with a warning; ``auto`` holds it back while a
     group that took part in the job is alive, and warns when none is left. A group that stands in
     one phase of its own work for ``hang_timeout_s`` (None: however long) is reported, and ended if
-    ``on_hang`` is ``kill``.
+    ``on_hang`` is ``kill``; if it is ``evict``, those of its quorum that wait go on without it.
     """
 
     min_replicas: int = 1
@@ -135,7 +135,7 @@ class QuorumConfig:
     heartbeat_timeout_s: float = 5.0
     on_step_regression: Literal["auto", "hold", "warn"] = "auto"
     hang_timeout_s: float | None = None
-    on_hang: Literal["report", "kill"] = "report"
+    on_hang: Literal["report", "kill", "evict"] = "report"
     # One lighthouse serves many jobs, but a client that invents names must not fill its memory.
     max_jobs: int = 1000
     max_members_per_job: int = 20_000
@@ -161,8 +161,8 @@ class QuorumConfig:
                 "hang_timeout_s", self.hang_timeout_s, "use a finite time above 0 seconds, or None"
             )
         check_length("hang_timeout_s", self.hang_timeout_s or 0.0)
-        if self.on_hang not in ("report", "kill"):
-            raise ConfigError("on_hang", self.on_hang, "use report or kill")
+        if self.on_hang not in ("report", "kill", "evict"):
+            raise ConfigError("on_hang", self.on_hang, "use report, kill or evict")
         if self.on_step_regression not in ("auto", "hold", "warn"):
             raise ConfigError(
                 "on_step_regression", self.on_step_regression, "use auto, hold or warn"

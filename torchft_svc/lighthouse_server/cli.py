@@ -54,9 +54,10 @@ from torchft_svc.rpc.security import Security
 )
 @option(
     "--on-hang",
-    type=click.Choice(["report", "kill"]),
+    type=click.Choice(["report", "kill", "evict"]),
     default="report",
-    help="What to do with a group that has hung: only report it, or end its processes.",
+    help="What to do with a group that has hung: only report it, end its processes, or go on "
+    "without it until it moves again.",
 )
 @option("--max-jobs", type=int, default=1000, help="Most jobs that are served at a time.")
 @option("--max-members-per-job", type=int, default=20_000, help="Most groups that a job may have.")

@@ -13,6 +13,7 @@ from torchft_svc.core.lighthouse_orders import (
     AnswerQuorum,
     Order,
     RefuseRequest,
+    ReportEviction,
     ReportHang,
     ReportLoss,
     ReportWaiting,
@@ -203,6 +204,8 @@ class LighthouseDriver:
                 self._tell_loss(order)
             elif isinstance(order, ReportHang):
                 self._report_hang(order)
+            elif isinstance(order, ReportEviction):
+                self._tell_eviction(order)
             elif isinstance(order, ReportWaiting):
                 news = member_waiting(order.replica_id)
                 self._tell_all(order.job, self._core.quorum_left(order.job), news)
@@ -215,6 +218,12 @@ class LighthouseDriver:
         log.warning("group lost job=%s replica=%s: %s", loss.job, loss.replica_id, loss.reason)
         news = member_lost(loss.replica_id, loss.reason, loss.quorum_id)
         self._tell_all(loss.job, loss.told, news)
+
+    def _tell_eviction(self, out: ReportEviction) -> None:
+        """The same news to the group itself: what it is about to do in this quorum is in vain."""
+        log.warning("group left out job=%s replica=%s: %s", out.job, out.replica_id, out.reason)
+        news = member_lost(out.replica_id, out.reason, out.quorum_id)
+        self._tell_all(out.job, out.told, news)
 
     def _tell_all(self, job: str, replica_ids: Iterable[str], news: bytes) -> None:
         """Tell those of the groups that have a session."""

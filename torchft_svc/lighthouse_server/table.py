@@ -58,7 +58,12 @@ def _urgency(group: GroupStatus) -> tuple[bool, bool, str]:
 
 
 def _row(group: GroupStatus) -> tuple[str, ...]:
-    states = {"HUNG": group.hung, "in quorum": group.in_quorum, "asking": group.asking}
+    states = {
+        "HUNG": group.hung,
+        "left out": group.left_out,
+        "in quorum": group.in_quorum,
+        "asking": group.asking,
+    }
     return (
         group.replica_id,
         str(group.step),

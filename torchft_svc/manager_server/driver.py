@@ -125,7 +125,11 @@ class ManagerDriver:
         elif kind == "drain":
             self.drain(news.drain.reason)
         elif kind == "lost":
-            log.info("group lost replica=%s: %s", news.lost.replica_id, news.lost.reason)
+            lost = news.lost
+            if lost.replica_id == self._link.replica_id:
+                log.warning("the others go on without this group: %s", lost.reason)
+            else:
+                log.info("group lost replica=%s: %s", lost.replica_id, lost.reason)
             self._tell_workers(news.SerializeToString())
         elif kind == "waiting":
             self._tell_workers(news.SerializeToString())

@@ -250,7 +250,7 @@ class JobStatus(_message.Message):
     def __init__(self, job: _Optional[str] = ..., quorum_id: _Optional[int] = ..., committed_step: _Optional[int] = ..., min_replicas: _Optional[int] = ..., waiting_for: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ...) -> None: ...
 
 class GroupStatus(_message.Message):
-    __slots__ = ("replica_id", "address", "in_quorum", "asking", "step", "phase", "phase_ms", "silent_ms", "hung")
+    __slots__ = ("replica_id", "address", "in_quorum", "asking", "step", "phase", "phase_ms", "silent_ms", "hung", "left_out")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     IN_QUORUM_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +260,7 @@ class GroupStatus(_message.Message):
     PHASE_MS_FIELD_NUMBER: _ClassVar[int]
     SILENT_MS_FIELD_NUMBER: _ClassVar[int]
     HUNG_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     in_quorum: bool
@@ -269,7 +270,8 @@ class GroupStatus(_message.Message):
     phase_ms: int
     silent_ms: int
     hung: bool
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., in_quorum: bool = ..., asking: bool = ..., step: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., phase_ms: _Optional[int] = ..., silent_ms: _Optional[int] = ..., hung: bool = ...) -> None: ...
+    left_out: bool
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., in_quorum: bool = ..., asking: bool = ..., step: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., phase_ms: _Optional[int] = ..., silent_ms: _Optional[int] = ..., hung: bool = ..., left_out: bool = ...) -> None: ...
 
 class AcceptLossRequest(_message.Message):
     __slots__ = ()

@@ -11,7 +11,7 @@ from torchft_svc.rpc.codec import phase_from_wire, phase_to_wire
 
 # What has the same name and the same type on the wire.
 _OF_A_JOB = ("job", "quorum_id", "committed_step", "min_replicas", "waiting_for")
-_OF_A_GROUP = ("replica_id", "address", "in_quorum", "asking", "step", "hung")
+_OF_A_GROUP = ("replica_id", "address", "in_quorum", "asking", "step", "hung", "left_out")
 
 
 def status_to_wire(jobs: Iterable[JobStatus]) -> pb.LighthouseStatusResponse:

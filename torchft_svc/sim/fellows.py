@@ -21,9 +21,7 @@ class _Loss:
     quorum_id: int
 
     def concerns(self, part: Assignment) -> bool:
-        me = part.replica_ids[part.replica_rank]
-        is_other = self.replica_id != me and self.replica_id in part.replica_ids
-        return is_other and part.quorum_id <= self.quorum_id
+        return part.quorum_id <= self.quorum_id and self.replica_id in part.replica_ids
 
 
 class Fellows:

@@ -15,6 +15,7 @@ from torchft_svc.core.lighthouse_orders import (
     AnswerQuorum,
     Order,
     RefuseRequest,
+    ReportEviction,
     ReportHang,
     ReportLoss,
 )
@@ -197,6 +198,8 @@ class LighthouseActor:
                 self._tell_loss(order)
             elif isinstance(order, ReportHang):
                 self._report_hang(order)
+            elif isinstance(order, ReportEviction):
+                self._tell_eviction(order)
         self._arm()
 
     def _answer(self, caller: int) -> Session:
@@ -240,6 +243,14 @@ class LighthouseActor:
         session = self.sessions.get((hang.job, hang.replica_id))
         if hang.kill and session is not None:
             session.stream.to_client("kill")
+
+    def _tell_eviction(self, out: ReportEviction) -> None:
+        self._story.tell("lighthouse", f"{out.replica_id} is left out: {out.reason}")
+        self.lookout.evicted((out.job, out.replica_id))
+        for each in out.told:
+            session = self.sessions.get((out.job, each))
+            if session is not None:
+                session.stream.to_client("lost", out.replica_id, out.quorum_id)
 
     def _arm(self) -> None:
         at = self.core.next_deadline()

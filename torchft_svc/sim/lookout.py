@@ -23,12 +23,16 @@ Key = tuple[str, str]  # job and replica id
 
 @dataclass(slots=True)
 class _Job:
-    """``late``: waited for in vain, and not to be waited for again until it asks."""
+    """``late``: waited for in vain, and not to be waited for again until it asks.
+
+    ``evicted``: left out of ``previous`` since it was published, and has not asked.
+    """
 
     previous: frozenset[str] = frozenset()
     asking: dict[str, float] = field(default_factory=dict)
     gave_up: dict[str, tuple[float, float]] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
+    evicted: set[str] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
     due_since: float | None = None
 
@@ -52,6 +56,7 @@ class Lookout:
             since = now
         job.asking.setdefault(key[1], since)
         job.late.discard(key[1])
+        job.evicted.discard(key[1])
 
     def withdrew(self, key: Key, now: float) -> None:
         job = self._jobs.setdefault(key[0], _Job())
@@ -64,10 +69,19 @@ class Lookout:
         job.asking.pop(key[1], None)
         job.gave_up.pop(key[1], None)
         job.late.discard(key[1])
+        job.evicted.discard(key[1])
         job.dead.add(key[1])
+
+    def evicted(self, key: Key) -> None:
+        """It hangs, and nobody waits for it from here on."""
+        job = self._jobs.setdefault(key[0], _Job())
+        job.evicted.add(key[1])
+        others = job.previous - job.evicted - job.late - job.dead
+        must(bool(others), "I5", f"{key[1]} is left out, though nobody is left to go on")
 
     def published(self, name: str, quorum: Quorum) -> None:
         job = self._jobs.setdefault(name, _Job())
+        self._check_history(name, job, quorum)
         job.previous = frozenset(member.replica_id for member in quorum.participants)
         job.due_since = None
         for replica_id in job.previous:
@@ -80,6 +94,9 @@ class Lookout:
             self._check_due(name, job, why, now)
             found = _AWAITED.search(why)
             awaited = set(found[1].split(", ")) if found else set()
+            if job.previous - job.evicted - job.late - job.dead:
+                held = awaited & job.evicted
+                must(not held, "I5", f"{name} waits for {held}, which hang and were left out")
             for each in awaited:
                 must((name, each) in alive, "I5", f"{name} waits for {each}, which is dead")
                 must(each not in job.late, "I5", f"{name} waits for the straggler {each} again")
@@ -87,6 +104,18 @@ class Lookout:
             if back and now - min(back) > self._config.join_timeout_s + SLACK_S:
                 must(not awaited, "I5", f"{name} waits for {awaited} since {min(back):.2f} s")
                 job.late |= job.previous - job.asking.keys() - job.dead
+
+    def _check_history(self, name: str, job: _Job, quorum: Quorum) -> None:
+        """Newcomers do not go on without a member of the last quorum while some of it hang."""
+        members = {member.replica_id for member in quorum.participants}
+        hung = job.evicted - job.dead
+        must(
+            not (hung & job.previous) or bool(members & job.previous),
+            "I4",
+            f"{name} begins anew with {sorted(members)[:4]} while {sorted(hung)[:4]} hang",
+        )
+        late, job.evicted = job.evicted, set()
+        job.late |= late
 
     def _check_due(self, name: str, job: _Job, why: str, now: float) -> None:
         if _DUE not in why:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchft_svc.core.types import QuorumConfig
 from torchft_svc.sim.trainer_actor import TrainerRules
@@ -127,7 +127,7 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
         shrink_only_rate=chance.choice([0.0, 0.0, 0.0, 0.2 / groups]),
         tells_phases=config.hang_timeout_s is not None,
     )
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         num_groups=groups,
         num_jobs=1 if is_large else jobs,
@@ -143,6 +143,9 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
         is_clock_honest=is_clock_honest,
         faults=_draw_faults(chance, groups, is_clock_honest, is_large),
     )
+    if chance.random() < 0.5:  # drawn last: what else a seed is stays as it was
+        return replace(scenario, config=replace(config, on_hang="evict"))
+    return scenario
 
 
 def _draw_faults(
