@@ -58,8 +58,9 @@ class ManagedProcessGroup(ProcessGroup):
         return self._manager.participating_rank() or 0
 
     def size(self) -> int:
-        """How many groups contribute in this step; waits for the quorum."""
-        return self._manager.num_participants()
+        """How many groups contribute in this step; waits for the quorum. Without one: 1."""
+        # Torch 2.7 finds the group of a mesh by its size, which has to be that of a worker alone.
+        return self._manager.num_participants() or 1
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
         if name == "barrier":

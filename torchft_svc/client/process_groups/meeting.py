@@ -118,7 +118,8 @@ def _connect(address: str, timeout_s: float) -> TCPStore:
 def _forget_earlier(store: TCPStore, prefix: str) -> None:
     """Delete what earlier quorums left in the store, which lives as long as its group.
 
-    A prefix is ``torchft/{quorum_id}/{group_rank}``, and ids only grow.
+    A prefix is ``torchft/{quorum_id}/{group_rank}``, and ids only grow. Torch 2.7 does not tell
+    which keys there are: there they stay, a few for each quorum.
     """
     parts = prefix.split("/")
     if len(parts) != 3 or not parts[1].isdecimal() or not hasattr(store, "list_keys"):
