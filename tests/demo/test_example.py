@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.processes
 
 EXAMPLE = "examples/train_ddp.py"
 SHARDED = "examples/train_hsdp.py"
+# Of a guess among all characters. What is learnt differs by the Python whose sources are read.
+UNTRAINED = math.log(128)
 # Six processes import torch, on few cores that may be busy with other work.
 SHARDED_S = 180.0
 
@@ -61,13 +64,13 @@ def test_the_loss_falls_and_a_checkpoint_is_resumed(
     flags = ["--checkpoint", str(file), "--save-every", "20"]
     with Program([sys.executable, EXAMPLE, "--steps", "120", *flags], environment) as first:
         assert first.wait() == 0, first.lines
-    assert losses(first.lines)[-1] < losses(first.lines)[0] - 0.3
+    assert losses(first.lines)[-1] < UNTRAINED - 1
     assert list(tmp_path.iterdir()) == [file]
     with Program([sys.executable, EXAMPLE, "--steps", "160", *flags], environment) as second:
         assert second.wait() == 0, second.lines
     steps = [line.split()[1] for line in second.lines if line.startswith("step")]
     assert steps == ["140", "160"]
-    assert losses(second.lines)[0] < losses(first.lines)[0] - 0.3
+    assert losses(second.lines)[0] < UNTRAINED - 1
 
 
 def test_a_launcher_may_start_it(environment: dict[str, str]) -> None:
