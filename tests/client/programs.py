@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ class Program:
     """A running program of endings.py."""
 
     def __init__(self, name: str, address: str) -> None:
-        self.process = Warm([str(PROGRAM), name, address], os.environ)
+        command = [sys.executable, str(PROGRAM), name, address]
+        self.process = Warm(command, env=os.environ, text=True)
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()

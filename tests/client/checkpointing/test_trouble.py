@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -187,7 +188,7 @@ def test_a_stream_that_stays_damaged_is_given_up(
 def running_source(*flags: str) -> Iterator[tuple[Warm, str, int]]:
     """A source in a process of its own: the process, its metadata and its child's id."""
     script = str(Path(__file__).with_name("source_process.py"))
-    with Warm([script, *flags], os.environ) as process:
+    with Warm([sys.executable, script, *flags], env=os.environ, text=True) as process:
         try:
             url, child = process.stdout.readline().split()
             yield process, url, int(child)
