@@ -117,6 +117,7 @@ class Child:
         if self._process.poll() is None:
             with contextlib.suppress(psutil.Error):
                 self.children()
+            self._end_input()  # to a trainer of ours SIGTERM alone says: finish your step
             self._process.terminate()
             try:
                 self._process.wait(_STOP_TIMEOUT_S)
@@ -131,10 +132,14 @@ class Child:
 
     def close(self) -> None:
         """Close the pipes; the process is left alone."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
+        self._end_input()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _end_input(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # what it has not read yet is lost with it
+            self._process.stdin.close()
 
     def error(self, what: str) -> ChildError:
         """To be raised when this child has failed, with its last words."""

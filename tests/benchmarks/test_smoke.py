@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click import Command
 from click.testing import CliRunner
+from warm import Warm
 
 from benchmarks import isolation, quorum_rounds, recovery, stall, step_time, striping
 from benchmarks.children.phases import PARTS, PHASES
@@ -21,8 +22,12 @@ pytestmark = [pytest.mark.processes]
 
 @pytest.fixture(name="run")
 def run_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a benchmark without the public release; its output, and its JSON."""
+    """Run a benchmark without the public release; its output, and its JSON.
+
+    Its processes have imported torch before they are started.
+    """
     monkeypatch.delenv(PEER_VARIABLE, raising=False)
+    monkeypatch.setattr("benchmarks.processes.subprocess.Popen", Warm)
 
     def run(benchmark: Command, *flags: str) -> tuple[str, dict[str, Any]]:
         json_file = tmp_path / "results" / "result.json"
