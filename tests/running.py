@@ -270,7 +270,7 @@ def failure(future: Any) -> tuple[grpc.StatusCode, str]:
     return error.code(), error.details()
 
 
-def end_tree(process: subprocess.Popen[bytes]) -> None:
+def end_tree(process: Any) -> None:
     """Kill a launcher and everything below it, also what has a session of its own."""
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(process.pid)

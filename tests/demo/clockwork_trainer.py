@@ -14,7 +14,7 @@ from pathlib import Path
 
 from demo.events import Committed, EventLog, Finished, Joined, PhaseBegan
 
-STEP_S = 0.05
+STEP_S = 0.025
 _stop = False
 
 

@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from running import end_tree
+from warm import Warm
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
@@ -21,11 +23,16 @@ class Program:
     """A process that leads its own session, its output read line by line; a context manager."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        warm: bool = False,
     ) -> None:
+        """``warm``: it has imported torch before it is started."""
         self.lines: list[str] = []
         self._new: queue.Queue[str | None] = queue.Queue()
-        self._process = subprocess.Popen(
+        self._process: Any = (Warm if warm else subprocess.Popen)(
             list(command),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -44,7 +51,6 @@ class Program:
         return self._process.pid
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             self._new.put(line.rstrip("\n"))
         self._new.put(None)
@@ -90,5 +96,4 @@ class Program:
     def __exit__(self, *_: object) -> None:
         end_tree(self._process)
         self._reader.join()
-        assert self._process.stdout is not None
         self._process.stdout.close()

@@ -14,10 +14,12 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from bounds import Late, check
+from bounds import check
+from clockwork_trainer import STEP_S
 from rich.console import Console
 from running import ROOT, eventually
 
+from demo import cluster as cluster_module
 from demo import director
 from demo.cluster import Cluster, ClusterError
 from demo.director import Director, Script
@@ -29,6 +31,8 @@ pytestmark = pytest.mark.processes
 
 TRAINER = Path(__file__).with_name("clockwork_trainer.py")
 DEADLINE_S = 30.0
+# Of what does not end by itself.
+SHORT_GRACE_S = 0.3
 
 
 def clockwork(fault: str = "well") -> Callable[[int, int, Path], list[str]]:
@@ -41,6 +45,13 @@ def clockwork(fault: str = "well") -> Callable[[int, int, Path], list[str]]:
 @pytest.fixture(autouse=True)
 def _demo_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left over on purpose is not waited for."""
+    monkeypatch.setattr(cluster_module, "_LEFTOVER_GRACE_S", SHORT_GRACE_S)
+    monkeypatch.setattr(director, "_LEAVE_GRACE_S", SHORT_GRACE_S)
 
 
 @pytest.fixture
@@ -95,8 +106,10 @@ class TestCluster:
 
     @pytest.mark.parametrize("whole_group", [True, False])
     def test_children_die_with_their_trainer_only_if_the_whole_group_is_killed(
-        self, tmp_path: Path, *, whole_group: bool
+        self, tmp_path: Path, request: pytest.FixtureRequest, *, whole_group: bool
     ) -> None:
+        if not whole_group:
+            request.getfixturevalue("short_grace")
         with Cluster(tmp_path, clockwork("child")) as cluster:
             cluster.start_group(0)
             read_until(cluster, lambda event: isinstance(event, Committed))
@@ -148,7 +161,7 @@ class TestCluster:
 
 def script(**changes: object) -> Script:
     usual: dict[str, object] = {
-        "num_groups": 2, "seconds": 3.0, "steps": None, "num_kills": 1, "min_kills": 1,
+        "num_groups": 2, "seconds": 1.5, "steps": None, "num_kills": 1, "min_kills": 1,
         "kill_interval_s": 0.5, "seed": 3, "max_stall_s": 15.0,
     }  # fmt: skip
     return Script(**(usual | changes))  # type: ignore[arg-type]
@@ -156,9 +169,8 @@ def script(**changes: object) -> Script:
 
 @pytest.fixture
 def short_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo waits for slower trainers than these."""
-    monkeypatch.setattr(director, "_CALM_END_S", 1.5)  # until the losses have fallen
-    monkeypatch.setattr(director, "_LEAVE_GRACE_S", 1.5)
+    """These trainers' losses fall faster than the demo's."""
+    monkeypatch.setattr(director, "_CALM_END_S", 30 * STEP_S)
 
 
 def direct(folder: Path, fault: str = "well", **changes: object) -> tuple[Run, str]:
@@ -198,23 +210,23 @@ class TestDirector:
         assert 1 <= output.count("SIGKILL") <= 2
 
     def test_it_ends_at_the_number_of_steps(self, tmp_path: Path) -> None:
-        now = int(time.monotonic() / 0.05)
-        run, _ = direct(fresh(tmp_path), seconds=None, steps=now + 60, num_kills=0, min_kills=0)
+        steps = int(time.monotonic() / STEP_S) + 60
+        run, _ = direct(fresh(tmp_path), seconds=None, steps=steps, num_kills=0, min_kills=0)
         assert missed(run) == []
-        top_step = max(commit.step for commit in run.commits())
-        assert top_step >= now + 60
-        if top_step >= now + 90:
-            raise Late(f"{top_step - now} steps instead of 60")
+        after = [commit.at for commit in run.commits() if commit.step >= steps]
+        check("a run ends at its number of steps", max(after) - min(after), 1.5)
 
     def test_groups_that_differ_are_found(self, tmp_path: Path) -> None:
         run, _ = direct(tmp_path, "differs", num_kills=0, min_kills=0)
         assert missed(run) == ["groups that committed the same step are identical, bit for bit"]
 
+    @pytest.mark.usefixtures("short_grace")
     def test_a_process_left_over_is_found_and_ended(self, tmp_path: Path) -> None:
         run, _ = direct(tmp_path, "child", num_kills=0, min_kills=0)
         assert missed(run) == ["no process was left over"]
         assert len(run.leftovers) == 2
 
+    @pytest.mark.usefixtures("short_grace")
     def test_a_trainer_that_does_not_leave_is_found(self, tmp_path: Path) -> None:
         run, _ = direct(tmp_path, "deaf", num_kills=0, min_kills=0)
         assert missed(run) == ["no process was left over"]

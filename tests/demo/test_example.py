@@ -49,6 +49,7 @@ def test_groups_train_together(environment: dict[str, str]) -> None:
                 Program(
                     [sys.executable, EXAMPLE, "--steps", "100000"],
                     environment | {"REPLICA_GROUP_ID": str(number)},
+                    warm=True,
                 )
             )
             for number in range(2)
@@ -66,7 +67,8 @@ def test_the_loss_falls_and_a_checkpoint_is_resumed(
         assert first.wait() == 0, first.lines
     assert losses(first.lines)[-1] < UNTRAINED - 1
     assert list(tmp_path.iterdir()) == [file]
-    with Program([sys.executable, EXAMPLE, "--steps", "160", *flags], environment) as second:
+    again = [sys.executable, EXAMPLE, "--steps", "160", *flags]
+    with Program(again, environment, warm=True) as second:
         assert second.wait() == 0, second.lines
     steps = [line.split()[1] for line in second.lines if line.startswith("step")]
     assert steps == ["140", "160"]
@@ -135,7 +137,8 @@ def test_a_training_with_mutual_tls_and_a_token_heals(tmp_path: Path) -> None:
     with ExitStack() as stack:
 
         def start(*command: str, **more: str) -> Program:
-            return stack.enter_context(Program([sys.executable, *command], settings | more))
+            program = Program([sys.executable, *command], settings | more, warm=True)
+            return stack.enter_context(program)
 
         lighthouse = start("-m", "torchft_svc.lighthouse_server", "--bind", "127.0.0.1:0")
         settings["TORCHFT_LIGHTHOUSE"] = lighthouse.wait_for("listening on").rsplit(" ", 1)[1]
