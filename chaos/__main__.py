@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 import uuid
+from itertools import islice
 from pathlib import Path
 
 import click
@@ -89,12 +90,14 @@ def perform(
     jobs: dict[str, list[int]],
     sizes: dict[int, int],
     num_lighthouses: int = 1,
+    max_faults: int | None = None,
 ) -> Run:
-    """The whole run, to the end of its last process."""
+    """The whole run, to the end of its last process; it ends after ``max_faults``, or the time."""
     mark = uuid.uuid4().hex
     _say(0.0, f"seed {seed}; logs and events: {folder}")
     stage = Stage(folder, jobs, sizes, seed, mark, num_lighthouses)
-    director = Director(stage, draw_faults(seed, sizes, num_lighthouses), seconds, _say)
+    faults = islice(draw_faults(seed, sizes, num_lighthouses), max_faults)
+    director = Director(stage, faults, seconds, _say)
     failure, interrupted = "", False
     try:
         with stage:

@@ -51,7 +51,8 @@ class Incident:
 
 @dataclass(slots=True)
 class Director:
-    """``run`` is called once; ``say`` takes a sentence and the seconds since the beginning."""
+    """``run`` is called once, and ends with the ``faults`` or after ``seconds``; ``say`` takes a
+    sentence and the seconds since the beginning."""
 
     stage: Stage
     faults: Iterator[Fault]
@@ -73,8 +74,10 @@ class Director:
         """
         self._began_at = time.monotonic()
         self._wait(lambda: self._all_back(self._began_at), "the start")
-        while time.monotonic() - self._began_at < self.seconds:
-            self._one(next(self.faults))
+        for fault in self.faults:
+            if time.monotonic() - self._began_at >= self.seconds:
+                break
+            self._one(fault)
         self._winding_down = True
         self.stage.drain(LEAVE_S)
         self._hear()

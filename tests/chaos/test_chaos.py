@@ -16,17 +16,22 @@ from demo.promises import Outcome
 
 pytestmark = pytest.mark.processes
 
+# With it a worker is frozen for longer than others wait, and all else is over soon.
+SEED = 2490
+# A fraction of it is enough, but who shares the machine may take most of it.
+MAX_S = 200.0
 
-@pytest.mark.timeout(240)
+
+@pytest.mark.timeout(3 * MAX_S)
 def test_everything_goes_wrong_and_every_promise_is_kept(tmp_path: Path) -> None:
     jobs, sizes = cast(groups=2, pairs=0)
-    run = perform(Path(mkdtemp(dir=tmp_path)), 20.0, 5, jobs, sizes)
+    folder = Path(mkdtemp(dir=tmp_path))
+    run = perform(folder, MAX_S, SEED, jobs, sizes, max_faults=len(Kind))
     failed = [verdict for verdict in judge(run) if verdict.outcome is Outcome.FAIL]
     if failed == [judge_bounds(run)]:
         raise Late(str(failed))
     assert not failed
-    if len({incident.fault.kind for incident in run.incidents}) < 5:
-        raise Late("too few faults for the time")
+    assert {incident.fault.kind for incident in run.incidents} == set(Kind)
 
 
 def test_the_seed_draws_the_faults() -> None:
