@@ -4,6 +4,7 @@ stall of the machine fails no test, and examples are the same in every run."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import threading
@@ -39,6 +40,12 @@ _NURSERY = "torchft-nursery"
 settings.register_profile("explore", deadline=None)
 settings.register_profile("fixed", deadline=None, derandomize=True, database=None)
 settings.load_profile("fixed")
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: no collection of garbage has to look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -20,6 +20,7 @@ from .training import (
     Trainer,
     assert_identical,
     bits,
+    in_step,
     lighthouse,
     together,
     trainers,
@@ -74,7 +75,7 @@ class Unreliable(CheckpointTransport[Any]):
 def train_on(*groups: Trainer) -> None:
     """A few more steps of groups that were in one quorum, then they must be identical."""
     until = max(group.manager.current_step() for group in groups) + 3
-    together(*(lambda group=group: group.until(until) for group in groups))
+    in_step(until, *groups)
     assert_identical(groups)
 
 

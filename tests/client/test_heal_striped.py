@@ -15,7 +15,7 @@ from running import eventually
 from torchft_svc.client import HTTPTransport
 from torchft_svc.testing.proxy import Proxy, Throttle
 
-from .training import TIMEOUT, Trainer, assert_identical, lighthouse, together
+from .training import TIMEOUT, Trainer, assert_identical, in_step, lighthouse, together
 
 CHUNK_BYTES = 64 << 10
 NUM_FLOATS = 1 << 20
@@ -71,7 +71,7 @@ def test_i3_a_newcomer_heals_from_all_groups_at_once(
         together(new.step, *(lambda group=group: group.meets(4) for group in old))
         until = max(group.manager.current_step() for group in old) + 2
         everyone = [*old, new]
-        together(*(lambda group=group: group.until(until) for group in everyone))
+        in_step(until, *everyone)
         assert_identical(everyone)
         assert all(torch.equal(group.ballast, old[0].ballast) for group in everyone)
         served = [

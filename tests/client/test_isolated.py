@@ -21,7 +21,7 @@ from torchft_svc.client.process_groups.isolated.nursery import NURSERY
 from torchft_svc.client.process_groups.isolated.segments import HostSegment, Pool
 
 from .meeting_place import MeetingPlace
-from .training import Trainer, assert_identical, lighthouse, together
+from .training import Trainer, assert_identical, in_step, lighthouse, together
 
 TIMEOUT = timedelta(seconds=20)
 pytestmark = pytest.mark.processes
@@ -261,5 +261,5 @@ def test_groups_train_over_it_and_one_process_is_killed() -> None:
             assert together(lambda: first.steps(3), lambda: second.steps(3)) == [[True] * 3] * 2
             assert groups[0].pid is not None
             os.kill(groups[0].pid, signal.SIGKILL)
-            together(lambda: first.until(6), lambda: second.until(6))
+            in_step(6, first, second)
             assert_identical([first, second])

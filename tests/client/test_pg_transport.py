@@ -15,7 +15,7 @@ from torchft_svc.client.checkpointing import pg as module
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded
 
 from .meeting_place import MeetingPlace
-from .training import Trainer, assert_identical, bits, lighthouse, together
+from .training import Trainer, assert_identical, bits, in_step, lighthouse, together
 
 TIMEOUT = timedelta(seconds=10)
 
@@ -166,6 +166,6 @@ def test_i3_a_group_heals_over_the_group_s_own_connections(in_place: bool) -> No
             with trainer("b", 2) as second:
                 together(lambda: first.meets(2), lambda: second.meets(2))
                 step = max(each.manager.current_step() for each in (first, second)) + 3
-                together(lambda: first.until(step), lambda: second.until(step))
+                in_step(step, first, second)
                 assert_identical([first, second])
                 assert second.in_place == [in_place] * 4

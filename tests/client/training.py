@@ -146,6 +146,22 @@ def trainers(address: str, num: int, **options: Any) -> Iterator[list[Trainer]]:
         yield made
 
 
+def in_step(until: int, *trainers: Trainer) -> None:
+    """Train until all have committed the same step, ``until`` or a later one.
+
+    None is done before the others: who was left behind, by a busy machine, has somebody to heal
+    from.
+    """
+    deadline = time.monotonic() + DEADLINE_S
+    num = len(trainers)
+    while True:
+        steps = [trainer.manager.current_step() for trainer in trainers]
+        if min(steps) == max(steps) >= until:
+            return
+        assert time.monotonic() < deadline, f"they do not get to step {until} together: {steps}"
+        together(*(lambda trainer=trainer: trainer.meets(num) for trainer in trainers))
+
+
 def bits(state: Any) -> Any:
     """``state`` such that two are equal if and only if every bit is."""
     if isinstance(state, torch.Tensor):
