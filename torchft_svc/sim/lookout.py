@@ -76,8 +76,9 @@ class Lookout:
         """It hangs, and nobody waits for it from here on."""
         job = self._jobs.setdefault(key[0], _Job())
         job.evicted.add(key[1])
-        others = job.previous - job.evicted - job.late - job.dead
-        must(bool(others), "I5", f"{key[1]} is left out, though nobody is left to go on")
+        if key[1] in job.previous:  # or that was published by an earlier lighthouse
+            others = job.previous - job.evicted - job.late - job.dead
+            must(bool(others), "I5", f"{key[1]} is left out, though nobody is left to go on")
 
     def published(self, name: str, quorum: Quorum) -> None:
         job = self._jobs.setdefault(name, _Job())
