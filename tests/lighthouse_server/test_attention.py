@@ -8,9 +8,9 @@ import time
 import pytest
 
 from torchft_svc.core.types import Member, QuorumConfig
-from torchft_svc.lighthouse_server.attention import AttentiveClock
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.attention import AttentiveClock, usual_look_s
 
 TIMEOUT_S = 1.0
 STANDSTILL_S = 1.5 * TIMEOUT_S
@@ -27,8 +27,7 @@ LONG_S = 20.0
 )
 def test_time_without_a_look_does_not_count(instants: list[float], told: list[float]) -> None:
     ahead = iter([100.0, *instants])
-    clock = AttentiveClock(8.0, lambda: next(ahead))
-    clock.look_s = 1.0
+    clock = AttentiveClock(1.0, lambda: next(ahead))
     assert [clock.now() - 100 for _ in instants] == pytest.approx(told)
     assert clock.missed_s == pytest.approx(instants[-1] - told[-1] - 100)
 
@@ -37,7 +36,7 @@ def test_time_without_a_look_does_not_count(instants: list[float], told: list[fl
     ("timeout_s", "look_s"), [(0.001, 0.02), (0.8, 0.1), (5.0, 0.5), (1e9, 0.5)]
 )
 def test_it_looks_a_few_times_in_every_timeout(timeout_s: float, look_s: float) -> None:
-    assert AttentiveClock(timeout_s).look_s == pytest.approx(look_s)
+    assert usual_look_s(timeout_s) == pytest.approx(look_s)
 
 
 def test_who_waits_and_who_trains_outlive_a_standstill(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 from bounds import check
-from running import lighthouse_process
+from running import eventually, lighthouse_process
 
 from chaos.bounds import NEWS_S
 from chaos.crew import Crew
 from chaos.gateway import Gateway
+from torchft_svc.coordination import LighthouseClient
+from torchft_svc.core.step import Phase
 from torchft_svc.manager_server.app import WORKER_KEEPALIVE_MS
 
 pytestmark = pytest.mark.processes
@@ -33,6 +36,30 @@ def test_a_frozen_group_is_left_out_and_heals_when_it_thaws(make_crew: Callable[
         workers[2].signal_all(signal.SIGCONT)
         crew.all_meet({0, 1, 2})
         assert workers[2].is_running
+
+
+def test_a_job_that_was_suspended_as_a_whole_goes_on(make_crew: Callable[..., Crew]) -> None:
+    """As a batch system does it. Nobody is dead, late or hung because of that."""
+    hang_s = 1.5
+    flags = (f"--hang-timeout-ms={hang_s * 1000:.0f}", "--on-hang=kill", *FLAGS)
+    with lighthouse_process(*flags) as lighthouse:
+        crew = make_crew(lighthouse.address, step_s=0.3)
+        workers = [crew.start(group)[0] for group in range(2)]
+        crew.all_meet({0, 1})
+        with LighthouseClient(lighthouse.address, timedelta(seconds=10)) as client:
+            eventually(
+                lambda: {each.phase for each in client.status()[0].groups} == {Phase.TRAINING}
+            )
+        lighthouse.send(signal.SIGSTOP)
+        frozen_at = max(worker.signal_all(signal.SIGSTOP) for worker in workers)
+        eventually(lambda: time.monotonic() > frozen_at + 2 * hang_s)
+        for worker in workers:
+            worker.signal_all(signal.SIGCONT)
+        lighthouse.send(signal.SIGCONT)
+        crew.all_meet({0, 1})
+        assert all(worker.is_running for worker in workers), crew.story()
+        assert "group lost" not in lighthouse.errors()
+        assert "group hangs" not in lighthouse.errors()
 
 
 def test_a_group_without_a_way_to_the_lighthouse_is_left_out_and_heals(

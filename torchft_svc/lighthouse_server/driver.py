@@ -21,9 +21,9 @@ from torchft_svc.core.lighthouse_orders import (
 from torchft_svc.core.overview import JobStatus
 from torchft_svc.core.types import LastQuorum, Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded, NotLeader, RequestRefused, TorchFTError
-from torchft_svc.lighthouse_server.attention import AttentiveClock
 from torchft_svc.lighthouse_server.questions import Hear, Outcome, Question, Questions
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.attention import AttentiveClock, usual_look_s
 from torchft_svc.rpc.codec import (
     beat_from_wire,
     kill_news,
@@ -54,7 +54,7 @@ class LighthouseDriver:
         self._check_leads = check_leads
         self._core = Lighthouse(config, first_quorum_id(time.time()))
         self._max_jobs = config.max_jobs
-        self._clock = AttentiveClock(config.heartbeat_timeout_s)
+        self._clock = AttentiveClock(usual_look_s(config.heartbeat_timeout_s))
         self._questions = Questions(self._why)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf

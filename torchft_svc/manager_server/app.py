@@ -49,7 +49,7 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
 
     def build(bound: HostPort) -> Service:
         link.address = str(HostPort(host, bound.port))
-        link.on_news, link.activity = driver.hear, driver.activity
+        link.on_news, link.beat = driver.hear, driver.beat
         return manager_service(driver)
 
     bind = parse_address(config.bind, may_bind=True)
@@ -58,6 +58,7 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
         await stack.enter_async_context(serve(build, bind, config.security, patience))
         await stack.enter_async_context(tasks)
         stack.push_async_callback(_end, driver, link, has_owner=config.owner_pid is not None)
+        tasks.start(driver.keep_looking(), "looks at the clock")
         link.start()
         yield RunningManager(link.address, driver.killed)
 

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from torchft_svc.core.activity import Activity, WorkerActivities
+from torchft_svc.core.activity import WorkerActivities
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     AnswerVote,
@@ -25,7 +25,9 @@ from torchft_svc.core.types import check_step
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed, TorchFTError
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.attention import MAX_LOOK_S, AttentiveClock
 from torchft_svc.rpc.codec import (
+    beat_to_wire,
     drain_news,
     kill_news,
     over_news,
@@ -56,6 +58,7 @@ class ManagerDriver:
         self._asking: asyncio.Task[None] | None = None
         self._workers: dict[int, Outbox] = {}
         self._activities = WorkerActivities()
+        self._clock = AttentiveClock(MAX_LOOK_S)  # of the activities
         self._last_order: bytes | None = None
         self._is_ending = False
         self.killed = asyncio.Event()
@@ -111,11 +114,17 @@ class ManagerDriver:
     def _note(self, group_rank: int, phase: Phase, step: int) -> None:
         """Only of attached workers: others do not tell when it is over."""
         if group_rank in self._workers:
-            self._activities.told(group_rank, phase, step, time.monotonic())
+            self._activities.told(group_rank, phase, step, self._clock.now())
 
-    def activity(self) -> Activity | None:
-        """What the group does, if its workers tell."""
-        return self._activities.slowest()
+    def beat(self) -> pb.SessionBeat:
+        """A sign of life, with what the group does, if its workers tell."""
+        return beat_to_wire(self._activities.slowest(), self._clock.now())
+
+    async def keep_looking(self) -> None:
+        """What the group does lasts no longer because this process, and it, was stopped."""
+        while True:
+            await asyncio.sleep(self._clock.look_s)
+            self._clock.now()
 
     def hear(self, news: pb.SessionNews) -> None:
         """News from the lighthouse."""

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable
 
-from torchft_svc.core.activity import Activity
 from torchft_svc.core.group_orders import AskLighthouse
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum
 from torchft_svc.errors import DeadlineExceeded, NotLeader, PeerError, QuorumFailed, Unreachable
@@ -30,7 +29,7 @@ class LighthouseLink:
     """To be used on one event loop.
 
     ``address`` is where others reach this manager; ``on_news`` hears of members of the last quorum
-    that are gone, and of orders to end; ``activity`` tells what the group does. All are set before
+    that are gone, and of orders to end; ``beat`` tells what the group does. All are set before
     `start`. ``draw`` is for pauses, see `Backoff`.
     """
 
@@ -41,7 +40,7 @@ class LighthouseLink:
         self._tasks = tasks
         self._draw = draw
         self.on_news: Callable[[pb.SessionNews], None] = _not_listening
-        self.activity: Callable[[], Activity | None] = _not_telling
+        self.beat: Callable[[], pb.SessionBeat] = pb.SessionBeat
         self.address = ""
         self._seen_quorum_id = 0
         self._last_num_groups = 0
@@ -118,7 +117,7 @@ class LighthouseLink:
             hello,
             self._tasks,
             self._pass_on,
-            lambda: self.activity(),
+            lambda: self.beat(),
         )
 
     def _pass_on(self, news: pb.SessionNews) -> None:
@@ -196,7 +195,3 @@ class LighthouseLink:
 
 def _not_listening(news: pb.SessionNews) -> None:
     """Before the manager serves there is nobody to be told."""
-
-
-def _not_telling() -> Activity | None:
-    """Nor to say what it does."""

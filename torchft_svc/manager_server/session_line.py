@@ -15,7 +15,6 @@ from typing import Any
 import grpc
 
 from torchft_svc.core.acceptance import check_answer
-from torchft_svc.core.activity import Activity
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import (
     DeadlineExceeded,
@@ -32,7 +31,7 @@ from torchft_svc.manager_server.line import (
     beat_interval_s,
 )
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import JOB_KEY, beat_to_wire, member_to_wire, quorum_from_wire
+from torchft_svc.rpc.codec import JOB_KEY, member_to_wire, quorum_from_wire
 from torchft_svc.rpc.parsing import checked, parser
 from torchft_svc.rpc.status import error_from_wire, to_distrust, to_not_leader
 from torchft_svc.rpc.tasks import Tasks
@@ -55,7 +54,7 @@ _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 class SessionLine:
     """To be used on one event loop; ``on_news`` hears what is not an answer: losses, orders.
 
-    ``activity`` is what the beats tell.
+    ``beat`` makes the next beat.
     """
 
     def __init__(
@@ -65,9 +64,9 @@ class SessionLine:
         hello: pb.SessionHello,
         tasks: Tasks,
         on_news: Callable[[pb.SessionNews], None],
-        activity: Callable[[], Activity | None],
+        beat: Callable[[], pb.SessionBeat],
     ) -> None:
-        self._activity = activity
+        self._make_beat = beat
         self._config = config
         self._address = contact.address
         self._hello = hello
@@ -206,8 +205,7 @@ class SessionLine:
                 wait_s = interval_s - silent_s if silent_s < interval_s else interval_s
                 await asyncio.sleep(wait_s * random.uniform(0.9, 1.0))  # noqa: S311
                 if time.monotonic() - self._asked_at >= 0.9 * interval_s:
-                    beat = beat_to_wire(self._activity(), time.monotonic())
-                    await self._send(stream, pb.SessionRequest(beat=beat))
+                    await self._send(stream, pb.SessionRequest(beat=self._make_beat()))
 
     async def _send(self, stream: Stream, request: pb.SessionRequest) -> None:
         async with self._writing:  # a stream takes one message at a time

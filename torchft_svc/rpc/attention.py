@@ -13,17 +13,20 @@ LOOKS_PER_TIMEOUT = 8
 MIN_LOOK_S, MAX_LOOK_S = 0.02, 0.5
 
 
+def usual_look_s(heartbeat_timeout_s: float) -> float:
+    """How often to look where groups are dead after so much silence."""
+    return min(max(heartbeat_timeout_s / LOOKS_PER_TIMEOUT, MIN_LOOK_S), MAX_LOOK_S)
+
+
 class AttentiveClock:
     """Monotonic seconds, less those in which this process was stopped, or its machine was.
 
-    `now` has to be called at least every ``look_s`` while anybody is waited for. Time that passes
-    without it is time in which signs of life could not be read.
+    `now` has to be called at least every ``look_s`` while it matters. Time that passes without it
+    is time in which nothing could be heard or done.
     """
 
-    def __init__(
-        self, heartbeat_timeout_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.look_s = min(max(heartbeat_timeout_s / LOOKS_PER_TIMEOUT, MIN_LOOK_S), MAX_LOOK_S)
+    def __init__(self, look_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.look_s = look_s
         self._clock = clock
         self._looked_at = clock()
         self.missed_s = 0.0  # so far
