@@ -133,6 +133,29 @@ def test_an_error_in_one_group_does_not_keep_the_others_waiting(pair_address: st
         assert_identical([a, b])
 
 
+def test_a_backward_pass_that_raises_does_not_keep_the_others_waiting(pair_address: str) -> None:
+    with trainers(pair_address, 2) as (a, b):
+        together(lambda: a.until(1), lambda: b.until(1))
+
+        def runs_out_of_memory() -> bool:
+            a.optimizer.zero_grad()
+            loss = a.loss()
+            weights = a.model.get_submodule("0").get_parameter("weight")
+            hook = weights.register_hook(lambda _: 1 / 0)  # the last layer's sum is under way
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+            hook.remove()
+            return a.step()
+
+        def waits() -> bool:
+            assert not b.step()
+            return b.step()
+
+        # The other group's wait would last as long as a collective or a quorum may, and fail both.
+        assert together(runs_out_of_memory, waits) == [True, True]
+        assert_identical([a, b])
+
+
 def test_errors_are_latched_until_the_next_step(address: str) -> None:
     with Trainer(address, "a", 0) as a:
         a.step()

@@ -46,6 +46,7 @@ class TermSignal:
         self._tell = tell
         self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._first_at: float | None = None
+        self._pid = os.getpid()
         self._installed = (
             threading.current_thread() is threading.main_thread()
             and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -68,10 +69,13 @@ class TermSignal:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._installed and self._first_at is None:
+        # A forked child, such as a pool's worker, inherits the handler, and not the thread: who
+        # terminates it waits for its end.
+        is_ours = os.getpid() == self._pid
+        if is_ours and self._installed and self._first_at is None:
             self._first_at = now
             self._signals.put(True)
-        elif self._first_at is None or now - self._first_at > REPEAT_S:
+        elif not is_ours or self._first_at is None or now - self._first_at > REPEAT_S:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 

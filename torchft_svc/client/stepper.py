@@ -22,7 +22,7 @@ from torchft_svc.client.rounds import (
 from torchft_svc.client.state import MANAGER_KEY
 from torchft_svc.client.vote import ask_decision
 from torchft_svc.core.step import Phase, StepState
-from torchft_svc.errors import RequestRefused, Unauthorized
+from torchft_svc.errors import QuorumFailed, RequestRefused, Unauthorized
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class Stepper:
     def start(self, request: RoundRequest) -> None:
         """See `Manager.start_quorum`."""
         self._wait_for_task()
+        self._give_up()
         with self._step.changing() as machine:
             epoch = machine.start()
         self._averages.begin(epoch)
@@ -84,6 +85,14 @@ class Stepper:
             if round_.heals_first:
                 self._wait_for_task()
                 self._apply_heal()
+
+    def _give_up(self) -> None:
+        """A step under way ends without a vote, such as one whose backward pass has raised.
+
+        Others may wait for sums that will not come, and this worker for them to ask again.
+        """
+        if self.state.phase in _TRAINING and self._links.pg.errored() is None:
+            self._links.leave_members(QuorumFailed("the step was given up"))
 
     def _ends_alone(self) -> bool:
         """Whether this worker is told to end, so that there is nothing to train for.

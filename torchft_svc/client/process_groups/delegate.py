@@ -14,6 +14,7 @@ from torchft_svc.client.process_groups.flight import Followed
 from torchft_svc.client.process_groups.graveyard import Graveyard
 from torchft_svc.client.process_groups.loss import Loss, news_of
 from torchft_svc.client.process_groups.meeting import StoreLine, meet
+from torchft_svc.client.process_groups.sockets import BackendSockets
 from torchft_svc.client.process_groups.stores import Store
 from torchft_svc.errors import PeerError, QuorumFailed
 
@@ -41,6 +42,7 @@ class DelegatingProcessGroup(ProcessGroup):
         self._stopped = False
         self._graveyard = Graveyard()
         self._line = StoreLine()
+        self._sockets = BackendSockets()
 
     @abc.abstractmethod
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
@@ -62,7 +64,8 @@ class DelegatingProcessGroup(ProcessGroup):
         self._graveyard.make_room(timeout_s, check)
         try:
             store = meet(self._line, members.store_addr, rank, world_size, timeout_s, check)
-            backend = self._make_backend(store, rank, world_size)
+            with self._sockets.noting():
+                backend = self._make_backend(store, rank, world_size)
         except PeerError:
             self._line.drop()
             raise

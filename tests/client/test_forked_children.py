@@ -1,0 +1,63 @@
+"""Tests that children which a trainer forks, such as DataLoader workers, stand in nobody's way."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from torchft_svc.errors import DeadlineExceeded
+
+from .training import DEADLINE_S, Trainer, lighthouse, together, trainers
+
+_context = multiprocessing.get_context("fork")
+
+
+@contextlib.contextmanager
+def forked() -> Iterator[multiprocessing.process.BaseProcess]:
+    """A child that keeps what it has open, and does nothing."""
+    child = _context.Process(target=threading.Event().wait)
+    child.start()
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.join()
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with lighthouse(min_replicas=2) as address:
+        yield address
+
+
+def test_leaving_the_members_is_seen_by_them_although_a_child_lives(address: str) -> None:
+    with trainers(address, 2) as (a, b):
+        together(lambda: a.until(1), lambda: b.until(1))
+
+        def fails() -> bool:
+            a.optimizer.zero_grad()
+            a.manager.wait_quorum()
+            a.manager.report_error(RuntimeError("a bad batch"))
+            return a.optimizer.step()
+
+        with forked():
+            assert together(fails, b.step) == [False, False]
+            assert not isinstance(b.manager.errored(), DeadlineExceeded)
+            together(lambda: a.until(3), lambda: b.until(3))
+
+
+def test_sigterm_ends_a_child(address: str) -> None:
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with Trainer(address, "a", 0) as a:
+        term = signal.getsignal(signal.SIGTERM)
+        assert callable(term), "the manager does not hear it"
+        with forked() as child:
+            child.terminate()
+            child.join(DEADLINE_S)
+            assert child.exitcode == -signal.SIGTERM
+        assert not a.manager.is_draining()

@@ -1,0 +1,79 @@
+"""Lets forked children, such as DataLoader workers, let go of a backend's connections.
+
+Leaving the members closes the connections, which is what makes their collectives fail. A child that
+had them open as well would keep the others waiting for a whole timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator
+
+from torchft_svc.client.forks import drop_after_fork
+
+# Where the system lists the descriptors of this process; without it nothing is known.
+_DESCRIPTORS = "/dev/fd"
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+
+class BackendSockets:
+    """The sockets between machines that torch's backends have opened; torch does not tell them.
+
+    One that another thread of the program opens in the same millisecond counts as theirs, so a
+    forked child does not have it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}
+        drop_after_fork(self)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """What is opened inside this block belongs to a backend."""
+        before = _sockets()
+        yield
+        after = _sockets()
+        still_there = {fd: inode for fd, inode in self._known.items() if after.get(fd) == inode}
+        opened = {
+            fd: inode
+            for fd, inode in after.items()
+            if before.get(fd) != inode and _is_between_machines(fd)
+        }
+        self._known = still_there | opened  # replaced as a whole: a fork may come at any moment
+
+    def drop_descriptors(self) -> None:
+        """In a forked child."""
+        for fd, inode in self._known.items():
+            if _socket_at(fd) == inode:  # else it was closed, and the number is another's
+                os.close(fd)
+
+
+def _sockets() -> dict[int, int]:
+    """The sockets of this process: descriptor and inode."""
+    try:
+        names = os.listdir(_DESCRIPTORS)
+    except OSError:
+        return {}
+    found = ((int(name), _socket_at(int(name))) for name in names)
+    return {fd: inode for fd, inode in found if inode is not None}
+
+
+def _socket_at(fd: int) -> int | None:
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return None
+    return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
+
+
+def _is_between_machines(fd: int) -> bool:
+    try:
+        looked_at = socket.socket(fileno=fd)
+    except OSError:
+        return False
+    family = looked_at.family
+    looked_at.detach()
+    return family in _FAMILIES
