@@ -236,12 +236,12 @@ def test_what_needs_a_step_says_so(address: str) -> None:
             a.manager.wait_quorum,
             lambda: a.manager.allreduce(torch.ones(1)),
         ):
-            with pytest.raises(RequestRefused, match="call start_quorum first"):
+            with pytest.raises(RequestRefused, match="zero_grad or start_quorum"):
                 call()
         assert a.manager.participating_rank() is None
         assert a.manager.num_participants() == 0
         a.step()
-        with pytest.raises(RequestRefused, match="call start_quorum first"):
+        with pytest.raises(RequestRefused, match="zero_grad or start_quorum"):
             a.manager.should_commit()
 
 

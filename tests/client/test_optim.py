@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 from torchft_svc.client import Optimizer, OptimizerWrapper
-from torchft_svc.errors import ConfigError, DeadlineExceeded
+from torchft_svc.errors import ConfigError, DeadlineExceeded, RequestRefused
 
 from .training import Trainer, bits, lighthouse
 
@@ -105,6 +105,48 @@ def test_the_state_may_be_read_again_after_the_step(trainer: Trainer) -> None:
     assert trainer.manager.should_commit()
     with pytest.raises(DeadlineExceeded), trainer.manager._registry.gate.reading(0.0):
         pass
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("unscales", [False, True], ids=["", "unscaled before"])
+def test_scaled_gradients(trainer: Trainer, fused: bool, unscales: bool) -> None:
+    weights = trainer.model.get_submodule("2").get_parameter("weight")
+    sgd = torch.optim.SGD([weights], lr=1.0, fused=fused)
+    optimizer = Optimizer(trainer.manager, sgd)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def step(loss_of_one: float) -> bool | None:
+        optimizer.zero_grad()
+        # Not through the wrapper of the model, which would average other parameters as well.
+        scaler.scale((weights * loss_of_one).sum()).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        committed: bool | None = scaler.step(optimizer)
+        scaler.update()
+        return committed
+
+    before = weights.detach().clone()
+    assert step(0.5)
+    torch.testing.assert_close(weights.detach(), before - 0.5)
+    assert step(float("inf")), "the others commit it, too"
+    torch.testing.assert_close(weights.detach(), before - 0.5)
+    assert scaler.get_scale() == 512.0
+    assert step(0.25)
+    torch.testing.assert_close(weights.detach(), before - 0.75)
+    assert trainer.manager.current_step() == 3
+
+
+def test_an_update_that_raises_spoils_the_weights(trainer: Trainer) -> None:
+    trainer.step()
+    saved = trainer.manager.state_dict()
+    hook = trainer.inner.register_step_post_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.step()
+    hook.remove()
+    with pytest.raises(RequestRefused, match=r"step 2 was not applied whole \(ZeroDivisionError"):
+        trainer.step()
+    trainer.manager.load_state_dict(saved)
+    assert trainer.step()
 
 
 def test_closures_are_refused(trainer: Trainer) -> None:

@@ -353,3 +353,18 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def test_spoiled_weights_are_no_step_s() -> None:
+    machine = StepMachine()
+    machine.start()
+    machine.form(Participation(participating_rank=0, num_participants=1))
+    assert machine.begin_vote()
+    machine.decide(True)
+    machine.spoil("out of memory")
+    before = machine.state
+    with pytest.raises(RequestRefused, match=r"step 1 was not applied whole \(out of memory\)"):
+        machine.start()
+    assert machine.state == before
+    machine.restore(1, 1)
+    machine.start()

@@ -252,6 +252,14 @@ class Manager:
         """Latch an error of this step: it will be discarded. The first one counts."""
         self._stepper.hear_error(e, self._step.state.epoch)
 
+    def report_spoiled_update(self, e: BaseException) -> None:
+        """The update of a committed step was not applied whole, because of ``e``.
+
+        No step can begin with such weights: `start_quorum` is refused, until `load_state_dict`.
+        """
+        with self._step.changing() as machine:
+            machine.spoil(repr(e))
+
     def errored(self) -> Exception | None:
         """The first error of this step, or None."""
         return self._step.state.error

@@ -20,7 +20,13 @@ class Optimizer(torch.optim.Optimizer):
     hooks are those of ``optim``. Step hooks therefore run only for updates that are applied.
 
     A scheduler should follow the committed steps: step it where `step` returned True.
+
+    A `torch.amp.GradScaler` takes it, too: a step with infinite gradients is voted on as any other,
+    and its update changes nothing. See "Training loops" in docs/operations.md.
     """
+
+    # A GradScaler then calls `step` in any case, and puts its scale and its finding into attributes.
+    _step_supports_amp_scaling = True
 
     def __init__(self, manager: Manager, optim: torch.optim.Optimizer) -> None:
         # Not torch's constructor: it would make groups and state of its own.
@@ -53,10 +59,35 @@ class Optimizer(torch.optim.Optimizer):
         if not self.manager.should_commit():
             return False
         try:
-            self.optim.step()
+            self._apply()
+        except BaseException as error:
+            self.manager.report_spoiled_update(error)
+            raise
         finally:
             self.manager.allow_state_dict_read()
         return True
+
+    def _apply(self) -> None:
+        """The wrapped optimizer's step; what a GradScaler has told this one is for that."""
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        if found_inf is not None and getattr(self.optim, "_step_supports_amp_scaling", False):
+            self.optim.grad_scale, self.optim.found_inf = scale, found_inf  # type: ignore[attr-defined]
+            try:
+                self.optim.step()
+            finally:
+                del self.optim.grad_scale, self.optim.found_inf  # type: ignore[attr-defined]
+        elif found_inf is None or not found_inf.item():
+            if scale is not None:
+                self._unscale(scale)
+            self.optim.step()
+
+    def _unscale(self, scale: torch.Tensor) -> None:
+        inverse = scale.double().reciprocal().float()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(inverse.to(parameter.grad.device))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

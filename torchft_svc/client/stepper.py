@@ -189,7 +189,9 @@ class Stepper:
 
     def _current_round(self) -> Round:
         if self._round is None or self.state.phase is Phase.IDLE:
-            raise RequestRefused("there is no step under way: call start_quorum first")
+            raise RequestRefused(
+                "there is no step under way: begin it with zero_grad or start_quorum"
+            )
         return self._round
 
     def _check_trust(self) -> None:

@@ -107,7 +107,8 @@ class StepState:
     """Everything there is to know about a worker's step.
 
     ``epoch`` counts the steps started, committed or not: what belongs to an earlier one is stale.
-    ``failures`` counts the steps discarded since the last commit.
+    ``failures`` counts the steps discarded since the last commit. ``spoiled`` says why the weights
+    are those of no step.
     """
 
     phase: Phase = Phase.IDLE
@@ -118,6 +119,7 @@ class StepState:
     error: Exception | None = None
     participation: Participation = Participation()
     pending_heal: PendingHeal | None = None
+    spoiled: str = ""
 
 
 class StepMachine:
@@ -139,6 +141,12 @@ class StepMachine:
 
     def start(self) -> int:
         """A quorum is asked for; the new epoch. What an earlier step left behind is forgotten."""
+        if self.state.spoiled:
+            raise RequestRefused(
+                f"the update to step {self.state.step} was not applied whole "
+                f"({self.state.spoiled}), so these weights are those of no step: restart this "
+                "worker, which then heals, or load a periodic checkpoint"
+            )
         return self._move(
             Event.STARTED,
             epoch=self.state.epoch + 1,
@@ -220,10 +228,15 @@ class StepMachine:
                 f"the last reason: {self._why_discarded()}"
             )
 
+    def spoil(self, reason: str) -> None:
+        """The update of the last commit was not applied whole: there is no way on but `restore`."""
+        self.state = replace(self.state, spoiled=reason)
+
     def restore(self, step: int, batches_committed: int) -> None:
         """Go on from a periodic checkpoint; only between two steps."""
         self._move(
             Event.RESTORED,
+            spoiled="",
             step=_counter("step", step),
             batches_committed=_counter("batches_committed", batches_committed),
         )
