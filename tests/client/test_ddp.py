@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ import pytest
 import torch
 from bounds import check
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from torchft_svc.client import DistributedDataParallel, Manager
 from torchft_svc.errors import ConfigError
@@ -202,6 +205,90 @@ def test_tied_weights(make: Callable[..., list[Group]]) -> None:
     assert_gradients(b, expected(Tied, ONE, TWO))
 
 
+class Checkpointed(nn.Module):
+    """Reentrant checkpoints of single layers, one of which is used in two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.first(inputs)
+        for layer in self.used():
+            hidden = checkpoint(layer, hidden, use_reentrant=True)
+        return {"logits": hidden}
+
+    def used(self) -> list[nn.Module]:
+        return [self.last]
+
+
+class CheckpointedTwice(Checkpointed):
+    def used(self) -> list[nn.Module]:
+        return [self.shared, self.shared, self.last]
+
+
+@pytest.mark.parametrize("build", [Checkpointed, CheckpointedTwice])
+def test_reentrant_checkpoints(
+    make: Callable[..., list[Group]], build: Callable[[], nn.Module]
+) -> None:
+    a, b = make(build, **SMALL)
+    launched = []
+    for group in (a, b):
+        launch = group.manager.launch_sum
+        group.manager.launch_sum = lambda t, run=launch: launched.append(t) or run(t)  # type: ignore
+
+    def run(group: Group, batch: torch.Tensor) -> None:
+        group.parallel(batch)["logits"].sum().backward()
+
+    together(lambda: run(a, ONE), lambda: run(b, TWO))
+    torch.manual_seed(7)
+    plain = build()
+    for batch in (ONE, TWO):
+        (plain(batch)["logits"].sum() / 2).backward()
+    for group in (a, b):
+        for (name, used), want in zip(
+            group.model.named_parameters(), plain.parameters(), strict=True
+        ):
+            assert used.grad is not None
+            wanted = torch.zeros_like(used) if want.grad is None else want.grad
+            torch.testing.assert_close(used.grad, wanted, msg=name)
+    if build is Checkpointed:  # every bucket once, not once for every checkpoint
+        assert len(launched) == 2 * len(a.parallel._reducer._buckets)
+    assert together(a.manager.should_commit, b.manager.should_commit) == [True, True]
+
+
+def test_parameters_that_are_frozen_later_get_no_gradient(
+    make: Callable[..., list[Group]],
+) -> None:
+    a, b = make(mlp, **SMALL)
+    for group in (a, b):
+        group.model.get_submodule("0").requires_grad_(False)
+    together(lambda: a.run(ONE), lambda: b.run(TWO))
+    for group in (a, b):
+        assert [grad is None for grad in group.grads()] == [True, True] + 4 * [False]
+
+
+def test_a_pass_is_not_begun_again_in_a_step_that_has_begun_to_sum(
+    make: Callable[..., list[Group]],
+) -> None:
+    a, b = make(mlp, **SMALL)
+
+    def fails() -> bool:
+        hook = a.model.get_submodule("0").get_parameter("weight").register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            a.run(ONE)
+        hook.remove()
+        a.run(ONE)  # what it would sum now, is not what the other group sums
+        return a.manager.should_commit()
+
+    def waits() -> bool:
+        b.run(TWO)
+        return b.manager.should_commit()
+
+    assert together(fails, waits) == [False, False]
+    assert "not finished" in str(a.manager.errored())
+
+
 def test_sums_begin_before_the_backward_pass_is_over(make: Callable[..., list[Group]]) -> None:
     a, b = make(mlp, **SMALL)
     both_launched = threading.Barrier(2, timeout=20)
@@ -299,6 +386,25 @@ def test_a_model_that_is_only_used_needs_no_step(alone: Manager) -> None:
         assert parallel(ONE).shape == (2, 2)
 
 
+def test_what_belongs_to_its_process_cannot_be_copied(alone: Manager) -> None:
+    parallel = DistributedDataParallel(alone, mlp())
+    with pytest.raises(TypeError, match=r"copy or save \.module"):
+        copy.deepcopy(parallel)
+    assert copy.deepcopy(parallel.module)
+    with pytest.raises(TypeError, match="neither copied nor pickled"):
+        pickle.dumps(alone)
+
+
+def test_a_parameter_that_was_frozen_cannot_be_trained(alone: Manager) -> None:
+    model = mlp()
+    model.get_submodule("0").requires_grad_(False)
+    parallel = DistributedDataParallel(alone, model)
+    parallel(ONE)
+    model.get_submodule("0").requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"0\.weight\.requires_grad=True.*wrap the module again"):
+        parallel(ONE)
+
+
 def test_arguments_that_cannot_be_honored(alone: Manager) -> None:
     with pytest.raises(ConfigError, match="no parameter to train"):
         DistributedDataParallel(alone, nn.ReLU())
@@ -310,6 +416,8 @@ def test_arguments_that_cannot_be_honored(alone: Manager) -> None:
         DistributedDataParallel(alone, mlp(), colour="red")
     with pytest.warns(UserWarning, match="device_ids has no effect"):
         DistributedDataParallel(alone, mlp(), device_ids=[0])
+    with pytest.warns(UserWarning, match="broadcast_buffers has no effect: each group keeps"):
+        DistributedDataParallel(alone, mlp(), broadcast_buffers=True)
     DistributedDataParallel(
         alone, mlp(), find_unused_parameters=True, broadcast_buffers=False, device_ids=None
     )

@@ -55,7 +55,7 @@ def test_an_average_is_that_of_the_groups(pair_address: str) -> None:
         together(a.manager.start_quorum, b.manager.start_quorum)
         ours, theirs = torch.full((3,), 1.0), torch.full((3,), 5.0)
         works = together(lambda: a.manager.allreduce(ours), lambda: b.manager.allreduce(theirs))
-        together(works[0].wait, works[1].wait)
+        together(works[0].wait, lambda: works[1].get_future().wait())
         assert ours.tolist() == theirs.tolist() == [3.0, 3.0, 3.0]
         assert works[0].get_future().value() is ours
         assert together(a.manager.should_commit, b.manager.should_commit) == [True, True]

@@ -44,13 +44,16 @@ class Bucket:
                 torch.mul(parameter.grad, scale, out=view)
 
     def hand_out(self) -> None:
-        """Make the averages the parameters' gradients, without a copy."""
+        """Make the averages the parameters' gradients, without a copy; not of frozen ones."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
+            if parameter.requires_grad:
+                parameter.grad = view
 
     def copy_out(self) -> None:
-        """Copy the averages to the parameters' gradients."""
+        """Copy the averages to the parameters' gradients; not to frozen ones."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
+            if not parameter.requires_grad:
+                continue
             if parameter.grad is None:
                 parameter.grad = view.clone()
             elif not _same_memory(parameter.grad, view):

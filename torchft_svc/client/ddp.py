@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from torchft_svc.client.buckets import plan_buckets
@@ -25,6 +26,7 @@ _WITHOUT_EFFECT = {
     "device_ids": "the module stays where it is",
     "output_device": "the module stays where it is",
     "dim": "inputs are not scattered",
+    "broadcast_buffers": "each group keeps its own, and one that heals takes its source's",
     "check_reduction": "torch ignores it too",
     "static_graph": "the layout of the buckets never changes",
     "skip_all_reduce_unused_params": "the sums are the same on every group",
@@ -50,7 +52,9 @@ class DistributedDataParallel(nn.Module):
         gradient_as_bucket_view: gradients are views of the buckets' memory, which saves a copy.
             False gives them memory of their own.
         find_unused_parameters: accepted; a parameter that the backward pass did not reach counts as
-            zero here, and gets the average of the others.
+            zero here, and gets the average of the others. One that no group uses gets zeros, by
+            which weight decay and momentum go on; a parameter that is frozen gets nothing.
+        broadcast_buffers: True only warns.
 
     Raises:
         ConfigError: the module has nothing to train, or an argument that cannot be honored.
@@ -71,9 +75,10 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise ConfigError("module", type(module).__name__, "a torch.nn.Module is needed")
-        _check_others(kwargs)
+        _check_others({**kwargs, "broadcast_buffers": broadcast_buffers})
         self.module = module
         parameters = [p for p in module.parameters() if p.requires_grad]
+        self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         if not parameters:
             raise ConfigError("module", type(module).__name__, "it has no parameter to train")
         _refuse_sparse(module)
@@ -84,9 +89,23 @@ class DistributedDataParallel(nn.Module):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward pass."""
+        """The module's own forward pass.
+
+        Raises:
+            ConfigError: a parameter is trained now that was frozen when the module was wrapped.
+        """
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                reason = "it was frozen when the module was wrapped: wrap the module again"
+                raise ConfigError(f"{name}.requires_grad", True, reason)
         self._reducer.prepare()
-        return self.module(*args, **kwargs)
+        outputs = self.module(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self._reducer.watch(outputs)
+        return outputs
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("copy or save .module: the manager cannot be copied")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

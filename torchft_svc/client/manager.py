@@ -366,6 +366,9 @@ class Manager:
         self._finalizer.detach()
         self._runtime.close(wait)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("a manager belongs to its process: it can be neither copied nor pickled")
+
     def __enter__(self) -> Manager:
         return self
 

@@ -25,7 +25,7 @@ class Optimizer(torch.optim.Optimizer):
     and its update changes nothing. See "Training loops" in docs/operations.md.
     """
 
-    # A GradScaler then calls `step` in any case, and puts its scale and its finding into attributes.
+    # A GradScaler then calls `step` in any case, and tells scale and finding by attributes.
     _step_supports_amp_scaling = True
 
     def __init__(self, manager: Manager, optim: torch.optim.Optimizer) -> None:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from torchft_svc.client.buckets import Bucket
 from torchft_svc.client.reduction import Reduction
+from torchft_svc.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
+
+# What torch says where no backward pass runs.
+_NO_GRAPH = -1
+_TOO_LATE = (
+    "a parameter that is used inside a reentrant checkpoint and outside of it got a gradient after "
+    "its sum had begun; give torch.utils.checkpoint use_reentrant=False"
+)
 
 
 class Reducer:
@@ -35,7 +44,11 @@ class Reducer:
         self._failed = False
         self._missing: list[int] = []
         self._next = 0
+        self._graph = _NO_GRAPH
+        self._is_nested = False
+        self._arrived: set[int] = set()
         self._reductions: list[Reduction] = []
+        self._on_output = self._make_output_hook()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._make_hook(index)
@@ -46,8 +59,23 @@ class Reducer:
 
     def prepare(self) -> None:
         """A forward pass begins; a backward pass that an exception ended is cleaned up."""
-        if self._active:
-            self._end(completed=False)
+        if not self._active or _runs_backward():  # there it computes again what was not kept
+            return
+        began = self._next > 0
+        self._end(completed=False)
+        if began and not self._manager.has_fresh_step():
+            self._manager.report_error(
+                RuntimeError("a backward pass of this step was not finished")
+            )
+
+    def watch(self, outputs: Any) -> None:
+        """The pass begins where ``outputs`` get their gradients, and ends with that graph.
+
+        A reentrant checkpoint runs a pass of its own inside, whose end is not that of all.
+        """
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+                output.register_hook(self._on_output)  # type: ignore[no-untyped-call]
 
     def _make_hook(self, index: int) -> Callable[[nn.Parameter], None]:
         # Torch keeps a parameter's hooks where Python's collector does not look: with a reference
@@ -57,20 +85,40 @@ class Reducer:
         def hook(parameter: nn.Parameter) -> None:
             listener = reducer()
             if listener is not None and listener.enabled:
-                listener._count_down(index)
+                listener._count_down(index, id(parameter))
 
         return hook
 
-    def _count_down(self, index: int) -> None:
+    def _make_output_hook(self) -> Callable[[torch.Tensor], None]:
+        reducer = weakref.ref(self)
+
+        def hook(_: torch.Tensor) -> None:
+            listener = reducer()
+            if listener is not None and listener.enabled and not listener._active:
+                listener._begin()
+
+        return hook
+
+    def _count_down(self, index: int, parameter: int) -> None:
         if not self._active:
             self._begin()
+        if torch._C._current_graph_task_id() != self._graph:
+            self._is_nested = True  # a parameter may get more than one gradient: sum in the end
+        if parameter in self._arrived:
+            if index < self._next:
+                raise ConfigError("use_reentrant", True, _TOO_LATE)
+            return
+        self._arrived.add(parameter)
         self._missing[index] -= 1
-        if self._missing[index] == 0:
+        if self._missing[index] == 0 and not self._is_nested:
             self._launch_full()
 
     def _begin(self) -> None:
         self._active = True
         self._failed = False
+        self._graph = torch._C._current_graph_task_id()
+        self._is_nested = False
+        self._arrived = set()
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         self._next = 0
         Variable._execution_engine.queue_callback(self._finish)
@@ -100,6 +148,8 @@ class Reducer:
 
     def _finish(self) -> None:
         """The backward pass is over: parameters that it did not use count as zero."""
+        if not self._active:
+            return
         try:
             while self._next < len(self._buckets):
                 self._launch_next()
@@ -112,10 +162,18 @@ class Reducer:
         """Take the averages; memory that an operation may still write to is given up."""
         self._active = False
         reductions, self._reductions = self._reductions, []
+        if not completed:  # an interrupt may have come before the last one was noted
+            for bucket in self._buckets[: self._next]:
+                bucket.renew()
+            return
         for bucket, reduction in zip(self._buckets, reductions, strict=False):
-            if not (completed and reduction.wait()):
+            if not reduction.wait():
                 bucket.renew()
             elif self._hands_out:
                 bucket.hand_out()
             else:
                 bucket.copy_out()
+
+
+def _runs_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != _NO_GRAPH)

@@ -51,5 +51,7 @@ class ManagedWork(dist.Work):
         return self._finish is None
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that holds the tensor, once somebody has waited."""
+        """A future that holds the tensor. Waits for it first: who waits for a future cannot be told
+        of an error of the step."""
+        self.wait()
         return self._future
