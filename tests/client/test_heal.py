@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from torchft_svc.client import CheckpointTransport, HTTPTransport
-from torchft_svc.errors import CheckpointError
+from torchft_svc.errors import CheckpointError, ConfigError
 
 from .training import (
     DEADLINE_S,
@@ -196,6 +197,31 @@ def test_a_failed_heal_does_not_disturb_the_others(address: str) -> None:
                 assert together(b.step, lambda: a.meets(2)) == [False, True]
             assert a.manager.errored() is None
             train_on(a, b)
+
+
+def test_a_source_that_cannot_offer_its_state_says_why(address: str) -> None:
+    with Trainer(address, "a", 0) as a:
+        a.steps(2)
+        save, may_save = a.state_dict, threading.Event()
+
+        def fails() -> dict[str, Any]:
+            if not may_save.is_set():
+                raise ZeroDivisionError("of the test")
+            return save()
+
+        pieces = a.manager._registry._pieces
+        pieces["default"] = dataclasses.replace(pieces["default"], save=fails)
+        with Trainer(address, "b", 1) as b:
+            assert together(b.step, lambda: a.meets(2)) == [False, True]
+            assert "cannot be offered: ZeroDivisionError('of the test')" in str(b.manager.errored())
+            may_save.set()
+            train_on(a, b)
+
+
+def test_a_state_that_cannot_be_sent_is_refused_before_it_is_needed(address: str) -> None:
+    trainer = Trainer(address, "a", 0, state_dict=lambda: {"seen": {1, 2}})
+    with trainer, pytest.raises(ConfigError, match=r"\['seen'\]='set' cannot work"):
+        trainer.step()
 
 
 def test_trap_a_step_number_that_advances_before_the_healed_weights_are_applied(

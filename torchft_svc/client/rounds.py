@@ -25,12 +25,14 @@ from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.coordination import ManagerClient, QuorumResult
 from torchft_svc.core.step import Phase, Standing, StepMachine, StepState, participation
 from torchft_svc.errors import (
+    ConfigError,
     Drained,
     GroupLeft,
     QuorumFailed,
     RequestRefused,
     TorchFTError,
     Unreachable,
+    UsageError,
 )
 
 log = logging.getLogger(__name__)
@@ -218,7 +220,7 @@ class Round:
 
     def check_refused(self) -> None:
         """Raise what only somebody who changes the program or its settings can mend."""
-        if isinstance(self.error, RequestRefused):
+        if isinstance(self.error, ConfigError | RequestRefused):
             raise self.error
 
     def run(self) -> None:
@@ -277,6 +279,8 @@ class Round:
         try:
             state = self._links.registry.collect({}, self._rules.timeouts.quorum_s)
             self._links.transport.expect_checkpoint(state)
+        except UsageError:
+            raise  # it will not heal others either: better told now than when it is needed
         except Exception:
             log.exception("healing cannot be prepared; it may take longer")
 
@@ -372,8 +376,9 @@ class Round:
                 transport.send_striped(receivers, extras, quorum.max_step, mine, timeout)
             else:
                 transport.send_checkpoint(receivers, quorum.max_step, mine, timeout)
-        except Exception:
+        except Exception as error:
             log.exception("the state of step %d cannot be offered", quorum.max_step)
+            transport.refuse_checkpoint(quorum.max_step, repr(error))
 
     def _fetch(self, quorum: QuorumResult) -> None:
         group_rank = self._rules.place.group_rank

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -113,6 +114,23 @@ def test_tensors_of_every_dtype_come_back(name: str) -> None:
     assert bytes(received.untyped_storage()) == bytes(tensor.untyped_storage())
 
 
+def test_what_numpy_and_the_standard_library_leave_in_a_state_comes_back() -> None:
+    model = torch.nn.Linear(1, 1)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(model.parameters()), [3, 3, 9])
+    milestones = there_and_back(scheduler.state_dict())["milestones"]
+    assert type(milestones) is Counter
+    assert milestones == Counter({3: 2, 9: 1})
+    kind, words, *rest = there_and_back(np.random.RandomState(7).get_state())
+    assert (kind, *rest) == ("MT19937", 624, 0, 0.0)
+    assert isinstance(words, np.ndarray)
+    assert words.tobytes() == np.random.RandomState(7).get_state()[1].tobytes()  # type: ignore[union-attr]
+    words[0] = 1  # its own memory
+    scalars = [np.int64(-3), np.float32(0.5), np.bool_(True), np.str_("x")]
+    received = there_and_back(scalars)
+    assert received == [-3, 0.5, True, "x"]
+    assert [type(value) for value in received] == [int, float, bool, str]
+
+
 def test_tied_tensors_travel_once_and_are_tied_again() -> None:
     weight = torch.arange(60_000.0).reshape(200, 300)
     described = describe({"a": weight, "b": weight, "t": weight.t(), "row": weight[3]})
@@ -166,6 +184,8 @@ class Odd:
         ([1, (2, Odd())], r"state_dict\[1\]\[1\].*Odd objects cannot be sent"),
         ({Odd: 1}, r"state_dict.*the key .* is not one of"),
         ({"a": {1, 2}}, r"state_dict\['a'\].*set objects"),
+        ({"a": np.array(["x"])}, r"state_dict\['a'\].*arrays of <U1"),
+        ([np.datetime64("2026-01-01")], r"state_dict\[0\].*datetime64 objects"),
         ([torch.ones(2).to_sparse()], r"state_dict\[0\].*only dense tensors"),
         ([torch.ones(2, device="meta")], r"state_dict\[0\].*no data"),
     ],

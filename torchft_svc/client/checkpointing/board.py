@@ -19,6 +19,7 @@ class Board:
         self._changed = threading.Condition()
         self._state: ServedState | None = None
         self._newest_step = -1
+        self._refused: tuple[int, str] | None = None
         self._closed = False
 
     @property
@@ -31,9 +32,16 @@ class Board:
         with self._changed:
             before, self._state = self._state, state
             self._newest_step = state.offer.step
+            self._refused = None
             self._changed.notify_all()
         if before is not None:
             before.retire(f"step {state.offer.step} is served now")
+
+    def refuse(self, step: int, why: str) -> None:
+        """The state of ``step`` will not be offered, unless it is after all."""
+        with self._changed:
+            self._refused = step, why
+            self._changed.notify_all()
 
     def wait_for(self, step: int, wait_s: float) -> ServedState:
         """The state of ``step``, as soon as it is offered.
@@ -42,7 +50,7 @@ class Board:
         that is waited for too.
 
         Raises:
-            Gone: a newer step was offered already.
+            Gone: a newer step was offered already, or it cannot be offered.
             NotYet: not within ``wait_s``.
         """
         until = time.monotonic() + wait_s
@@ -55,6 +63,8 @@ class Board:
                 state = self._state
                 if state is not None and state.offer.step == step and not state.is_over:
                     return state
+                if self._refused is not None and self._refused[0] == step:
+                    raise Gone(f"step {step} cannot be offered: {self._refused[1]}")
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     raise NotYet(f"step {step} is not offered, the newest was {self._newest_step}")

@@ -139,6 +139,9 @@ class HTTPTransport(CheckpointTransport[T]):
         if state is not None:
             state.retire("this worker has healed since")
 
+    def refuse_checkpoint(self, step: int, why: str) -> None:
+        self._board.refuse(step, why)
+
     def expect_checkpoint(self, like: T | None) -> None:
         with self._lock:
             if not self._is_shut_down:

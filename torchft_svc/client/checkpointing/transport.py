@@ -54,6 +54,12 @@ class CheckpointTransport(ABC, Generic[T]):
         the quorum needs to do nothing, as this one does.
         """
 
+    def refuse_checkpoint(self, step: int, why: str) -> None:
+        """The state of ``step`` cannot be offered, so nobody needs to wait for it.
+
+        A transport may ignore it, as this one does; then those that heal wait for their timeout.
+        """
+
     def expect_checkpoint(self, like: T | None) -> None:
         """A state of about the size of ``like`` may be fetched soon; None: it will not be.
 

@@ -7,16 +7,20 @@ an array that begins with a tag:
     ["t", ...]  tuple                   ["z", ...]  torch.Size      ["T", n]    tensor n
     ["i", "0x.."]  large integer        ["f", "nan"]  float         ["c", re, im]  complex
     ["b", base64]  bytes                ["y", "float32"]  torch.dtype
+    ["C", key, count, ...]  Counter     ["n", n]  numpy array, sent as tensor n
+
+Numpy's scalars come back as Python's.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchft_svc.errors import ConfigError
@@ -54,9 +58,11 @@ def encode(
         return ["T", take_tensor(value, path)]
     if value is None or isinstance(value, bool | float | complex) or type(value) in _SCALARS:
         return _encode_scalar(value)
+    if isinstance(value, np.generic | np.ndarray):
+        return _encode_numpy(value, take_tensor, path)
     if depth >= MAX_DEPTH:
         raise _refused(value, path[:200], f"it is nested more than {MAX_DEPTH} levels deep")
-    if type(value) in (dict, OrderedDict):
+    if type(value) in _DICT_TAGS:
         assert isinstance(value, dict)
         return _encode_dict(value, take_tensor, path, depth)
     tag = _SEQUENCE_TAGS.get(type(value))
@@ -84,11 +90,13 @@ def decode(node: Json, tensors: Sequence[torch.Tensor], depth: int = 0) -> Any:
     tag, items = node[0], node[1:]
     if tag == "T":
         return tensors[_index(items, len(tensors))]
+    if tag == "n":
+        return tensors[_index(items, len(tensors))].numpy().copy()
     if tag in _CONTAINERS:
         return _CONTAINERS[tag](decode(item, tensors, depth + 1) for item in items)
     if tag == "z":
         return torch.Size(_sizes(items))
-    if tag in ("d", "o"):
+    if tag in _DICTS:
         return _decode_dict(tag, items, tensors, depth)
     return _decode_scalar(tag, items)
 
@@ -96,6 +104,9 @@ def decode(node: Json, tensors: Sequence[torch.Tensor], depth: int = 0) -> Any:
 _SCALARS = (int, str, bytes, torch.dtype)
 _SEQUENCE_TAGS: dict[type, str] = {list: "l", tuple: "t", torch.Size: "z"}
 _CONTAINERS: dict[str, Callable[..., Any]] = {"l": list, "t": tuple}
+# A Counter is what torch's MultiStepLR keeps its milestones in.
+_DICT_TAGS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "C"}
+_DICTS: dict[str, Callable[[], dict[Any, Any]]] = {tag: kind for kind, tag in _DICT_TAGS.items()}
 
 
 def _refused(value: object, path: str, reason: str) -> ConfigError:
@@ -115,6 +126,18 @@ def _encode_scalar(value: object) -> Json:
         return ["b", base64.b64encode(value).decode("ascii")]
     assert isinstance(value, torch.dtype)
     return ["y", str(value).removeprefix("torch.")]
+
+
+def _encode_numpy(value: np.generic | np.ndarray[Any, Any], take: TakeTensor, path: str) -> Json:
+    if isinstance(value, np.generic):
+        plain = value.item()
+        if isinstance(plain, bool | int | float | complex | str | bytes):
+            return _encode_scalar(plain)
+        raise _refused(value, path, f"{type(value).__name__} objects cannot be sent")
+    try:
+        return ["n", take(torch.from_numpy(value.copy()), path)]
+    except (TypeError, ValueError) as error:
+        raise _refused(value, path, f"arrays of {value.dtype} cannot be sent") from error
 
 
 def _decode_scalar(tag: str, items: list[Json]) -> Any:
@@ -141,7 +164,7 @@ def _decode_scalar(tag: str, items: list[Json]) -> Any:
 
 
 def _encode_dict(value: dict[Any, Any], take: TakeTensor, path: str, depth: int) -> Json:
-    node: list[Json] = ["o" if isinstance(value, OrderedDict) else "d"]
+    node: list[Json] = [_DICT_TAGS[type(value)]]
     for key, item in value.items():
         if not _is_key(key):
             raise _refused(key, path, f"the key {str(key)[:40]!r} is not one of {_KEY_TYPES}")
@@ -153,7 +176,7 @@ def _encode_dict(value: dict[Any, Any], take: TakeTensor, path: str, depth: int)
 def _decode_dict(tag: str, items: list[Json], tensors: Sequence[torch.Tensor], depth: int) -> Any:
     if len(items) % 2:
         raise BadTree("a dict has a key without a value")
-    result: dict[Any, Any] = OrderedDict() if tag == "o" else {}
+    result = _DICTS[tag]()
     for key_node, item in zip(items[::2], items[1::2], strict=True):
         key = decode(key_node, (), depth + 1)
         if not _is_key(key):
