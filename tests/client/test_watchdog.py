@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import queue
+import threading
+import time
 
-from torchft_svc.client.watchdog import Watchdog
+import pytest
+from running import eventually
+
+from torchft_svc.client.watchdog import STANDSTILL_S, Watchdog
 
 from .programs import DEADLINE_S, running
 from .training import lighthouse
@@ -31,6 +36,22 @@ def test_what_ends_in_time_is_left_alone() -> None:
         pass
     assert watchdog._timer._due == []
     watchdog.close()
+    watchdog.close()
+
+
+def test_who_stood_still_with_the_process_gets_its_time_once_more() -> None:
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    watchdog = Watchdog(0.2, ended.put)
+    goes_on = threading.Event()
+    with watchdog.watching("something stuck"):
+        late_at = time.monotonic() + 0.2 + STANDSTILL_S
+        watchdog._timer.call_at(0.0, lambda: goes_on.wait(DEADLINE_S) and None)  # stopped
+        eventually(lambda: time.monotonic() > late_at)
+        began_at = time.monotonic()
+        goes_on.set()
+        assert "0.2 s for something stuck" in ended.get(timeout=DEADLINE_S)
+        assert time.monotonic() - began_at >= 0.2
+    assert watchdog._timer._due == []
     watchdog.close()
 
 

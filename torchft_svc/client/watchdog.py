@@ -10,6 +10,9 @@ from torchft_svc.client.deadlines import Timer
 from torchft_svc.client.ending import end_now
 
 _JOIN_S = 0.5
+# A watchdog that is late by so much was stopped itself, with the whole process: a batch system has
+# suspended it, or its machine slept. What it watches gets its time once more.
+STANDSTILL_S = 1.0
 
 
 class Watchdog:
@@ -32,14 +35,25 @@ class Watchdog:
             yield
             return
         late_s = limit_s + self._timeout_s
+        due_at = time.monotonic() + late_s
+        number, is_over = 0, False
 
         def bite() -> None:
-            self._end(f"the watchdog has waited {late_s:g} s for {what}")
+            nonlocal due_at, number
+            now = time.monotonic()
+            if is_over:
+                return
+            if now > due_at + STANDSTILL_S:
+                due_at = now + late_s
+                number = self._timer.call_at(due_at, bite)
+            else:
+                self._end(f"the watchdog has waited {late_s:g} s for {what}")
 
-        number = self._timer.call_at(time.monotonic() + late_s, bite)
+        number = self._timer.call_at(due_at, bite)
         try:
             yield
         finally:
+            is_over = True  # first: this number may just have become an old one
             self._timer.cancel(number)
 
     def close(self) -> None:
