@@ -37,6 +37,18 @@ def test_the_answer_to_a_question_that_was_given_up_is_not_taken_for_the_next_on
         assert asked.result().quorum_id == 8
 
 
+def test_a_question_that_is_given_up_at_once_costs_no_session(
+    script: Script, manager: Process
+) -> None:
+    """Often enough to meet one that is still being written, whose stream gRPC would cancel."""
+    with line_to(manager.address) as line:
+        for _ in range(50):
+            given_up = line.ask_manager(worker_id="w")
+            question = script.hear("question")
+            given_up.cancel()
+            assert script.hear("withdrawal").number == question.number
+
+
 def test_a_lighthouse_that_does_not_number_its_answers_is_believed(
     script: Script, manager: Process
 ) -> None:

@@ -208,6 +208,10 @@ class SessionLine:
                     await self._send(stream, pb.SessionRequest(beat=self._make_beat()))
 
     async def _send(self, stream: Stream, request: pb.SessionRequest) -> None:
+        # To gRPC a cancelled write is a cancelled stream: who gives up lets it end by itself.
+        await asyncio.shield(self._write(stream, request))
+
+    async def _write(self, stream: Stream, request: pb.SessionRequest) -> None:
         async with self._writing:  # a stream takes one message at a time
             await stream.write(request)
 
