@@ -6,6 +6,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from torchft_svc.core.activity import Activity
 from torchft_svc.core.assignment import assign
+from torchft_svc.core.durations import MAX_DURATION_MS
 from torchft_svc.core.group_orders import AnswerWorker
 from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.core.step import Phase
@@ -155,7 +156,8 @@ def beat_from_wire(message: pb.SessionBeat, now: float) -> Activity | None:
     if phase is None:
         return None
     check_step(message.step)
-    return Activity(phase, message.step, now - max(0, message.phase_ms) / 1000)
+    phase_ms = min(max(0, message.phase_ms), MAX_DURATION_MS)  # it is told on
+    return Activity(phase, message.step, now - phase_ms / 1000)
 
 
 def quorum_from_wire(message: pb.Quorum) -> Quorum:
