@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from running import eventually
 
 from torchft_svc.client import CheckpointTransport, HTTPTransport
+from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import CheckpointError, ConfigError
 
 from .training import (
@@ -187,6 +189,31 @@ def test_trap_a_stale_pending_state_dict_after_a_failed_heal(address: str) -> No
             # The state that was applied is the one of the later step, not one kept from before.
             assert len(transport.received) == 1
             assert transport.received[0] > 2
+
+
+def test_i3_a_group_with_another_state_of_the_same_step_heals_although_that_failed_once(
+    address: str,
+) -> None:
+    """Nor has the step of the failed heal told them apart: both have discarded it."""
+    transport = Unreliable(num_failures=1)
+    with (
+        Trainer(address, "a", 0) as a,
+        LighthouseClient(address, connect_timeout=TIMEOUT) as client,
+    ):
+        a.steps(2)
+        with Trainer(address, "b", 1, checkpoint_transport=transport) as b:
+            b.manager.load_state_dict({"step": 2, "batches_committed": 2})
+
+            def discards() -> bool:
+                eventually(lambda: any(group.asking for group in client.status()[0].groups))
+                a.backward()
+                a.manager.report_error(RuntimeError("only in this step"))
+                return a.optimizer.step() is not None
+
+            together(b.step, discards)
+            assert transport.num_failures == 0
+            assert [group.manager.current_step() for group in (a, b)] == [2, 2]
+            train_on(a, b)
 
 
 def test_a_failed_heal_does_not_disturb_the_others(address: str) -> None:

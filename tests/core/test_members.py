@@ -78,6 +78,35 @@ def test_who_joins_is_told_apart_from_who_stays() -> None:
     assert order.quorum.joining == frozenset()
 
 
+def test_i3_who_joined_and_could_not_heal_is_told_apart_until_it_has() -> None:
+    """Its step is that of the others, its state is not, and both have discarded the step."""
+    scene = formed("a", "b")
+    scene.ask_all("c", "a", "b", step=1)
+    scene.take()
+    for _ in range(2):
+        scene.ask_all("a", "b", step=1)
+        scene.ask("c", step=1, unhealed=True)
+        (order,) = scene.take()
+        assert [each.replica_id for each in order.quorum.up_to_date] == ["a", "b"]
+    scene.leave("a")
+    scene.leave("b")
+    scene.take()
+    scene.ask("d", step=1, unhealed=True)
+    scene.ask("c", step=1, unhealed=True)  # nobody else is left: one of them is right from now on
+    (order,) = scene.take()
+    assert [each.replica_id for each in order.quorum.up_to_date] == ["c"]
+
+
+def test_i3_of_groups_from_different_quorums_the_newest_is_right() -> None:
+    """Both come from other lighthouses, and nobody here is as far."""
+    scene = formed("a")
+    scene.ask("b", step=7, seen_quorum_id=40)
+    scene.ask("c", step=7, seen_quorum_id=50)
+    scene.ask("a", step=1)
+    (order,) = scene.take()
+    assert [each.replica_id for each in order.quorum.up_to_date] == ["c"]
+
+
 def test_rule_3_a_missing_member_is_waited_for_until_the_deadline() -> None:
     scene = formed("a", "b")
     scene.until(150)

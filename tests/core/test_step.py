@@ -124,6 +124,24 @@ def test_no_stale_pending_state_after_a_failed_heal() -> None:
         machine.apply_heal(1)
 
 
+def test_a_heal_is_owed_until_it_is_applied_or_nobody_wants_it() -> None:
+    machine = healing()
+    machine.fail_heal(OOPS)
+    machine.decide(machine.begin_vote())
+    assert machine.state.unhealed, "it has to say so when it asks again"
+    machine.start()
+    assert machine.state.unhealed
+    machine.form(TWO, heal_to=7)
+    machine.receive_state()
+    machine.apply_heal(batches_committed=14)
+    assert not machine.state.unhealed
+    machine = healing()
+    machine.fail_heal(OOPS)
+    machine.start()
+    machine.form(TWO)
+    assert not machine.state.unhealed
+
+
 def test_a_heal_that_fails_while_it_is_applied_leaves_nothing() -> None:
     machine = healing()
     machine.receive_state()

@@ -10,6 +10,7 @@ import time
 from enum import Enum
 
 from torchft_svc.core.group import Group
+from torchft_svc.core.group_orders import AskLighthouse
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.requests import WorkerRequest
 from torchft_svc.errors import Unreachable
@@ -150,10 +151,11 @@ def test_trap_newcomers_that_only_heartbeat_hold_up_a_running_job() -> None:
 
 def test_trap_only_the_last_rank_s_step_and_failures_are_forwarded() -> None:
     group = Group(2)
-    first = WorkerRequest(group_rank=0, step=4, commit_failures=2, shrink_only=True)
+    first = WorkerRequest(group_rank=0, step=4, commit_failures=2, shrink_only=True, unhealed=True)
     group.quorum_requested(first, 1)
     (asked,) = group.quorum_requested(WorkerRequest(group_rank=1, step=4), 2)
-    assert (asked.commit_failures, asked.shrink_only) == (2, True)  # type: ignore[union-attr]
+    assert isinstance(asked, AskLighthouse)
+    assert (asked.commit_failures, asked.shrink_only, asked.unhealed) == (2, True, True)
     group = Group(2)
     group.quorum_requested(WorkerRequest(group_rank=0, step=4), 1)
     group.quorum_requested(WorkerRequest(group_rank=1, step=5), 2)

@@ -10,9 +10,15 @@ from typing import Any
 import grpc
 import pytest
 from bounds import Late, raises_in_time
-from running import failure, line_to
+from running import eventually, failure, line_to
 
-from torchft_svc.coordination import LighthouseServer, ManagerClient, ManagerServer, QuorumResult
+from torchft_svc.coordination import (
+    LighthouseClient,
+    LighthouseServer,
+    ManagerClient,
+    ManagerServer,
+    QuorumResult,
+)
 from torchft_svc.errors import RequestRefused
 
 LONG = timedelta(seconds=10)
@@ -271,3 +277,25 @@ def test_two_groups_of_two_workers_train_together() -> None:
     assert [result.replica_rank for result in results] == [0, 0, 1, 1]
     assert len({result.quorum_id for result in results}) == 1
     assert [result.heal for result in results] == [False, False, True, True]
+
+
+def test_i3_a_group_that_could_not_heal_is_told_to_heal_again() -> None:
+    """It is as far as the others, and both have discarded the step of that heal."""
+    heals = []
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse,
+        start_manager(lighthouse, "a", workers=1) as one,
+        line_to(one.address()) as a,
+        LighthouseClient(lighthouse.address(), connect_timeout=LONG) as client,
+    ):
+        a.ask_manager(step=3, worker_id="a").result()
+        with (
+            start_manager(lighthouse, "b", workers=1) as two,
+            line_to(two.address()) as b,
+        ):
+            for unhealed in (False, True, False):
+                asked = b.ask_manager(step=3, worker_id="b", unhealed=unhealed)
+                eventually(lambda: any(group.asking for group in client.status()[0].groups))
+                a.ask_manager(step=3, worker_id="a").result()
+                heals.append(asked.result().heal)
+    assert heals == [True, True, False]

@@ -313,6 +313,7 @@ class Round:
             commit_failures=max(state.failures, int(must_reconnect)),
             init_sync=self._rules.init_sync,
             draining=self._links.draining.reason is not None,
+            unhealed=state.unhealed,
         )
 
     def _meet(self, quorum: QuorumResult) -> Exception | None:

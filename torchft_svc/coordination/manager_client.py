@@ -110,12 +110,14 @@ class ManagerClient(Client):
         reconfigure_handle: str = "",
         init_sync: bool = True,
         draining: bool = False,
+        unhealed: bool = False,
     ) -> QuorumResult:
         """Wait until every worker of the group has asked and there is a quorum.
 
         ``reconfigure_handle`` is accepted for the public release's sake and has no effect.
 
         ``draining``: this worker has to end, so its group leaves when all have asked.
+        ``unhealed``: the last quorum wanted it to heal, which has failed.
 
         Raises:
             GroupLeft: the group was drained, there will be no quorum any more.
@@ -132,6 +134,7 @@ class ManagerClient(Client):
             init_sync=init_sync,
             worker_id=self._worker_id,
             draining=draining,
+            unhealed=unhealed,
         )
         answer = self._ask_quorum(request, timeout)
         if not answer.store_address:

@@ -308,6 +308,7 @@ class Group:
             shrink_only=any(request.shrink_only for request in requests),
             commit_failures=max(request.commit_failures for request in requests),
             new_incarnation=self._restarted,
+            unhealed=any(request.unhealed for request in requests),
         )
         self._restarted = False
         return ask

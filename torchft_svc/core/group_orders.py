@@ -14,6 +14,7 @@ class AskLighthouse:
     """Ask for a quorum on behalf of the whole group, and tell the outcome of ``round``.
 
     ``new_incarnation``: a worker was restarted, so to the others this is another group now.
+    ``unhealed``: a worker of it should have healed, and has not.
     """
 
     round: int
@@ -21,6 +22,7 @@ class AskLighthouse:
     shrink_only: bool
     commit_failures: int
     new_incarnation: bool
+    unhealed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from torchft_svc.core.gathering import NOBODY_IS_TO_COME
+from torchft_svc.core.joining import joining
 from torchft_svc.core.quorum import (
     Formed,
     JobView,
@@ -363,17 +364,8 @@ class Membership:
         )
 
     def joining(self, members: tuple[Member, ...]) -> frozenset[str]:
-        """Those of ``members`` that were not in the last quorum.
-
-        A lighthouse that was restarted does not know the last one; whoever is as far as others but
-        was told only of earlier quorums was not in it, and may have another state.
-        """
-        if self.previous is None:
-            max_step = max(member.step for member in members)
-            newest = max(each.seen_quorum_id for each in members if each.step == max_step)
-            return frozenset(each.replica_id for each in members if each.seen_quorum_id < newest)
-        ids = (member.replica_id for member in members)
-        return frozenset(key for key in ids if key not in self._previous_ids)
+        """Those of ``members`` that were not in the last quorum, or have not healed since."""
+        return joining(members, None if self.previous is None else self._previous_ids)
 
     def knows(self, replica_id: str) -> bool:
         return replica_id in self._seen_at

@@ -10,7 +10,10 @@ from torchft_svc.errors import RequestRefused
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRequest:
-    """A worker asks for a quorum; ``worker_id`` is new at every start of its process."""
+    """A worker asks for a quorum; ``worker_id`` is new at every start of its process.
+
+    ``unhealed``: the last quorum wanted it to heal, which has failed.
+    """
 
     group_rank: int
     step: int
@@ -20,6 +23,7 @@ class WorkerRequest:
     init_sync: bool = True
     worker_id: str = ""
     draining: bool = False
+    unhealed: bool = False
 
     def check(self) -> None:
         """Raise `RequestRefused` if a field from the network is out of bounds."""

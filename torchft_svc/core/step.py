@@ -108,7 +108,8 @@ class StepState:
 
     ``epoch`` counts the steps started, committed or not: what belongs to an earlier one is stale.
     ``failures`` counts the steps discarded since the last commit. ``spoiled`` says why the weights
-    are those of no step.
+    are those of no step. ``unhealed``: the last quorum wanted this worker to heal, and no healed
+    state is in place; its step need not show that.
     """
 
     phase: Phase = Phase.IDLE
@@ -120,6 +121,7 @@ class StepState:
     participation: Participation = Participation()
     pending_heal: PendingHeal | None = None
     spoiled: str = ""
+    unhealed: bool = False
 
 
 class StepMachine:
@@ -158,12 +160,14 @@ class StepMachine:
     def form(self, participation: Participation, heal_to: int | None = None) -> None:
         """The quorum is there; ``heal_to`` is the step whose state this worker has to fetch."""
         if heal_to is None:
-            self._move(Event.QUORUM_FORMED, participation=participation)
+            self._move(Event.QUORUM_FORMED, participation=participation, unhealed=False)
             return
         if heal_to < self.state.step:
             raise RequestRefused(f"healing from step {self.state.step} back to step {heal_to}")
         heal = PendingHeal(step=heal_to)
-        self._move(Event.HEAL_PLANNED, participation=participation, pending_heal=heal)
+        self._move(
+            Event.HEAL_PLANNED, participation=participation, pending_heal=heal, unhealed=True
+        )
 
     def fail_quorum(self, error: Exception) -> None:
         """There is no quorum in this step; it can only be discarded."""
@@ -184,6 +188,7 @@ class StepMachine:
             step=heal.step,
             batches_committed=_counter("batches_committed", batches_committed),
             pending_heal=None,
+            unhealed=False,
         )
 
     def fail_heal(self, error: Exception) -> None:

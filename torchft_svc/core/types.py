@@ -31,6 +31,7 @@ class Member:
     ``seen_quorum_id`` is the highest quorum id that the group has been told (0: none),
     ``min_replicas`` the fewest groups that its job trains with (0: the lighthouse knows),
     ``last_num_groups`` how many were in the last quorum that it has been told (0: none).
+    ``unhealed``: that quorum wanted it to heal, which has failed; its step need not show that.
     ``unknown`` is what a newer client says about itself, encoded; its fellows get it as it came.
     """
 
@@ -45,6 +46,7 @@ class Member:
     seen_quorum_id: int = 0
     min_replicas: int = 0
     last_num_groups: int = 0
+    unhealed: bool = False
     unknown: bytes = b""
 
     def check(self) -> None:
@@ -80,9 +82,10 @@ class Member:
 class Quorum:
     """The groups that train together; ``participants`` are sorted by replica id.
 
-    ``joining`` are those that were not in the quorum before. One of them may be at the same step as
-    the others with another state: it committed the step that they discarded, and was left out while
-    they did it again. So its state counts as up to date only if no other group's does.
+    ``joining`` are those that were not in the quorum before, or have not healed since. One of them
+    may be at the same step as the others with another state: it committed the step that they
+    discarded, and was left out while they did it again. So its state counts as up to date only if
+    no other group's does.
     """
 
     quorum_id: int

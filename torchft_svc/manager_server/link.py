@@ -185,6 +185,7 @@ class LighthouseLink:
             seen_quorum_id=self._seen_quorum_id,
             min_replicas=self._config.min_replicas,
             last_num_groups=self._last_num_groups,
+            unhealed=question.unhealed,
         )
         quorum = await self._connection.ask(member, timeout_s)
         self._seen_quorum_id = max(self._seen_quorum_id, quorum.quorum_id)

@@ -31,6 +31,7 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         seen_quorum_id=message.seen_quorum_id,
         min_replicas=message.min_replicas,
         last_num_groups=message.last_num_groups,
+        unhealed=message.joining,
         unknown=_unknown_fields(message),
     )
 
@@ -59,6 +60,7 @@ def member_to_wire(member: Member) -> pb.QuorumMember:
         seen_quorum_id=member.seen_quorum_id,
         min_replicas=member.min_replicas,
         last_num_groups=member.last_num_groups,
+        joining=member.unhealed,
     )
     if member.unknown:
         message.MergeFromString(member.unknown)
@@ -73,8 +75,10 @@ def quorum_answer(quorum: Quorum, created_s: float) -> bytes:
     message = pb.LighthouseQuorumResponse()
     message.quorum.quorum_id = quorum.quorum_id
     message.quorum.participants.extend(map(member_to_wire, quorum.participants))
-    for participant in message.quorum.participants if quorum.joining else ():
-        participant.joining = participant.replica_id in quorum.joining
+    for participant in message.quorum.participants:
+        joins = participant.replica_id in quorum.joining
+        if participant.joining != joins:
+            participant.joining = joins
     message.quorum.created.FromNanoseconds(int(created_s * 1e9))
     return message.SerializeToString()
 
@@ -181,6 +185,7 @@ def worker_request_from_wire(message: pb.ManagerQuorumRequest) -> WorkerRequest:
         init_sync=message.init_sync if message.HasField("init_sync") else True,
         worker_id=message.worker_id,
         draining=message.draining,
+        unhealed=message.unhealed,
     )
 
 

@@ -268,6 +268,7 @@ class LinkActor:
             seen_quorum_id=self._seen_quorum_id,
             min_replicas=self._config.min_replicas,
             last_num_groups=self._last_num_groups,
+            unhealed=question.ask.unhealed,
         )
         self._session.ask(
             member, timeout_s, lambda outcome: self._told(question, self._check(member, outcome))

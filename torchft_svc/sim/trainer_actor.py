@@ -99,8 +99,7 @@ class WorkerActor:
         state = self.machine.state
         self._shared.invariants.discards.began(self.process.name, state.step, self._step_of_weights)
         step = self._step = _Step(epoch=state.epoch)
-        sync = self.is_draining or not self._rules.use_async_quorum
-        step.is_sync = state.step == 0 or sync
+        step.is_sync = state.step == 0 or self.is_draining or not self._rules.use_async_quorum
         request = WorkerRequest(
             group_rank=self.group_rank,
             step=state.step,
@@ -109,6 +108,7 @@ class WorkerActor:
             commit_failures=max(state.failures, int(self._fellows.must_reconnect)),
             worker_id=self.process.name,
             draining=self.is_draining,
+            unhealed=state.unhealed,
         )
         self.line.call(
             self._rules.quorum_s,
