@@ -111,6 +111,23 @@ def test_leaving_with_an_operation_under_way_blocks_nobody(
     assert a._graveyard.clear() == 0
 
 
+def test_operations_of_whose_end_nobody_is_told_are_not_kept_for_ever(
+    store: MeetingPlace, gloo: list[ProcessGroupGloo]
+) -> None:
+    group = gloo[0]
+    store.configure(group)
+    group.set_timeout(timedelta(milliseconds=50))  # of what is launched from here on
+
+    def forgets_some() -> bool:
+        before = len(group._works)
+        group.reduce_scatter([torch.zeros(1)], [[torch.ones(1)]]).wait()
+        return len(group._works) <= before
+
+    eventually(forgets_some)
+    group.abort()
+    eventually(lambda: group._graveyard.clear() == 0)
+
+
 class Backend:
     """Somebody's, with or without operations."""
 

@@ -27,7 +27,12 @@ _LOOK_S = 0.05
 
 
 class DelegatingProcessGroup(ProcessGroup):
-    """A process group whose members and backend change; subclasses make the backend."""
+    """A process group whose members and backend change; subclasses make the backend.
+
+    ``_hidden``: the collectives of whose end the backend does not tell.
+    """
+
+    _hidden: frozenset[str] = frozenset()
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(timeout)
@@ -160,30 +165,33 @@ class DelegatingProcessGroup(ProcessGroup):
                 raise self._error or _left()
             if len(self._works) >= _MAX_TRACKED_WORKS:
                 self._works = [w for w in self._works if not w.is_completed()]
-            self._works.append(_Launching(time.monotonic() + self._timeout.total_seconds()))
+            over_at = time.monotonic() + self._timeout.total_seconds()
+            self._works.append(_Timed(over_at))
             record = self._record(name, args, kwargs)
             try:
                 work = self._works[-1] = getattr(self._backend, name)(*args, **kwargs)
             except Exception:
                 self._works.pop()
                 raise
-            if record is not None:
-                self._works[-1] = Followed(work, record, self._has_failed)
+            known = work if record is None else Followed(work, record, self._has_failed)
+            self._works[-1] = _Timed(over_at, known) if name in self._hidden else known
         return work
 
 
-class _Launching:
-    """In the place of a work, until the backend has returned it.
+class _Timed:
+    """An operation that is taken for over at ``over_at``, like any other that hangs.
 
-    Ctrl-C may come in between: then nobody knows the operation, and it may be under way as long as
-    any other.
+    For a ``work`` that does not tell of its end, and would be kept for ever; and in the place of
+    one, until the backend has returned it: Ctrl-C may come in between, and then nobody knows it.
     """
 
-    def __init__(self, over_at: float) -> None:
+    def __init__(self, over_at: float, work: Any = None) -> None:
         self._over_at = over_at
+        self._work = work
 
     def is_completed(self) -> bool:
-        return time.monotonic() > self._over_at
+        is_known = self._work is not None and self._work.is_completed()
+        return is_known or time.monotonic() > self._over_at
 
 
 def _left() -> PeerError:

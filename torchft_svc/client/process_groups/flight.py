@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchft_svc.client.process_groups.operations import IN_PLACE, flat
+from torchft_svc.client.process_groups.operations import HIDDEN_BY_GLOO, IN_PLACE, flat
 
 if TYPE_CHECKING:
     from torchft_svc.client.process_groups.base import Members
@@ -46,10 +46,6 @@ _NAMES: Mapping[str, str] = {
 _BETWEEN_TWO = frozenset({"send", "recv"})
 # One tensor for each member; the analyzer wants to see them as the one that they stand for.
 _IN_PARTS = frozenset({"allgather", "alltoall", "gather", "reduce_scatter", "scatter"})
-# Of these gloo tells the end only to who waits, so here it is often not known.
-_HIDDEN = frozenset(
-    {"recv", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "send"}
-)
 
 Kind = tuple[torch.Size, torch.dtype]
 
@@ -177,7 +173,7 @@ class Landed:
         return [seen for seen in self._records if seen[1] != COMPLETED and not self._hides(seen[0])]
 
     def _hides(self, record: Record) -> bool:
-        return self._backend == "gloo" and record.name in _HIDDEN
+        return self._backend == "gloo" and record.name in HIDDEN_BY_GLOO
 
     def summary(self) -> str:
         """In a few words, where it stands."""

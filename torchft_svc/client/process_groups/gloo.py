@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torchft_svc.client.process_groups.backend import WholeBackend
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.meeting import CONNECT_TIMEOUT_S
+from torchft_svc.client.process_groups.operations import HIDDEN_BY_GLOO
 from torchft_svc.client.process_groups.stores import Store
 
 
@@ -20,6 +21,8 @@ class ProcessGroupGloo(DelegatingProcessGroup):
     operation that was abandoned may write to its tensors until then. Members that disagree on the
     size of an operation are a mistake that gloo answers by ending their processes.
     """
+
+    _hidden = HIDDEN_BY_GLOO
 
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
         # All members are there. One that dies now must not keep the others for a whole timeout.

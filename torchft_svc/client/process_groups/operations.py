@@ -27,6 +27,17 @@ INTO_OUTPUT = frozenset(
         "scatter",
     }
 )
+# Of these gloo tells the end to nobody but who waits for it.
+HIDDEN_BY_GLOO = frozenset(
+    {
+        "_reduce_scatter_base",
+        "recv",
+        "recv_anysource",
+        "reduce_scatter",
+        "reduce_scatter_tensor_coalesced",
+        "send",
+    }
+)
 COLLECTIVES = IN_PLACE | INTO_OUTPUT
 # Torch 2.12 gave some of them other names. Both are offered, the older one is handed on.
 OLDER_NAMES: Mapping[str, str] = {
