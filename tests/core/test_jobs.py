@@ -6,7 +6,7 @@ from enum import Enum
 
 import pytest
 
-from torchft_svc.core.membership import MAX_LOSSES_TOLD
+from torchft_svc.core.announcements import MAX_LOSSES_TOLD
 from torchft_svc.errors import RequestRefused
 
 from .scenes import Scene, config, formed

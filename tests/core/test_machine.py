@@ -27,6 +27,7 @@ class Groups(RuleBasedStateMachine):
     @initialize(
         min_replicas=st.integers(1, 3),
         join_timeout_s=st.sampled_from([0.0, 3.0, 7.0]),
+        heals_longer_s=st.sampled_from([None, 0.0, 5.0]),
         startup_timeout_s=st.sampled_from([None, 1.0, 6.0]),
         policy=st.sampled_from(["auto", "hold", "warn"]),
         num_groups=st.integers(1, 4),
@@ -37,6 +38,7 @@ class Groups(RuleBasedStateMachine):
         self,
         min_replicas: int,
         join_timeout_s: float,
+        heals_longer_s: float | None,
         startup_timeout_s: float | None,
         policy: str,
         num_groups: int,
@@ -47,6 +49,7 @@ class Groups(RuleBasedStateMachine):
             QuorumConfig(
                 min_replicas=min_replicas,
                 join_timeout_s=join_timeout_s,
+                heal_timeout_s=None if heals_longer_s is None else join_timeout_s + heals_longer_s,
                 startup_timeout_s=startup_timeout_s,
                 heartbeat_timeout_s=4.0,
                 on_step_regression=policy,  # type: ignore[arg-type]
@@ -125,6 +128,13 @@ class Groups(RuleBasedStateMachine):
             setattr(group, kind, not getattr(group, kind))
 
     @rule(data=st.data())
+    def a_group_begins_or_ends_to_heal(self, data: st.DataObject) -> None:
+        group = self.pick(data, lambda g: g.quorum is not None)
+        if group is not None:
+            group.is_healing = not group.is_healing
+            group.trains_since = self.world.now
+
+    @rule(data=st.data())
     def a_group_hangs_and_the_others_wait_for_it(self, data: st.DataObject) -> None:
         self.all_end_their_step(commits=True)
         self.all_who_can_ask(shrink_only=False)
@@ -179,7 +189,7 @@ class Groups(RuleBasedStateMachine):
         timeout_s = world.config.hang_timeout_s
         for (job, replica_id), group in world.groups.items():
             stands_s = 0 if group.quorum is None else world.now - group.trains_since
-            hangs = timeout_s is not None and stands_s >= timeout_s
+            hangs = timeout_s is not None and stands_s >= timeout_s and not group.is_healing
             known = world.house.activity(job, replica_id)
             if known == group.activity(world.now) and not group.is_frozen:
                 assert world.house.is_hung(job, replica_id) == hangs

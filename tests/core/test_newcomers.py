@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchft_svc.core.membership import MAX_ANNOUNCED, MAX_ANNOUNCEMENTS
+from torchft_svc.core.announcements import MAX_ANNOUNCED, MAX_ANNOUNCEMENTS
 
 from .scenes import JOB, formed
 

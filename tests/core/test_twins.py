@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchft_svc.core.gathering import Gathering
+from torchft_svc.core.healing import Heal
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.lighthouse_orders import AnswerQuorum, Order, RefuseRequest, ReportLoss
 from torchft_svc.core.quorum import Formed, JobView, Waiter, decide
@@ -27,6 +29,15 @@ configs = st.builds(
     startup_timeout_s=st.sampled_from([None, 0.0, 3.0, 8.0]),
     heartbeat_timeout_s=st.sampled_from([3.0, 6.0, 50.0]),
     on_step_regression=st.sampled_from(["auto", "hold", "warn"]),
+)
+
+
+healing_configs = st.builds(
+    lambda config, longer_s: replace(
+        config, heal_timeout_s=None if longer_s is None else config.join_timeout_s + longer_s
+    ),
+    configs,
+    st.sampled_from([None, 0.0, 6.0]),
 )
 
 
@@ -61,11 +72,16 @@ def views(draw: st.DrawFn) -> JobView:
         told_min_replicas=max((each.member.min_replicas for each in waiting.values()), default=0),
         loss_accepted=draw(st.sampled_from([False, False, True])),
         gathering=draw(st.sampled_from([Gathering(), Gathering(), Gathering(3, 15.0)])),
+        heals={
+            name: Heal(0.0, draw(st.sampled_from([None, 4, 9, 12])))
+            for name in sorted(living)
+            if states[name] == "living" and draw(st.booleans())
+        },
     )
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=BUSY)
-@given(view=views(), config=configs, now=st.integers(9, 20))
+@given(view=views(), config=healing_configs, now=st.integers(9, 20))
 def test_decide_agrees_with_its_twin(view: JobView, config: QuorumConfig, now: int) -> None:
     decision = decide(view, config, now)
     expected = twin.decide(view, config, now)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from torchft_svc.core.assignment import Assignment
+from torchft_svc.core.healing import Heal
 from torchft_svc.core.quorum import JobView
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 
@@ -23,6 +24,10 @@ def waited_for(view: JobView, config: QuorumConfig) -> dict[str, float]:
         if members_that_ask:  # a running job: newcomers can not hold it up
             if replica_id in members_that_are_expected:
                 result[replica_id] = min(members_that_ask) + config.join_timeout_s
+                if config.heal_timeout_s is not None and replica_id in view.heals:
+                    result[replica_id] = longer_for_a_heal(
+                        view.heals[replica_id], min(members_that_ask), config
+                    )
         elif members_that_are_expected:  # newcomers can not start without them
             if replica_id in members_that_are_expected:
                 result[replica_id] = math.inf
@@ -32,6 +37,18 @@ def waited_for(view: JobView, config: QuorumConfig) -> dict[str, float]:
                 timeout_s = config.startup_timeout_s
             result[replica_id] = min(w.asked_at for w in view.waiting.values()) + timeout_s
     return result
+
+
+def longer_for_a_heal(heal: Heal, first: float, config: QuorumConfig) -> float:
+    """Never longer than the heal timeout, never less than the join timeout; in between, as long as
+    it heals, and then as long as others get to ask."""
+    assert config.heal_timeout_s is not None
+    if (
+        heal.ended_at is None
+        or heal.ended_at + config.join_timeout_s > first + config.heal_timeout_s
+    ):
+        return first + config.heal_timeout_s
+    return max(first, heal.ended_at) + config.join_timeout_s
 
 
 def still_waited_for(view: JobView, config: QuorumConfig, now: float) -> list[float]:

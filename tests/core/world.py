@@ -18,6 +18,7 @@ from torchft_svc.core.lighthouse_orders import (
     RefuseRequest,
     ReportEviction,
     ReportHang,
+    ReportLeftHealing,
     ReportLoss,
     ReportWaiting,
 )
@@ -42,6 +43,7 @@ class Group:
     address: str = "here:1"
     is_hung: bool = False  # its heartbeats go on, but it does not ask
     is_frozen: bool = False  # nothing goes on
+    is_healing: bool = False  # in the quorum that it has
     caller: int | None = None
     asked: Member | None = None
     quorum: Quorum | None = None
@@ -50,7 +52,8 @@ class Group:
     def activity(self, now: int) -> Activity:
         """What its beats tell."""
         if self.quorum is not None:
-            return Activity(Phase.TRAINING, self.step, self.trains_since)
+            phase = Phase.HEALING if self.is_healing else Phase.TRAINING
+            return Activity(phase, self.step, self.trains_since)
         return Activity(Phase.IDLE if self.caller is None else Phase.QUORUM, self.step, now)
 
     def request(self, shrink_only: bool) -> Member:
@@ -92,6 +95,7 @@ class World:
     asked_by: dict[int, Group] = field(default_factory=dict)  # callers not yet told
     beats: dict[tuple[str, str], Activity] = field(default_factory=dict)  # the last ones
     hangs_told: dict[tuple[str, str], set[float]] = field(default_factory=dict)  # since when
+    left_healing: set[tuple[str, str]] = field(default_factory=set)  # was told
     num_starts: int = 0
     num_quorums: int = 0
 
@@ -158,7 +162,7 @@ class World:
         if commits or has_healed:
             group.step = max(group.step, group.quorum.max_step) + commits
         group.commit_failures = 0 if commits else group.commit_failures + 1
-        group.quorum = None
+        group.quorum, group.is_healing = None, False
 
     def kill(self, group: Group, noticed: bool) -> None:
         """The group is dead; its caller withdraws with its connection if that is noticed."""
@@ -198,6 +202,7 @@ class World:
         self.seen_at.clear()
         self.greeted.clear()
         self.hangs_told.clear()
+        self.left_healing.clear()
         for books in self.books.values():
             books.last = NO_QUORUM
             books.has_published = False
@@ -235,6 +240,8 @@ class World:
                 self.hang(order)
             elif isinstance(order, ReportEviction):
                 self.evict(order)
+            elif isinstance(order, ReportLeftHealing):
+                self.leave_healing(order)
             elif isinstance(order, ReportWaiting):
                 self.announce(order)
             elif isinstance(order, RefuseRequest):
@@ -249,6 +256,7 @@ class World:
             assert seen_at is not None
             assert self.now - seen_at >= self.config.heartbeat_timeout_s, "rule 8"
         self.hangs_told.pop((order.job, order.replica_id), None)  # if it comes back, it is news
+        self.left_healing.discard((order.job, order.replica_id))
         books = self.books.get(order.job, JobBooks())
         books.took_part.discard(order.replica_id)
         books.announced.discard(order.replica_id)
@@ -277,6 +285,12 @@ class World:
         asking = {each.replica_id for each in self.asked_by.values() if each.job == order.job}
         assert before & living & asking - books.evicted, "nobody waits for it"
         books.evicted.add(order.replica_id)
+
+    def leave_healing(self, order: ReportLeftHealing) -> None:
+        """Told once, of a living group that was waited for in vain."""
+        assert order.replica_id in self.living(order.job)
+        assert (order.job, order.replica_id) not in self.left_healing, "told once"
+        self.left_healing.add((order.job, order.replica_id))
 
     def members_before(self, job: str) -> set[str]:
         """Of the last quorum: published here, or told by those who were in it elsewhere."""

@@ -12,6 +12,7 @@ import pytest
 from torchft_svc.core import activity, assignment, membership, quorum
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import AskLighthouse
+from torchft_svc.core.healing import Heal
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.membership import Membership
 from torchft_svc.core.quorum import JobView
@@ -234,6 +235,10 @@ def who_was_left_out_is_awaited(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Membership, "evicted", lambda self, replica_ids: None)
 
 
+def who_heals_is_not_waited_for(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Heal, "patience_until", lambda self, join_timeout_s: 0.0)
+
+
 def who_waits_hangs(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(activity, "HANGING_PHASES", frozenset(Phase))
 
@@ -265,6 +270,7 @@ PLANTS: dict[Plant, int] = {
     a_drained_group_is_told_as_lost: 4,
     a_group_that_drains_stays: 4,
     who_was_left_out_is_awaited: 321,
+    who_heals_is_not_waited_for: 32,
     who_waits_hangs: 19,
 }
 

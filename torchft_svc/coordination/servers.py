@@ -39,8 +39,9 @@ class LighthouseServer(_Server):
     ``bind`` is ``host:port`` (``:0``: any free port on every interface). Durations are
     milliseconds. ``quorum_tick_ms`` is accepted and has no effect: nothing polls. A group whose
     step stands still for ``hang_timeout_ms`` (None: however long) is reported; it is ended if
-    ``on_hang`` is ``kill``, and left out until it asks again if that is ``evict``. ``security``:
-    TLS files and token (default: those of the environment).
+    ``on_hang`` is ``kill``, and left out until it asks again if that is ``evict``. A group that
+    heals is waited for up to ``heal_timeout_ms`` (None: as for any other, the join timeout).
+    ``security``: TLS files and token (default: those of the environment).
 
     Raises:
         AddressError: nothing can be bound there.
@@ -56,6 +57,7 @@ class LighthouseServer(_Server):
         heartbeat_timeout_ms: int | None = None,
         *,
         startup_timeout_ms: int | None = None,
+        heal_timeout_ms: int | None = None,
         hang_timeout_ms: int | None = None,
         on_hang: Literal["report", "kill", "evict"] = "report",
         security: Security | None = None,
@@ -64,6 +66,7 @@ class LighthouseServer(_Server):
             "join_timeout_s": join_timeout_ms,
             "heartbeat_timeout_s": heartbeat_timeout_ms,
             "startup_timeout_s": startup_timeout_ms,
+            "heal_timeout_s": heal_timeout_ms,
             "hang_timeout_s": hang_timeout_ms,
         }
         durations: dict[str, Any] = {

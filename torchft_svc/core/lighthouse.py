@@ -18,6 +18,7 @@ from torchft_svc.core.lighthouse_orders import (
     RefuseRequest,
     ReportEviction,
     ReportHang,
+    ReportLeftHealing,
     ReportLoss,
     ReportWaiting,
 )
@@ -124,6 +125,7 @@ class Lighthouse:
         state.members.seen(replica_id, now)
         if activity is not None:
             state.hangs.told(replica_id, activity, now)
+            is_new |= state.members.does(replica_id, activity, now)
             orders += self._heed_hangs(job, state, now, (replica_id,))
             self._wake(state.hangs.look_at())
         if is_new or orders:
@@ -339,6 +341,8 @@ class Lighthouse:
         state.hangs.heed_again(state.members.recalled())
         if not state.members.is_settled(now):
             decision = state.members.decide(now)
+            for each, since in state.members.heals.take_left_out():
+                orders.append(ReportLeftHealing(job, each, now - since))
             if isinstance(decision, Formed):
                 orders.append(self._publish(job, state, decision))
                 newcomers = state.members.waiting()

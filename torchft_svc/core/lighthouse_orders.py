@@ -74,6 +74,15 @@ class ReportEviction:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportLeftHealing:
+    """``replica_id`` was left out while it healed, for ``for_s`` seconds so far; told once."""
+
+    job: str
+    replica_id: str
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ReportWaiting:
     """``replica_id``, which is not in the last quorum, asks for one; told once in its life."""
 
@@ -81,4 +90,12 @@ class ReportWaiting:
     replica_id: str
 
 
-Order = AnswerQuorum | RefuseRequest | ReportLoss | ReportHang | ReportEviction | ReportWaiting
+Order = (
+    AnswerQuorum
+    | RefuseRequest
+    | ReportLoss
+    | ReportHang
+    | ReportEviction
+    | ReportLeftHealing
+    | ReportWaiting
+)

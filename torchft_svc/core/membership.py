@@ -10,7 +10,10 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
+from torchft_svc.core.activity import Activity
+from torchft_svc.core.announcements import Announcements
 from torchft_svc.core.gathering import NOBODY_IS_TO_COME
+from torchft_svc.core.healing import Heals
 from torchft_svc.core.joining import joining
 from torchft_svc.core.quorum import (
     Formed,
@@ -21,13 +24,8 @@ from torchft_svc.core.quorum import (
     decide,
     has_loss_to_accept,
 )
+from torchft_svc.core.step import Phase
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
-
-# What a quorum is told while it lasts. Whoever trains wants to know that somebody waits, and about
-# how many; and one loss makes it give up its step, the others are for those whose session broke
-# just then. A thousand groups that come or die at once must not make a million pieces of news.
-MAX_ANNOUNCED, MAX_ANNOUNCEMENTS = 100, 10_000
-MAX_LOSSES_TOLD = 4
 
 
 class Membership:
@@ -46,8 +44,8 @@ class Membership:
         self._straggling: set[str] = set()
         self._evicted: set[str] = set()  # of the stragglers, those that hang in the last quorum
         self._awaited: set[str] = set()  # living, in the previous quorum, has not asked again
-        self._announced: set[str] = set()  # newcomers that the last quorum has been told of
-        self._num_losses_told = 0  # to the last quorum
+        self.heals = Heals()
+        self._announcements = Announcements()  # to the last quorum
         # When the last decision said that time changes it (inf: never, while those live that it
         # waits for); whether it waits for others than the rest of the previous quorum.
         self._look_at: float | None = None
@@ -115,6 +113,7 @@ class Membership:
         self._replica_of[caller] = member.replica_id
         self._straggling.discard(member.replica_id)
         self._evicted.discard(member.replica_id)
+        self.heals.over(member.replica_id)
         self._awaited.discard(member.replica_id)
         if asked_at < now or member.replica_id in self._previous_ids:
             self._reconsider_crowd()
@@ -133,6 +132,14 @@ class Membership:
         del self._callers[replica_id]
         if replica_id in self._previous_ids:
             self._awaited.add(replica_id)
+
+    def does(self, replica_id: str, activity: Activity, now: float) -> bool:
+        """What a living group tells; whether it changes until when that is waited for."""
+        heals = activity.phase is Phase.HEALING and replica_id not in self._waiting
+        if not self.heals.told(replica_id, activity.since if heals else None, now):
+            return False
+        self._look_at = None
+        return replica_id in self._awaited
 
     def evicted(self, replica_ids: Iterable[str]) -> None:
         """These, which are awaited, hang: nobody waits for them until they ask."""
@@ -164,16 +171,12 @@ class Membership:
         del self._incarnations[name][replica_id]
         if not self._incarnations[name]:
             del self._incarnations[name]
-        for ids in (
-            self._veterans,
-            self._straggling,
-            self._evicted,
-            self._awaited,
-            self._announced,
-        ):
+        for ids in (self._veterans, self._straggling, self._evicted, self._awaited):
             ids.discard(replica_id)
         if replica_id in self._previous_ids:
             self._reconsider_crowd()
+        self.heals.gone(replica_id)
+        self._announcements.gone(replica_id)
         if self.previous is None:
             self._previous_ids.discard(replica_id)
         if replica_id in self._waiting:
@@ -197,8 +200,7 @@ class Membership:
         self._awaited = set(self._previous_ids)
         self._evicted.clear()
         self._veterans |= self._previous_ids
-        self._announced.clear()
-        self._num_losses_told = 0
+        self._announcements = Announcements()
         # Its step is lower than before only if that is accepted (7).
         self.last = LastQuorum(quorum.quorum_id, quorum.max_step)
         self._loss_accepted = False  # once
@@ -232,6 +234,7 @@ class Membership:
         view = self.view()
         deadlines = absent_deadlines(view, self._config) if self._waiting else {}
         late = {key for key, at in deadlines.items() if at <= now}
+        self.heals.left_out(sorted(late))
         self._straggling |= late
         self._awaited -= late
         decision = decide(view, self._config, now)
@@ -300,15 +303,8 @@ class Membership:
         """
         if self.previous is None:
             return []
-        fresh = [
-            key
-            for key in asked
-            if key in self._waiting and key not in self._previous_ids and key not in self._announced
-        ]
-        limit = min(MAX_ANNOUNCED, max(1, MAX_ANNOUNCEMENTS // len(self._previous_ids)))
-        del fresh[max(0, limit - len(self._announced)) :]
-        self._announced.update(fresh)
-        return fresh
+        new = [key for key in asked if key in self._waiting and key not in self._previous_ids]
+        return self._announcements.of_newcomers(new, len(self._previous_ids))
 
     def quorum_left(self) -> list[str]:
         """The living groups of the last quorum."""
@@ -356,9 +352,8 @@ class Membership:
     def mourners(self, replica_id: str) -> tuple[str, ...]:
         """The other living groups of the last quorum that this one was in, which are to be told
         that it is lost; nobody, if they were told of enough others."""
-        if replica_id not in self._previous_ids or self._num_losses_told >= MAX_LOSSES_TOLD:
+        if replica_id not in self._previous_ids or not self._announcements.of_a_loss():
             return ()
-        self._num_losses_told += 1
         return tuple(
             key for key in self._previous_ids if key in self._seen_at and key != replica_id
         )
@@ -384,6 +379,7 @@ class Membership:
             told_min_replicas=max(self._told_min_replicas, default=0),
             loss_accepted=self._loss_accepted,
             gathering=self._gathering,
+            heals=self.heals.known,
         )
 
 

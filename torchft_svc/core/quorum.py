@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchft_svc.core.gathering import NOBODY_IS_TO_COME, Gathering
+from torchft_svc.core.healing import Heal
 from torchft_svc.core.types import Member, QuorumConfig
 
 # A reason is read by people: it names a few groups and counts the others.
@@ -33,7 +34,8 @@ class JobView:
     ``straggling`` were waited for in vain (and are not in ``waiting``). ``told_min_replicas`` is
     the largest that those who wait tell (0: none). ``loss_accepted``: an operator gave up the steps
     that those who wait do not have.
-    ``gathering`` matters until this lighthouse has published a quorum.
+    ``gathering`` matters until this lighthouse has published a quorum. ``heals`` are those of
+    groups since the last quorum.
     """
 
     waiting: Mapping[str, Waiter]
@@ -45,6 +47,7 @@ class JobView:
     told_min_replicas: int = 0
     loss_accepted: bool = False
     gathering: Gathering = NOBODY_IS_TO_COME
+    heals: Mapping[str, Heal] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ def _before_all_are_here(view: JobView, config: QuorumConfig, now: float) -> Wai
     if absent:
         until = min(absent.values())
         why = f"waiting for {name_some(absent)}: alive, but has not asked"
+        why += _name_heal(view, absent, now)
         return Waiting(why, None if until == math.inf else until)
     return None
 
@@ -111,7 +115,13 @@ def absent_deadlines(view: JobView, config: QuorumConfig) -> dict[str, float]:
     if asked:
         # Newcomers that have not asked do not make a running job wait. So if all members of the
         # previous quorum are back, nobody is waited for: that is the fast path (2).
-        return dict.fromkeys(rivals, min(asked) + config.join_timeout_s)
+        deadlines = dict.fromkeys(rivals, min(asked) + config.join_timeout_s)
+        if config.heal_timeout_s is not None:
+            for key in rivals & view.heals.keys():
+                limit = min(asked) + config.heal_timeout_s
+                patience = view.heals[key].patience_until(config.join_timeout_s)
+                deadlines[key] = max(deadlines[key], min(limit, patience))
+        return deadlines
     if rivals:
         return dict.fromkeys(rivals, math.inf)
     first = min(waiter.asked_at for waiter in view.waiting.values())
@@ -119,6 +129,16 @@ def absent_deadlines(view: JobView, config: QuorumConfig) -> dict[str, float]:
         key: first + (config.join_timeout_s if key in view.veterans else config.newcomer_timeout_s)
         for key in absent
     }
+
+
+def _name_heal(view: JobView, absent: Mapping[str, object], now: float) -> str:
+    """Which of the absent heals for the longest time, if one does."""
+    healing = {key: view.heals[key] for key in absent if key in view.heals}
+    since = {key: heal.since for key, heal in healing.items() if heal.ended_at is None}
+    if not since:
+        return ""
+    first = min(since, key=lambda key: (since[key], key))
+    return f"; {first} heals since {now - since[first]:.0f} s"
 
 
 def _candidates(view: JobView) -> list[Member]:

@@ -130,10 +130,12 @@ class QuorumConfig:
     group that took part in the job is alive, and warns when none is left. A group that stands in
     one phase of its own work for ``hang_timeout_s`` (None: however long) is reported, and ended if
     ``on_hang`` is ``kill``; if it is ``evict``, those of its quorum that wait go on without it.
+    ``heal_timeout_s`` (None: the join timeout) is the join timeout for a group as long as it heals.
     """
 
     min_replicas: int = 1
     join_timeout_s: float = 60.0
+    heal_timeout_s: float | None = None
     startup_timeout_s: float | None = None
     heartbeat_timeout_s: float = 5.0
     on_step_regression: Literal["auto", "hold", "warn"] = "auto"
@@ -148,13 +150,19 @@ class QuorumConfig:
             raise ConfigError(
                 "min_replicas", self.min_replicas, "a quorum needs at least one group"
             )
-        for field in ("join_timeout_s", "startup_timeout_s", "heartbeat_timeout_s"):
+        for field in (
+            "join_timeout_s",
+            "heal_timeout_s",
+            "startup_timeout_s",
+            "heartbeat_timeout_s",
+        ):
             value = getattr(self, field)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(
                     field, value, "a timeout is a finite number of seconds, 0 or more"
                 )
             check_length(field, value or 0.0)
+        self._check_heal()
         if self.heartbeat_timeout_s == 0:
             raise ConfigError("heartbeat_timeout_s", 0, "every group would be dead at once")
         if self.hang_timeout_s is not None and not (
@@ -173,6 +181,15 @@ class QuorumConfig:
         for field in ("max_jobs", "max_members_per_job"):
             if getattr(self, field) < 1:
                 raise ConfigError(field, getattr(self, field), "a limit is at least 1")
+
+    def _check_heal(self) -> None:
+        if self.heal_timeout_s is not None and self.heal_timeout_s < self.join_timeout_s:
+            raise ConfigError(
+                "heal_timeout_s",
+                self.heal_timeout_s,
+                f"it must not be below join_timeout_s={self.join_timeout_s:g}: who heals would be "
+                "waited for less than others",
+            )
 
     @property
     def newcomer_timeout_s(self) -> float:

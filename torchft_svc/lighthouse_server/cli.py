@@ -27,6 +27,12 @@ from torchft_svc.rpc.security import Security
     help="How long the groups that ask wait for living ones that have not asked yet.",
 )
 @option(
+    "--heal-timeout-ms",
+    type=int,
+    default=None,
+    help="The same, for a living one that downloads the state.  [default: join timeout]",
+)
+@option(
     "--startup-timeout-ms",
     type=MILLISECONDS,
     default=None,
@@ -74,6 +80,7 @@ def main(
     bind: HostPort,
     min_replicas: int,
     join_timeout_ms: int,
+    heal_timeout_ms: int | None,
     startup_timeout_ms: int | None,
     heartbeat_timeout_ms: int,
     on_step_regression: str,
@@ -93,6 +100,7 @@ def main(
         config = QuorumConfig(
             min_replicas=min_replicas,
             join_timeout_s=join_timeout_ms / 1000,
+            heal_timeout_s=None if heal_timeout_ms is None else heal_timeout_ms / 1000,
             startup_timeout_s=None if startup_timeout_ms is None else startup_timeout_ms / 1000,
             heartbeat_timeout_s=heartbeat_timeout_ms / 1000,
             on_step_regression=on_step_regression,  # type: ignore[arg-type]  # click checked it

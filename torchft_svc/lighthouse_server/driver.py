@@ -15,6 +15,7 @@ from torchft_svc.core.lighthouse_orders import (
     RefuseRequest,
     ReportEviction,
     ReportHang,
+    ReportLeftHealing,
     ReportLoss,
     ReportWaiting,
 )
@@ -206,6 +207,14 @@ class LighthouseDriver:
                 self._report_hang(order)
             elif isinstance(order, ReportEviction):
                 self._tell_eviction(order)
+            elif isinstance(order, ReportLeftHealing):
+                log.warning(
+                    "group left out job=%s replica=%s: it has been healing for %.1f s, and has to "
+                    "begin again: raise --heal-timeout-ms, or mend its link",
+                    order.job,
+                    order.replica_id,
+                    order.for_s,
+                )
             elif isinstance(order, ReportWaiting):
                 news = member_waiting(order.replica_id)
                 self._tell_all(order.job, self._core.quorum_left(order.job), news)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ log = logging.getLogger(__name__)
 
 # Groups wait for one another in every step; what lasts longer than this, people want to know.
 SAY_AFTER_S = 2.0
+# What changes all the time is no other reason.
+_FOR_HOW_LONG = re.compile(r" since \d+ s\b")
 
 
 @dataclass(slots=True)
@@ -52,7 +55,8 @@ class Pauses:
     def _look(self, job: str, pause: _Pause) -> None:
         now = time.monotonic()
         why = self._why(job)
-        if why != pause.said:
+        reason = _FOR_HOW_LONG.sub("", why)
+        if reason != pause.said:
             log.warning("no quorum job=%s for %.0f s: %s", job, now - pause.since, why)
-            pause.said = why
+            pause.said = reason
         self._look_later(job, pause)

@@ -120,6 +120,8 @@ class LighthouseActor:
         job, replica_id = session.key
         self.heard_at[session.key] = self._world.now
         self.lookout.heard(session.key)
+        if activity is not None:
+            self.lookout.does(session.key, activity.phase)
         self._carry_out(self.core.heartbeat(job, replica_id, self._world.now, activity))
         return self.core.beat_interval_s(job)
 
@@ -217,7 +219,7 @@ class LighthouseActor:
         )
         self._invariants.ids.published(order.job, quorum)
         self._invariants.progress.published(order)
-        self.lookout.published(order.job, quorum)
+        self.lookout.published(order.job, quorum, self._world.now)
         for caller, member in zip(order.callers, quorum.participants, strict=True):
             session = self._answer(caller)
             asked = session.key == (order.job, member.replica_id)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from torchft_svc.core.lighthouse import Lighthouse
+from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Quorum, QuorumConfig
 from torchft_svc.sim.invariants import SLACK_S, must, parts_of
 
@@ -25,7 +26,8 @@ Key = tuple[str, str]  # job and replica id
 class _Job:
     """``late``: waited for in vain, and not to be waited for again until it asks.
 
-    ``evicted``: left out of ``previous`` since it was published, and has not asked.
+    ``evicted``: left out of ``previous`` since it was published, and has not asked. ``healing``
+    tell that they do.
     """
 
     previous: frozenset[str] = frozenset()
@@ -34,6 +36,7 @@ class _Job:
     late: set[str] = field(default_factory=set)
     evicted: set[str] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
+    healing: set[str] = field(default_factory=set)
     due_since: float | None = None
 
 
@@ -42,6 +45,7 @@ class Lookout:
 
     def __init__(self, config: QuorumConfig) -> None:
         self._config = config
+        self._longest_s = config.heal_timeout_s or config.join_timeout_s
         self._jobs: dict[str, _Job] = {}
 
     def heard(self, key: Key) -> None:
@@ -57,6 +61,15 @@ class Lookout:
         job.asking.setdefault(key[1], since)
         job.late.discard(key[1])
         job.evicted.discard(key[1])
+        job.healing.discard(key[1])
+
+    def does(self, key: Key, phase: Phase) -> None:
+        """What a group tells."""
+        healing = self._jobs.setdefault(key[0], _Job()).healing
+        if phase is Phase.HEALING:
+            healing.add(key[1])
+        else:
+            healing.discard(key[1])
 
     def withdrew(self, key: Key, now: float) -> None:
         job = self._jobs.setdefault(key[0], _Job())
@@ -70,6 +83,7 @@ class Lookout:
         job.gave_up.pop(key[1], None)
         job.late.discard(key[1])
         job.evicted.discard(key[1])
+        job.healing.discard(key[1])
         job.dead.add(key[1])
 
     def evicted(self, key: Key) -> None:
@@ -80,9 +94,10 @@ class Lookout:
             others = job.previous - job.evicted - job.late - job.dead
             must(bool(others), "I5", f"{key[1]} is left out, though nobody is left to go on")
 
-    def published(self, name: str, quorum: Quorum) -> None:
+    def published(self, name: str, quorum: Quorum, now: float) -> None:
         job = self._jobs.setdefault(name, _Job())
         self._check_history(name, job, quorum)
+        self._check_heals(job, quorum, now)
         job.previous = frozenset(member.replica_id for member in quorum.participants)
         job.due_since = None
         for replica_id in job.previous:
@@ -102,7 +117,7 @@ class Lookout:
                 must((name, each) in alive, "I5", f"{name} waits for {each}, which is dead")
                 must(each not in job.late, "I5", f"{name} waits for the straggler {each} again")
             back = [since for each, since in job.asking.items() if each in job.previous]
-            if back and now - min(back) > self._config.join_timeout_s + SLACK_S:
+            if back and now - min(back) > self._longest_s + SLACK_S:
                 must(not awaited, "I5", f"{name} waits for {awaited} since {min(back):.2f} s")
                 job.late |= job.previous - job.asking.keys() - job.dead
 
@@ -117,6 +132,16 @@ class Lookout:
         )
         late, job.evicted = job.evicted, set()
         job.late |= late
+
+    def _check_heals(self, job: _Job, quorum: Quorum, now: float) -> None:
+        """Who heals is left out only when its time is up."""
+        members = {member.replica_id for member in quorum.participants}
+        left = (job.previous & job.healing) - members - job.dead - job.late
+        back = [since for each, since in job.asking.items() if each in job.previous]
+        if left and back:
+            waited_s = now - min(back)
+            is_over = waited_s + SLACK_S >= self._longest_s
+            must(is_over, "I5", f"{sorted(left)[:4]} heal, and are left out after {waited_s:.2f} s")
 
     def _check_due(self, name: str, job: _Job, why: str, now: float) -> None:
         if _DUE not in why:

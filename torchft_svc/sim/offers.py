@@ -9,8 +9,6 @@ from torchft_svc.errors import CheckpointError, PeerError
 from torchft_svc.sim.sums import State
 from torchft_svc.sim.world import Process
 
-# A model takes a while to copy, compared with a message.
-MEAN_COPY_S = 0.05
 # How long one who is early waits for the offer of his step.
 EARLY_S = 5.0
 
@@ -24,10 +22,11 @@ class Fetched:
 
 
 class Offers:
-    """What one worker offers now."""
+    """What one worker offers now; a copy takes ``mean_copy_s``, more or less."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, mean_copy_s: float) -> None:
         self.process = process
+        self._mean_copy_s = mean_copy_s
         self._offered: dict[int, Fetched] = {}
         self._newest = -1
         self._early: list[tuple[int, Callable[[Fetched | PeerError], None]]] = []
@@ -45,7 +44,7 @@ class Offers:
     def fetch(self, step: int, receive: Callable[[Fetched | PeerError], None]) -> None:
         """Send the state of ``step``, now or when it is offered."""
         if step in self._offered:
-            copy_s = self.process.chance.expovariate(1.0) * MEAN_COPY_S
+            copy_s = self.process.chance.expovariate(1.0) * self._mean_copy_s
             self.process.after(copy_s, receive, self._offered[step])
         elif step < self._newest:
             receive(CheckpointError("simulated", f"step {step} is not served any more"))

@@ -35,6 +35,8 @@ MAX_FAULTS, MAX_FAULTS_OF_LARGE = 30, 6
 # The longest that a fault lasts, and the time in which faults begin, in seconds.
 MAX_DOWN_S, FAULTS_END_S = 8.0, 20.0
 LONG_HANG = 4.0  # times as long: longer than others wait for it
+# A model takes a while to copy, compared with a message; where heals are waited for, longer.
+MEAN_COPY_S, LONG_COPY_S = 0.05, 1.0
 LARGE = 200  # above this many groups, a run is about the number
 
 
@@ -87,7 +89,7 @@ class Scenario:
         parts = (
             self.trainer.quorum_s,
             self.trainer.collective_s,
-            self.config.join_timeout_s,
+            self.config.heal_timeout_s or self.config.join_timeout_s,
             self.config.newcomer_timeout_s,
             self.config.heartbeat_timeout_s,
             self.trainer.train_s,
@@ -126,6 +128,7 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
         num_wanted=chance.choice([None, None, None, min_replica_size]),
         shrink_only_rate=chance.choice([0.0, 0.0, 0.0, 0.2 / groups]),
         tells_phases=config.hang_timeout_s is not None,
+        mean_copy_s=MEAN_COPY_S,
     )
     scenario = Scenario(
         seed=seed,
@@ -143,9 +146,13 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
         is_clock_honest=is_clock_honest,
         faults=_draw_faults(chance, groups, is_clock_honest, is_large),
     )
-    if chance.random() < 0.5:  # drawn last: what else a seed is stays as it was
-        return replace(scenario, config=replace(config, on_hang="evict"))
-    return scenario
+    # Drawn last: what else a seed is stays as it was.
+    if chance.random() < 0.5:
+        config = replace(config, on_hang="evict")
+    if chance.random() < 0.3 and not is_large:
+        config = replace(config, heal_timeout_s=config.join_timeout_s + chance.choice([2.0, 8.0]))
+        trainer = replace(trainer, tells_phases=True, mean_copy_s=LONG_COPY_S)
+    return replace(scenario, config=config, trainer=trainer)
 
 
 def _draw_faults(

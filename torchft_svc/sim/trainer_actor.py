@@ -53,6 +53,7 @@ class TrainerRules:
     num_wanted: int | None
     shrink_only_rate: float
     tells_phases: bool
+    mean_copy_s: float
 
 
 class WorkerActor:
@@ -74,7 +75,7 @@ class WorkerActor:
         self.machine = StepMachine(min_replica_size=rules.min_replica_size)
         self.weights = process.chance.getrandbits(32)
         self._step_of_weights = 0
-        self.offers = Offers(process)
+        self.offers = Offers(process, rules.mean_copy_s)
         self.hung_until = 0.0
         self.is_broken = False  # the next collective raises
         self.vote_stalls_s = 0.0  # how much longer the next vote is on its way
@@ -188,7 +189,8 @@ class WorkerActor:
 
     def _fetch(self, step: _Step, part: Assignment) -> None:
         def received(outcome: Fetched | PeerError) -> None:
-            self.process.after(self._latency(), self._fetched, step, outcome)
+            latency_s = self._shared.network.latency(self.process)
+            self.process.after(latency_s, self._fetched, step, outcome)
 
         late = QuorumFailed("the fetch took too long")
         self.process.after(self._rules.collective_s, self._fetched, step, late)
@@ -369,9 +371,6 @@ class WorkerActor:
         """The training loop raises."""
         self.process.kill()
         self.home.worker_failed(str(error))
-
-    def _latency(self) -> float:
-        return self._shared.network.latency(self.process)
 
     def _is_hanging(self, then: Callable[..., None], *args: object) -> bool:
         """The main thread is stuck: go on with ``then`` when it is not any more."""
