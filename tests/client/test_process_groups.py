@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
+import itertools
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from bounds import check
 from running import eventually
 
 from torchft_svc.client import HTTPTransport, PGTransport, ProcessGroupDummy, ProcessGroupGloo
+from torchft_svc.client.process_groups import delegate
 from torchft_svc.client.process_groups.graveyard import Graveyard
 from torchft_svc.errors import ConfigError, DeadlineExceeded, QuorumFailed, Unreachable
 
@@ -132,31 +134,21 @@ class Backend:
     """Somebody's, with or without operations."""
 
 
-class Interrupted(ProcessGroupGloo):
-    """Ctrl-C comes when the backend has begun an operation, and has not returned it yet."""
-
-    def _make_backend(self, store: Any, rank: int, world_size: int) -> Any:
-        made = super()._make_backend(store, rank, world_size)
-
-        class Interrupting(type(made)):  # type: ignore[misc]
-            def allreduce(self, *args: Any) -> None:
-                self.backend.allreduce(*args)
-                raise KeyboardInterrupt
-
-        made.__class__ = Interrupting
-        return made
-
-
 def test_leaving_after_an_interrupted_launch_blocks_nobody(
-    store: MeetingPlace, gloo: list[ProcessGroupGloo]
+    store: MeetingPlace, gloo: list[ProcessGroupGloo], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupted, other = Interrupted(TIMEOUT), gloo[0]
+    interrupted, other, _ = gloo
     store.configure(interrupted, other)
+    # Ctrl-C comes as soon as the backend has begun the operation.
+    ctrl_c = itertools.takewhile(bool, iter(_thread.interrupt_main, 0))
+    monkeypatch.setattr(delegate, "_ONCE", itertools.chain([()], ctrl_c))
     with pytest.raises(KeyboardInterrupt):
         interrupted.allreduce([torch.ones(1)])
-    interrupted.shutdown()
+    monkeypatch.undo()
+    interrupted.abort()
     assert interrupted._graveyard.clear() == 1, "destroying it would have waited for its operation"
-    other.abort()
+    other.allreduce([torch.ones(1)]).wait()
+    eventually(lambda: interrupted._graveyard.clear() == 0)  # and so its connections are closed
 
 
 def test_a_launch_that_fails_leaves_nothing_to_wait_for(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import functools
+import itertools
 import logging
 import threading
 import time
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 _MAX_TRACKED_WORKS = 64
 # A launch, which keeps others from looking at the works, takes less, unless it is stuck.
 _LOOK_S = 0.05
+# Without arguments, once.
+_ONCE: tuple[tuple[()]] = ((),)
 
 
 class DelegatingProcessGroup(ProcessGroup):
@@ -166,13 +170,12 @@ class DelegatingProcessGroup(ProcessGroup):
             if len(self._works) >= _MAX_TRACKED_WORKS:
                 self._works = [w for w in self._works if not w.is_completed()]
             over_at = time.monotonic() + self._timeout.total_seconds()
-            self._works.append(_Timed(over_at))
             record = self._record(name, args, kwargs)
-            try:
-                work = self._works[-1] = getattr(self._backend, name)(*args, **kwargs)
-            except Exception:
-                self._works.pop()
-                raise
+            launch = functools.partial(getattr(self._backend, name), *args, **kwargs)
+            # In one call, so that Ctrl-C cannot come between the launch and the note of it: the
+            # others would wait until nobody knows that operation to be under way any more.
+            self._works.extend(itertools.starmap(launch, _ONCE))
+            work = self._works[-1]
             known = work if record is None else Followed(work, record, self._has_failed)
             self._works[-1] = _Timed(over_at, known) if name in self._hidden else known
         return work
@@ -181,17 +184,15 @@ class DelegatingProcessGroup(ProcessGroup):
 class _Timed:
     """An operation that is taken for over at ``over_at``, like any other that hangs.
 
-    For a ``work`` that does not tell of its end, and would be kept for ever; and in the place of
-    one, until the backend has returned it: Ctrl-C may come in between, and then nobody knows it.
+    For a ``work`` that does not tell of its end, and would be kept for ever.
     """
 
-    def __init__(self, over_at: float, work: Any = None) -> None:
+    def __init__(self, over_at: float, work: Any) -> None:
         self._over_at = over_at
         self._work = work
 
     def is_completed(self) -> bool:
-        is_known = self._work is not None and self._work.is_completed()
-        return is_known or time.monotonic() > self._over_at
+        return bool(self._work.is_completed()) or time.monotonic() > self._over_at
 
 
 def _left() -> PeerError:
