@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 from bounds import check
 from forked import fork
 from running import command, environment, eventually, manager_process, steady_address
+from warm import Warm
 
 from torchft_svc.coordination import LighthouseClient
 
@@ -56,10 +56,10 @@ class Worker:
         cls, address: str, name: str, out: Path, *flags: str, place: dict[str, str]
     ) -> Worker:
         with out.open("wb") as file:
-            process = subprocess.Popen(
+            process = Warm(
                 [sys.executable, str(PROGRAM), address, name, *flags],
-                stdout=file,
-                stderr=file,
+                stdout=file.fileno(),
+                stderr=file.fileno(),
                 env=environment(OMP_NUM_THREADS="1", **place),
             )
         return cls(out, process.pid, lambda: process.wait(DEADLINE_S))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 import torch
 from bounds import check
 from running import ROOT, environment, eventually, is_alive
+from warm import Warm
 
 from torchft_svc.client import ProcessGroupBabyGloo
 from torchft_svc.client.process_groups.isolated.nursery import NURSERY
@@ -227,15 +227,13 @@ def test_a_lost_template_is_replaced(place: MeetingPlace, pair: list[ProcessGrou
 
 
 def test_they_end_with_the_trainer_although_a_forked_child_lives_on() -> None:
-    trainer = subprocess.Popen(
+    trainer = Warm(
         [sys.executable, "-m", "client.isolated_trainer"],
-        stdout=subprocess.PIPE,
+        cwd=ROOT / "tests",
         text=True,
-        env=environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"),
+        env=environment(),
     )
-    assert trainer.stdout is not None
-    with trainer.stdout as out:
-        carrier, forked = map(int, out.readline().split())
+    carrier, forked = map(int, trainer.stdout.readline().split())
     template = next(
         int(line.split()[1])
         for line in Path(f"/proc/{carrier}/status").read_text().splitlines()
@@ -243,6 +241,7 @@ def test_they_end_with_the_trainer_although_a_forked_child_lives_on() -> None:
     )
     trainer.kill()
     trainer.wait()
+    trainer.close()
     try:
         for pid in (carrier, template):
             eventually(lambda pid=pid: not is_alive(pid), what=f"{pid} lives on")  # type: ignore[misc]

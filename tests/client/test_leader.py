@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from running import eventually
+from warm import Warm
 
 from torchft_svc.client.leader import LeaderSign, LeaderWatch
 from torchft_svc.rpc.address import HostPort, parse_address
@@ -29,9 +29,10 @@ time.sleep(60)
 
 
 @pytest.mark.processes
-def test_a_process_that_is_killed_is_dead_though_its_forked_child_lives() -> None:
-    with subprocess.Popen([sys.executable, "-c", FORKING], stdout=subprocess.PIPE) as leader:
-        assert leader.stdout is not None
+def test_a_process_that_is_killed_is_dead_though_its_forked_child_lives(tmp_path: Path) -> None:
+    script = tmp_path / "leader.py"
+    script.write_text(FORKING)
+    with Warm([sys.executable, str(script)], env=os.environ, text=True) as leader:
         port, child = map(int, leader.stdout.readline().split())
         try:
             watches = [LeaderWatch(HostPort("127.0.0.1", port)) for _ in range(3)]

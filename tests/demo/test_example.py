@@ -17,6 +17,7 @@ import psutil
 import pytest
 from papers import TOKEN, papers, variables
 from programs import ROOT, Program
+from torch.distributed import TCPStore
 
 pytestmark = pytest.mark.processes
 
@@ -102,25 +103,51 @@ def readme_commands(script: str) -> tuple[dict[str, str], list[tuple[dict[str, s
 
 @pytest.mark.timeout(3 * SHARDED_S + 60)
 def test_sharded_groups_heal_with_the_commands_of_the_readme(environment: dict[str, str]) -> None:
+    """One of its two commands, which are alike; of the other, the workers alone, in no time."""
     exported, starts = readme_commands(SHARDED)
+    (names, command), (name, same) = starts
+    assert (names.keys(), command) == (name.keys(), same)
     settings = (
         exported | environment | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     )
+    steps = ("--steps", "100000")
     with ExitStack() as stack:
-        survivor, victim = (
-            stack.enter_context(Program([*command, "--steps", "100000"], settings | named))
-            for named, command in starts
-        )
-        for group in (survivor, victim):
-            line = group.wait_for("groups 2", SHARDED_S)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        survivors = [
+            stack.enter_context(
+                Program(
+                    [sys.executable, SHARDED, *steps],
+                    settings | names | worker_of_two(rank, store.port),
+                    warm=True,
+                )
+            )
+            for rank in range(2)
+        ]
+        victim = stack.enter_context(Program([*command, *steps], settings | name))
+        survivors[0].wait_for("groups 2", SHARDED_S)
+        line = victim.wait_for("groups 2", SHARDED_S)
         workers_of(victim)[-1].kill()
         victim.wait_for("exitcode: -9", SHARDED_S)  # says the launcher, before it starts them again
         victim.lines.clear()
         again = victim.wait_for("groups 2", SHARDED_S)
         assert int(again.split()[1]) > int(line.split()[1])
-        for group in (survivor, victim):
-            workers_of(group)[0].terminate()
-            assert group.wait(SHARDED_S) == 0, group.lines
+        workers_of(victim)[0].terminate()
+        assert victim.wait(SHARDED_S) == 0, victim.lines
+        survivors[0].signal(signal.SIGTERM)
+        for worker in survivors:
+            assert worker.wait(SHARDED_S) == 0, worker.lines
+
+
+def worker_of_two(rank: int, port: int) -> dict[str, str]:
+    """What a launcher tells a worker, whose store is the launcher's: here, the test's."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def workers_of(launcher: Program) -> list[psutil.Process]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from warm import Warm
 
 from torchft_svc.client.checkpointing import HTTPTransport, feed, served
 from torchft_svc.client.checkpointing.requests import Conversation
@@ -191,11 +191,8 @@ def test_an_extra_source_keeps_nothing_that_is_one_chunk(site: Site) -> None:
 def test_a_source_that_is_killed_half_way_is_replaced_by_the_others(site: Site, dead: int) -> None:
     script = str(Path(__file__).with_name("source_process.py"))
     flags = ["--floats", str(NUM_FLOATS), "--chunk-bytes", str(CHUNK_BYTES)]
-    with subprocess.Popen(
-        [sys.executable, script, *flags], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
-    ) as process:
+    with Warm([sys.executable, script, *flags], env=os.environ, text=True) as process:
         try:
-            assert process.stdout is not None
             url = process.stdout.readline().split()[0]
             for number in range(3):
                 if number == dead:
