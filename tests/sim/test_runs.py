@@ -11,7 +11,7 @@ from torchft_svc.core.membership import Membership
 from torchft_svc.sim.__main__ import main
 from torchft_svc.sim.explore import describe, run_seed, shrink
 from torchft_svc.sim.fleet import Fleet
-from torchft_svc.sim.scenario import Fault, draw
+from torchft_svc.sim.scenario import MEAN_COPY_S, Fault, draw
 
 NUM_SEEDS = 40
 NUM_MANY = 1000
@@ -66,7 +66,12 @@ def test_a_drain_costs_nobody_a_step() -> None:
     """Neither the group, which ends between two steps, nor its fellows, which are told in time."""
     for seed in range(3):
         drawn = draw(seed, num_groups=4)
-        rules = dataclasses.replace(drawn.trainer, min_replica_size=1, shrink_only_rate=0.0)
+        rules = dataclasses.replace(
+            drawn.trainer,
+            min_replica_size=1,
+            shrink_only_rate=0.0,
+            mean_copy_s=MEAN_COPY_S,  # a heal that comes too late is discarded
+        )
         config = dataclasses.replace(drawn.config, min_replicas=1)
         drains = tuple(
             Fault(at=12.0 + 3 * each, kind="drain", target=each, seconds=1.0, value=each % 2)
