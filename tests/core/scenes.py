@@ -81,8 +81,10 @@ class Scene:
     The clock stops at each deadline on the way, as the shell does.
     """
 
-    def __init__(self, config: QuorumConfig = SECONDS, first_id: int = 0) -> None:
-        self.house = Lighthouse(config, first_id)
+    def __init__(
+        self, config: QuorumConfig = SECONDS, first_id: int = 0, id_stride: int = 1
+    ) -> None:
+        self.house = Lighthouse(config, first_id, id_stride)
         self.now = 0.0
         self.orders: list[Any] = []
         self.newcomers: list[str] = []

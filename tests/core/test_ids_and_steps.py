@@ -261,3 +261,17 @@ def test_a_restarted_lighthouse_tells_by_seen_ids_whose_state_is_older() -> None
     assert [each.replica_id for each in seen.up_to_date] == ["a", "b"]
     told_nothing = tuple(Member(replica_id=name, step=17) for name in "ab")
     assert members.joining(told_nothing) == frozenset()
+
+
+def test_i1_two_lighthouses_that_a_job_has_come_apart_to_give_out_other_ids() -> None:
+    """Each half knows the same last id, and nobody else does."""
+    told = set()
+    for remainder in range(8):
+        scene = Scene(first_id=96 + remainder, id_stride=8)
+        scene.ask(f"a:{remainder}", step=3, seen_quorum_id=500)
+        ((quorum_id, _),) = scene.take_quorums()
+        scene.ask(f"a:{remainder}", step=3, commit_failures=1)
+        ((next_id, _),) = scene.take_quorums()
+        assert next_id == quorum_id + 8
+        told.add(quorum_id)
+    assert told == set(range(501, 509))

@@ -15,7 +15,7 @@ from running import failure, lighthouse_process, line_to, steady_address
 
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.core.types import Member, QuorumConfig
-from torchft_svc.lighthouse_server.driver import LighthouseDriver, first_quorum_id
+from torchft_svc.lighthouse_server.driver import ID_STRIDE, LighthouseDriver, first_quorum_id
 
 
 def test_health_is_told_for_the_server_and_the_service() -> None:
@@ -99,18 +99,18 @@ def test_ids_of_a_restarted_lighthouse_are_above_those_before() -> None:
 
 
 def test_ids_go_above_the_highest_that_a_group_has_seen() -> None:
-    far_ahead = first_quorum_id(time.time()) + 10**12
+    far_ahead = first_quorum_id(time.time(), 0) + 10**15
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=1) as server,
         line_to(server.address()) as line,
     ):
         answer = line.quorum("a:1", seen_quorum_id=far_ahead).result()
-        assert answer.quorum.quorum_id == far_ahead + 1
+        assert far_ahead < answer.quorum.quorum_id <= far_ahead + ID_STRIDE
 
 
 def test_a_first_id_never_goes_below_zero() -> None:
-    assert first_quorum_id(0.0) == 0
-    assert first_quorum_id(1_735_689_601.5) == 1500
+    assert first_quorum_id(0.0, 0) == 0
+    assert first_quorum_id(1_735_689_601.5, 7) == 1500 * ID_STRIDE + 7
 
 
 def test_groups_are_told_to_beat_less_often_the_more_they_are() -> None:

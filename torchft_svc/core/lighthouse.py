@@ -62,11 +62,15 @@ class _Job:
 
 
 class Lighthouse:
-    """All jobs of one lighthouse; ``first_id`` must be above any id of an earlier lighthouse."""
+    """All jobs of one lighthouse; ``first_id`` must be above any id of an earlier lighthouse.
 
-    def __init__(self, config: QuorumConfig, first_id: int = 0) -> None:
+    Ids go up by ``id_stride``: lighthouses with other remainders have others, whatever they hear.
+    """
+
+    def __init__(self, config: QuorumConfig, first_id: int = 0, id_stride: int = 1) -> None:
         self._config = config
         self._first_id = first_id
+        self._stride, self._remainder = id_stride, first_id % id_stride
         self._jobs: dict[str, _Job] = {}
         # The last quorum of jobs that have ended, so that a restart can be told from a start.
         self._ended: OrderedDict[str, LastQuorum] = OrderedDict()
@@ -363,7 +367,8 @@ class Lighthouse:
             and not any(member.commit_failures for member in formed.members)
         )
         if not may_keep_id:
-            state.last_id = max(state.last_id, state.heard_id) + 1
+            known = max(state.last_id, state.heard_id)
+            state.last_id = known + self._stride - (known - self._remainder) % self._stride
         quorum = Quorum(
             quorum_id=state.last_id,
             participants=formed.members,

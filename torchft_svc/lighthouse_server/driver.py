@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -38,11 +39,19 @@ log = logging.getLogger(__name__)
 
 # Ids count from the milliseconds since 2025: a restarted lighthouse is above the one before.
 ID_EPOCH_S = 1_735_689_600
+# Each lighthouse has a remainder of its own: two that a job has come apart to give out other ids,
+# which tell the halves from each other when they meet. Ids stay below 2**53 for 69 years.
+ID_STRIDE = 4096
 
 
-def first_quorum_id(wall_s: float) -> int:
+def first_quorum_id(wall_s: float, remainder: int) -> int:
     """An id that no earlier lighthouse has given out, if the clock has not gone back since."""
-    return max(0, int((wall_s - ID_EPOCH_S) * 1000))
+    return max(0, int((wall_s - ID_EPOCH_S) * 1000)) * ID_STRIDE + remainder
+
+
+def _begin(config: QuorumConfig) -> Lighthouse:
+    first_id = first_quorum_id(time.time(), secrets.randbelow(ID_STRIDE))
+    return Lighthouse(config, first_id, ID_STRIDE)
 
 
 class LighthouseDriver:
@@ -53,7 +62,7 @@ class LighthouseDriver:
     ) -> None:
         self._config = config
         self._check_leads = check_leads
-        self._core = Lighthouse(config, first_quorum_id(time.time()))
+        self._core = _begin(config)
         self._max_jobs = config.max_jobs
         self._clock = AttentiveClock(usual_look_s(config.heartbeat_timeout_s))
         self._questions = Questions(self._why)
@@ -186,7 +195,7 @@ class LighthouseDriver:
         for session in self._sessions.values():
             session.fail(error)
         self._sessions.clear()
-        self._core = Lighthouse(self._config, first_quorum_id(time.time()))
+        self._core = _begin(self._config)
 
     def close(self) -> None:
         """Stop the timer; callers that still wait are cancelled by the server's stop."""
