@@ -51,13 +51,14 @@ def test_leaving_the_members_is_seen_by_them_although_a_child_lives(address: str
             together(lambda: a.until(3), lambda: b.until(3))
 
 
-def test_sigterm_ends_a_child(address: str) -> None:
+def test_sigterm_ends_a_child_also_while_it_is_forked(address: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what another test may have left behind
     with Trainer(address, "a", 0) as a:
         term = signal.getsignal(signal.SIGTERM)
         assert callable(term), "the manager does not hear it"
-        with forked() as child:
-            child.terminate()
-            child.join(DEADLINE_S)
-            assert child.exitcode == -signal.SIGTERM
+        for _ in range(20):  # one in five to ten meets the moment
+            with forked() as child:
+                child.terminate()
+                child.join(DEADLINE_S)
+                assert child.exitcode == -signal.SIGTERM
         assert not a.manager.is_draining()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from torchft_svc.client.forks import keep_term_signals
 from torchft_svc.errors import PeerError
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class TermSignal:
             and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         )
         if self._installed:
+            keep_term_signals()
             signal.signal(signal.SIGTERM, self._hear)
             self._thread = threading.Thread(target=self._run, name="torchft-drain", daemon=True)
             self._thread.start()
