@@ -113,9 +113,15 @@ class Chunks:
             return bool(self._sources)
 
     def go_alone(self) -> list[int]:
-        """The lead tells no digests, so nobody else is believed; returns who has to leave."""
+        """The lead tells no digests, so nobody else is believed; returns who has to leave.
+
+        What others have sent, also those that have left since, is fetched again.
+        """
         with self._changed:
             self._is_closed = True
+            others = [chunk for chunk, (giver, _) in self._arrived.items() if giver != self._lead]
+            self._left += [chunk for chunk in others if self._arrived.pop(chunk)]
+            self._changed.notify_all()
             return [source for source in self._sources if source != self._lead]
 
     def stop(self) -> None:
@@ -166,7 +172,10 @@ class Chunks:
         """What was taken over ``way`` is in its place; False: it differs, and is fetched again."""
         with self._changed:
             under = self._underway.pop(way)
-            is_good = self._law is None or self._law[under.chunk] == digest
+            if self._law is None:  # if it stays so, whoever has to leave may have sent its last
+                is_good = not self._is_closed or way.source == self._lead
+            else:
+                is_good = self._law[under.chunk] == digest
             if is_good:
                 self._arrived[under.chunk] = (way.source, digest)
                 self._pace_s[way.source] = self._clock() - under.began_at
