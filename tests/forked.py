@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import torch
+from running import eventually, lives
 from torch.distributed import TCPStore
 
 # What every worker would import, by the names that are found without this folder.
@@ -86,8 +87,8 @@ class Group:
 
     def wait_for_manager(self) -> None:
         """Wait until the manager of an ended group is gone, which takes a second or two."""
-        _, left = psutil.wait_procs(self._managers, _END_S)
-        assert not left, f"outlived the trainer that started them: {left}"
+        what = "the managers end, whose trainers have"
+        eventually(lambda: not any(map(lives, self._managers)), _END_S, what)
 
 
 @contextlib.contextmanager

@@ -51,6 +51,14 @@ def eventually(holds: Callable[[], Any], within_s: float = 20.0, what: str = "")
         time.sleep(0.005)
 
 
+def lives(process: psutil.Process) -> bool:
+    """An orphan that has ended stays a zombie until the system's first process looks."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @contextlib.contextmanager
 def refusing() -> Iterator[str]:
     """An address that is taken, and where nobody listens."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+from running import lives
 from warm import Warm
 
 from .training import DEADLINE_S
@@ -70,7 +71,7 @@ class Program:
         """No manager is left."""
         assert self.children, "no manager was started"
         deadline = time.monotonic() + DEADLINE_S
-        while alive := [child for child in self.children if _lives(child)]:
+        while alive := [child for child in self.children if lives(child)]:
             assert time.monotonic() < deadline, alive
             time.sleep(0.01)
 
@@ -79,14 +80,6 @@ class Program:
         status = self.process.wait(DEADLINE_S)
         self.check_children()
         return status
-
-
-def _lives(process: psutil.Process) -> bool:
-    """An orphan that has ended stays a zombie until the system's first process looks."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @contextlib.contextmanager
