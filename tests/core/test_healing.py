@@ -117,6 +117,25 @@ def test_one_that_is_gone_is_not_waited_for(end: str) -> None:
     assert scene.take_quorums() == [(2, ["a:1"])]
 
 
+def test_one_whose_session_broke_is_waited_for_again_when_it_tells_that_it_heals() -> None:
+    scene = formed("a:1", "b:1", "c:1", step=7, settings=HEAL)
+    scene.does("b:1", Phase.HEALING, 7)
+    scene.does("c:1", Phase.HEALING, 7)
+    scene.ask("a:1", 8)
+    scene.until(120)
+    scene.leave("b:1")
+    scene.beat("b:1")
+    assert scene.why() == "waiting for c:1: alive, but has not asked; c:1 heals since 20 s"
+    scene.does("b:1", Phase.HEALING, 7)
+    scene.ask("c:1", 8)
+    assert scene.why() == "waiting for b:1: alive, but has not asked; b:1 heals since 0 s"
+    scene.until(140)
+    assert scene.take_quorums() == [(2, ["a:1", "c:1"])]
+    scene.does("b:1", Phase.HEALING, 7)
+    scene.ask_all("a:1", "c:1", step=9)
+    assert scene.take_quorums() == [(2, ["a:1", "c:1"])], "its time was up"
+
+
 def test_others_are_waited_for_as_before() -> None:
     scene = formed("a:1", "b:1", "c:1", step=7, settings=HEAL)
     scene.does("b:1", Phase.HEALING, 7)

@@ -136,10 +136,22 @@ class Membership:
     def does(self, replica_id: str, activity: Activity, now: float) -> bool:
         """What a living group tells; whether it changes until when that is waited for."""
         heals = activity.phase is Phase.HEALING and replica_id not in self._waiting
-        if not self.heals.told(replica_id, activity.since if heals else None, now):
+        is_back = heals and self._is_back_to_heal(replica_id)
+        has_ended = self.heals.told(replica_id, activity.since if heals else None, now)
+        if is_back:
+            self._straggling.discard(replica_id)
+            self._awaited.add(replica_id)
+        elif not has_ended:
             return False
         self._look_at = None
         return replica_id in self._awaited
+
+    def _is_back_to_heal(self, replica_id: str) -> bool:
+        """Whether it was taken for late because it had not told yet that it heals: that is
+        forgotten with a session that breaks, and the next one does not begin with it."""
+        is_late = replica_id in self._straggling and replica_id in self._previous_ids
+        is_news = replica_id not in self.heals.known and replica_id not in self._evicted
+        return is_late and is_news and self._config.heal_timeout_s is not None
 
     def evicted(self, replica_ids: Iterable[str]) -> None:
         """These, which are awaited, hang: nobody waits for them until they ask."""
