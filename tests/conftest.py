@@ -16,6 +16,7 @@ import psutil
 import pytest
 from bounds import again_if_late
 from hypothesis import settings
+from running import lives
 
 from torchft_svc.rpc import deadline
 
@@ -123,7 +124,7 @@ def _marked(mark: str) -> set[psutil.Process]:
 
 def _counts(process: psutil.Process) -> bool:
     try:
-        if process.status() == psutil.STATUS_ZOMBIE:
+        if not lives(process):
             return False
         if process.ppid() != os.getpid():
             return True

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 from bounds import check
+from running import lives
 
 from chaos.bounds import MANAGER_BACK_S
 from torchft_svc.errors import TorchFTError
@@ -31,7 +32,7 @@ def manager_of(name: str) -> psutil.Process:
     (found,) = [
         child
         for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE and f"--replica-name={name}" in child.cmdline()
+        if lives(child) and f"--replica-name={name}" in child.cmdline()
     ]
     return found
 

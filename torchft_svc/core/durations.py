@@ -9,7 +9,7 @@ from torchft_svc.errors import ConfigError
 # The system's poll counts milliseconds in 31 bits, which ends after 24.8 days; beyond, a wait would
 # not be long but fail.
 MAX_DURATION_S = 24 * 86_400.0
-MAX_DURATION_MS = 1000 * 24 * 86_400
+MAX_DURATION_MS = int(1000 * MAX_DURATION_S)
 
 
 def check_length(field: str, duration_s: float) -> None:

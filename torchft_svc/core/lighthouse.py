@@ -328,8 +328,8 @@ class Lighthouse:
             state.spent_id = state.last_id
         for each in evicted:
             why, quorum_id = state.hangs.why(each, now), state.members.last.quorum_id
-            told = (each, *state.members.mourners(each))
-            orders.append(ReportEviction(job, each, why, quorum_id, told))
+            hearers = (each, *state.members.mourners(each))
+            orders.append(ReportEviction(job, each, why, quorum_id, hearers))
         return orders
 
     def _settle(

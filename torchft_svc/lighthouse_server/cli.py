@@ -28,7 +28,7 @@ from torchft_svc.rpc.security import Security
 )
 @option(
     "--heal-timeout-ms",
-    type=int,
+    type=MILLISECONDS,
     default=None,
     help="The same, for a living one that downloads the state.  [default: join timeout]",
 )

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchft_svc.client.process_groups.flight import Flight, Record
+from torchft_svc.client.process_groups.loss import Loss, news_of
 from torchft_svc.client.process_groups.operations import OLDER_NAMES
 from torchft_svc.client.process_groups.recorder import FlightRecorder
 from torchft_svc.core.durations import check_length
@@ -54,6 +55,8 @@ class ProcessGroup(dist.ProcessGroup):
         _check_timeout(timeout)
         self._timeout = timeout
         self._group_name = ""
+        self._quorum_id: int | None = None
+        self._loss: Loss | None = None
         self._recorder: FlightRecorder | None = None
         self._flight: Flight | None = None
 
@@ -182,6 +185,15 @@ class ProcessGroup(dist.ProcessGroup):
     def _record(self, name: str, args: Any, kwargs: Any) -> Record | None:
         """Collective ``name`` is about to begin; None: it is not recorded."""
         return None if self._flight is None else self._flight.launch(name, args, kwargs)
+
+    def _give_up_record(self) -> None:
+        """What is under way is given up."""
+        self._end_record(news_of(self._loss, self._quorum_id) or "given up")
+
+    def _leave_record(self) -> None:
+        """Other members follow: no reason to write, unless one of the present ones is gone."""
+        lost = news_of(self._loss, self._quorum_id)
+        self._end_record(lost or "another quorum", only_if_broken=not lost)
 
     def _end_record(self, reason: str, *, only_if_broken: bool = False) -> None:
         """``only_if_broken``: write it only if a collective is not over, or has failed."""

@@ -14,7 +14,7 @@ from typing import Any
 from torchft_svc.client.process_groups.base import Members, ProcessGroup
 from torchft_svc.client.process_groups.flight import Followed
 from torchft_svc.client.process_groups.graveyard import Graveyard
-from torchft_svc.client.process_groups.loss import Loss, news_of
+from torchft_svc.client.process_groups.loss import Loss
 from torchft_svc.client.process_groups.meeting import StoreLine, meet
 from torchft_svc.client.process_groups.sockets import BackendSockets
 from torchft_svc.client.process_groups.stores import Store
@@ -45,9 +45,7 @@ class DelegatingProcessGroup(ProcessGroup):
         self._works: list[Any] = []
         self._rank = 0
         self._world_size = 1
-        self._quorum_id: int | None = None
         self._error: Exception | None = None
-        self._loss: Loss | None = None
         self._stopped = False
         self._graveyard = Graveyard()
         self._line = StoreLine()
@@ -59,8 +57,7 @@ class DelegatingProcessGroup(ProcessGroup):
 
     def _configure(self, members: Members) -> None:
         rank, world_size, quorum_id = members.rank, members.world_size, members.quorum_id
-        lost = news_of(self._loss, self._quorum_id)
-        self._end_record(lost or "another quorum", only_if_broken=not lost)
+        self._leave_record()
         self.abort()
         timeout_s = self._timeout.total_seconds()
 
@@ -99,7 +96,7 @@ class DelegatingProcessGroup(ProcessGroup):
         Closing the connections is what makes the others' operations fail. A backend with
         operations of our own under way can not close: it is kept until they are over.
         """
-        self._end_record(news_of(self._loss, self._quorum_id) or "given up")
+        self._give_up_record()
         with self._lock:
             backend, works = self._backend, self._works
             self._backend, self._works = None, []

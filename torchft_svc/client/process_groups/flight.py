@@ -9,6 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,39 +51,19 @@ _IN_PARTS = frozenset({"allgather", "alltoall", "gather", "reduce_scatter", "sca
 Kind = tuple[torch.Size, torch.dtype]
 
 
+@dataclass(slots=True)
 class Record:
     """One collective of this member: what it was about, and how far it is known to be."""
 
-    __slots__ = (
-        "created_ns",
-        "ended_ns",
-        "inputs",
-        "name",
-        "number",
-        "outputs",
-        "peer",
-        "place",
-        "state",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        place: int,
-        number: int,
-        peer: int | None,
-        inputs: list[Kind],
-        outputs: list[Kind],
-    ) -> None:
-        self.name = name
-        self.place = place
-        self.number = number
-        self.peer = peer
-        self.inputs = inputs
-        self.outputs = outputs
-        self.state = SCHEDULED
-        self.created_ns = time.time_ns()
-        self.ended_ns: int | None = None
+    name: str
+    place: int
+    number: int
+    peer: int | None
+    inputs: list[Kind]
+    outputs: list[Kind]
+    state: str = SCHEDULED
+    created_ns: int = field(default_factory=time.time_ns)
+    ended_ns: int | None = None
 
     def end(self, failed: bool) -> None:
         """It is over; one that has failed is not completed, and never will be."""

@@ -18,7 +18,6 @@ from torchft_svc.client.process_groups.backend import WholeBackend
 from torchft_svc.client.process_groups.base import Members
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.device_work import DeviceWork
-from torchft_svc.client.process_groups.loss import news_of
 from torchft_svc.client.process_groups.stores import Store
 from torchft_svc.env import set_default, switched_on
 from torchft_svc.errors import ConfigError, DeadlineExceeded, QuorumFailed
@@ -117,7 +116,7 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         """See `ProcessGroup.abort`; ends operations under way on the device, on any thread."""
         # Not under the lock: a launch may hold it, waiting for the very thing that is ended here.
         link = self._backend
-        self._end_record(news_of(self._loss, self._quorum_id) or "given up")
+        self._give_up_record()
         if link is not None and not link.left:
             # First: an aborted operation ends on the device as a successful one does.
             link.left = True

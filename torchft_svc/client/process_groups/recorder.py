@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 # Several steps of a large model: as many as torch's own recorder keeps.
 NUM_RECORDS = 2000
-# Quorums of which files are kept, the newest; a file of 2000 collectives has about 200 KB.
+# Quorums of which files are kept, the newest; a file of 2000 collectives has about 330 KB.
 MAX_QUORUMS = 50
 # A disk that does not keep up with the quorums gets no more to do.
 _MAX_WRITERS = 2

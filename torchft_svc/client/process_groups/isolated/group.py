@@ -30,7 +30,7 @@ from torchft_svc.client.process_groups.isolated.residents import Residents
 from torchft_svc.client.process_groups.isolated.retired import Retired
 from torchft_svc.client.process_groups.isolated.segments import Loan, Pool
 from torchft_svc.client.process_groups.isolated.work import IsolatedWork
-from torchft_svc.client.process_groups.loss import Loss, news_of
+from torchft_svc.client.process_groups.loss import Loss
 from torchft_svc.client.process_groups.operations import IN_PLACE, result_of
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
 
@@ -77,14 +77,11 @@ class IsolatedProcessGroup(ProcessGroup):
         self._retired = Retired()
         self._rank = 0
         self._world_size = 1
-        self._quorum_id: int | None = None
         self._error: Exception | None = _left()
-        self._loss: Loss | None = None
         self._stopped = False
 
     def _configure(self, members: Members) -> None:
-        lost = news_of(self._loss, self._quorum_id)
-        self._end_record(lost or "another quorum", only_if_broken=not lost)
+        self._leave_record()
         self.abort()
         self._check(members.quorum_id)
         child = self._child = self._child or ChildProcess()
@@ -111,7 +108,7 @@ class IsolatedProcessGroup(ProcessGroup):
 
     def abort(self) -> None:
         """See `ProcessGroup.abort`; kills the process if an operation may still write."""
-        self._end_record(news_of(self._loss, self._quorum_id) or "given up")
+        self._give_up_record()
         self.tidy()
         child = self._child
         if child is None:
