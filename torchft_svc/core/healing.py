@@ -39,14 +39,15 @@ class Heals:
         self.known[replica_id] = Heal(heal.since, now)
         return True
 
-    def over(self, replica_id: str) -> None:
-        """The group asks."""
-        self.known.pop(replica_id, None)
+    def over(self, replica_id: str) -> bool:
+        """The group asks; whether it has healed since the last time."""
+        return self.known.pop(replica_id, None) is not None
 
-    def gone(self, replica_id: str) -> None:
-        self.known.pop(replica_id, None)
+    def gone(self, replica_id: str) -> bool:
+        """Whether it healed, or had healed and not asked yet."""
         self._left_out.pop(replica_id, None)
         self._reported.discard(replica_id)
+        return self.known.pop(replica_id, None) is not None
 
     def left_out(self, replica_ids: Iterable[str]) -> None:
         """Nobody waits for these any longer."""

@@ -15,6 +15,7 @@ from torchft_svc.core.announcements import Announcements
 from torchft_svc.core.gathering import NOBODY_IS_TO_COME
 from torchft_svc.core.healing import Heals
 from torchft_svc.core.joining import joining
+from torchft_svc.core.outlook import Outlook
 from torchft_svc.core.quorum import (
     Formed,
     JobView,
@@ -22,6 +23,7 @@ from torchft_svc.core.quorum import (
     Waiting,
     absent_deadlines,
     decide,
+    first_asked_at,
     has_loss_to_accept,
 )
 from torchft_svc.core.step import Phase
@@ -46,10 +48,7 @@ class Membership:
         self._awaited: set[str] = set()  # living, in the previous quorum, has not asked again
         self.heals = Heals()
         self._announcements = Announcements()  # to the last quorum
-        # When the last decision said that time changes it (inf: never, while those live that it
-        # waits for); whether it waits for others than the rest of the previous quorum.
-        self._look_at: float | None = None
-        self._awaits_crowd = False
+        self._outlook = Outlook(config.join_timeout_s)
         self.previous: Quorum | None = None  # published here
         self._previous_ids: set[str] = set()  # of its members, or who tells of the newest one
         self.last = last
@@ -63,11 +62,11 @@ class Membership:
         if replica_id not in self._seen_at:
             self._incarnations.setdefault(stable_name(replica_id), {})[replica_id] = None
             if self._config.newcomer_timeout_s < self._config.join_timeout_s:
-                self._reconsider_crowd()
+                self._outlook.crowd_changed()
             if replica_id in self._previous_ids:  # it was silent for too long, but is back
                 self._veterans.add(replica_id)
                 self._awaited.add(replica_id)
-                self._look_at = None
+                self._outlook.forget()
         self._seen_at[replica_id] = now
         self._seen_at.move_to_end(replica_id)
 
@@ -80,7 +79,7 @@ class Membership:
         if not last.quorum_id:
             return
         self._veterans.add(replica_id)
-        self._reconsider_crowd()
+        self._outlook.crowd_changed()
         if self.previous is not None or last.quorum_id < self.last.quorum_id:
             return
         if last.quorum_id > self.last.quorum_id:
@@ -93,7 +92,7 @@ class Membership:
         self._previous_ids.add(replica_id)
         if replica_id not in self._waiting and replica_id not in self._straggling:
             self._awaited.add(replica_id)
-        self._look_at = None
+        self._outlook.forget()
 
     def asked(self, member: Member, caller: int, now: float) -> int | None:
         """``caller`` asks on behalf of ``member``, which has been seen; returns the caller that it
@@ -113,10 +112,13 @@ class Membership:
         self._replica_of[caller] = member.replica_id
         self._straggling.discard(member.replica_id)
         self._evicted.discard(member.replica_id)
-        self.heals.over(member.replica_id)
+        if self.heals.over(member.replica_id):
+            self._outlook.heal_is_over()
         self._awaited.discard(member.replica_id)
-        if asked_at < now or member.replica_id in self._previous_ids:
-            self._reconsider_crowd()
+        if member.replica_id in self._previous_ids:
+            self._outlook.member_asked(asked_at)
+        elif asked_at < now:
+            self._outlook.crowd_changed()
         if self.previous is None:
             self._gathering = self._gathering.heard(member, now, self._config.join_timeout_s)
         if member.step >= self.committed_step:
@@ -132,6 +134,7 @@ class Membership:
         del self._callers[replica_id]
         if replica_id in self._previous_ids:
             self._awaited.add(replica_id)
+            self._outlook.member_withdrew(now)
 
     def does(self, replica_id: str, activity: Activity, now: float) -> bool:
         """What a living group tells; whether it changes until when that is waited for."""
@@ -143,7 +146,7 @@ class Membership:
             self._awaited.add(replica_id)
         elif not has_ended:
             return False
-        self._look_at = None
+        self._outlook.forget()
         return replica_id in self._awaited
 
     def _is_back_to_heal(self, replica_id: str) -> bool:
@@ -158,7 +161,7 @@ class Membership:
         self._evicted.update(replica_ids)
         self._straggling |= self._evicted
         self._awaited -= self._evicted
-        self._look_at = None
+        self._outlook.forget()
 
     def recalled(self) -> list[str]:
         """Who is waited for again, because nobody else of the last quorum is left.
@@ -172,7 +175,7 @@ class Membership:
         self._straggling -= self._evicted
         self._awaited |= self._evicted
         self._evicted.clear()
-        self._look_at = None
+        self._outlook.forget()
         return recalled
 
     def gone(self, replica_id: str) -> int | None:
@@ -186,8 +189,9 @@ class Membership:
         for ids in (self._veterans, self._straggling, self._evicted, self._awaited):
             ids.discard(replica_id)
         if replica_id in self._previous_ids:
-            self._reconsider_crowd()
-        self.heals.gone(replica_id)
+            self._outlook.crowd_changed()
+        if self.heals.gone(replica_id):
+            self._outlook.heal_is_over()
         self._announcements.gone(replica_id)
         if self.previous is None:
             self._previous_ids.discard(replica_id)
@@ -226,11 +230,6 @@ class Membership:
         self._loss_accepted = True
         return True
 
-    def _reconsider_crowd(self) -> None:
-        """Something has happened that may end the wait for a crowd earlier."""
-        if self._awaits_crowd:
-            self._look_at = None
-
     def _no_longer_waits(self, replica_id: str) -> Waiter:
         waiter = self._waiting.pop(replica_id)
         told = waiter.member.min_replicas
@@ -250,13 +249,11 @@ class Membership:
         self._straggling |= late
         self._awaited -= late
         decision = decide(view, self._config, now)
-        self._look_at = decision.until if isinstance(decision, Waiting) else None
-        self._awaits_crowd = False
+        self._outlook.decided(decision.until if isinstance(decision, Waiting) else None)
         if isinstance(decision, Waiting) and len(late) < len(deadlines):
             until = min(at for at in deadlines.values() if at > now)
             if decision.until == (None if until == math.inf else until):
-                self._look_at = until
-                self._awaits_crowd = self._previous_ids.isdisjoint(self._waiting)
+                self._outlook.awaits(until, first_asked_at(view))
         return decision
 
     def why(self, now: float) -> str:
@@ -265,20 +262,14 @@ class Membership:
         return decision.why if isinstance(decision, Waiting) else "a quorum is being published"
 
     def is_settled(self, now: float) -> bool:
-        """True if the last decision still holds whoever else has asked meanwhile (cheap).
-
-        A member of the previous quorum, or at a cold start anybody, is waited for until `look_at`.
-        Whatever happened since then (a request repeated, withdrawn, or lost) can only have moved
-        that deadline back, or it was forgotten.
-        """
-        if self._look_at is None or now >= self._look_at:
-            return False
+        """True if the last decision still holds whoever else has asked meanwhile (cheap)."""
         num_absent = len(self._seen_at) - len(self._waiting) - len(self._straggling)
-        return bool(self._awaited) or (self._awaits_crowd and num_absent > 0)
+        return self._outlook.holds(now, len(self._awaited), num_absent)
 
     def look_at(self) -> float | None:
         """When to decide again although nothing happened."""
-        return None if self._look_at == math.inf else self._look_at
+        at = self._outlook.look_at
+        return None if at == math.inf else at
 
     def dead(self, now: float) -> list[str]:
         """The groups that were silent for the heartbeat timeout."""

@@ -111,14 +111,14 @@ def absent_deadlines(view: JobView, config: QuorumConfig) -> dict[str, float]:
         return {}  # the usual case, without looking at each of ten thousand groups
     absent = view.living - view.waiting.keys() - view.straggling  # (4)
     rivals = absent & view.previous
-    asked = [waiter.asked_at for key, waiter in view.waiting.items() if key in view.previous]
-    if asked:
+    first_at = first_asked_at(view)
+    if first_at < math.inf:
         # Newcomers that have not asked do not make a running job wait. So if all members of the
         # previous quorum are back, nobody is waited for: that is the fast path (2).
-        deadlines = dict.fromkeys(rivals, min(asked) + config.join_timeout_s)
+        deadlines = dict.fromkeys(rivals, first_at + config.join_timeout_s)
         if config.heal_timeout_s is not None:
             for key in rivals & view.heals.keys():
-                limit = min(asked) + config.heal_timeout_s
+                limit = first_at + config.heal_timeout_s
                 patience = view.heals[key].patience_until(config.join_timeout_s)
                 deadlines[key] = max(deadlines[key], min(limit, patience))
         return deadlines
@@ -129,6 +129,12 @@ def absent_deadlines(view: JobView, config: QuorumConfig) -> dict[str, float]:
         key: first + (config.join_timeout_s if key in view.veterans else config.newcomer_timeout_s)
         for key in absent
     }
+
+
+def first_asked_at(view: JobView) -> float:
+    """Since when a member of the previous quorum has asked (``inf``: none has)."""
+    asked = (waiter.asked_at for key, waiter in view.waiting.items() if key in view.previous)
+    return min(asked, default=math.inf)
 
 
 def _name_heal(view: JobView, absent: Mapping[str, object], now: float) -> str:
