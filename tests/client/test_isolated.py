@@ -19,6 +19,7 @@ from warm import Warm
 from torchft_svc.client import ProcessGroupBabyGloo
 from torchft_svc.client.process_groups.isolated.nursery import NURSERY
 from torchft_svc.client.process_groups.isolated.segments import HostSegment, Pool
+from torchft_svc.coordination import LighthouseClient
 
 from .meeting_place import MeetingPlace
 from .training import Trainer, assert_identical, in_step, lighthouse, together
@@ -265,4 +266,33 @@ def test_groups_train_over_it_and_one_process_is_killed() -> None:
             assert groups[0].pid is not None
             os.kill(groups[0].pid, signal.SIGKILL)
             in_step(6, first, second)
+            assert_identical([first, second])
+
+
+def test_a_process_that_is_killed_while_its_group_waits_for_a_quorum_holds_up_nobody() -> None:
+    """The quorum is the same again: the others have their connections, and do not come to meet."""
+    with lighthouse(min_replicas=2) as address, LighthouseClient(address, TIMEOUT) as client:
+        groups = [ProcessGroupBabyGloo(TIMEOUT) for _ in range(2)]
+        with (
+            Trainer(address, "a", 1, pg=groups[0]) as first,
+            Trainer(address, "b", 2, pg=groups[1]) as second,
+        ):
+            assert together(lambda: first.steps(1), lambda: second.steps(1)) == [[True]] * 2
+            first.optimizer.zero_grad()
+            eventually(lambda: any(group.asking for group in client.status()[0].groups))
+            assert groups[0].pid is not None
+            os.kill(groups[0].pid, signal.SIGKILL)
+            eventually(lambda: groups[0].errored() is not None)
+
+            def gives_up() -> str:
+                first.manager.wait_quorum()
+                error = str(first.manager.errored())
+                first.loss().backward()
+                assert not first.optimizer.step()
+                return error
+
+            said, committed = together(gives_up, second.step)
+            assert "was killed by SIGKILL" in str(said)
+            assert not committed
+            in_step(4, first, second)
             assert_identical([first, second])

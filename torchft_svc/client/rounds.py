@@ -317,9 +317,11 @@ class Round:
         )
 
     def _meet(self, quorum: QuorumResult) -> Exception | None:
-        """Build the process group anew if the quorum has changed; the reason why that failed."""
-        if self._membership.fits(quorum) and self._links.pg.errored() is None:
-            return None
+        """Build the process group anew if the quorum has changed; why it cannot be used, if so."""
+        if self._membership.fits(quorum):
+            # Broken since this worker asked? The others keep their connections, and would not come
+            # to meet it under this id. It says so when it asks again, which brings another one.
+            return self._links.pg.errored()
         self._membership.quorum = quorum  # from here on losses are told to the process group
         try:
             self._membership.check_losses(quorum)
