@@ -91,14 +91,17 @@ def _begin_phase(status: GroupStatus, event: PhaseBegan) -> None:
 
 
 def _commit(status: GroupStatus, event: Committed) -> str | None:
-    came_back = event.participating and status.state != "training"
+    # Its last words may be read after its kill: it does not come back to life.
+    trains = event.participating and status.state not in ("killed", "gone")
+    came_back = trains and status.state != "training"
     if status.committed_at is not None and status.state == "training":
         status.step_times_s.append(event.at - status.committed_at)
     status.step, status.committed_at = event.step, event.at
     status.num_commits += 1
     status.num_participants = event.num_participants
-    if event.participating:
+    if trains:
         status.state = "training"
+    if event.participating:
         status.losses.append(event.loss)
     return f"trains with the others, step {event.step}" if came_back else None
 

@@ -29,6 +29,16 @@ def test_the_states_of_a_life() -> None:
     assert (status.num_commits, status.num_discards, status.num_kills) == (2, 1, 1)
 
 
+def test_what_is_read_after_the_end_does_not_bring_a_group_back() -> None:
+    """A trainer may commit between the look at the clock and its kill."""
+    board = Board(1)
+    board.apply(commit(0, 1))
+    board.apply(Killed(group=0, incarnation=0, at=1.0, whole_group=False))
+    assert board.apply(commit(0, 2, at=1.1)) is None
+    board.apply(Exited(group=0, incarnation=0, at=1.2, status=-9, expected=True))
+    assert (board.groups[0].state, board.groups[0].num_commits) == ("killed", 2)
+
+
 def test_all_training_needs_every_group() -> None:
     board = Board(2)
     board.apply(commit(0, 1))
