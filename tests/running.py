@@ -29,6 +29,7 @@ from torchft_svc.rpc.security import PLAIN, Security
 ROOT = Path(__file__).parents[1]
 START_S = 30.0
 END_S = 10.0
+ASK_S = 20.0
 _LINES = {
     "lighthouse_server": "lighthouse listening on ",
     "manager_server": "manager listening on ",
@@ -228,6 +229,19 @@ class Line:
     def leave(self, replica_id: str, reason: str = "", job: str | None = None) -> None:
         request = pb.LighthouseLeaveRequest(replica_id=replica_id, reason=reason)
         self.call("LighthouseService/Leave", request, 5.0, job).result()
+
+    def askers(self, job: str = "default") -> set[str]:
+        """The groups whose question waits at a lighthouse, also those whose name is taken."""
+        request = pb.LighthouseStatusRequest()
+        jobs = self.call("LighthouseService/Status", request, 5.0, None).result().jobs
+        groups = [group for told in jobs if told.job == job for group in told.groups]
+        return {group.replica_id for group in groups if group.asking}
+
+    def await_askers(self, *replica_ids: str, job: str = "default") -> None:
+        """Return when these groups ask, and no others: two calls may overtake each other."""
+        wanted = set(replica_ids)
+        what = f"not within {ASK_S} s: a lighthouse at which {wanted} ask"
+        eventually(lambda: self.askers(job) == wanted, ASK_S, what)
 
     def ask_manager(self, timeout_s: float = 10.0, **fields: Any) -> Any:
         """Ask a manager as one of its workers."""

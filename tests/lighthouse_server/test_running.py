@@ -55,7 +55,7 @@ def test_reflection_lists_the_service_and_describes_it() -> None:
 def test_a_signal_ends_the_command_in_good_order(number: signal.Signals) -> None:
     with lighthouse_process("--min-replicas=2") as process, line_to(process.address) as line:
         waiting = line.quorum("a:1", timeout_s=30)
-        line.beat("a:1")  # the request before it has arrived
+        line.await_askers("a:1")
         status, took_s = process.end(number)
         assert (status, "Traceback" in process.errors()) == (0, False), process.errors()
         check("a lighthouse ends", took_s, 1.0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from running import Line, eventually, line_to, members
+from running import Line, line_to, members
 
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.proto import torchft_pb2 as pb
@@ -77,16 +77,11 @@ def test_a_withdrawal_that_was_overtaken_leaves_the_newer_question(session: RawS
 def test_a_withdrawn_question_does_not_get_into_the_next_quorum(
     line: Line, session: RawSession
 ) -> None:
-    def is_asking() -> bool:
-        request = pb.LighthouseStatusRequest()
-        jobs = line.call("LighthouseService/Status", request, 5.0, None).result().jobs
-        return any(group.asking for job in jobs for group in job.groups)
-
     session.ask(1)
-    eventually(is_asking)
+    line.await_askers("a:1")
     session.send(withdrawal={"number": 1})
     session.send(beat={})
-    eventually(lambda: not is_asking())
+    line.await_askers()
     line.beat("b:1")
     asked = [line.quorum("b:1"), line.quorum("c:1")]
     assert [members(each.result()) for each in asked] == [["b:1", "c:1"]] * 2
