@@ -30,6 +30,7 @@ from torchft_svc.client import (
 _WIDTH = 16
 _STORE_WAIT_S = 20.0
 _DEFAULT_TIMEOUT_S = 20.0
+_LOOK_S = 0.005
 
 
 class OnPurpose(RuntimeError):
@@ -197,7 +198,7 @@ def _group_store(options: WorkerOptions) -> int:
     while not options.store_port.exists():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{options.store_port} was not written in {_STORE_WAIT_S:g} s")
-        time.sleep(0.005)
+        time.sleep(_LOOK_S)
     return int(options.store_port.read_text())
 
 
@@ -215,9 +216,13 @@ def _obey(orders: Orders) -> None:
 
 
 def _hang(orders: Orders, order: str) -> None:
+    """For so many seconds as were ordered, or until the order ``wake``."""
     hang_s = orders.take(order)
-    if hang_s is not None:
-        time.sleep(float(hang_s))
+    if hang_s is None:
+        return
+    until = time.monotonic() + float(hang_s)
+    while time.monotonic() < until and orders.take("wake") is None:
+        time.sleep(_LOOK_S)
 
 
 def _finish(

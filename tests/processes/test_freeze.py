@@ -31,7 +31,7 @@ def test_a_frozen_group_is_left_out_and_heals_when_it_thaws(make_crew: Callable[
         workers = [crew.start(group)[0] for group in range(3)]
         crew.all_meet({0, 1, 2})
         frozen_at = workers[2].signal_all(signal.SIGSTOP)
-        again_at = crew.await_commits({0, 1}, 10.0, since=frozen_at, num_members=2)
+        again_at = crew.await_commits({0, 1}, 30.0, since=frozen_at, num_members=2)
         check("a group is frozen", again_at - frozen_at, BOUND_S)
         workers[2].signal_all(signal.SIGCONT)
         crew.all_meet({0, 1, 2})
@@ -40,9 +40,11 @@ def test_a_frozen_group_is_left_out_and_heals_when_it_thaws(make_crew: Callable[
 
 def test_a_job_that_was_suspended_as_a_whole_goes_on(make_crew: Callable[..., Crew]) -> None:
     """As a batch system does it. Nobody is dead, late or hung because of that."""
-    hang_s = 2.0
-    flags = (f"--hang-timeout-ms={hang_s * 1000:.0f}", "--on-hang=kill", *FLAGS)
-    with lighthouse_process(*flags) as lighthouse:
+    # Each of the timeouts; less would be tripped by a stall of a machine that was not suspended.
+    timeout_s = 2.5
+    timeout_ms = f"{timeout_s * 1000:.0f}"
+    flags = (f"--hang-timeout-ms={timeout_ms}", f"--heartbeat-timeout-ms={timeout_ms}")
+    with lighthouse_process("--min-replicas=1", "--on-hang=evict", *flags) as lighthouse:
         crew = make_crew(lighthouse.address, step_s=0.3)
         workers = [crew.start(group)[0] for group in range(2)]
         crew.all_meet({0, 1})
@@ -50,16 +52,18 @@ def test_a_job_that_was_suspended_as_a_whole_goes_on(make_crew: Callable[..., Cr
             eventually(
                 lambda: {each.phase for each in client.status()[0].groups} == {Phase.TRAINING}
             )
+        told_before = lighthouse.errors()
         lighthouse.send(signal.SIGSTOP)
         frozen_at = max(worker.signal_all(signal.SIGSTOP) for worker in workers)
-        eventually(lambda: time.monotonic() > frozen_at + hang_s + 1.0)
+        eventually(lambda: time.monotonic() > frozen_at + timeout_s + 0.5)
         for worker in workers:
             worker.signal_all(signal.SIGCONT)
         lighthouse.send(signal.SIGCONT)
         crew.all_meet({0, 1})
         assert all(worker.is_running for worker in workers), crew.story()
-        assert "group lost" not in lighthouse.errors()
-        assert "group hangs" not in lighthouse.errors()
+        told = lighthouse.errors().removeprefix(told_before)
+        assert "group lost" not in told
+        assert "group hangs" not in told
 
 
 def test_a_group_without_a_way_to_the_lighthouse_is_left_out_and_heals(
@@ -73,7 +77,7 @@ def test_a_group_without_a_way_to_the_lighthouse_is_left_out_and_heals(
         crew.all_meet({0, 1, 2})
         held_at = time.monotonic()
         gateway.hold()
-        again_at = crew.await_commits({0, 1}, 10.0, since=held_at, num_members=2)
+        again_at = crew.await_commits({0, 1}, 30.0, since=held_at, num_members=2)
         check("a group is cut off", again_at - held_at, BOUND_S)
         gateway.release()
         crew.all_meet({0, 1, 2})

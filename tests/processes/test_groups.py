@@ -25,11 +25,11 @@ def test_a_rank_that_dies_is_an_error_for_its_group_and_no_loss_for_others(
         crew.all_meet({0, 1})
         left = groups[1][1 - victim]
         killed_at = crew.kill(groups[1][victim])
-        again_at = crew.await_commits({0}, 10.0, since=killed_at, num_members=1)
+        again_at = crew.await_commits({0}, 30.0, since=killed_at, num_members=1)
         check("a rank is killed: the other group commits", again_at - killed_at, NEWS_S)
         told = crew.await_event(
             (Discarded, Exited),
-            10.0,
+            30.0,
             since=killed_at,
             wanted=lambda event: event.group == 1 and event.worker == left.options.worker,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from bounds import check
+from bounds import Late, check
 from running import lighthouse_process
 
 from chaos.crew import Crew
@@ -17,6 +17,8 @@ pytestmark = pytest.mark.processes
 BALLAST_BYTES = 192 << 20
 # One step, in which such a state is fetched on the same two cores by another group.
 STEP_S = 1.0
+# For what comes much sooner, unless the machine stands still.
+LONG_S = 30.0
 
 
 def is_fetch(event: PhaseBegan) -> bool:
@@ -29,12 +31,13 @@ def test_a_joiner_that_dies_while_it_heals(make_crew: Callable[..., Crew]) -> No
         crew.start(0)
         crew.all_meet({0})
         (joiner,) = crew.start(1)
-        crew.await_event(PhaseBegan, 20.0, wanted=is_fetch)
+        crew.await_event(PhaseBegan, LONG_S, wanted=is_fetch)
         killed_at = crew.kill(joiner)
-        again_at = crew.await_commits({0}, 10.0, since=killed_at, num_members=1)
+        again_at = crew.await_commits({0}, LONG_S, since=killed_at, num_members=1)
         check("a joiner is killed while it heals", again_at - killed_at, STEP_S)
         assert len(crew.of(0, Discarded, since=killed_at)) <= 1
-        assert not crew.of(1, Healed)
+        if crew.of(1, Healed):
+            raise Late("the joiner had healed when it was killed")
         crew.start(1)
         crew.all_meet({0, 1})
 
@@ -45,15 +48,18 @@ def test_a_source_that_dies_while_it_serves(make_crew: Callable[..., Crew]) -> N
         workers = [crew.start(group)[0] for group in range(2)]
         crew.all_meet({0, 1})
         crew.start(2)
-        fetch = crew.await_event(PhaseBegan, 20.0, wanted=lambda e: is_fetch(e) and e.group == 2)
+        fetch = crew.await_event(PhaseBegan, LONG_S, wanted=lambda e: is_fetch(e) and e.group == 2)
         source = crew.await_event(
-            PhaseBegan, 5.0, wanted=lambda e: e.phase == "serve" and e.step == fetch.step
+            PhaseBegan, LONG_S, wanted=lambda e: e.phase == "serve" and e.step == fetch.step
         ).group
         killed_at = crew.kill(workers[source])
+        crew.read()
+        if any(healed.at < killed_at for healed in crew.of(2, Healed)):
+            raise Late("the joiner had healed when its source was killed")
         survivor = 1 - source
-        again_at = crew.await_commits({survivor}, 10.0, since=killed_at)
+        again_at = crew.await_commits({survivor}, LONG_S, since=killed_at)
         check("a source is killed while it serves", again_at - killed_at, STEP_S)
         assert len(crew.of(survivor, Discarded, since=killed_at)) <= 1
-        healed = crew.await_event(Healed, 10.0, since=killed_at, wanted=lambda e: e.group == 2)
+        healed = crew.await_event(Healed, LONG_S, since=killed_at, wanted=lambda e: e.group == 2)
         print(f"the joiner heals from another {healed.at - killed_at:.2f} s after the kill")
         crew.all_meet({survivor, 2})

@@ -21,7 +21,7 @@ def test_survivors_commit_again_at_once(make_crew: Callable[..., Crew]) -> None:
         crew.all_meet({0, 1, 2})
         for with_manager in (False, True):
             killed_at = crew.kill(workers[2], with_manager=with_manager)
-            again_at = crew.await_commits({0, 1}, 10.0, since=killed_at, num_members=2)
+            again_at = crew.await_commits({0, 1}, 30.0, since=killed_at, num_members=2)
             what = "a worker" + " and its manager" * with_manager
             check(f"{what} is killed", again_at - killed_at, NEWS_S)
             (workers[2],) = crew.start(2)

@@ -21,7 +21,7 @@ def test_the_newcomer_gets_a_clear_error_at_once(make_crew: Callable[..., Crew])
         crew.start(0)
         crew.all_meet({0})
         (second,) = crew.start(0)
-        ended = crew.await_event(Exited, 10.0)
+        ended = crew.await_event(Exited, 30.0)
         asked = crew.await_event(Joined, 0.0, wanted=lambda event: event.incarnation == 1)
         check("a second group has the name", ended.at - asked.at, NEWS_S)
         assert second.status == 1

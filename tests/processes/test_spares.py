@@ -30,7 +30,7 @@ def test_the_number_of_participants_never_drops(make_crew: Callable[..., Crew]) 
             Committed, START_S, wanted=lambda event: event.group == 2 and not event.participating
         )
         killed_at = crew.kill(workers[0])
-        again_at = crew.await_commits({1, 2}, 10.0, since=killed_at, num_members=2)
+        again_at = crew.await_commits({1, 2}, 30.0, since=killed_at, num_members=2)
         check("a participant is killed, a spare takes over", again_at - killed_at, NEWS_S)
         crew.start(0)
         crew.await_commits({0, 1, 2}, START_S, since=again_at, num_members=3)

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.processes
 
 JOIN_S = 0.8
 HANG_S = 1.0
+# For what comes much sooner, unless the machine stands still; a hang is ended when it has come.
+LONG_S = 30.0
 
 
 def test_a_main_thread_that_hangs_delays_the_others_once(make_crew: Callable[..., Crew]) -> None:
@@ -27,10 +29,11 @@ def test_a_main_thread_that_hangs_delays_the_others_once(make_crew: Callable[...
         workers = [crew.start(group)[0] for group in range(3)]
         crew.all_meet({0, 1, 2})
         hung_at = time.monotonic()
-        workers[2].order("hang 2.5")
-        again_at = crew.await_commits({0, 1}, 10.0, since=hung_at, num_members=2)
+        workers[2].order(f"hang {LONG_S}")
+        again_at = crew.await_commits({0, 1}, LONG_S, since=hung_at, num_members=2)
         check("a main thread hangs", again_at - hung_at, JOIN_S + NEWS_S)
-        crew.await_event(Healed, 10.0, since=hung_at, wanted=lambda event: event.group == 2)
+        workers[2].order("wake")
+        crew.await_event(Healed, LONG_S, since=hung_at, wanted=lambda event: event.group == 2)
         crew.all_meet({0, 1, 2})
         assert workers[2].is_running
 
@@ -47,11 +50,12 @@ def test_a_worker_that_hangs_inside_a_step_has_its_group_left_out(
         hung = crew.start(1)
         crew.all_meet({0, 1})
         hung_at = time.monotonic()
-        hung[1].order("hang_inside 2.5")
-        again_at = crew.await_commits({0}, 10.0, since=hung_at, num_members=1)
+        hung[1].order(f"hang_inside {LONG_S}")
+        again_at = crew.await_commits({0}, LONG_S, since=hung_at, num_members=1)
         check("a worker hangs inside a step", again_at - hung_at, HANG_S + NEWS_S)
+        hung[1].order("wake")
         healed = crew.await_event(
-            Healed, 15.0, since=hung_at, wanted=lambda event: event.group == 1
+            Healed, LONG_S, since=hung_at, wanted=lambda event: event.group == 1
         )
         reasons = [event.reason for event in crew.of(1, Discarded, since=hung_at)]
         assert any(" is out: it hangs: " in reason for reason in reasons), reasons
@@ -59,8 +63,9 @@ def test_a_worker_that_hangs_inside_a_step_has_its_group_left_out(
         crew.all_meet({0, 1})
         assert all(worker.is_running for worker in hung)
         told = lighthouse.errors().splitlines()
-        (left_out,) = [line for line in told if "group left out job=" in line]
-        assert "replica=group-1:" in left_out
+        left_out = [line for line in told if "group left out job=" in line]
+        # Another may be slow in its first step, for that is what a stall of the machine looks like.
+        assert any("replica=group-1:" in line for line in left_out), told
 
 
 def test_an_exception_in_a_collective_costs_one_step(make_crew: Callable[..., Crew]) -> None:
@@ -70,8 +75,8 @@ def test_an_exception_in_a_collective_costs_one_step(make_crew: Callable[..., Cr
         crew.all_meet({0, 1})
         failed_at = time.monotonic()
         workers[1].order("fail")
-        discarded = crew.await_event(Discarded, 5.0, since=failed_at)
-        again_at = crew.await_commits({0, 1}, 10.0, since=discarded.at, num_members=2)
+        discarded = crew.await_event(Discarded, LONG_S, since=failed_at)
+        again_at = crew.await_commits({0, 1}, LONG_S, since=discarded.at, num_members=2)
         check("a collective fails", again_at - discarded.at, NEWS_S)
         (own,) = crew.of(1, Discarded, since=failed_at)
         assert "this sum fails on purpose" in own.reason
