@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import resource
+import signal
 import threading
 import time
 import uuid
@@ -20,10 +21,12 @@ from running import lives
 
 from torchft_svc.rpc import deadline
 
-# What a test has asked to end gets so long to be gone.
-ENDING_S = 3.0
+# What a test has asked to end gets so long to be gone, on a machine that may stall.
+ENDING_S = 15.0
 # torch looks up the name of whoever connects; a name server's lost answer must not cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# A shell lets what it starts in the background ignore this, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Inherited by all that a test starts: it is found again even after its parent has died.
 _MARK = "TORCHFT_TEST_SESSION"
 # multiprocessing keeps these for the whole session on purpose, and the package its own process that

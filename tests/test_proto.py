@@ -190,16 +190,16 @@ def test_the_generated_code_loads_with_protobuf(major: int, tmp_path: Path) -> N
 
 
 def _installed(requirement: str, where: Path) -> Path:
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"),
-            *("--disable-pip-version-check", "--target", str(where), requirement),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    if result.returncode != 0:
-        pytest.skip(f"pip cannot install {requirement}: {result.stderr.strip()[-200:]}")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    try:
+        subprocess.run(
+            [*pip, "--disable-pip-version-check", "--target", str(where), requirement],
+            capture_output=True,
+            text=True,
+            timeout=60,  # without a network it tries for longer
+            check=True,
+        )
+    except subprocess.SubprocessError as error:
+        told = str(getattr(error, "stderr", None) or error)
+        pytest.skip(f"pip cannot install {requirement}: {told.strip()[-200:]}")
     return where

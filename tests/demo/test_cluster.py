@@ -115,10 +115,8 @@ class TestCluster:
             read_until(cluster, lambda event: isinstance(event, Committed))
             cluster.kill(0, whole_group=whole_group)
             read_until(cluster, lambda event: isinstance(event, Exited))
-            left = cluster.end_leftovers()
-            assert (
-                [line.split(": ")[1].split()[1] for line in left] == [] if whole_group else ["-c"]
-            )
+            left = [line.split(": ")[1].split()[1] for line in cluster.end_leftovers()]
+            assert left == ([] if whole_group else ["-c"])
             assert cluster.end_leftovers() == []
 
     def test_a_trainer_that_dies_by_itself_was_not_expected_to(self, tmp_path: Path) -> None:
@@ -201,7 +199,7 @@ class TestDirector:
         run, output = direct(tmp_path, num_kills=2, min_kills=2)
         assert missed(run) == []
         assert output.count("SIGKILL") >= 2  # one may be killed once more while it heals
-        assert output.count("trains with the others") == 4
+        assert output.count("trains with the others") >= 4
         assert "step " in output
 
     def test_kills_that_do_not_fit_into_the_time_are_left_out(self, tmp_path: Path) -> None:

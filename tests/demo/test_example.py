@@ -174,6 +174,7 @@ def test_a_training_with_mutual_tls_and_a_token_heals(tmp_path: Path) -> None:
         second = start(*example, REPLICA_GROUP_ID="1")
         first.wait_for("groups 2")
         second.signal(signal.SIGKILL)
+        first.lines.clear()  # before the second came, the first was alone
         first.wait_for("groups 1")
         again = start(*example, REPLICA_GROUP_ID="1")
         line = again.wait_for("groups 2")

@@ -172,15 +172,15 @@ def test_our_manager_trains_against_the_public_releases_lighthouse() -> None:
         while told[-1]["groups"] < 2:
             told += survivor.steps(until=told[-1]["step"] + 1)
         assert killed.steps(until=1)
-        killed_at = told[-1]["step"]
         killed.popen.kill()
         while told[-1]["groups"] > 1:
             told += survivor.steps(until=told[-1]["step"] + 1)
+        alone_at = told[-1]["step"]
         told += survivor.steps(until=told[-1]["step"] + 10)
         survivor.popen.kill()
     assert told[-1]["loss"] < told[0]["loss"] / 4
     steps = [each["step"] for each in told]
     assert steps == sorted(set(steps)), "no step twice"
-    # That lighthouse waits 200 ms for a slow group; before the kill, one may have been left behind.
-    after = [step for step in steps if step >= killed_at]
-    assert after == list(range(killed_at, killed_at + len(after))), "every step after the kill"
+    # That lighthouse waits 200 ms for a slow group: until the kill, one may be left behind.
+    after = [step for step in steps if step >= alone_at]
+    assert after == list(range(alone_at, alone_at + len(after))), "every step after the kill"
