@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -10,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from bounds import check
+from running import ROOT, environment
+from warm import Warm
 
 from torchft_svc.client import (
     ErrorSwallowingProcessGroupWrapper,
@@ -103,6 +107,38 @@ def test_reconfigured_with_fewer_more_or_the_same(
         place.configure(*members)
         sums = together(*(lambda member=member: total(member, 1) for member in members))
         assert sums == [num_members] * num_members
+
+
+def test_wrong_sizes(place: MeetingPlace, groups: list[ProcessGroup]) -> None:
+    """Of one member's own tensors. Where members disagree, see the next, and test_isolated.py."""
+    place.configure(*groups)
+
+    def gather(group: ProcessGroup, numel: int) -> list[float]:
+        output = torch.zeros(numel)
+        group._allgather_base(output, torch.ones(1)).wait(TIMEOUT)
+        return output.tolist()
+
+    failed = together(
+        *(lambda group=group: fails(group, lambda: gather(group, 5)) for group in groups)
+    )
+    assert failed == [True] * 3
+    place.configure(*groups)
+    found = together(*(lambda group=group: gather(group, 3) for group in groups))
+    assert found == [[1] * 3] * 3
+
+
+@pytest.mark.processes
+def test_gloo_ends_the_process_of_who_disagrees_on_a_size() -> None:
+    """As its docstring says: no wait without an end, and no wrong sum."""
+    trainer = Warm(
+        [sys.executable, "-m", "client.differing_trainer"],
+        cwd=ROOT / "tests",
+        text=True,
+        env=environment(),
+    )
+    assert trainer.wait(30) == -signal.SIGABRT
+    assert trainer.stdout.read() == ""
+    trainer.close()
 
 
 def test_use_before_configure(groups: list[ProcessGroup]) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from running import eventually
+from torch._C import _distributed_c10d as c10d
 
 from torchft_svc.client import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from torchft_svc.client.process_groups.base import Members
@@ -53,10 +53,10 @@ def test_a_message_passes_through_the_pipe(message: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", sorted(name for name in vars(dist) if name.endswith("Options") and name[0].isupper())
+    "kind", sorted(name for name in vars(c10d) if name.endswith("Options") and name[0].isupper())
 )
 def test_options_pass_through_the_pipe(kind: str) -> None:
-    options = getattr(dist, kind)()
+    options = getattr(c10d, kind)()
     if hasattr(options, "timeout"):
         options.timeout = ENOUGH
     plain = messages.options_to_plain(options)

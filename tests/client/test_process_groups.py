@@ -18,6 +18,7 @@ from running import eventually
 
 from torchft_svc.client import HTTPTransport, PGTransport, ProcessGroupDummy, ProcessGroupGloo
 from torchft_svc.client.process_groups import delegate
+from torchft_svc.client.process_groups import gloo as gloo_group
 from torchft_svc.client.process_groups.graveyard import Graveyard
 from torchft_svc.errors import ConfigError, DeadlineExceeded, QuorumFailed, Unreachable
 
@@ -208,6 +209,18 @@ def test_an_interrupted_configure_ends(store: MeetingPlace) -> None:
     with pytest.raises(QuorumFailed, match="shut down"):
         group.configure(store.place(1), "a", 0, 2, quorum_id=1)
     stop.join()
+
+
+def test_a_transfer_has_the_group_s_time_and_not_that_of_connecting(
+    store: MeetingPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gloo_group, "CONNECT_TIMEOUT_S", 1.0)
+    pair = [ProcessGroupGloo(timedelta(milliseconds=1100)) for _ in range(2)]
+    store.configure(*pair)
+    with pytest.raises(RuntimeError, match="Timed out waiting 1100ms"):
+        pair[0].recv([torch.ones(1)], 1, 0).wait()
+    for group in pair:
+        group.shutdown()
 
 
 def test_a_store_that_is_gone() -> None:

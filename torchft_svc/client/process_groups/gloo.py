@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from torchft_svc.client.process_groups.backend import WholeBackend
@@ -12,6 +13,9 @@ from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.meeting import CONNECT_TIMEOUT_S
 from torchft_svc.client.process_groups.operations import HIDDEN_BY_GLOO
 from torchft_svc.client.process_groups.stores import Store
+
+# Gloo's own wait for one of these ends when connecting would have to.
+_BETWEEN_TWO = frozenset({"recv", "recv_anysource", "send"})
 
 
 class ProcessGroupGloo(DelegatingProcessGroup):
@@ -31,6 +35,10 @@ class ProcessGroupGloo(DelegatingProcessGroup):
         backend._set_default_timeout(self._timeout)
         return _Link(backend, store, rank, world_size)
 
+    def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
+        work = super()._launch(name, args, kwargs)
+        return _Transfer(work, self._timeout) if name in _BETWEEN_TWO else work
+
     def _has_failed(self, work: Any) -> bool:
         try:
             future = work.get_future()
@@ -46,3 +54,33 @@ class ProcessGroupGloo(DelegatingProcessGroup):
 class _Link(WholeBackend):
     kind = dist.ProcessGroup.BackendType.GLOO
     device_type = "cpu"
+
+
+class _Transfer(dist.Work):
+    """Between two members, with the ``timeout`` of the group's other operations."""
+
+    def __init__(self, work: Any, timeout: timedelta) -> None:
+        super().__init__()
+        self._work = work
+        self._timeout = timeout
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end; raises RuntimeError if it failed or is not over in time."""
+        return bool(self._work.wait(timeout or self._timeout))
+
+    def is_completed(self) -> bool:
+        """Gloo's word: False until it was waited for."""
+        return bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        """Whether it was waited for and has not failed."""
+        return bool(self._work.is_success())
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Raises RuntimeError: gloo tells of the end only to who waits."""
+        future: torch.futures.Future[Any] = self._work.get_future()
+        return future
+
+    def _source_rank(self) -> int:
+        """From whom it came; torch asks for it by this name."""
+        return int(self._work._source_rank())

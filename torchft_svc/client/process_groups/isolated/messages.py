@@ -11,12 +11,20 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from torchft_svc.client.process_groups.base import Members
 
 # Options of collectives cannot be pickled; these are the fields that torch reads.
-_OPTION_FIELDS = ("reduceOp", "rootRank", "rootTensor", "timeout", "asyncOp", "device_ids")
+_OPTION_FIELDS = (
+    "reduceOp",
+    "rootRank",
+    "rootTensor",
+    "timeout",
+    "asyncOp",
+    "device_ids",
+    "device",
+)
 
 # The template tells ``ready``, ``born PID`` and ``ended PID STATUS``.
 MAX_TEMPLATE_MESSAGE = 64
@@ -154,7 +162,8 @@ def replace_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 def options_to_plain(value: Any) -> Any:
     """An options object of torch as `Options`; anything else as it is."""
     kind = type(value).__name__
-    if not (kind.endswith("Options") and hasattr(dist, kind)):
+    # Not `torch.distributed`, which does not show all of them.
+    if not (kind.endswith("Options") and hasattr(c10d, kind)):
         return value
     told = ((name, getattr(value, name)) for name in _OPTION_FIELDS if hasattr(value, name))
     return Options(kind, tuple(told))
@@ -162,7 +171,7 @@ def options_to_plain(value: Any) -> Any:
 
 def options_from_plain(plain: Options) -> Any:
     """The options object."""
-    options = getattr(dist, plain.kind)()
+    options = getattr(c10d, plain.kind)()
     for name, value in plain.fields:
         setattr(options, name, value)
     return options
