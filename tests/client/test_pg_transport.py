@@ -12,6 +12,7 @@ import torch
 
 from torchft_svc.client import PGTransport, ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
 from torchft_svc.client.checkpointing import pg as module
+from torchft_svc.client.process_groups.wrapper import ProcessGroupWrapper
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded
 
 from .meeting_place import MeetingPlace
@@ -126,6 +127,42 @@ def test_a_source_that_sends_nothing(pair: list[ProcessGroup]) -> None:
         PGTransport(pair[1], TIMEOUT).recv_checkpoint(0, "", 3, soon)
 
 
+@pytest.mark.parametrize("why", ["ZeroDivisionError()", "\n\x1b[0m" + 2000 * "x", ""])
+def test_a_source_that_cannot_offer_its_state_says_why(pair: list[ProcessGroup], why: str) -> None:
+    source, receiver = PGTransport(pair[0], TIMEOUT), PGTransport(pair[1], TIMEOUT)
+    source.refuse_checkpoint([1], 3, why)
+    with pytest.raises(CheckpointError, match="replica rank 0: step 3 cannot be offered: ") as told:
+        receiver.recv_checkpoint(0, "", 3, TIMEOUT)
+    said = told.value.reason.removeprefix("step 3 cannot be offered: ")
+    assert said.isprintable()
+    assert (said == why) == (len(why) < 100)
+    source.send_checkpoint([1], 3, {"n": 1}, TIMEOUT)  # it can after all
+    assert receiver.recv_checkpoint(0, "", 3, TIMEOUT) == {"n": 1}
+
+
+class OutOfMemory(ProcessGroupWrapper):
+    """The third operation does not begin."""
+
+    num_launched = 0
+
+    def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
+        self.num_launched += 1
+        if self.num_launched == 3:
+            raise MemoryError
+        return super()._launch(name, args, kwargs)
+
+
+def test_who_has_got_a_part_of_a_state_takes_nothing_else_for_the_rest(
+    pair: list[ProcessGroup],
+) -> None:
+    source = PGTransport(OutOfMemory(pair[0]), TIMEOUT)
+    with pytest.raises(MemoryError):
+        source.send_checkpoint([1], 3, {"w": torch.ones(3)}, TIMEOUT)
+    source.refuse_checkpoint([1], 3, "no memory")
+    with pytest.raises(DeadlineExceeded):
+        PGTransport(pair[1], TIMEOUT).recv_checkpoint(0, "", 3, timedelta(seconds=0.2))
+
+
 def test_what_cannot_be_sent_is_named(pair: list[ProcessGroup]) -> None:
     with pytest.raises(ConfigError, match=r"state_dict\['w'\]"):
         PGTransport(pair[0], TIMEOUT).send_checkpoint([1], 3, {"w": object()}, TIMEOUT)
@@ -169,3 +206,37 @@ def test_i3_a_group_heals_over_the_group_s_own_connections(in_place: bool) -> No
                 in_step(step, first, second)
                 assert_identical([first, second])
                 assert second.in_place == [in_place] * 4
+
+
+def test_a_group_whose_source_cannot_offer_its_state_does_not_wait() -> None:
+    with lighthouse() as address:
+
+        def trainer(name: str, seed: int) -> Trainer:
+            group = ProcessGroupGloo(TIMEOUT)
+            transport = PGTransport(group, TIMEOUT)
+            return Trainer(address, name, seed, pg=group, checkpoint_transport=transport)
+
+        with trainer("a", 1) as first:
+            assert first.steps(2) == [True] * 2
+            fails = Fails()
+            first.manager.register_state_dict_fn("fails", lambda _: None, fails)
+            with trainer("b", 2) as second:
+                second.manager.register_state_dict_fn("fails", lambda _: None, dict)
+                assert together(second.step, lambda: first.meets(2)) == [False, True]
+                assert "cannot be offered: ZeroDivisionError(" in str(second.manager.errored())
+                fails.is_over = True
+                together(lambda: first.meets(2), lambda: second.meets(2))
+                step = max(each.manager.current_step() for each in (first, second)) + 3
+                in_step(step, first, second)
+                assert_identical([first, second])
+
+
+class Fails:
+    """A state that cannot be collected, until ``is_over``."""
+
+    is_over = False
+
+    def __call__(self) -> dict[str, Any]:
+        if not self.is_over:
+            raise ZeroDivisionError("of the test")
+        return {}

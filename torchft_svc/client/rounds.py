@@ -381,7 +381,7 @@ class Round:
                 transport.send_checkpoint(receivers, quorum.max_step, mine, timeout)
         except Exception as error:
             log.exception("the state of step %d cannot be offered", quorum.max_step)
-            transport.refuse_checkpoint(quorum.max_step, repr(error))
+            transport.refuse_checkpoint(receivers, quorum.max_step, repr(error))
 
     def _fetch(self, quorum: QuorumResult) -> None:
         group_rank = self._rules.place.group_rank

@@ -119,7 +119,7 @@ def test_a_step_that_is_gone_is_refused_at_once(
 def test_a_state_that_cannot_be_offered_is_refused_at_once(
     source: HTTPTransport[Any], receiver: HTTPTransport[Any]
 ) -> None:
-    source.refuse_checkpoint(5, "ZeroDivisionError()")
+    source.refuse_checkpoint([1], 5, "ZeroDivisionError()")
     with pytest.raises(CheckpointError, match=r"step 5 cannot be offered: ZeroDivisionError\(\)"):
         receiver.recv_checkpoint(0, source.metadata(), 5, LONG)
     source.send_checkpoint([1], 5, {"w": torch.ones(5)}, LONG)  # it can after all

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+from torchft_svc.client.checkpointing.reasons import why_not_offered
 from torchft_svc.client.checkpointing.served import Gone, ServedState
 
 
@@ -64,7 +65,7 @@ class Board:
                 if state is not None and state.offer.step == step and not state.is_over:
                     return state
                 if self._refused is not None and self._refused[0] == step:
-                    raise Gone(f"step {step} cannot be offered: {self._refused[1]}")
+                    raise Gone(why_not_offered(*self._refused))
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     raise NotYet(f"step {step} is not offered, the newest was {self._newest_step}")

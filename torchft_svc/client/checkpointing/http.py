@@ -139,7 +139,7 @@ class HTTPTransport(CheckpointTransport[T]):
         if state is not None:
             state.retire("this worker has healed since")
 
-    def refuse_checkpoint(self, step: int, why: str) -> None:
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, why: str) -> None:
         self._board.refuse(step, why)
 
     def expect_checkpoint(self, like: T | None) -> None:

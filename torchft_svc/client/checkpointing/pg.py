@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,12 @@ from typing import Any
 
 import torch
 
+from torchft_svc.client.checkpointing.reasons import (
+    MAX_REASON_BYTES,
+    decode_reason,
+    encode_reason,
+    why_not_offered,
+)
 from torchft_svc.client.checkpointing.serialization import (
     MAX_DESCRIPTION_BYTES,
     MAX_STATE_BYTES,
@@ -23,8 +30,14 @@ from torchft_svc.client.shards import take_apart
 from torchft_svc.core.durations import check_length
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, TorchFTError
 
+log = logging.getLogger(__name__)
+
 # What begins a state: this, the step, and the length of the description.
 _MAGIC = 0x746F7263686674
+# What comes in place of a state: this, the step, and the length of the reason.
+_REFUSAL = 0x746F7263686E6F
+# The longest that may follow.
+_LIMITS = {_MAGIC: MAX_DESCRIPTION_BYTES, _REFUSAL: MAX_REASON_BYTES}
 # One operation moves at most this much: backends count bytes in 32 bits here and there.
 MAX_PART_BYTES = 1 << 30
 # Other sends and receives of a program keep to small tags.
@@ -75,6 +88,7 @@ class PGTransport(CheckpointTransport[Any]):
         self._device = torch.device(device)
         self._own_state = state_dict
         self._sending: list[tuple[Any, torch.Tensor]] = []  # kept until the operation is over
+        self._begun: set[int] = set()  # to whom the state goes that is being handed over
 
     def metadata(self) -> str:
         """Nothing: receivers know the rank."""
@@ -88,14 +102,26 @@ class PGTransport(CheckpointTransport[Any]):
         encoded = description.encode()
         if len(encoded) > MAX_DESCRIPTION_BYTES:
             raise ConfigError("state_dict", f"{len(tensors)} tensors", "too many to be described")
-        header = torch.tensor([_MAGIC, step, len(encoded)], device=self._device)
-        parts = [torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self._device)]
+        parts = self._headed(_MAGIC, step, encoded)
         for tensor in tensors:
             parts += _parts(tensor.to(self._device, copy=True).contiguous())
-        self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
+        self._begun = set()
         for rank in dst_ranks:
-            for part in (header, *parts):
-                self._sending.append((self._pg.send([part], rank, _TAG), part))
+            self._begun.add(rank)
+            self._send(parts, rank)
+        self._begun = set()
+
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, why: str) -> None:
+        """See `CheckpointTransport.refuse_checkpoint`; nothing to who has got a part of a state."""
+        parts = self._headed(_REFUSAL, step, encode_reason(f"{why}\n"))
+        begun, self._begun = self._begun, set()
+        for rank in dst_ranks:
+            if rank in begun:
+                continue  # in the middle of a state it would be taken for a part of it
+            try:
+                self._send(parts, rank)
+            except (TorchFTError, RuntimeError) as error:  # then its connection is broken, too
+                log.warning("replica rank %d cannot be told why it is not healed: %s", rank, error)
 
     def disallow_checkpoint(self) -> None:
         """Nothing: what is sent was copied."""
@@ -110,12 +136,16 @@ class PGTransport(CheckpointTransport[Any]):
             return tensor
 
         header = receive(torch.zeros(3, dtype=torch.int64, device=self._device)).tolist()
-        if header[0] != _MAGIC or not 0 < header[2] <= MAX_DESCRIPTION_BYTES:
+        kind, sent_step, length = header
+        if not 0 <= length <= _LIMITS.get(kind, -1):
             raise CheckpointError(source, "what it sent is not the beginning of a state")
-        if header[1] != step:
-            raise CheckpointError(source, f"it sent step {header[1]} instead of step {step}")
-        encoded = receive(torch.empty(header[2], dtype=torch.uint8, device=self._device))
-        description = _parse(encoded.cpu().numpy().tobytes(), source)
+        if kind == _MAGIC and sent_step != step:
+            raise CheckpointError(source, f"it sent step {sent_step} instead of step {step}")
+        body = receive(torch.empty(length, dtype=torch.uint8, device=self._device))
+        encoded = body.cpu().numpy().tobytes()
+        if kind == _REFUSAL:
+            raise CheckpointError(source, why_not_offered(sent_step, decode_reason(encoded)))
+        description = _parse(encoded, source)
         tensors = self._targets(description)
         for tensor in tensors:
             receive(tensor)
@@ -127,6 +157,17 @@ class PGTransport(CheckpointTransport[Any]):
     def shutdown(self, wait: bool = True) -> None:
         """See `CheckpointTransport.shutdown`; the group's own end ends what is under way."""
         self._sending = []
+
+    def _headed(self, kind: int, step: int, encoded: bytes) -> list[torch.Tensor]:
+        """``encoded``, behind a header that says what it is."""
+        header = torch.tensor([kind, step, len(encoded)], device=self._device)
+        body = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self._device)
+        return [header, body]
+
+    def _send(self, parts: list[torch.Tensor], rank: int) -> None:
+        self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
+        for part in parts:
+            self._sending.append((self._pg.send([part], rank, _TAG), part))
 
     def _receive_part(self, part: torch.Tensor, src_rank: int, timeout: timedelta) -> None:
         try:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
 from torchft_svc.client.checkpointing.board import Board, NotYet
+from torchft_svc.client.checkpointing.reasons import encode_reason
 from torchft_svc.client.checkpointing.served import Gone, ServedState
 from torchft_svc.client.checkpointing.wire import DIGEST_BYTES, BadHead, Head, Wire, seal
 from torchft_svc.rpc.security import TOKEN_KEY, Security
@@ -236,7 +237,7 @@ class Conversation:
 
 def refuse(wire: Wire, status: int, reason: str, *, close: bool = False) -> None:
     """Answer with ``status`` and a sentence as the body."""
-    body = f"{reason}\n".encode("ascii", "replace")
+    body = encode_reason(f"{reason}\n")
     closing = "Connection: close\r\n" if close else ""
     if status == UNAUTHORIZED:
         closing += "WWW-Authenticate: Bearer\r\n"

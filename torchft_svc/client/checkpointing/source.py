@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from torchft_svc.client.checkpointing.reasons import MAX_REASON_BYTES, decode_reason
 from torchft_svc.client.checkpointing.requests import BUSY, UNAUTHORIZED
 from torchft_svc.client.checkpointing.tls import wrap
 from torchft_svc.client.checkpointing.wire import BadHead, Wire
@@ -20,8 +21,6 @@ from torchft_svc.rpc.tls_reasons import tls_reason
 # What a peer that leaves without a word of TLS looks like. The second: in Pythons that let OpenSSL
 # ignore a missing farewell, such as Debian 12's.
 _HANGING_UP = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError)
-# A sentence; whatever is longer does not come from us.
-_MAX_REASON_BYTES = 1000
 # By the scheme of the source, where this side is set to the other.
 _ONE_SIDED = {
     "http": "it does not speak TLS, and TLS is set here: set TORCHFT_TLS_CERT and TORCHFT_TLS_KEY "
@@ -102,13 +101,13 @@ class Source:
             raise BadHead("the answer is not HTTP/1.1")
         if status == "200":
             return Answer(wire, head.length)
-        reason = bytearray(min(head.length, _MAX_REASON_BYTES))
+        reason = bytearray(min(head.length, MAX_REASON_BYTES))
         wire.read_into(memoryview(reason))
-        if head.length > _MAX_REASON_BYTES or head.headers.get("connection") == "close":
+        if head.length > MAX_REASON_BYTES or head.headers.get("connection") == "close":
             self.drop(connection)
         if int(status) == UNAUTHORIZED:
-            raise Unauthorized(f"checkpoint source at {self.address}: {_sentence(reason)}")
-        raise Refused(int(status), _sentence(reason))
+            raise Unauthorized(f"checkpoint source at {self.address}: {decode_reason(reason)}")
+        raise Refused(int(status), decode_reason(reason))
 
     def drop(self, connection: int) -> None:
         """Close ``connection``; the next request over it opens another."""
@@ -183,12 +182,6 @@ class Source:
 
     def _unreachable(self, reason: str) -> Unreachable:
         return Unreachable("checkpoint source", self.address, reason)
-
-
-def _sentence(reason: bytearray) -> str:
-    """What the source said, fit for a line of a log."""
-    text = reason.decode("ascii", "replace").strip()
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _split(url: str) -> tuple[str, str, int, str]:

@@ -54,10 +54,11 @@ class CheckpointTransport(ABC, Generic[T]):
         the quorum needs to do nothing, as this one does.
         """
 
-    def refuse_checkpoint(self, step: int, why: str) -> None:
-        """The state of ``step`` cannot be offered, so nobody needs to wait for it.
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, why: str) -> None:
+        """The state of ``step`` cannot be offered to ``dst_ranks``, who need not wait for it.
 
-        A transport may ignore it, as this one does; then those that heal wait for their timeout.
+        Called after `send_checkpoint` has raised, or in its place. A transport may ignore it, as
+        this one does; then those that heal wait for their timeout.
         """
 
     def expect_checkpoint(self, like: T | None) -> None:
