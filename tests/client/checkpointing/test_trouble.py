@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ from bounds import Late, raises_in_time
 from warm import Warm
 
 from torchft_svc.client.checkpointing import HTTPTransport, server
+from torchft_svc.client.checkpointing.feed import MAX_ATTEMPTS
 from torchft_svc.errors import CheckpointError, DeadlineExceeded, PeerError, Unreachable
 from torchft_svc.testing.proxy import DEADLINE_S, Damage, Gate, Proxy
 
@@ -317,6 +319,51 @@ def test_who_finds_no_free_connection_is_told_so(
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 0)
     with raises_in_time(DeadlineExceeded, "0 connections are open"):
         receiver.recv_checkpoint(0, source.metadata(), 1, SOON)
+
+
+def test_a_source_that_hangs_up_on_further_connections_is_not_lost(source: Transport) -> None:
+    """As a full one does that speaks TLS: it lets nobody in, and cannot say so."""
+    source.send_checkpoint([1], 1, weights(), LONG)
+    where = urlsplit(source.metadata())
+    given_up = threading.Event()
+
+    def pass_on(read: socket.socket, write: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := read.recv(65536):
+                if b"/chunk/" in data:
+                    given_up.wait(DEADLINE_S)
+                write.sendall(data)
+            write.shutdown(socket.SHUT_WR)
+
+    def let_in_the_first(door: socket.socket, pumps: ThreadPoolExecutor) -> None:
+        num_hung_up = 0
+        while num_hung_up < 2 * MAX_ATTEMPTS:
+            near, _ = door.accept()
+            head = near.recv(4096)
+            if b"/chunk/" in head:  # the others have asked for something else first
+                num_hung_up += 1
+                near.close()
+            else:
+                far = socket.create_connection((where.hostname, where.port), DEADLINE_S)
+                far.sendall(head)
+                pumps.submit(pass_on, near, far)
+                pumps.submit(pass_on, far, near)
+        given_up.set()
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as door,
+        ThreadPoolExecutor() as pumps,
+        HTTPTransport(LONG, num_connections=3, hostname="127.0.0.1") as receiver,
+    ):
+        pumps.submit(let_in_the_first, door, pumps)
+        url = source.metadata().replace(str(where.port), str(door.getsockname()[1]))
+        try:
+            received = receiver.recv_checkpoint(0, url, 1, LONG)
+        finally:
+            receiver.shutdown()
+            door.shutdown(socket.SHUT_RDWR)
+    assert given_up.is_set()
+    assert torch.equal(received["w"], weights()["w"])
 
 
 def test_a_peer_that_is_no_source_is_found_out(receiver: Transport) -> None:

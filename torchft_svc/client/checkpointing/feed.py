@@ -212,9 +212,21 @@ class Feed:
                 raise
             except (BadHead, Corrupt, OSError) as error:
                 if not self._stopped.is_set() and not is_cut():
-                    attempts.failed(error)
+                    self._count(attempts, error, connection)
             self._source.drop(connection)
         return None
+
+    def _count(self, attempts: _Attempts, error: Exception, connection: int) -> None:
+        """Give up after too many: the source, or only a further connection that it hangs up on.
+
+        With TLS a full source has no other way to say that it is full.
+        """
+        try:
+            attempts.failed(error)
+        except CheckpointError:
+            if connection > 0 and isinstance(error, ConnectionError):
+                raise Superfluous from error
+            raise
 
     def _after_refusal(self, refusal: Refused, attempts: _Attempts, busy_until: float) -> None:
         if refusal.status == GONE:
