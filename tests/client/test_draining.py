@@ -18,10 +18,12 @@ from forked import fork
 from running import command, environment, eventually, manager_process, steady_address
 from warm import Warm
 
+from torchft_svc.client import bootstrap
 from torchft_svc.coordination import LighthouseClient
+from torchft_svc.errors import Drained
 
 from .drained_trainer import leads_a_session
-from .training import lighthouse
+from .training import Trainer, lighthouse
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).with_name("drained_trainer.py")
@@ -193,3 +195,16 @@ def test_a_manager_of_any_kind_drains(tmp_path: Path, kind: str) -> None:
             worker.send(signal.SIGTERM)
         worker.ends()
         assert worker.discards(1) == 0
+
+
+def test_a_worker_ends_in_good_order_though_its_manager_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bootstrap, "RESTART_PATIENCE_S", 0.1)
+    with lighthouse() as address, Trainer(address, "a", 0) as trainer:
+        assert trainer.steps(2) == [True, True]
+        trainer.manager._runtime.services.close()
+        trainer.manager._runtime.links.draining.request("a signal")
+        with pytest.raises(Drained, match="a signal; it could not leave: manager at") as caught:
+            trainer.optimizer.zero_grad()
+        assert caught.value.code == 0

@@ -22,7 +22,7 @@ from torchft_svc.client.rounds import (
 from torchft_svc.client.state import MANAGER_KEY
 from torchft_svc.client.vote import ask_decision
 from torchft_svc.core.step import Phase, StepState
-from torchft_svc.errors import QuorumFailed, RequestRefused, Unauthorized
+from torchft_svc.errors import Drained, PeerError, QuorumFailed, RequestRefused, Unauthorized
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +108,9 @@ class Stepper:
         round_ = self._current_round()
         self.wait_until_ready()
         round_.check_left()
+        if self._ends_alone() and isinstance(round_.error, PeerError):
+            # Its manager is frozen or gone, and nobody waits for a group without one.
+            raise Drained(f"{self._links.draining.reason}; it could not leave: {round_.error}")
         if round_.error is not None:
             raise round_.error
 
