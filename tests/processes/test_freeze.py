@@ -95,5 +95,6 @@ def test_a_frozen_trainer_whose_manager_lives_is_left_out_and_heals(
         frozen_at = workers[2].signal(signal.SIGSTOP)
         again_at = crew.await_commits({0, 1}, 30.0, since=frozen_at, num_members=2)
         check("a trainer is frozen", again_at - frozen_at, 2 * WORKER_KEEPALIVE_MS / 1000 + NEWS_S)
+        assert "group rank 0 is gone: its process ended, or does not answer" in lighthouse.errors()
         workers[2].signal(signal.SIGCONT)
         crew.all_meet({0, 1, 2})

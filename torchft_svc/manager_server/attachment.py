@@ -44,17 +44,26 @@ async def attach(
     outbox.tell(pb.AttachNews(welcome=pb.AttachWelcome()).SerializeToString())
     driver.attach(group_rank, worker_id, outbox)
     level, reason = logging.WARNING, "its process ended, or does not answer"
+    hung_up = asyncio.Event()
     try:
-        await outbox.exchange(_read(driver, group_rank, requests), context)
-        level, reason = logging.INFO, "it has shut down"
+        await outbox.exchange(_read(driver, group_rank, requests, hung_up), context)
+        if not hung_up.is_set():
+            level, reason = logging.INFO, "it has shut down"
     finally:
         log.log(level, "worker gone group_rank=%d: %s", group_rank, reason)
         driver.detach(group_rank, worker_id, outbox, reason)
 
 
 async def _read(
-    driver: ManagerDriver, group_rank: int, requests: AsyncIterator[pb.AttachRequest]
+    driver: ManagerDriver,
+    group_rank: int,
+    requests: AsyncIterator[pb.AttachRequest],
+    hung_up: asyncio.Event,
 ) -> None:
+    """Until the worker detaches; ``hung_up`` is set if it goes without a word.
+
+    gRPC may end the requests of a connection that has broken as if they had ended in good order.
+    """
     async for message in requests:
         kind = message.WhichOneof("kind")
         if kind == "detach":
@@ -63,3 +72,4 @@ async def _read(
             driver.hear_phase(group_rank, message.phase)
         elif kind is not None or not is_of_a_newer_kind(message):
             raise RequestRefused(f"an attachment has no place for {kind or 'an empty message'}")
+    hung_up.set()
