@@ -129,13 +129,25 @@ def test_two_tokens_are_one_too_many(tmp_path: Path) -> None:
         resolve_security(Environment({"TORCHFT_TOKEN": TOKEN, "TORCHFT_TOKEN_FILE": "/some"}))
 
 
-@pytest.mark.parametrize("content", [None, b"\xff" * 20, b"", b"short\n"])
-def test_a_token_file_that_cannot_work(tmp_path: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "it cannot be read: No such file"),
+        (b"\xff" * 20, "the file holds no text"),
+        (b"", "the file is empty"),
+        (b"\n \n", "the file is empty"),
+        (b"short\n", "it has 5 characters; use 16 to 1024"),
+        (b"the-first-of-two\ntokens\n", "printable ASCII"),
+    ],
+)
+def test_a_token_file_that_cannot_work(tmp_path: Path, content: bytes | None, reason: str) -> None:
     file = tmp_path / "token"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(ConfigError, match="TORCHFT_TOKEN"):
+    with pytest.raises(ConfigError, match=reason) as caught:
         resolve_security(Environment({}), token_file=str(file))
+    assert f"TORCHFT_TOKEN_FILE='{file}'" in str(caught.value)
+    assert "the-first-of-two" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

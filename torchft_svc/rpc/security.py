@@ -40,8 +40,9 @@ class Security(TlsFiles):
 
     def __post_init__(self) -> None:
         TlsFiles.__post_init__(self)  # `super()` does not find the class that slots have made
-        if self.token is not None:
-            _check_token(self.token)
+        flaw = None if self.token is None else _flaw(self.token)
+        if flaw is not None:
+            raise ConfigError(TOKEN_NAME, "...", flaw)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -102,17 +103,14 @@ def resolve_security(
         cert_file=cert_file or environment.tls_cert_file,
         key_file=key_file or environment.tls_key_file,
         ca_file=ca_file or environment.tls_ca_file,
-        token=read_secret(TOKEN_NAME, environment.token, environment.token_file, token_file),
+        token=read_secret(TOKEN_NAME, environment.token, environment.token_file, token_file, _flaw),
     )
 
 
-def _check_token(token: str) -> None:
-    """Never names the token: the error is going to be logged."""
+def _flaw(token: str) -> str | None:
+    """Why it cannot be used; never names the token, because that is going to be logged."""
     if not (token.isascii() and token.isprintable()) or " " in token:
-        raise ConfigError(TOKEN_NAME, "...", "use printable ASCII characters without spaces")
+        return "use printable ASCII characters without spaces"
     if not MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH:
-        raise ConfigError(
-            TOKEN_NAME,
-            "...",
-            f"it has {len(token)} characters; use {MIN_TOKEN_LENGTH} to {MAX_TOKEN_LENGTH}",
-        )
+        return f"it has {len(token)} characters; use {MIN_TOKEN_LENGTH} to {MAX_TOKEN_LENGTH}"
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torchft_svc.errors import ConfigError
@@ -28,14 +29,20 @@ def read_file(name: str, path: str) -> bytes:
 
 
 def read_secret(
-    name: str, value: str | None, file_setting: str | None, file_argument: str | None
+    name: str,
+    value: str | None,
+    file_setting: str | None,
+    file_argument: str | None,
+    flaw: Callable[[str], str | None] = lambda secret: None,
 ) -> str | None:
     """A secret: of the file of the command line, else ``value`` or the file of the environment.
 
     ``name`` is the environment variable of the secret itself; ``{name}_FILE`` names its file.
+    ``flaw`` says what is wrong with a secret, if anything is; it must not quote it.
 
     Raises:
-        ConfigError: the file cannot be read, is not text, or the environment has both.
+        ConfigError: the file cannot be read, is not text, is empty or holds a secret with a flaw;
+            or the environment has both.
     """
     file_name = f"{name}_FILE"
     if file_argument is None and value is not None:
@@ -46,6 +53,10 @@ def read_secret(
     if path is None:
         return None
     try:
-        return read_file(file_name, path).decode().strip()
+        secret = read_file(file_name, path).decode().strip()
     except UnicodeDecodeError:
         raise ConfigError(file_name, path, "the file holds no text (UTF-8)") from None
+    wrong = flaw(secret) if secret else "the file is empty"
+    if wrong is not None:
+        raise ConfigError(file_name, path, wrong)
+    return secret
