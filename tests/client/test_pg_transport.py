@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from datetime import timedelta
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from running import eventually
 
 from torchft_svc.client import PGTransport, ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
 from torchft_svc.client.checkpointing import pg as module
@@ -63,6 +65,23 @@ def test_what_was_offered_may_change_at_once(pair: list[ProcessGroup]) -> None:
     source.send_checkpoint([1], 3, value, TIMEOUT)
     value["weights"]["a"].zero_()
     assert bits(receiver.recv_checkpoint(0, "", 3, TIMEOUT)) == before
+
+
+def test_i7_what_has_arrived_is_forgotten(pair: list[ProcessGroup]) -> None:
+    source, receiver = PGTransport(pair[0], TIMEOUT), PGTransport(pair[1], TIMEOUT)
+    for step in range(3):
+        source.send_checkpoint([1], step, {"w": torch.ones(1000)}, TIMEOUT)
+        assert source.copied_bytes > 4000
+        receiver.recv_checkpoint(0, "", step, TIMEOUT)
+        eventually(lambda: source.copied_bytes == 0)
+    eventually(lambda: "torchft-sent" not in {thread.name for thread in threading.enumerate()})
+
+
+def test_i7_what_nobody_takes_is_forgotten_with_its_quorum(pair: list[ProcessGroup]) -> None:
+    source = PGTransport(pair[0], TIMEOUT)
+    source.send_checkpoint([1], 3, {"w": torch.ones(1000)}, TIMEOUT)
+    MeetingPlace().configure(*pair)
+    eventually(lambda: source.copied_bytes == 0)
 
 
 def test_large_tensors_travel_in_parts(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,6 +42,9 @@ _REFUSAL = 0x746F7263686E6F
 _LIMITS = {_MAGIC: MAX_DESCRIPTION_BYTES, _REFUSAL: MAX_REASON_BYTES}
 # One operation moves at most this much: backends count bytes in 32 bits here and there.
 MAX_PART_BYTES = 1 << 30
+# Nobody waits for a send, and gloo closes the connection if it is not over by then: who does not
+# receive leaves the group with the next quorum, or sooner.
+_LONGEST = timedelta(hours=1)
 # Other sends and receives of a program keep to small tags.
 _TAG = 0x70670000
 
@@ -88,6 +93,7 @@ class PGTransport(CheckpointTransport[Any]):
         self._device = torch.device(device)
         self._own_state = state_dict
         self._sending: list[tuple[Any, torch.Tensor]] = []  # kept until the operation is over
+        self._lock = threading.Lock()  # for that list alone
         self._begun: set[int] = set()  # to whom the state goes that is being handed over
 
     def metadata(self) -> str:
@@ -124,7 +130,15 @@ class PGTransport(CheckpointTransport[Any]):
                 log.warning("replica rank %d cannot be told why it is not healed: %s", rank, error)
 
     def disallow_checkpoint(self) -> None:
-        """Nothing: what is sent was copied."""
+        """Let go of what has arrived; what is sent was copied."""
+        self._forget_completed()
+
+    @property
+    def copied_bytes(self) -> int:
+        """Memory held at present for receivers that have not fetched everything."""
+        self._forget_completed()
+        with self._lock:
+            return sum({part.data_ptr(): part.nbytes for _, part in self._sending}.values())
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """See `CheckpointTransport.recv_checkpoint`."""
@@ -165,9 +179,20 @@ class PGTransport(CheckpointTransport[Any]):
         return [header, body]
 
     def _send(self, parts: list[torch.Tensor], rank: int) -> None:
-        self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
-        for part in parts:
-            self._sending.append((self._pg.send([part], rank, _TAG), part))
+        self._forget_completed()
+        works: list[Any] = []
+        try:
+            for part in parts:
+                works.append(self._pg.send([part], rank, _TAG))
+                with self._lock:
+                    self._sending.append((works[-1], part))
+        finally:
+            if self._device.type == "cpu":  # elsewhere a wait is for the stream
+                _wait_for(works)
+
+    def _forget_completed(self) -> None:
+        with self._lock:
+            self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
 
     def _receive_part(self, part: torch.Tensor, src_rank: int, timeout: timedelta) -> None:
         try:
@@ -195,6 +220,17 @@ class PGTransport(CheckpointTransport[Any]):
             torch.empty(shape, dtype=dtype, device=self._device)
             for dtype, shape in description.specs
         ]
+
+
+def _wait_for(works: list[Any]) -> None:
+    """Let gloo note the end of sends, which it does only for who waits: once for each."""
+
+    def run() -> None:
+        while works:
+            with contextlib.suppress(RuntimeError):
+                works.pop(0).wait(_LONGEST)
+
+    threading.Thread(target=run, name="torchft-sent", daemon=True).start()
 
 
 def _describe(state: Any) -> tuple[_Description, list[torch.Tensor]]:
