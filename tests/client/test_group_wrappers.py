@@ -69,12 +69,14 @@ def test_after_an_error_collectives_succeed_and_do_nothing(
     first = [each.allreduce([torch.ones(1)]) for each in (group, b)]
     assert group.error() is None
     assert all(work.wait() for work in first)
+    assert [tensor.item() for tensor in first[0].result()] == [2]
     assert str(group.error()) == "a peer died"
     assert group.errored() is group.error()
 
     kept, filled = torch.full((2,), 5.0), torch.full((4,), 5.0)
     assert group.allreduce([kept]).wait()  # b takes no part in it
     assert group._allgather_base(filled, kept).get_future().wait() is not None
+    assert group.broadcast([kept]).result()[0] is kept
     assert (kept.tolist(), filled.tolist()) == ([5.0] * 2, [0.0] * 4)
     group.report_error(RuntimeError("a second one"))
     assert str(group.error()) == "a peer died"

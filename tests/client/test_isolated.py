@@ -160,6 +160,21 @@ def test_strided_tensors_get_their_results(
     assert together(lambda: transposed(a), lambda: transposed(b)) == [expected] * 2
 
 
+def test_a_tensor_that_is_read_and_written(
+    place: MeetingPlace, pair: list[ProcessGroupBabyGloo]
+) -> None:
+    """Torch's own groups take one for both, so a program may give one."""
+    place.configure(*pair)
+
+    def gather(group: ProcessGroupBabyGloo) -> list[float]:
+        outputs = [torch.zeros(1), torch.zeros(1)]
+        own = outputs[group.rank()].fill_(group.rank() + 1)
+        group.allgather([outputs], [own]).wait(TIMEOUT)
+        return torch.cat(outputs).tolist()
+
+    assert together(lambda: gather(pair[0]), lambda: gather(pair[1])) == [[1, 2], [1, 2]]
+
+
 def test_tensors_in_shared_memory_are_used_as_they_are(
     place: MeetingPlace, pair: list[ProcessGroupBabyGloo]
 ) -> None:

@@ -15,6 +15,7 @@ class CompletedWork(dist.Work):
 
     def __init__(self, value: Any = None) -> None:
         super().__init__()
+        self._value = value
         self._future: torch.futures.Future[Any] = torch.futures.Future()
         self._future.set_result(value)
 
@@ -25,6 +26,10 @@ class CompletedWork(dist.Work):
     def is_completed(self) -> bool:
         """True."""
         return True
+
+    def result(self) -> Any:
+        """``value``."""
+        return self._value
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that holds the result."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from running import environment
+from warm import Warm
 
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.fetch import Fetch
@@ -208,5 +212,11 @@ def test_shutdown_ends_a_receiver_that_waits(source: HTTPTransport[Any]) -> None
             asked.result(20)
 
 
-def test_the_import_starts_no_thread() -> None:
-    assert our_threads() == []
+def test_the_import_starts_no_thread(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    names = "[thread.name for thread in threading.enumerate()]"
+    program.write_text(f"import threading, torchft_svc.client\nprint({names})\n")
+    importer = Warm([sys.executable, str(program)], text=True, env=environment())
+    assert importer.stdout.read() == "['MainThread']\n"
+    assert importer.wait(20) == 0
+    importer.close()

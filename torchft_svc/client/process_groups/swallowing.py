@@ -98,6 +98,14 @@ class _SwallowingWork(dist.Work):
         """Order the current stream behind the operation."""
         self._work.synchronize()
 
+    def result(self) -> Any:
+        """The tensors; after an error those of a skipped collective."""
+        try:
+            return self._work.result()
+        except (RuntimeError, TorchFTError) as error:
+            self._report(error)
+            return self._skip().result()
+
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that never fails: after an error it holds what a skipped collective does."""
         done: torch.futures.Future[Any] = torch.futures.Future()

@@ -180,7 +180,7 @@ class IsolatedProcessGroup(ProcessGroup):
             results = [] if name in _WITHOUT_RESULT else result_of(name, args, kwargs)
             residents, lent = self._locate(child, [results, args, kwargs])
             loan = self._lend(child, lent)
-            written = set() if name in IN_PLACE else {id(result) for result in results}
+            written = set() if name in IN_PLACE else _only_written(results, args, kwargs)
             pairs = zip(loan.tensors(), lent, strict=True)
             loan.segment.put([(a, b.detach()) for a, b in pairs if id(b) not in written])
             places = {**residents, **dict(zip(map(id, lent), loan.places, strict=True))}
@@ -281,6 +281,14 @@ class _Fate:
         if error is None:  # else the memory may still be written to
             self._pool.give_back(self._loan)  # first: the next operation may follow at once
         self._work.settle(error or self._work.error)
+
+
+def _only_written(results: list[torch.Tensor], args: Any, kwargs: Any) -> set[int]:
+    """Those of ``results``, by id, that are not among what the collective reads, too."""
+    read: set[int] = set()
+    given = [*args, *kwargs.values()][1:]  # the first one holds the results
+    replace_leaves(given, lambda value: read.add(id(value)))
+    return set(map(id, results)) - read
 
 
 def _left() -> PeerError:
