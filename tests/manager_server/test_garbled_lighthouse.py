@@ -1,7 +1,9 @@
-"""A lighthouse that answers with garbage is left alone for a moment, and then asked again."""
+"""A lighthouse that answers with garbage is left alone for a moment, and then asked again; one that
+does not trust the group is believed."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent import futures
@@ -17,13 +19,11 @@ from torchft_svc.proto import torchft_pb2 as pb
 GARBAGE = b"\xff" * 9
 
 
-class Garbler(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Sessions whose first news are garbage: the welcome, or what comes after it."""
+class Sessions(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """All that there is of a lighthouse."""
 
-    def __init__(self, *first: bytes) -> None:
-        self._first = first
-        self.num_sessions = 0
-        self._ended = threading.Event()
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
 
     def service(self, details: Any) -> Any:
         if details.method.endswith("/Session"):
@@ -31,12 +31,43 @@ class Garbler(grpc.GenericRpcHandler):  # type: ignore[misc]
         return None
 
     def _session(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        raise NotImplementedError
+
+
+class Garbler(Sessions):
+    """Sessions whose first news are garbage: the welcome, or what comes after it."""
+
+    def __init__(self, *first: bytes) -> None:
+        super().__init__()
+        self._first = first
+        self.num_sessions = 0
+
+    def _session(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         self.num_sessions += 1
         yield from self._first
-        self._ended.wait(10)
+        self.goes_on.wait(10)
 
-    def end(self) -> None:
-        self._ended.set()
+
+class Distrustful(Sessions):
+    """Refuses every session, after a while."""
+
+    def _session(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        self.goes_on.wait(10)
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "nobody is known here")
+        yield b""
+
+
+@contextlib.contextmanager
+def served(sessions: Sessions) -> Iterator[str]:
+    server = grpc.server(futures.ThreadPoolExecutor(20))
+    server.add_generic_rpc_handlers((sessions,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        sessions.goes_on.set()
+        server.stop(None).wait(10)
 
 
 WELCOME = pb.SessionNews(welcome=pb.SessionWelcome()).SerializeToString()
@@ -46,25 +77,36 @@ WELCOME = pb.SessionNews(welcome=pb.SessionWelcome()).SerializeToString()
 @pytest.mark.parametrize("first", [(GARBAGE,), (WELCOME, GARBAGE)], ids=["welcome", "news"])
 def test_it_is_asked_again(first: tuple[bytes, ...]) -> None:
     garbler = Garbler(*first)
-    server = grpc.server(futures.ThreadPoolExecutor(20))
-    server.add_generic_rpc_handlers((garbler,))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        with manager_process(f"127.0.0.1:{port}", "--connect-timeout-ms=300") as manager:
-            eventually(lambda: garbler.num_sessions >= 3)
-            with line_to(manager.address) as line:
-                check_failure(line)
-            assert "Traceback" not in manager.errors(), manager.errors()
-    finally:
-        garbler.end()
-        server.stop(None).wait(10)
+    with (
+        served(garbler) as address,
+        manager_process(address, "--connect-timeout-ms=300") as manager,
+    ):
+        eventually(lambda: garbler.num_sessions >= 3)
+        with line_to(manager.address) as line:
+            check_failure(line)
+        assert "Traceback" not in manager.errors(), manager.errors()
 
 
 def check_failure(line: Line) -> None:
     """The worker is told what is wrong, not left waiting."""
-    _, reason = failure(line.ask_manager(worker_id="w", timeout_s=5))
+    _, reason = failure(line.ask_manager(worker_id="w", timeout_s=20))
     assert "lighthouse" in reason
+
+
+@pytest.mark.processes
+def test_who_asks_before_the_lighthouse_refuses_the_group_is_told_at_once() -> None:
+    distrustful = Distrustful()
+    with (
+        served(distrustful) as address,
+        manager_process(address, "--connect-timeout-ms=60000") as manager,
+        line_to(manager.address) as line,
+    ):
+        asked = line.ask_manager(worker_id="w", timeout_s=60)
+        line.flush()
+        distrustful.goes_on.set()
+        code, reason = failure(asked)
+        assert code is grpc.StatusCode.UNAUTHENTICATED, reason
+        assert "nobody is known here" in reason
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ class Connection:
         self._backoff = backoff
         self._line: Line | None = None
         self._opened = asyncio.Event()
+        self._settled = asyncio.Event()  # whoever waits for a connection can ask, or be told
         self._why_not: TorchFTError = self._unreachable("there is no connection yet")
         self.better = ""  # an earlier one of the list, which answers again: go there
         self._num_asking = 0
@@ -62,6 +63,8 @@ class Connection:
                 failing = False
             self._line = None
             self._opened.clear()
+            if not self._left:
+                self._settled.clear()
             if error is not None:
                 if not failing and not self._left:
                     log.warning("lost the lighthouse: %s", error)
@@ -70,6 +73,8 @@ class Connection:
                 all_failed = not self._route.go_on(leader)
                 trusted = not (all_failed and isinstance(error, Unauthorized))
                 self._why_not = self._unreachable(_reason(error)) if trusted else error
+                if not trusted:
+                    self._settled.set()
                 if all_failed:
                     self._backoff.tried(failed=True)
             await asyncio.sleep(self._backoff.pause_s())
@@ -90,7 +95,8 @@ class Connection:
         return self._num_asking > 0
 
     async def opened(self, timeout_s: float) -> None:
-        """Wait for a connection, or until nobody needs one, because it was left.
+        """Wait until `ask` may do more than to say that there is no connection: it is there, or it
+        was left, or no lighthouse trusts this group.
 
         Raises:
             TorchFTError: none within ``timeout_s``, and why not.
@@ -98,7 +104,7 @@ class Connection:
         if self._left:
             return
         try:
-            await asyncio.wait_for(self._opened.wait(), timeout_s)
+            await asyncio.wait_for(self._settled.wait(), timeout_s)
         except asyncio.TimeoutError:
             raise self._why_not from None
 
@@ -107,7 +113,7 @@ class Connection:
         self._left = True
         if self._line is not None:
             await self._line.leave(reason, between_steps=between_steps)
-        self._opened.set()  # whoever waits for a connection is told
+        self._settled.set()
 
     async def _hold(self, address: str) -> TorchFTError | None:
         """One connection to its end: why it broke, None if it was left."""
@@ -135,6 +141,7 @@ class Connection:
         if not self._opened.is_set():
             self._route.worked()
             self._opened.set()
+            self._settled.set()
 
     async def _look_back(self) -> None:
         """All managers of a job have to meet: at the first of the list that answers."""
