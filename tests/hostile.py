@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import psutil
-from running import Process, eventually, lighthouse_process, listeners, manager_process
+from bounds import check
+from running import Process, attach, eventually, lighthouse_process, manager_process
 
 from torchft_svc.coordination import ManagerClient
 
@@ -19,7 +20,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 # Of a training step without a model; the machine may be busy with the other peers of the test.
 STEP_S = 0.01
 MAX_STALL_S = 5.0
-CALL = timedelta(seconds=20)
+CALL = timedelta(seconds=40)
 
 
 def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
@@ -96,7 +97,7 @@ class Training:
 
     def _train(self, number: int) -> None:
         with ManagerClient(self.managers[number].address, CALL) as client:
-            client.attach(0, listeners())
+            attach(client, 0)
             try:
                 while not self._stop.wait(STEP_S):
                     self._step(client, number)
@@ -115,14 +116,19 @@ class Training:
             self.worst_s = max(self.worst_s, time.monotonic() - began_at)
 
     def goes_on(self) -> None:
-        """Returns when both groups have committed more, without a failure, a discard, a stall."""
+        """Returns when both groups have committed more, without a failure or a discard."""
         goal = max(self.steps) + 5
         eventually(
-            lambda: self.failures or min(self.steps) >= goal, 30, "the training stands still"
+            lambda: self.failures or min(self.steps) >= goal, 60, "the training stands still"
         )
         assert not self.failures
         assert self.num_discarded == 0
-        assert self.worst_s < MAX_STALL_S, f"a step took {self.worst_s:.2f} s"
+
+    def goes_on_in_time(self) -> None:
+        """The same, and no step since this was asked before has taken long."""
+        self.goes_on()
+        worst_s, self.worst_s = self.worst_s, 0.0
+        check("a step beside hostile peers", worst_s, MAX_STALL_S)
 
     def end(self) -> None:
         self._stop.set()

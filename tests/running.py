@@ -11,16 +11,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
 import grpc
 import psutil
 
-from torchft_svc.coordination import Listeners
+from torchft_svc.coordination import Listeners, ManagerClient
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import open_channel
 from torchft_svc.rpc.codec import JOB_KEY
@@ -28,7 +29,7 @@ from torchft_svc.rpc.security import PLAIN, Security
 
 ROOT = Path(__file__).parents[1]
 START_S = 30.0
-END_S = 10.0
+END_S = 20.0
 ASK_S = 20.0
 _LINES = {
     "lighthouse_server": "lighthouse listening on ",
@@ -195,11 +196,17 @@ def command(module: str, *flags: str, **variables: str) -> subprocess.CompletedP
 
 
 class Line:
-    """A raw line to a service: calls are futures, so a test can cancel one or have many at once."""
+    """A raw line to a service: calls are futures, so a test can cancel one or have many at once.
+
+    They arrive in the order in which they are made: the connection is there before the first one,
+    as gRPC sends those that have to wait for it in any order.
+    """
 
     def __init__(self, address: str, security: Security = PLAIN) -> None:
         self.channel = open_channel(address, security)
         self._metadata = security.metadata
+        nothing = self.channel.unary_unary("/torchft.Nobody/Nothing")
+        nothing.future(b"", timeout=START_S, wait_for_ready=True).exception()
 
     def call(self, method: str, request: Any, timeout_s: float | None, job: str | None) -> Any:
         """The future of ``Service/Method``; its result is the parsed answer."""
@@ -270,10 +277,26 @@ def line_to(address: str, security: Security = PLAIN) -> Iterator[Line]:
         line.close()
 
 
-def listeners(**wanted: Callable[..., None]) -> Listeners:
-    """Of a worker's news, all that is not ``wanted`` is ignored."""
-    ignoring: dict[str, Any] = dict.fromkeys((field.name for field in fields(Listeners)), _ignore)
-    return Listeners(**{**ignoring, **wanted})
+@dataclass(frozen=True, kw_only=True)
+class _Welcomed(Listeners):
+    """Notes that the first news, the welcome, has come."""
+
+    welcomed: threading.Event = field(default_factory=threading.Event)
+
+    def hear(self, news: pb.AttachNews) -> None:
+        self.welcomed.set()
+        super().hear(news)
+
+
+def attach(client: ManagerClient, group_rank: int, **wanted: Callable[..., None]) -> None:
+    """Return when the manager knows that the worker lives: other calls are not ordered with that.
+
+    Of its news, all that is not ``wanted`` is ignored.
+    """
+    ignoring: dict[str, Any] = dict.fromkeys((each.name for each in fields(Listeners)), _ignore)
+    listeners = _Welcomed(**{**ignoring, **wanted})
+    client.attach(group_rank, listeners)
+    assert listeners.welcomed.wait(START_S), "the manager does not welcome the worker"
 
 
 def _ignore(*_: object) -> None:

@@ -50,7 +50,7 @@ class Script:
     def hear(self, kind: str) -> Any:
         """The next message of this kind."""
         while True:
-            request = self.heard.get(timeout=10)
+            request = self.heard.get(timeout=30)
             if request.WhichOneof("kind") == kind:
                 return getattr(request, kind)
 

@@ -55,7 +55,7 @@ class Veteran(Trainer):
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    with lighthouse(min_replicas=1, join_timeout_ms=5000) as address:
+    with lighthouse(min_replicas=1) as address:
         yield address
 
 

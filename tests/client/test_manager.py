@@ -30,7 +30,7 @@ from .training import (
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    with lighthouse(min_replicas=1, join_timeout_ms=5000) as address:
+    with lighthouse(min_replicas=1) as address:
         yield address
 
 

@@ -17,17 +17,19 @@ from torchft_svc.coordination import LighthouseServer
 
 T = TypeVar("T")
 DEADLINE_S = 60.0
-TIMEOUT = timedelta(seconds=10)
+# Nothing here waits as long as these, unless a machine stalls: each is far longer than that.
+TIMEOUT = timedelta(seconds=30)
+_JOIN_TIMEOUT_MS = _HEARTBEAT_TIMEOUT_MS = 20_000
 
 
 @contextlib.contextmanager
-def lighthouse(min_replicas: int = 1, join_timeout_ms: int = 2000) -> Iterator[str]:
+def lighthouse(min_replicas: int = 1, join_timeout_ms: int = _JOIN_TIMEOUT_MS) -> Iterator[str]:
     """The address of a lighthouse in this process."""
     with LighthouseServer(
         "127.0.0.1:0",
         min_replicas=min_replicas,
         join_timeout_ms=join_timeout_ms,
-        heartbeat_timeout_ms=5000,
+        heartbeat_timeout_ms=_HEARTBEAT_TIMEOUT_MS,
     ) as server:
         yield server.address()
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from bounds import check
+from bounds import check, raises_in_time
 from running import eventually, refusing, steady_address
 
 from chaos.bounds import NEWS_S
@@ -51,7 +51,7 @@ def start_manager(lighthouse: str, **changes: Any) -> ManagerServer:
         "store_addr": "127.0.0.1:1",
         "world_size": 1,
         "heartbeat_interval": timedelta(milliseconds=100),
-        "connect_timeout": SHORT,
+        "connect_timeout": LONG,
         "quorum_retries": 0,
     }
     return ManagerServer(**{**fields, **changes})
@@ -76,7 +76,7 @@ def test_every_wait_ends_with_a_timeout_error_that_says_why(
             lambda: other._quorum(0, 0, "", False, LONG),
         ]
         for wait in waits:
-            with pytest.raises(TimeoutError, match="1 of at least 2 groups ask") as caught:
+            with raises_in_time(TimeoutError, "1 of at least 2 groups ask") as caught:
                 wait()
             assert isinstance(caught.value, DeadlineExceeded)
 
@@ -150,7 +150,7 @@ def test_closing_a_client_ends_a_call_under_way(lighthouse: LighthouseServer) ->
 
         def wait() -> None:
             try:
-                client.quorum("a:1", LONG)
+                client.quorum("a:1", 6 * LONG)
             except BaseException as error:
                 outcome.append(error)
 
@@ -158,7 +158,7 @@ def test_closing_a_client_ends_a_call_under_way(lighthouse: LighthouseServer) ->
         thread.start()
         eventually(fellow.status)  # the group that asks makes the job known
         client.close()
-        thread.join(LONG.total_seconds() / 2)
+        thread.join(2 * LONG.total_seconds())
         assert not thread.is_alive()
     (error,) = outcome
     assert isinstance(error, TorchFTError)
@@ -169,6 +169,7 @@ def test_servers_start_and_stop_many_times_without_leaking_threads() -> None:
         names = [each.name for each in threading.enumerate() if each.name.startswith("torchft")]
         return [name for name in names if name != "torchft-nursery"]  # other tests' collectives
 
+    before = threading.active_count()
     for _ in range(15):
         with (
             LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse,
@@ -177,7 +178,7 @@ def test_servers_start_and_stop_many_times_without_leaking_threads() -> None:
             assert services_threads() == ["torchft-services"], "both share one loop"
             assert manager.address().startswith("http://127.0.0.1:")
         assert services_threads() == []
-    assert threading.active_count() < 30
+    assert threading.active_count() < before + 10
 
 
 def test_shutting_down_twice_is_allowed_and_frees_the_port() -> None:
@@ -192,7 +193,7 @@ def test_shutting_down_twice_is_allowed_and_frees_the_port() -> None:
 def test_a_manager_that_is_shut_down_has_left_the_lighthouse() -> None:
     with LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse:
         with (
-            start_manager(lighthouse.address(), connect_timeout=LONG) as manager,
+            start_manager(lighthouse.address()) as manager,
             ManagerClient(manager.address(), LONG) as other,
         ):
             assert other._quorum(0, 0, "", False, LONG).replica_world_size == 1

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from running import eventually, line_to, listeners, manager_process, members
+from running import attach, line_to, manager_process, members
 
 from torchft_svc.coordination import (
     LighthouseClient,
@@ -19,7 +18,7 @@ from torchft_svc.coordination import (
 )
 from torchft_svc.errors import RequestRefused
 
-LONG = timedelta(seconds=10)
+LONG = timedelta(seconds=20)
 
 
 class Worker:
@@ -30,33 +29,19 @@ class Worker:
         self.listens = threading.Event()
         self.listens.set()
         self.client = ManagerClient(address, LONG)
-        self.client.attach(
+        attach(
+            self.client,
             group_rank,
-            listeners(
-                on_kill=lambda reason: self.heard.put(("kill", reason)),
-                on_drain=self._hear_drain,
-            ),
+            on_kill=lambda reason: self.heard.put(("kill", reason)),
+            on_drain=self._hear_drain,
         )
 
     def _hear_drain(self, reason: str) -> None:
         self.heard.put(("drain", reason))
         assert self.listens.wait(30)
 
-    def is_ready(self) -> Worker:
-        eventually(self._is_told)
-        return self
-
-    def _is_told(self) -> bool:
-        """Whether the line is there."""
-        self.client.drain("ready")
-        with contextlib.suppress(queue.Empty):
-            return bool(self.heard.get(timeout=0.2))
-        return False
-
     def next_order(self) -> tuple[str, str]:
-        while (order := self.heard.get(timeout=5)) == ("drain", "ready"):
-            pass
-        return order
+        return self.heard.get(timeout=LONG.total_seconds())
 
 
 @pytest.fixture
@@ -93,7 +78,7 @@ def start(lighthouse: LighthouseServer, name: str) -> ManagerServer:
 
 @pytest.fixture
 def workers(manager: ManagerServer) -> Iterator[list[Worker]]:
-    made = [Worker(manager.address(), group_rank).is_ready() for group_rank in range(2)]
+    made = [Worker(manager.address(), group_rank) for group_rank in range(2)]
     yield made
     for worker in made:
         worker.client.close()
@@ -117,7 +102,7 @@ def test_other_groups_do_not_hear_an_order(
     lighthouse: LighthouseServer, operator: LighthouseClient, workers: list[Worker]
 ) -> None:
     with start(lighthouse, "other") as manager:
-        stranger = Worker(manager.address(), 0).is_ready()
+        stranger = Worker(manager.address(), 0)
         operator.drain("other", "by name")
         assert stranger.next_order() == ("drain", "by name")
         stranger.client.close()
@@ -131,7 +116,7 @@ def test_a_worker_that_attaches_late_hears_the_order(manager: ManagerServer) -> 
         for kind in ("drain", "kill"):
             getattr(operator, kind)("maintenance")
             worker = Worker(manager.address(), 1)
-            assert worker.heard.get(timeout=5) == (kind, "maintenance")
+            assert worker.next_order() == (kind, "maintenance")
             worker.client.close()
 
 
@@ -141,7 +126,7 @@ def test_a_worker_that_reads_late_still_hears_that_it_is_killed(
 ) -> None:
     """It is busy with what it heard before, until its manager has ended."""
     with manager_process(lighthouse.address(), "--group-world-size=2") as manager:
-        worker = Worker(manager.address, 0).is_ready()
+        worker = Worker(manager.address, 0)
         worker.listens.clear()
         worker.client.drain("first")
         assert worker.next_order() == ("drain", "first")

@@ -44,7 +44,7 @@ def start_manager(
         store_addr=f"{name}.example:1",
         world_size=workers,
         heartbeat_interval=timedelta(milliseconds=100),
-        connect_timeout=timedelta(seconds=1),
+        connect_timeout=LONG,
         quorum_retries=0,
     )
 

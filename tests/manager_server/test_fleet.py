@@ -19,7 +19,7 @@ from torchft_svc.rpc.tasks import Tasks
 NUM_MANAGERS = 50
 # After so many attempts a pause is as long as it gets.
 NUM_TRIED = (MAX_RECONNECT_MS // MIN_RECONNECT_MS).bit_length() + 1
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Dice:

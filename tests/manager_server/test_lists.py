@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from bounds import check
+from bounds import Late, check
 from running import (
+    attach,
     eventually,
     lighthouse_process,
-    listeners,
     manager_process,
     refusing,
     silent,
@@ -73,7 +73,7 @@ def test_groups_go_back_in_the_middle_of_a_step_and_nobody_trains_alone() -> Non
             for manager in [stack.enter_context(manager_process(both, name=name)) for name in "ab"]
         )
         pool = stack.enter_context(ThreadPoolExecutor())
-        a.attach(0, listeners(on_loss=lambda replica_id, *_: losses.append(replica_id)))
+        attach(a, 0, on_loss=lambda replica_id, *_: losses.append(replica_id))
         asked = pool.submit(b._quorum, 0, 0, "", False, LONG)
         assert a._quorum(0, 0, "", False, LONG).replica_world_size == 2
         asked.result()
@@ -89,4 +89,5 @@ def test_groups_go_back_in_the_middle_of_a_step_and_nobody_trains_alone() -> Non
         eventually(lambda: num_groups(asking=True) == 1)
         assert b._quorum(0, 1, "", False, LONG).replica_world_size == 2
         assert asked.result().replica_world_size == 2
-        assert not losses, "nobody had to give up a step"
+        if losses:  # either the product's fault, or a stall cut a session
+            raise Late(f"somebody had to give up a step: {losses}")

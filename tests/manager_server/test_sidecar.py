@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from bounds import check
 from running import (
+    END_S,
     Process,
     command,
     environment,
@@ -99,7 +100,7 @@ def test_kill_ends_the_manager_and_its_owner(lighthouse: Process) -> None:
     with owner(lighthouse.address) as owned:
         with ManagerClient(owned.manager_address, LONG) as client:
             client.kill("this node is drained")
-        assert owned.process.wait(5) == 40, "the owner got SIGTERM"
+        assert owned.process.wait(END_S) == 40, "the owner got SIGTERM"
         eventually(lambda: not is_alive(owned.manager_pid))
 
 
@@ -107,7 +108,7 @@ def test_kill_ends_a_manager_of_its_own_with_status_1(lighthouse: Process) -> No
     with manager_process(lighthouse.address) as manager:
         with ManagerClient(manager.address, LONG) as client:
             client.kill("line one\nline two" + "x" * 5000)
-        assert manager.wait(5) == 1
+        assert manager.wait() == 1
         (told,) = [line for line in manager.errors().splitlines() if "killed by request" in line]
         assert "line one\\nline two" in told
         assert len(told) < 1200
@@ -183,7 +184,7 @@ def test_the_command_runs_as_a_sidecar_with_both_spellings_and_the_environment(
         "--bind=:0",
         "--advertise_host=trainer.example",
         "--heartbeat_interval_ms=50",
-        "--connect_timeout_ms=500",
+        "--connect_timeout_ms=20000",
         "--quorum_retries=1",
         "--log_level=warning",
         TORCHFT_LIGHTHOUSE=f"http://{lighthouse.address}",
@@ -196,7 +197,7 @@ def test_the_command_runs_as_a_sidecar_with_both_spellings_and_the_environment(
         assert result.replica_ids[0].startswith("from the environment:")
         assert manager.errors() == ""
         with line_to(lighthouse.address) as line:
-            default = line.quorum("a:1", timeout_s=5).result()
+            default = line.quorum("a:1", timeout_s=20).result()
             assert members(default) == ["a:1"], "the manager's group is in a job of its own"
             line.leave("a:1")
 

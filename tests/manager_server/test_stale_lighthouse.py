@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from bounds import Late
 from running import lighthouse_process, manager_process
 
 from torchft_svc.coordination import ManagerClient
@@ -115,6 +116,7 @@ def test_a_public_lighthouse_in_a_list_takes_over_from_a_dead_one() -> None:
         manager_process(f"{ours.address},{public}") as manager,
         ManagerClient(manager.address, LONG) as client,
     ):
-        assert ask(client, 0) > 2
+        if ask(client, 0) <= 2:
+            raise Late("ours did not answer in time, so the manager went on to the other one")
         ours.kill()
         assert ask(client, 1) == 1

@@ -46,7 +46,7 @@ def test_a_flood_of_deaths_takes_few_lines_and_is_counted() -> None:
                 for replica_id in ids:
                     line.beat(replica_id)
                 leaves = [pb.LighthouseLeaveRequest(replica_id=each) for each in ids]
-                calls = [line.call("LighthouseService/Leave", each, 5, None) for each in leaves]
+                calls = [line.call("LighthouseService/Leave", each, 20, None) for each in leaves]
                 for call in calls:
                     call.result()
         assert lighthouse.end()[0] == 0
