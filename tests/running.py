@@ -30,7 +30,7 @@ from torchft_svc.rpc.security import PLAIN, Security
 ROOT = Path(__file__).parents[1]
 START_S = 30.0
 END_S = 20.0
-ASK_S = 20.0
+CALL_S = 20.0
 _LINES = {
     "lighthouse_server": "lighthouse listening on ",
     "manager_server": "manager listening on ",
@@ -231,24 +231,24 @@ class Line:
     def beat(self, replica_id: str, job: str | None = None) -> Any:
         """A heartbeat, answered."""
         request = pb.LighthouseHeartbeatRequest(replica_id=replica_id)
-        return self.call("LighthouseService/Heartbeat", request, 5.0, job).result()
+        return self.call("LighthouseService/Heartbeat", request, CALL_S, job).result()
 
     def leave(self, replica_id: str, reason: str = "", job: str | None = None) -> None:
         request = pb.LighthouseLeaveRequest(replica_id=replica_id, reason=reason)
-        self.call("LighthouseService/Leave", request, 5.0, job).result()
+        self.call("LighthouseService/Leave", request, CALL_S, job).result()
 
     def askers(self, job: str = "default") -> set[str]:
         """The groups whose question waits at a lighthouse, also those whose name is taken."""
         request = pb.LighthouseStatusRequest()
-        jobs = self.call("LighthouseService/Status", request, 5.0, None).result().jobs
+        jobs = self.call("LighthouseService/Status", request, CALL_S, None).result().jobs
         groups = [group for told in jobs if told.job == job for group in told.groups]
         return {group.replica_id for group in groups if group.asking}
 
     def await_askers(self, *replica_ids: str, job: str = "default") -> None:
         """Return when these groups ask, and no others: two calls may overtake each other."""
         wanted = set(replica_ids)
-        what = f"not within {ASK_S} s: a lighthouse at which {wanted} ask"
-        eventually(lambda: self.askers(job) == wanted, ASK_S, what)
+        what = f"not within {CALL_S} s: a lighthouse at which {wanted} ask"
+        eventually(lambda: self.askers(job) == wanted, CALL_S, what)
 
     def ask_manager(self, timeout_s: float = 10.0, **fields: Any) -> Any:
         """Ask a manager as one of its workers."""
@@ -262,7 +262,7 @@ class Line:
     def flush(self) -> None:
         """Return when a manager has heard all that this line has asked before."""
         request = pb.CheckpointAddressRequest(rank=0)
-        self.call("ManagerService/CheckpointAddress", request, 5.0, None).exception()
+        self.call("ManagerService/CheckpointAddress", request, CALL_S, None).exception()
 
     def close(self) -> None:
         self.channel.close()

@@ -12,7 +12,7 @@ from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.lighthouse_server.driver import ID_STRIDE, LighthouseDriver
 from torchft_svc.proto import torchft_pb2 as pb
 
-ROUND_S = 5.0
+ROUND_S = 20.0
 DAY_S = 86_400.0
 BEFORE_ALL_IDS = 1_000_000.0  # 1970
 

@@ -59,7 +59,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 def health(process: Process, name: str) -> int:
     with line_to(process.address) as line:
         stub = health_pb2_grpc.HealthStub(line.channel)
-        return int(stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status)
+        return int(stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=20).status)
 
 
 def leads(process: Process) -> bool:

@@ -25,10 +25,10 @@ def test_health_is_told_for_the_server_and_the_service() -> None:
     ):
         stub = health_pb2_grpc.HealthStub(line.channel)
         for name in ("", "torchft.LighthouseService"):
-            answer = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=20)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Check(health_pb2.HealthCheckRequest(service="torchft.Nonsense"), timeout=5)
+            stub.Check(health_pb2.HealthCheckRequest(service="torchft.Nonsense"), timeout=20)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -44,7 +44,7 @@ def test_reflection_lists_the_service_and_describes_it() -> None:
                 file_containing_symbol="torchft.LighthouseService"
             ),
         ]
-        listed, described = stub.ServerReflectionInfo(iter(questions), timeout=5)
+        listed, described = stub.ServerReflectionInfo(iter(questions), timeout=20)
     names = {service.name for service in listed.list_services_response.service}
     assert {"torchft.LighthouseService", "grpc.health.v1.Health"} <= names
     assert b"LighthouseQuorumRequest" in described.file_descriptor_response.file_descriptor_proto[0]
