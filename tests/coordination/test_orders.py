@@ -160,7 +160,7 @@ def test_a_loss_is_accepted_once(lighthouse: LighthouseServer, operator: Lightho
             operator.accept_loss()
         line.leave("a:1")
         waiting = line.quorum("b:1", step=5)
-        line.beat("b:1")  # the request before it has arrived
+        line.await_askers("b:1")
         assert operator.accept_loss() == 7
         assert members(waiting.result()) == ["b:1"]
         with pytest.raises(RequestRefused, match="no loss to accept: no group asks"):
