@@ -22,7 +22,9 @@ from demo.events import Event, EventTail, Exited, Killed, Started
 from demo.orphans import MARK, die_with_parent, end_leftovers
 
 _LIGHTHOUSE_START_S = 20.0
-_LEFTOVER_GRACE_S = 2.0
+# What has to end by itself gets so long: a machine that is busy may stand still for a moment.
+_LEFTOVER_GRACE_S = 5.0
+_LIGHTHOUSE_END_S = 5.0
 
 # Arguments of the trainer for (group, incarnation, event file).
 TrainerCommand = Callable[[int, int, Path], Sequence[str]]
@@ -192,7 +194,7 @@ class Cluster:
                 _kill_session(life.process)
         if self._lighthouse is not None:
             self._lighthouse.terminate()
-            if not _ended(self._lighthouse, max(deadline, time.monotonic() + 1.0)):
+            if not _ended(self._lighthouse, max(deadline, time.monotonic() + _LIGHTHOUSE_END_S)):
                 forced.append("lighthouse")
                 _kill_session(self._lighthouse)
             _output_of(self._lighthouse).close()

@@ -51,7 +51,6 @@ def _demo_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left over on purpose is not waited for."""
     monkeypatch.setattr(cluster_module, "_LEFTOVER_GRACE_S", SHORT_GRACE_S)
-    monkeypatch.setattr(director, "_LEAVE_GRACE_S", SHORT_GRACE_S)
 
 
 @pytest.fixture
@@ -224,8 +223,10 @@ class TestDirector:
         assert missed(run) == ["no process was left over"]
         assert len(run.leftovers) == 2
 
-    @pytest.mark.usefixtures("short_grace")
-    def test_a_trainer_that_does_not_leave_is_found(self, tmp_path: Path) -> None:
+    def test_a_trainer_that_does_not_leave_is_found(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(director, "_LEAVE_GRACE_S", SHORT_GRACE_S)
         run, _ = direct(tmp_path, "deaf", num_kills=0, min_kills=0)
         assert missed(run) == ["no process was left over"]
         assert run.leftovers == [
