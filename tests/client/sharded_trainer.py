@@ -25,6 +25,8 @@ from torch.distributed.tensor.parallel import (
 from torchft_svc.client import (
     Manager,
     OptimizerWrapper,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
     ft_init_device_mesh,
     replicate_across_groups,
     sharded_state_dict,
@@ -32,6 +34,7 @@ from torchft_svc.client import (
 
 WIDTH = 16
 TENSOR_PARALLEL = 2
+TIMEOUT = timedelta(seconds=20)
 
 
 class Block(nn.Module):
@@ -46,22 +49,22 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def build(model: nn.Module, manager: Manager, layout: str) -> None:
-    """Shard ``model``, and replicate it across the groups."""
+def build(model: nn.Module, manager: Manager, layout: str, device: str) -> None:
+    """Shard ``model`` over devices of this type, and replicate it across the groups."""
     workers = dist.get_world_size()
     if layout == "hsdp":
         mesh = ft_init_device_mesh(
-            device_type="cpu",
+            device_type=device,
             mesh_shape=(2, workers),
             mesh_dim_names=("replicate", "shard"),
             replicate_dim=0,
             manager=manager,
         )
     elif layout == "fsdp":
-        mesh = init_device_mesh("cpu", (workers,), mesh_dim_names=("shard",))
+        mesh = init_device_mesh(device, (workers,), mesh_dim_names=("shard",))
     else:
         shape = (workers // TENSOR_PARALLEL, TENSOR_PARALLEL)
-        both = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tp"))
+        both = init_device_mesh(device, shape, mesh_dim_names=("shard", "tp"))
         split_tensors(model, both["tp"])
         mesh = both["shard"]
     half = MixedPrecisionPolicy(
@@ -100,7 +103,7 @@ def fingerprint(state: Any) -> str:
         if isinstance(value, DTensor):
             value = value._local_tensor
         if isinstance(value, torch.Tensor):
-            digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         elif isinstance(value, dict):
             for key in sorted(value, key=str):
                 digest.update(str(key).encode())
@@ -115,16 +118,23 @@ def fingerprint(state: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def run(layout: str, file: Path) -> None:
+def run(layout: str, file: Path, device: str) -> None:
     """Train until this process is ended.
 
-    ``layout``: ``fsdp``, ``hsdp`` or ``fsdp+tp``. Appends to ``file`` one JSON object for every
+    ``layout``: ``fsdp``, ``hsdp`` or ``fsdp+tp``. ``device``: ``cpu`` (gloo) or ``cuda`` (NCCL, and
+    all workers of all groups are on one device). Appends to ``file`` one JSON object for every
     committed step, with a hash of this worker's part of the weights and of the optimizer's state.
     """
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    on_gpu = device == "cuda"
+    if on_gpu:
+        # NCCL refuses two workers on one device of one host, so each names a host of its own.
+        os.environ["NCCL_HOSTID"] = f"{os.environ['REPLICA_GROUP_ID']}-{os.environ['RANK']}"
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+        torch.cuda.set_device(0)
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT)
     # Every group begins with weights of its own, in which its workers agree.
     torch.manual_seed(zlib.crc32(os.environ["REPLICA_GROUP_ID"].encode()))
-    model = nn.Sequential(nn.Linear(4, WIDTH), Block(), Block(), nn.Linear(WIDTH, 1))
+    model = nn.Sequential(nn.Linear(4, WIDTH), Block(), Block(), nn.Linear(WIDTH, 1)).to(device)
 
     def save() -> dict[str, Any]:
         return {"model": sharded_state_dict(model), "adam": adam.state_dict()}
@@ -134,13 +144,14 @@ def run(layout: str, file: Path) -> None:
         adam.load_state_dict(state["adam"])
 
     manager = Manager(
+        pg=ProcessGroupNCCL(TIMEOUT) if on_gpu else ProcessGroupGloo(TIMEOUT),
         state_dict=save,
         load_state_dict=load,
         hostname="127.0.0.1",
-        timeout=timedelta(seconds=20),
+        timeout=TIMEOUT,
         quorum_timeout=timedelta(seconds=40),
     )
-    build(model, manager, layout)
+    build(model, manager, layout, device)
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
     optimizer = OptimizerWrapper(manager, adam)
     rank = dist.get_rank()
@@ -152,7 +163,8 @@ def run(layout: str, file: Path) -> None:
         for part in range(2):  # two microbatches
             model.set_requires_gradient_sync(part == 1)  # type: ignore[operator]
             seed = 1000 * step + 100 * group + 10 * data_rank + part
-            inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(seed))
+            dice = torch.Generator().manual_seed(seed)
+            inputs = torch.randn(32, 4, generator=dice).to(device)
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean() / 2
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -49,6 +49,7 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
 
     A work's ``wait()`` holds up the current stream, as torch's does; ``wait(timeout)`` holds up the
     caller until the operation is over on the device, and raises if it is not in time or has failed.
+    **Not yet run on a GPU in this form**: see docs/benchmarks.md, "On a GPU".
 
     Args:
         timeout: the longest time for a collective, and for connecting.
