@@ -115,6 +115,7 @@ def test_a_truncated_message_is_refused_with_one_sentence(
     code, reason = raw_call(line, method(process, "Quorum"), body)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert reason == "the request is not a message of torchft.proto"
+    assert f"refused '{method(process, 'Quorum')}' from ipv4:127.0.0.1:" in process.errors()
 
 
 def test_an_oversized_message_is_refused(service: tuple[Process, Line]) -> None:
@@ -128,6 +129,7 @@ def test_an_unknown_method_is_refused(service: tuple[Process, Line]) -> None:
     process, line = service
     code, _ = raw_call(line, method(process, "Nonsense"), b"")
     assert code is grpc.StatusCode.UNIMPLEMENTED
+    assert "refused 'an unknown method' from a caller: there is no " in process.errors()
 
 
 @pytest.mark.parametrize(

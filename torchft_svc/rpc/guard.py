@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 
+from torchft_svc.rpc.refusals import Refusals
 from torchft_svc.rpc.security import TOKEN_KEY, Security
-
-log = logging.getLogger(__name__)
 
 # Probes of load balancers and Kubernetes carry no metadata, and learn nothing but "serving".
 OPEN_TO_ALL = "/grpc.health.v1.Health/"
-# A peer that keeps trying is told each time, and logged this often.
-LOG_AGAIN_S = 60.0
-# Peers whose last line is remembered; with more, the one that was logged longest ago is forgotten.
-MAX_LOGGED_PEERS = 1000
 
 Details = grpc.HandlerCallDetails
 
@@ -26,9 +19,9 @@ Details = grpc.HandlerCallDetails
 class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
     """Refuses a call before its request is read. To be used on one event loop."""
 
-    def __init__(self, security: Security) -> None:
+    def __init__(self, security: Security, refusals: Refusals) -> None:
         self._security = security
-        self._logged_at: dict[str, float] = {}
+        self._refusals = refusals
 
     async def intercept_service(
         self, continuation: Callable[[Details], Awaitable[Any]], handler_call_details: Details
@@ -44,24 +37,8 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
 
     def _refusing(self, method: str, reason: str) -> Any:
         async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            self._log(context.peer(), method, reason)
+            self._refusals.tell(context.peer(), method, reason)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
 
         # A stream's handler begins before any message has come; on the wire all kinds are the same.
         return grpc.stream_stream_rpc_method_handler(refuse)
-
-    def _log(self, peer: str, method: str, reason: str) -> None:
-        host, now = peer.rpartition(":")[0], time.monotonic()
-        if now - self._logged_at.get(host, -LOG_AGAIN_S) < LOG_AGAIN_S:
-            return
-        self._logged_at.pop(host, None)  # so that the order is that of the lines
-        self._logged_at[host] = now
-        if len(self._logged_at) > MAX_LOGGED_PEERS:
-            del self._logged_at[next(iter(self._logged_at))]
-        log.warning(
-            "refused %r from %s: %s (said at most every %g s)",
-            method[:100],
-            peer,
-            reason,
-            LOG_AGAIN_S,
-        )

@@ -21,6 +21,7 @@ from torchft_svc.rpc.channel import KEEPALIVE_MS, keepalive
 from torchft_svc.rpc.guard import TokenGuard
 from torchft_svc.rpc.health import ALWAYS_READY, HEALTH_NAME, Health, Readiness
 from torchft_svc.rpc.parsing import parser, refusing_garbage, refusing_garbage_in_stream
+from torchft_svc.rpc.refusals import Refusals
 from torchft_svc.rpc.security import PLAIN, Security
 from torchft_svc.rpc.status import Handler, answering_errors
 
@@ -88,7 +89,7 @@ class Service:
     def full_name(self) -> str:
         return f"torchft.{self.name}"
 
-    def generic_handler(self, calls: Calls) -> grpc.GenericRpcHandler[Any, Any]:
+    def generic_handler(self, calls: Calls, refusals: Refusals) -> grpc.GenericRpcHandler[Any, Any]:
         methods = torchft_pb2.DESCRIPTOR.services_by_name[self.name].methods_by_name
         missing = methods.keys() - self.handlers.keys() - self.streams.keys()
         assert not missing, f"no handler for {missing}"
@@ -100,7 +101,12 @@ class Service:
             self.full_name,
             {
                 method: make_handler(
-                    calls.known(answering_errors(self._if_ready(checked(handler)))),
+                    calls.known(
+                        answering_errors(
+                            self._if_ready(checked(handler)),
+                            _teller(refusals, f"/{self.full_name}/{method}"),
+                        )
+                    ),
                     request_deserializer=parser(
                         getattr(torchft_pb2, methods[method].input_type.name)
                     ),
@@ -123,6 +129,21 @@ def _as_is(answer: bytes) -> bytes:
     return answer
 
 
+def _teller(refusals: Refusals, method: str) -> Callable[[str, str], None]:
+    return lambda peer, reason: refusals.tell(peer, method, reason)
+
+
+class _Unknown(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
+    """Asked last, for a method that nobody else has: gRPC refuses it without a word in the log."""
+
+    def __init__(self, refusals: Refusals) -> None:
+        self._refusals = refusals
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> None:
+        name = str(handler_call_details.method)[:100]
+        self._refusals.tell("a caller", "an unknown method", f"there is no {name!r} here")
+
+
 @contextlib.asynccontextmanager
 async def serve(
     build: Callable[[HostPort], Service],
@@ -140,7 +161,8 @@ async def serve(
     """
     _check_bindable(bind)
     credentials = security.server_credentials()
-    guards = () if security.token is None else (TokenGuard(security),)
+    refusals = Refusals()
+    guards = () if security.token is None else (TokenGuard(security, refusals),)
     if security.token is not None and credentials is None:
         log.warning("the token travels unencrypted: set TORCHFT_TLS_CERT and TORCHFT_TLS_KEY")
     options = (*_OPTIONS, *patience.options())
@@ -155,11 +177,12 @@ async def serve(
     bound = HostPort(bind.host, port)
     service = build(bound)
     calls = Calls()
-    server.add_generic_rpc_handlers((service.generic_handler(calls),))
+    server.add_generic_rpc_handlers((service.generic_handler(calls, refusals),))
     health = Health(service.full_name, service.readiness)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = (service.full_name, HEALTH_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
+    server.add_generic_rpc_handlers((_Unknown(refusals),))
     await server.start()
     try:
         yield bound

@@ -46,13 +46,18 @@ _BY_NAME = {
 Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[bytes | None]]
 
 
-def answering_errors(handler: Handler) -> Handler:
-    """Wrap an RPC's handler: errors become statuses, and only our own faults are logged."""
+def answering_errors(handler: Handler, on_refusal: Callable[[str, str], None]) -> Handler:
+    """Wrap an RPC's handler: errors become statuses; of them only our own faults are logged.
+
+    ``on_refusal`` hears who broke the protocol (gRPC's name for the peer), and how.
+    """
 
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
         try:
             return await handler(request, context)
         except TorchFTError as error:
+            if isinstance(error, RequestRefused):
+                on_refusal(context.peer(), str(error))
             await abort(context, error)
         except asyncio.CancelledError:
             raise
