@@ -20,6 +20,7 @@ from torchft_svc.client import HTTPTransport, PGTransport, ProcessGroupDummy, Pr
 from torchft_svc.client.process_groups import delegate
 from torchft_svc.client.process_groups import gloo as gloo_group
 from torchft_svc.client.process_groups.graveyard import Graveyard
+from torchft_svc.client.process_groups.stores import PrefixStore
 from torchft_svc.errors import ConfigError, DeadlineExceeded, QuorumFailed, Unreachable
 
 from .meeting_place import MeetingPlace
@@ -178,6 +179,28 @@ def test_news_of_a_loss_ends_the_wait_for_members(store: MeetingPlace) -> None:
         group.configure(store.place(1), "a", 0, 2, quorum_id=1)
     check("news of a loss", time.monotonic() - began_at, 1.0)
     news.join()
+
+
+def test_news_of_a_loss_ends_the_wait_for_a_connection(store: MeetingPlace) -> None:
+    """To one that was killed when all had met: gloo waits for it, and cannot be interrupted."""
+    group = ProcessGroupGloo(TIMEOUT)
+    PrefixStore("torchft/1/0", store.store).set("present/1", "1")
+
+    def is_connecting() -> bool:
+        return "gloo-connect" in {thread.name for thread in threading.enumerate()}
+
+    def tells() -> None:
+        eventually(is_connecting)
+        group.lose_member(1, "b is gone: killed")
+
+    news = threading.Thread(target=tells)
+    news.start()
+    with pytest.raises(QuorumFailed, match="b is gone: killed"):
+        group.configure(store.place(1), "a", 0, 2, quorum_id=1)
+    news.join()
+    group.configure(store.place(2), "a", 0, 1, quorum_id=2)
+    assert group.errored() is None
+    group.shutdown()
 
 
 def test_news_that_comes_before_the_wait_counts_too(store: MeetingPlace) -> None:

@@ -53,20 +53,15 @@ class DelegatingProcessGroup(ProcessGroup):
 
     @abc.abstractmethod
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
-        """Connect the members that have met in ``store``."""
+        """Connect the members that have met in ``store``; `_check_wanted` tells when to stop."""
 
     def _configure(self, members: Members) -> None:
         rank, world_size, quorum_id = members.rank, members.world_size, members.quorum_id
         self._leave_record()
         self.abort()
         timeout_s = self._timeout.total_seconds()
-
-        def check() -> None:
-            if self._stopped:
-                raise QuorumFailed("the process group was shut down")
-            if self._loss is not None and self._loss.quorum_id == quorum_id:
-                raise self._loss.error
-
+        self._wanted_quorum_id = quorum_id
+        check = self._check_wanted
         self._graveyard.make_room(timeout_s, check)
         try:
             store = meet(self._line, members.store_addr, rank, world_size, timeout_s, check)
@@ -89,6 +84,14 @@ class DelegatingProcessGroup(ProcessGroup):
         else:
             self._begin_record(members, backend.kind.name.lower())
         log.debug("process group of %d members as %d, quorum %s", world_size, rank, quorum_id)
+
+    def _check_wanted(self) -> None:
+        """Raise if the quorum that is being met need not be met any more."""
+        if self._stopped:
+            raise QuorumFailed("the process group was shut down")
+        loss = self._loss
+        if loss is not None and loss.quorum_id == self._wanted_quorum_id:
+            raise loss.error
 
     def abort(self) -> None:
         """See `ProcessGroup.abort`.

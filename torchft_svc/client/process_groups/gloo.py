@@ -8,12 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchft_svc.client.process_groups.attempt import Attempt
 from torchft_svc.client.process_groups.backend import WholeBackend
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.meeting import CONNECT_TIMEOUT_S
 from torchft_svc.client.process_groups.operations import HIDDEN_BY_GLOO
 from torchft_svc.client.process_groups.stores import Store
 
+# The thread that connects.
+_NAME = "gloo-connect"
 # Gloo's own wait for one of these ends when connecting would have to.
 _BETWEEN_TWO = frozenset({"recv", "recv_anysource", "send"})
 
@@ -29,9 +32,15 @@ class ProcessGroupGloo(DelegatingProcessGroup):
     _hidden = HIDDEN_BY_GLOO
 
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
-        # All members are there. One that dies now must not keep the others for a whole timeout.
+        # All members are there. One that hangs now must not keep the others for a whole timeout.
+        # Gloo waits so long for its address, and five times that for it to connect.
         connect_timeout = min(timedelta(seconds=CONNECT_TIMEOUT_S), self._timeout)
-        backend = dist.ProcessGroupGloo(store, rank, world_size, connect_timeout)
+
+        def connect() -> Any:
+            return dist.ProcessGroupGloo(store, rank, world_size, connect_timeout)
+
+        alone = world_size == 1
+        backend = connect() if alone else Attempt(connect, _NAME).result(self._check_wanted)
         backend._set_default_timeout(self._timeout)
         return _Link(backend, store, rank, world_size)
 

@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 from torchft_svc.client.deadlines import Timer
 from torchft_svc.client.process_groups.backend import WholeBackend
-from torchft_svc.client.process_groups.base import Members
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.device_work import DeviceWork
 from torchft_svc.client.process_groups.stores import Store
 from torchft_svc.env import set_default, switched_on
-from torchft_svc.errors import ConfigError, DeadlineExceeded, QuorumFailed
+from torchft_svc.errors import ConfigError, DeadlineExceeded
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +70,9 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         check_support("ProcessGroupNCCL", "ProcessGroupGloo")
         self._device = resolve_device(device)
         self._high_priority = high_priority
-        self._wanted_quorum_id: int | None = None
         self._timer = Timer("torchft-nccl-timer")
         self._endings: list[_Ending] = []
         set_default(*_GIVE_UP_CONNECTING)
-
-    def _configure(self, members: Members) -> None:
-        self._wanted_quorum_id = members.quorum_id
-        super()._configure(members)
 
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
         options = dist.ProcessGroupNCCL.Options(self._high_priority)
@@ -103,11 +97,7 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         limit_s = self._timeout.total_seconds()
         deadline = time.monotonic() + limit_s
         while not opening.is_over(_LOOK_S):
-            loss = self._loss
-            if self._stopped:
-                raise QuorumFailed("the process group was shut down")
-            if loss is not None and loss.quorum_id == self._wanted_quorum_id:
-                raise loss.error
+            self._check_wanted()
             if time.monotonic() > deadline:
                 raise DeadlineExceeded("connecting over NCCL", limit_s, "a member does not answer")
         if opening.error is not None:
