@@ -91,8 +91,9 @@ def _begin_phase(status: GroupStatus, event: PhaseBegan) -> None:
 
 
 def _commit(status: GroupStatus, event: Committed) -> str | None:
-    # Its last words may be read after its kill: it does not come back to life.
-    trains = event.participating and status.state not in ("killed", "gone")
+    # A life's last words may be read after its kill: that does not bring it back.
+    has_ended = status.state in ("killed", "gone") and event.incarnation <= status.incarnation
+    trains = event.participating and not has_ended
     came_back = trains and status.state != "training"
     if status.committed_at is not None and status.state == "training":
         status.step_times_s.append(event.at - status.committed_at)
