@@ -215,6 +215,8 @@ def test_torch_s_own_data_parallel_works_over_it() -> None:
             net = nn.Linear(2, 1, bias=False)
             nn.init.ones_(net.weight)
             group = ManagedProcessGroup(manager, averages_sums=True)
+            with pytest.raises(ConfigError, match="DistributedDataParallel needs init_sync=False"):
+                DistributedDataParallel(net, process_group=group)
             ddp = DistributedDataParallel(
                 net,
                 process_group=group,

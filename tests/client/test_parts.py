@@ -100,6 +100,19 @@ def test_a_future_that_ends_too_late_changes_nothing(timer: Timer) -> None:
     assert len(errors) == 1
 
 
+def test_i5_a_future_does_not_outlive_who_keeps_its_deadline() -> None:
+    timer = Timer("torchft-test-timer")
+    errors: list[Exception] = []
+    source: torch.futures.Future[int] = torch.futures.Future()
+    before = guard_future(source, -1, 60.0, errors.append, timer)
+    timer.close(DEADLINE_S)
+    after = guard_future(torch.futures.Future(), -2, 60.0, errors.append, timer)
+    assert (before.done(), after.done()) == (True, True)
+    assert (before.value(), after.value()) == (-1, -2)
+    source.set_result(3)
+    assert (before.value(), errors) == (-1, [])
+
+
 def test_a_future_that_ends_in_time_needs_no_timer(timer: Timer) -> None:
     errors: list[Exception] = []
     source: torch.futures.Future[int] = torch.futures.Future()

@@ -22,20 +22,31 @@ class Timer:
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition()
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._due: list[tuple[float, int, Callable[[], None], Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def call_at(self, when: float, action: Callable[[], None]) -> int:
-        """Call ``action`` at ``when`` (monotonic); the number cancels it."""
+    def call_at(
+        self,
+        when: float,
+        action: Callable[[], None],
+        at_close: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Call ``action`` at ``when`` (monotonic); the number cancels it.
+
+        ``at_close`` is called instead if the timer is closed before, or has been.
+        """
         with self._changed:
             number = next(self._numbers)
-            heapq.heappush(self._due, (when, number, action))
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            self._changed.notify()
+            if not self._closed:
+                heapq.heappush(self._due, (when, number, action, at_close))
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._thread.start()
+                self._changed.notify()
+                return number
+        at_close()
         return number
 
     def cancel(self, number: int) -> None:
@@ -49,8 +60,10 @@ class Timer:
         """Call nothing more; may be called twice."""
         with self._changed:
             self._closed = True
-            self._due = []
+            due, self._due = self._due, []
             self._changed.notify()
+        for _, _, _, at_close in due:
+            at_close()
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -65,7 +78,7 @@ class Timer:
                         None if left_s is None else min(left_s, threading.TIMEOUT_MAX)
                     )
                     continue
-                _, _, action = heapq.heappop(self._due)
+                _, _, action, _ = heapq.heappop(self._due)
             action()
 
 
@@ -76,7 +89,10 @@ def guard_future(
     on_error: Callable[[Exception], None],
     timer: Timer,
 ) -> torch.futures.Future[T]:
-    """A future that holds ``future``'s value, or ``default`` after its error or ``timeout_s``."""
+    """A future that holds ``future``'s value, or ``default`` after its error or ``timeout_s``.
+
+    If ``timer`` is closed before, it holds ``default`` at once: nobody would end it any more.
+    """
     guarded: torch.futures.Future[T] = torch.futures.Future()
     lock = threading.Lock()
     over = False
@@ -94,7 +110,10 @@ def guard_future(
     def expired() -> None:
         settle(default, DeadlineExceeded("a future", timeout_s))
 
-    number = timer.call_at(time.monotonic() + timeout_s, expired)
+    def abandoned() -> None:
+        settle(default, None)
+
+    number = timer.call_at(time.monotonic() + timeout_s, expired, abandoned)
 
     def finished(source: torch.futures.Future[T]) -> None:
         timer.cancel(number)

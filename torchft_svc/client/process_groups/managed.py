@@ -17,6 +17,12 @@ from torchft_svc.errors import ConfigError, RequestRefused
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
 
+# What torch's wrapper calls first if it is left to its defaults is refused with this, too.
+_ONLY_REDUCTIONS = (
+    "groups that come and go can be reduced over, and no more; torch's DistributedDataParallel "
+    "needs init_sync=False, broadcast_buffers=False and find_unused_parameters=True"
+)
+
 
 class ManagedProcessGroup(ProcessGroup):
     """Its members are the groups that contribute in the manager's step.
@@ -66,9 +72,7 @@ class ManagedProcessGroup(ProcessGroup):
         if name == "barrier":
             return CompletedWork()
         if name not in ("allreduce", "allreduce_coalesced"):
-            raise ConfigError(
-                "collective", name, "groups that come and go can be reduced over, and no more"
-            )
+            raise ConfigError("collective", name, _ONLY_REDUCTIONS)
         op = _operation(args, kwargs)
         tensors = result_of(name, args, kwargs)
         works = [
