@@ -3,6 +3,10 @@ stall of the machine fails no test, and examples are the same in every run."""
 
 from __future__ import annotations
 
+# Before all that imports gRPC, which else has handlers for forks that may end a child.
+import torchft_svc  # noqa: F401
+
+# isort: split
 import contextlib
 import gc
 import os

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -122,6 +123,7 @@ def groups(
 ) -> Iterator[dict[str, list[Worker]]]:
     """Groups that train together: the workers of each."""
     made: dict[str, list[Worker]] = {}
+    where = Path(tempfile.mkdtemp(dir=where))  # another attempt finds no lines of this one
     try:
         for name in names:
             port = steady_address().rpartition(":")[2]

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-from bounds import check
+from bounds import Late, check
 from running import Process, lighthouse_process, steady_address
 
 from chaos.bounds import LIGHTHOUSE_BACK_S
+from torchft_svc.errors import Unreachable
 
 from .training import DEADLINE_S, Trainer, assert_identical, together, trainers
 
@@ -100,7 +101,10 @@ def test_without_a_quorum_nothing_is_summed() -> None:
         lighthouse_process(*FLAGS) as lighthouse,
         trainers(lighthouse.address, 2, connect_timeout=timedelta(seconds=0.3)) as (a, b),
     ):
-        together(lambda: a.until(3), lambda: b.until(3))
+        try:
+            together(lambda: a.until(3), lambda: b.until(3))
+        except Unreachable as error:
+            raise Late("a stall was longer than the connect timeout") from error
         lighthouse.kill()
         began_at = time.monotonic()
         assert not a.step()

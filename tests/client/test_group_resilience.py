@@ -29,7 +29,7 @@ from .training import together
 
 # Nothing here may take longer, whatever fails.
 pytestmark = pytest.mark.timeout(60)
-TIMEOUT = timedelta(seconds=5)
+TIMEOUT = timedelta(seconds=20)
 # Of who waits for a group that does not answer.
 SHORT = timedelta(seconds=1)
 KINDS: dict[str, Callable[[], ProcessGroup]] = {

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from bounds import Late
 from running import eventually
 
 from torchft_svc.client import CheckpointTransport, HTTPTransport
@@ -302,16 +303,15 @@ def test_trap_a_slow_healing_peer_raises_a_timeout_in_the_healthy_sender(address
         a.steps(2)
         with Trainer(address, "b", 1, checkpoint_transport=transport) as b:
 
-            def healthy() -> list[bool]:
+            def healthy() -> bool:
                 first = a.meets(2)
-                assert a.manager.errored() is None
                 time.sleep(1.6)  # the newcomer takes longer than any timeout of this group
                 transport.may_receive.set()
-                return [first]
+                return first and a.manager.errored() is None
 
             committed, healed = together(healthy, b.step)
-            assert committed == [True]
-            assert healed
+            if not committed or not healed:  # so short a time may be over without a fault
+                raise Late(f"{committed} {healed}: {a.manager.errored()}, {b.manager.errored()}")
             assert_identical([a, b])
             train_on(a, b)
 
@@ -384,8 +384,12 @@ def test_healing_can_be_put_off(address: str) -> None:
                 return b.manager.current_step()
 
             def veteran() -> None:
-                while b.manager._runtime.membership.quorum is None:
+                has_met = False
+                while not has_met:  # once more would be to wait for the other one
                     a.manager.start_quorum(allow_heal=False)
+                    a.manager.wait_quorum()
+                    quorum = a.manager.last_quorum()
+                    has_met = quorum is not None and quorum.replica_world_size == 2
                     a.manager.should_commit()
 
             together(without_healing, veteran)

@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from bounds import check
+from bounds import Late, check, raises_in_time
 from running import eventually
 
 from torchft_svc.client import HTTPTransport, PGTransport, ProcessGroupDummy, ProcessGroupGloo
@@ -21,12 +21,18 @@ from torchft_svc.client.process_groups import delegate
 from torchft_svc.client.process_groups import gloo as gloo_group
 from torchft_svc.client.process_groups.graveyard import Graveyard
 from torchft_svc.client.process_groups.stores import PrefixStore
-from torchft_svc.errors import ConfigError, DeadlineExceeded, QuorumFailed, Unreachable
+from torchft_svc.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    PeerError,
+    QuorumFailed,
+    Unreachable,
+)
 
 from .meeting_place import MeetingPlace
 from .training import together
 
-TIMEOUT = timedelta(seconds=5)
+TIMEOUT = timedelta(seconds=20)
 
 
 @pytest.fixture
@@ -166,7 +172,7 @@ def test_a_launch_that_fails_leaves_nothing_to_wait_for(
 
 def test_a_member_that_does_not_come_is_named(store: MeetingPlace) -> None:
     group = ProcessGroupGloo(timedelta(milliseconds=200))
-    with pytest.raises(DeadlineExceeded, match=r"0\.2 s: replica rank 1 did not come"):
+    with raises_in_time(PeerError, r"0\.2 s: replica rank 1 did not come"):
         group.configure(store.place(1), "a", 0, 2, quorum_id=1)
 
 
@@ -219,8 +225,12 @@ def test_a_lost_member_gets_a_moment_for_what_it_has_sent(
     a, b, _ = gloo
     store.configure(a, b)
     a.lose_member(store.quorum_id, "b is gone: it has left")
-    assert a.errored() is None
-    assert together(lambda: total(a, 1), lambda: total(b, 2)) == [3, 3]
+    if a.errored() is not None:
+        raise Late("the moment was over at once")
+    try:
+        assert together(lambda: total(a, 1), lambda: total(b, 2)) == [3, 3]
+    except (RuntimeError, QuorumFailed) as error:
+        raise Late("the moment was over") from error
     eventually(lambda: a.errored() is not None)
     assert "b is gone" in str(a.errored())
 
@@ -336,6 +346,6 @@ def test_the_connection_to_the_store_is_kept(
 
 def test_a_connection_that_broke_is_not_kept(store: MeetingPlace) -> None:
     group = ProcessGroupGloo(timedelta(milliseconds=100))
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(PeerError):
         group.configure(store.place(1), "a", 0, 2, quorum_id=1)
     assert group._line._store is None

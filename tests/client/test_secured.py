@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from bounds import check
+from bounds import Late, check
 from papers import TOKEN, Papers, papers, variables
 from running import eventually, steady_address
 
@@ -118,7 +118,8 @@ def test_a_trainer_with_a_wrong_certificate_is_told_what_to_set(
 def test_a_plain_trainer_is_told_within_the_connect_timeout(address: str) -> None:
     error = complaint(address, PLAIN, connect_timeout=timedelta(seconds=1))
     assert isinstance(error, Unreachable)
-    assert "it may want TLS" in str(error)
+    if "it may want TLS" not in str(error):
+        raise Late(str(error))
 
 
 def test_a_trainer_that_trains_goes_on_when_its_lighthouse_is_as_it_was(
@@ -126,13 +127,13 @@ def test_a_trainer_that_trains_goes_on_when_its_lighthouse_is_as_it_was(
 ) -> None:
     """A lighthouse that came back with another token, by mistake, costs steps and no trainer."""
     address = steady_address()
-    with LighthouseServer(address, 1, security=known) as first:
-        soon = timedelta(seconds=2)
-        options = {"timeout": soon, "quorum_timeout": soon}
-        with Trainer(first.address(), "a", 0, security=known, **options) as a:
-            assert a.step()
-            first.shutdown()
-            with LighthouseServer(address, 1, security=replace(known, token=OTHER_TOKEN)):
-                assert a.steps(3) == [False] * 3
-            with LighthouseServer(address, 1, security=known):
-                eventually(a.step, what="it never committed again")
+    with (
+        LighthouseServer(address, 1, security=known) as first,
+        Trainer(first.address(), "a", 0, security=known) as a,
+    ):
+        assert a.step()
+        first.shutdown()
+        with LighthouseServer(address, 1, security=replace(known, token=OTHER_TOKEN)):
+            assert a.steps(3) == [False] * 3
+        with LighthouseServer(address, 1, security=known):
+            eventually(a.step, what="it never committed again")

@@ -83,7 +83,7 @@ def test_a_head_is_understood_or_refused(chance: random.Random) -> None:
         far.sendall(raw)
         far.shutdown(socket.SHUT_WR)
         try:
-            head = Wire(near, PATIENCE_S).read_head()
+            head = Wire(near, DEADLINE_S).read_head()
             if head is not None:
                 with contextlib.suppress(BadHead):
                     assert head.length >= 0
@@ -173,7 +173,7 @@ def liar(truth: tuple[str, dict[str, bytes]]) -> Iterator[Liar]:
 
 
 def test_the_truth_is_believed(liar: Liar) -> None:
-    assert torch.equal(fetch(liar)["w"], state()["w"])
+    assert torch.equal(fetch(liar, DEADLINE_S)["w"], state()["w"])
 
 
 @FEWER
@@ -199,8 +199,8 @@ def test_a_lie_is_found_out(
     assert sentence.isprintable(), sentence
 
 
-def fetch(liar: Liar) -> Any:
-    return Fetch(Order(liar.url, STEP, PATIENCE_S, num_connections=1)).run()
+def fetch(liar: Liar, patience_s: float = PATIENCE_S) -> Any:
+    return Fetch(Order(liar.url, STEP, patience_s, num_connections=1)).run()
 
 
 def head_lie(said: bytes, chance: random.Random) -> bytes:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from bounds import Late
 from warm import Warm
 
 from torchft_svc.client.checkpointing import HTTPTransport, feed, served
@@ -142,7 +143,10 @@ def test_an_extra_source_keeps_nothing_for_long_for_who_did_not_come(
     first, extra = site.add(), site.add()
     for source in (first, extra):
         source.disallow_checkpoint()
-    assert [source.copied_bytes for source in site.sources] == [NUM_BYTES, NUM_BYTES]
+    copied = [first.copied_bytes, extra.copied_bytes]
+    if copied == [NUM_BYTES, 0]:
+        raise Late("it has let go already")
+    assert copied == [NUM_BYTES, NUM_BYTES]
     until(lambda: extra.copied_bytes == 0)
     assert first.copied_bytes == NUM_BYTES
     site.heal()
