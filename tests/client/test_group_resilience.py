@@ -21,7 +21,7 @@ from torchft_svc.client import (
     ProcessGroupBabyGloo,
     ProcessGroupGloo,
 )
-from torchft_svc.errors import TorchFTError
+from torchft_svc.errors import QuorumFailed, TorchFTError
 from torchft_svc.testing import FakeProcessGroupWrapper
 
 from .meeting_place import MeetingPlace
@@ -160,3 +160,5 @@ def test_use_after_shutdown(place: MeetingPlace, groups: list[ProcessGroup]) -> 
     for group in groups:
         group.shutdown()
         assert fails(group, lambda group=group: total(group, 1))  # type: ignore[misc]
+        with pytest.raises(QuorumFailed, match="was shut down"):
+            place.configure(group)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed import HashStore, ReduceOp
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from torchft_svc.client import (
@@ -174,6 +175,40 @@ def test_a_mesh_with_a_managed_dimension() -> None:
             ft_init_device_mesh(**alone, **names, replicate_dim=1)
         with pytest.raises(ConfigError, match="there are 1 dimensions"):
             ft_init_device_mesh(**alone, mesh_dim_names=("a", "b"), replicate_dim=0)
+
+
+@pytest.mark.skipif(torch.__version__.startswith("2.7."), reason="its HSDP cannot work on CPUs")
+@pytest.mark.usefixtures("alone_in_torch")
+def test_fsdp_over_a_managed_dimension_averages_over_the_groups() -> None:
+    with lighthouse(min_replicas=2) as address:
+        managers = [manager_of(address, name) for name in ("a", "b")]
+        nets = [nn.Linear(2, 1, bias=False) for _ in managers]
+        for manager, net in zip(managers, nets, strict=True):
+            mesh = ft_init_device_mesh(
+                device_type="cpu",
+                mesh_shape=(2, 1),
+                mesh_dim_names=("replicate", "shard"),
+                replicate_dim=0,
+                manager=manager,
+            )
+            fully_shard(net, mesh=mesh)
+
+        def gradient(index: int, values: tuple[float, float]) -> list[float]:
+            manager, net = managers[index], nets[index]
+            manager.start_quorum()
+            for number, value in enumerate(values):  # the first is kept back, the second sums up
+                net.set_requires_all_reduce(number == 1)  # type: ignore[operator]
+                net(torch.full((1, 2), value)).sum().backward()
+            assert manager.should_commit()
+            found: Any = net.weight.grad
+            return found.to_local().flatten().tolist()
+
+        try:
+            found = together(lambda: gradient(0, (1.0, 2.0)), lambda: gradient(1, (3.0, 4.0)))
+        finally:
+            for manager in managers:
+                manager.shutdown()
+    assert found == [[5.0, 5.0]] * 2
 
 
 def test_a_manager_in_the_shape_of_a_group() -> None:

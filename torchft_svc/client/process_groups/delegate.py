@@ -62,6 +62,7 @@ class DelegatingProcessGroup(ProcessGroup):
         timeout_s = self._timeout.total_seconds()
         self._wanted_quorum_id = quorum_id
         check = self._check_wanted
+        check()
         self._graveyard.make_room(timeout_s, check)
         try:
             store = meet(self._line, members.store_addr, rank, world_size, timeout_s, check)
