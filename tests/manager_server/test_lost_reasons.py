@@ -1,0 +1,95 @@
+"""Tests that a manager learns why its session was refused, though gRPC loses the reason at times.
+
+It does so if the refusal comes while the first message is on its way: a race inside gRPC, of which
+this channel makes a certainty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from grpc.aio import AioRpcError, Metadata
+
+from torchft_svc.errors import NotLeader, TorchFTError, Unreachable
+from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.line import Contact
+from torchft_svc.manager_server.session_line import MAX_OPENINGS, SessionLine
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.status import ERROR_KEY, LEADER_KEY
+from torchft_svc.rpc.tasks import Tasks
+
+CONFIG = ManagerConfig(
+    lighthouse_address="a:1", replica_name="g", group_world_size=1, store_address="b:1"
+)
+LOST = "Internal error from Core"
+REFUSAL = AioRpcError(
+    grpc.StatusCode.UNAVAILABLE,
+    Metadata(),
+    Metadata((ERROR_KEY, NotLeader.__name__), (LEADER_KEY, "c:1")),
+    details="another one leads",
+)
+
+
+class RefusingChannel:
+    """A lighthouse that does not lead; of the first ``num_lost`` refusals gRPC loses the reason."""
+
+    def __init__(self, num_lost: int) -> None:
+        self.num_lost = num_lost
+        self.num_opened = 0
+
+    def stream_stream(self, *_: Any, **__: Any) -> Any:
+        return self._open
+
+    def _open(self, **_: Any) -> RefusedStream:
+        self.num_opened += 1
+        is_lost = self.num_opened <= self.num_lost
+        internal = AioRpcError(grpc.StatusCode.INTERNAL, Metadata(), Metadata(), details=LOST)
+        return RefusedStream(internal if is_lost else REFUSAL)
+
+
+class RefusedStream:
+    def __init__(self, error: AioRpcError) -> None:
+        self._error = error
+
+    async def write(self, _: Any) -> None:
+        raise self._error
+
+    def cancel(self) -> None:
+        """It has ended already."""
+
+
+def failure_of(channel: Any) -> TorchFTError:
+    async def hold() -> TorchFTError:
+        async with Tasks() as tasks:
+            line = SessionLine(
+                CONFIG,
+                Contact("a:1", channel),
+                pb.SessionHello(replica_id="g:1"),
+                tasks,
+                lambda news: None,
+                pb.SessionBeat,
+            )
+            with pytest.raises(TorchFTError) as caught:
+                await line.hold(lambda: None)
+        return caught.value
+
+    return asyncio.run(hold())
+
+
+def test_it_is_asked_again_why() -> None:
+    channel = RefusingChannel(MAX_OPENINGS - 1)
+    error = failure_of(channel)
+    assert isinstance(error, NotLeader)
+    assert error.leader == "c:1"
+    assert channel.num_opened == MAX_OPENINGS
+
+
+def test_but_not_for_ever() -> None:
+    channel = RefusingChannel(1000)
+    error = failure_of(channel)
+    assert isinstance(error, Unreachable)
+    assert error.reason == "it ended the session"
+    assert channel.num_opened == MAX_OPENINGS
