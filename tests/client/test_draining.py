@@ -161,7 +161,7 @@ def test_preempted_groups_cost_nobody_a_step(tmp_path: Path) -> None:
     with (
         lighthouse(join_timeout_ms=JOIN_TIMEOUT_MS) as address,
         groups(address, tmp_path, "abc", 1) as made,
-        LighthouseClient(address, timedelta(seconds=5)) as operator,
+        LighthouseClient(address, timedelta(seconds=20)) as operator,
     ):
         (a,), (b,), (c,) = made.values()
         told_at = time.monotonic()

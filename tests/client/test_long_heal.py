@@ -41,7 +41,7 @@ def test_a_heal_that_is_longer_than_the_join_timeout_succeeds() -> None:
             heal_timeout_ms=int(DEADLINE_S * 1000),
         ) as server,
         Trainer(server.address(), "a", 0, quorum_timeout=timedelta(seconds=DEADLINE_S)) as a,
-        LighthouseClient(server.address(), timedelta(seconds=5)) as client,
+        LighthouseClient(server.address(), timedelta(seconds=20)) as client,
     ):
         a.steps(2)
         transport = Held()

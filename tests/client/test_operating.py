@@ -17,7 +17,7 @@ from .programs import DEADLINE_S, running
 from .training import lighthouse
 
 pytestmark = pytest.mark.processes
-CONNECT = timedelta(seconds=5)
+CONNECT = timedelta(seconds=20)
 
 
 def is_told(operator: LighthouseClient, name: str) -> bool:
