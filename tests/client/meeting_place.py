@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+
+from running import eventually
 from torch.distributed import TCPStore
 
 from torchft_svc.client import ProcessGroup
@@ -18,6 +21,11 @@ class MeetingPlace:
 
     def place(self, quorum_id: int) -> str:
         return f"localhost:{self.store.port}/torchft/{quorum_id}/0"
+
+    def end(self) -> None:
+        """End the store, and with it gloo's wait for members that will not come."""
+        del self.store
+        eventually(lambda: "gloo-connect" not in {each.name for each in threading.enumerate()})
 
     def configure(self, *groups: ProcessGroup) -> None:
         """A new quorum of ``groups``."""

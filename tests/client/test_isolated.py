@@ -16,10 +16,11 @@ from bounds import check
 from running import ROOT, environment, eventually, is_alive
 from warm import Warm
 
-from torchft_svc.client import ProcessGroupBabyGloo
+from torchft_svc.client import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
 from torchft_svc.client.process_groups.isolated.nursery import NURSERY
 from torchft_svc.client.process_groups.isolated.segments import HostSegment, Pool
 from torchft_svc.coordination import LighthouseClient
+from torchft_svc.errors import QuorumFailed
 
 from .meeting_place import MeetingPlace
 from .training import Trainer, assert_identical, in_step, lighthouse, together
@@ -72,6 +73,39 @@ def test_a_killed_process_is_an_error_that_says_so(
     assert "SIGKILL" in str(a.errored())
     place.configure(a, b)
     assert together(lambda: total(a, 1), lambda: total(b, 2)) == [3, 3]
+
+
+@pytest.mark.parametrize("where", ["in the meeting", "in gloo's connecting"])
+def test_nobody_waits_for_a_process_that_is_killed_while_it_meets_the_others(
+    place: MeetingPlace, pair: list[ProcessGroupBabyGloo], where: str
+) -> None:
+    a, b = pair[0], ProcessGroupGloo(TIMEOUT)
+    place.configure(a)  # so it has its process
+    assert a.pid is not None
+    os.kill(a.pid, signal.SIGSTOP)
+    number = place.quorum_id = place.quorum_id + 1
+    met = f"torchft/{number}/0/present"
+    if where != "in the meeting":
+        place.store.set(f"{met}/0", "1")
+
+    def fails(group: ProcessGroup, name: str, rank: int) -> str:
+        with pytest.raises(QuorumFailed) as failed:
+            group.configure(place.place(number), name, rank, 2, quorum_id=number)
+        return str(failed.value)
+
+    def kill() -> str:
+        assert a.pid is not None
+        eventually(lambda: place.store.check([f"{met}/1"]) and a._child and a._child.is_busy)
+        os.kill(a.pid, signal.SIGKILL)
+        return ""
+
+    began_at = time.monotonic()
+    said, heard, _ = together(lambda: fails(a, "a", 0), lambda: fails(b, "b", 1), kill)
+    check("a member that has failed", time.monotonic() - began_at, 3)
+    assert "was killed by SIGKILL" in said
+    assert heard == f"no quorum: a has failed: {said}"
+    b.shutdown()
+    place.end()
 
 
 def test_leaving_in_the_middle_kills_frees_and_starts_anew(

@@ -20,7 +20,6 @@ from torchft_svc.client import HTTPTransport, PGTransport, ProcessGroupDummy, Pr
 from torchft_svc.client.process_groups import delegate
 from torchft_svc.client.process_groups import gloo as gloo_group
 from torchft_svc.client.process_groups.graveyard import Graveyard
-from torchft_svc.client.process_groups.stores import PrefixStore
 from torchft_svc.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -190,7 +189,7 @@ def test_news_of_a_loss_ends_the_wait_for_members(store: MeetingPlace) -> None:
 def test_news_of_a_loss_ends_the_wait_for_a_connection(store: MeetingPlace) -> None:
     """To one that was killed when all had met: gloo waits for it, and cannot be interrupted."""
     group = ProcessGroupGloo(TIMEOUT)
-    PrefixStore("torchft/1/0", store.store).set("present/1", "1")
+    store.store.set("torchft/1/0/present/1", "1")
 
     def is_connecting() -> bool:
         return "gloo-connect" in {thread.name for thread in threading.enumerate()}
@@ -207,6 +206,7 @@ def test_news_of_a_loss_ends_the_wait_for_a_connection(store: MeetingPlace) -> N
     group.configure(store.place(2), "a", 0, 1, quorum_id=2)
     assert group.errored() is None
     group.shutdown()
+    store.end()
 
 
 def test_news_that_comes_before_the_wait_counts_too(store: MeetingPlace) -> None:

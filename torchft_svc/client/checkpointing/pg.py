@@ -29,6 +29,7 @@ from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.checkpointing.tree import DTYPES, BadTree, Json, decode, encode
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.shards import take_apart
+from torchft_svc.client.strays import start_stray
 from torchft_svc.core.durations import check_length
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, TorchFTError
 
@@ -230,7 +231,7 @@ def _wait_for(works: list[Any]) -> None:
             with contextlib.suppress(RuntimeError):
                 works.pop(0).wait(_LONGEST)
 
-    threading.Thread(target=run, name="torchft-sent", daemon=True).start()
+    start_stray(run, "torchft-sent")
 
 
 def _describe(state: Any) -> tuple[_Description, list[torch.Tensor]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
+
+from torchft_svc.client.strays import start_stray
 
 T = TypeVar("T")
 
@@ -22,7 +25,7 @@ class Attempt(Generic[T]):
         self._over = threading.Event()
         self._made: list[T] = []
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, args=(make,), name=name, daemon=True).start()
+        start_stray(functools.partial(self._run, make), name)
 
     def result(self, check: Callable[[], None]) -> T:
         """What ``make`` returns, or its error; ``check`` raises to give it up."""

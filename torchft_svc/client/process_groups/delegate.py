@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import itertools
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 from torchft_svc.client.process_groups.base import Members, ProcessGroup
+from torchft_svc.client.process_groups.failures import FailureWatch, announce
 from torchft_svc.client.process_groups.flight import Followed
 from torchft_svc.client.process_groups.graveyard import Graveyard
 from torchft_svc.client.process_groups.loss import Loss
-from torchft_svc.client.process_groups.meeting import StoreLine, meet
+from torchft_svc.client.process_groups.meeting import meet
 from torchft_svc.client.process_groups.sockets import BackendSockets
+from torchft_svc.client.process_groups.store_line import StoreLine
 from torchft_svc.client.process_groups.stores import Store
 from torchft_svc.errors import PeerError, QuorumFailed
 
@@ -49,6 +53,7 @@ class DelegatingProcessGroup(ProcessGroup):
         self._stopped = False
         self._graveyard = Graveyard()
         self._line = StoreLine()
+        self._failures: FailureWatch | None = None
         self._sockets = BackendSockets()
 
     @abc.abstractmethod
@@ -66,17 +71,19 @@ class DelegatingProcessGroup(ProcessGroup):
         self._graveyard.make_room(timeout_s, check)
         try:
             store = meet(self._line, members.store_addr, rank, world_size, timeout_s, check)
-            with self._sockets.noting():
+            with self._sockets.noting(), self._watching(members.store_addr):
                 backend = self._make_backend(store, rank, world_size)
         except PeerError:
             self._line.drop()
             raise
         except RuntimeError as error:  # torch's only class for what its backends meet
             self._line.drop()
-            raise QuorumFailed(
+            failure = QuorumFailed(
                 f"{members.replica_id} could not connect to the members of quorum {quorum_id}: "
                 f"{error}"
-            ) from error
+            )
+            announce(members, failure)
+            raise failure from error
         with self._lock:
             self._backend, self._rank, self._world_size = backend, rank, world_size
             self._quorum_id, self._error = quorum_id, None
@@ -93,6 +100,18 @@ class DelegatingProcessGroup(ProcessGroup):
         loss = self._loss
         if loss is not None and loss.quorum_id == self._wanted_quorum_id:
             raise loss.error
+        if self._failures is not None:
+            self._failures.check()
+
+    @contextlib.contextmanager
+    def _watching(self, store_addr: str) -> Iterator[None]:
+        """Inside this block, hear of members that fail as well."""
+        self._failures = watch = FailureWatch(store_addr)
+        try:
+            yield
+        finally:
+            self._failures = None
+            watch.close()
 
     def abort(self) -> None:
         """See `ProcessGroup.abort`.

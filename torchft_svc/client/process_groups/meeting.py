@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
+from torchft_svc.client.process_groups.failures import check_failures
+from torchft_svc.client.process_groups.store_line import StoreLine
 from torchft_svc.client.process_groups.stores import HashStore, PrefixStore, Store, TCPStore
-from torchft_svc.errors import DeadlineExceeded, Unreachable
-from torchft_svc.rpc.address import parse_address
+from torchft_svc.errors import DeadlineExceeded
 
 # A wait inside torch cannot be interrupted: nothing waits longer than this in one go.
 SLICE_S = 0.05
@@ -19,36 +18,6 @@ _FIRST_LOOK_S = 0.001
 _LAST_LOOK_S = 0.02
 _MAX_DOUBLINGS = 16  # more than lead to the last; a float ends at 1024
 _PRESENT = "1"
-# Connecting to what is there takes milliseconds; this is for a lost packet.
-CONNECT_TIMEOUT_S = 5.0
-
-
-class StoreLine:
-    """The connection to the store where the members met last.
-
-    Usually the next meeting is there, too. Connecting anew is not free: torch looks up the name of
-    the other end, and a slow name server makes that seconds.
-    """
-
-    def __init__(self) -> None:
-        self._address = ""
-        self._store: TCPStore | None = None
-
-    def to(self, address: str, timeout_s: float) -> TCPStore:
-        """The store at ``address``.
-
-        Raises:
-            Unreachable: nobody answers there.
-        """
-        if self._store is None or self._address != address:
-            self.drop()
-            self._store = _connect(address, timeout_s)
-            self._address = address
-        return self._store
-
-    def drop(self) -> None:
-        """Forget the connection, because it does not work."""
-        self._store = None
 
 
 def meet(
@@ -68,6 +37,7 @@ def meet(
     Raises:
         DeadlineExceeded: not all came within ``timeout_s``; the sentence names who is missing.
         Unreachable: nobody answers at the address.
+        QuorumFailed: a member that is missing says that it will not come.
     """
     if world_size == 1:
         return HashStore()
@@ -81,6 +51,7 @@ def meet(
             if store.check([_key(other)]):
                 break
             check()
+            check_failures(store)
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     "meeting the other groups", timeout_s, f"replica rank {other} did not come"
@@ -94,25 +65,6 @@ def meet(
 
 def _key(rank: int) -> str:
     return f"present/{rank}"
-
-
-def _connect(address: str, timeout_s: float) -> TCPStore:
-    """The store has been there since before the quorum: if it does not answer now, it is gone.
-
-    Torch's own connecting would try for all of its timeout, and could not be interrupted.
-    """
-    where = parse_address(address)
-    try:
-        socket.create_connection((where.host, where.port), CONNECT_TIMEOUT_S).close()
-        return TCPStore(
-            where.host,
-            where.port,
-            is_master=False,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
-    except (OSError, RuntimeError) as error:
-        raise Unreachable("store", address, str(error)) from error
 
 
 def _forget_earlier(store: TCPStore, prefix: str) -> None:

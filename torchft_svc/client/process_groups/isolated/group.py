@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchft_svc.client.process_groups.base import Members, ProcessGroup
+from torchft_svc.client.process_groups.failures import announce
 from torchft_svc.client.process_groups.flight import STARTED, Record
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
@@ -84,23 +85,13 @@ class IsolatedProcessGroup(ProcessGroup):
         self._leave_record()
         self.abort()
         self._check(members.quorum_id)
-        child = self._child = self._child or ChildProcess()
-        number = next(self._numbers)
-        over = threading.Event()
-        outcome: list[Exception | None] = []
-
-        def on_end(error: Exception | None) -> None:
-            outcome.append(error)
-            over.set()
-
-        child.send(Configure(number, members, self._timeout, self._backend), number, on_end)
         try:
-            self._await(over, self._timeout.total_seconds() + _ANSWER_GRACE_S, members.quorum_id)
-        except PeerError:
-            self._drop(child)
+            self._connect(members)
+        except PeerError as error:
+            child = self._child
+            if not self._stopped and (child is None or child.ended is not None):
+                announce(members, error)  # the process cannot
             raise
-        if outcome[0] is not None:
-            raise outcome[0]
         with self._lock:
             self._rank, self._world_size = members.rank, members.world_size
             self._quorum_id, self._error = members.quorum_id, None
@@ -171,6 +162,25 @@ class IsolatedProcessGroup(ProcessGroup):
         return self._child.pid if self._child else None
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _connect(self, members: Members) -> None:
+        child = self._child = self._child or ChildProcess()
+        number = next(self._numbers)
+        over = threading.Event()
+        outcome: list[Exception | None] = []
+
+        def on_end(error: Exception | None) -> None:
+            outcome.append(error)
+            over.set()
+
+        child.send(Configure(number, members, self._timeout, self._backend), number, on_end)
+        try:
+            self._await(over, self._timeout.total_seconds() + _ANSWER_GRACE_S, members.quorum_id)
+        except PeerError:
+            self._drop(child)
+            raise
+        if outcome[0] is not None:
+            raise outcome[0]
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
         with self._lock:

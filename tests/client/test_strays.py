@@ -1,0 +1,33 @@
+"""Tests what the end of a program does about threads that cannot be interrupted."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from torchft_svc.client import strays
+
+
+def test_the_end_waits_for_a_thread_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strays, "_END_S", 20)
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    def run() -> None:
+        may_end.wait()
+        has_ended.set()
+
+    strays.start_stray(run, "stray")
+    end = threading.Thread(target=strays._wait)
+    end.start()
+    may_end.set()
+    end.join()
+    assert has_ended.is_set()
+
+
+def test_the_end_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strays, "_END_S", 0.01)
+    may_end = threading.Event()
+    strays.start_stray(may_end.wait, "stray")
+    strays._wait()
+    may_end.set()

@@ -1,0 +1,77 @@
+"""Members that meet hear from a member that has failed, and will not be there, over their store."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+from torchft_svc.client.process_groups.base import Members
+from torchft_svc.client.process_groups.store_line import CONNECT_TIMEOUT_S, connect
+from torchft_svc.client.process_groups.stores import PrefixStore, Store
+from torchft_svc.client.strays import start_stray
+from torchft_svc.errors import PeerError, QuorumFailed, Unreachable
+
+_KEY = "failed"
+# A backend that connects takes milliseconds. Who waits for longer looks whether there is a reason.
+_PATIENCE_S = 0.25
+_LOOK_S = 0.1
+
+
+def announce(members: Members, error: PeerError) -> None:
+    """Tell the other ``members`` that this one has failed; on a thread: the store may be gone."""
+    if members.world_size == 1:
+        return
+
+    def tell() -> None:
+        with contextlib.suppress(Unreachable, RuntimeError):
+            _open(members.store_addr).set(_KEY, f"{members.replica_id} has failed: {error}")
+
+    start_stray(tell, "torchft-failure")
+
+
+def check_failures(store: Store) -> None:
+    """Raise `QuorumFailed` if a member of those that meet in ``store`` has failed."""
+    if store.check([_KEY]):
+        raise QuorumFailed(store.get(_KEY).decode(errors="replace"))
+
+
+class FailureWatch:
+    """Looks for failures while a backend connects, which may keep a connection to the store busy.
+
+    It has its own, on a thread of its own, once connecting has taken unusually long.
+    """
+
+    def __init__(self, store_addr: str) -> None:
+        self._store_addr = store_addr
+        self._begins_at = time.monotonic() + _PATIENCE_S
+        self._looks = False
+        self._closed = threading.Event()
+        self._error: QuorumFailed | None = None
+
+    def check(self) -> None:
+        """Raise `QuorumFailed` if a member has failed, as far as is known."""
+        if self._error is not None:
+            raise self._error
+        if not self._looks and time.monotonic() > self._begins_at:
+            self._looks = True
+            start_stray(self._run, "torchft-failures")
+
+    def close(self) -> None:
+        """Look no more; waits for nothing."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        with contextlib.suppress(Unreachable, RuntimeError):
+            store = _open(self._store_addr)
+            while not self._closed.wait(_LOOK_S):
+                try:
+                    check_failures(store)
+                except QuorumFailed as error:
+                    self._error = error
+                    return
+
+
+def _open(store_addr: str) -> Store:
+    address, _, prefix = store_addr.partition("/")
+    return PrefixStore(prefix, connect(address, CONNECT_TIMEOUT_S))
