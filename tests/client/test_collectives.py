@@ -26,7 +26,8 @@ from torchft_svc.testing import FakeProcessGroupWrapper
 from .meeting_place import MeetingPlace
 from .training import together
 
-TIMEOUT = timedelta(seconds=10)
+# The first isolated groups of all wait until torch is imported, on a machine that may be busy.
+TIMEOUT = timedelta(seconds=60)
 NUM_MEMBERS = 3
 KINDS: dict[str, Callable[[], ProcessGroup]] = {
     "gloo": lambda: ProcessGroupGloo(TIMEOUT),

@@ -28,8 +28,8 @@ from .meeting_place import MeetingPlace
 from .training import together
 
 # Nothing here may take longer, whatever fails.
-pytestmark = pytest.mark.timeout(60)
-TIMEOUT = timedelta(seconds=20)
+pytestmark = pytest.mark.timeout(100)
+TIMEOUT = timedelta(seconds=30)
 # Of who waits for a group that does not answer.
 SHORT = timedelta(seconds=1)
 KINDS: dict[str, Callable[[], ProcessGroup]] = {
