@@ -50,7 +50,7 @@ def test_a_fault_comes_where_it_was_asked_for(pair: list[FakeProcessGroupWrapper
     a.report_future_error(RuntimeError("not ended"))
     works = [group.allreduce([torch.ones(1)]) for group in (a, b)]
     with pytest.raises(RuntimeError, match="not ended"):
-        works[0].wait()
+        works[0].wait(timeout=TIMEOUT)
     assert works[1].wait()
     a.report_future_error(RuntimeError("not ended"))
     futures = [group.allreduce([torch.ones(1)]).get_future() for group in (a, b)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -56,13 +57,13 @@ class _FailingWork(dist.Work):
         self._work = work
         self._error = error
 
-    def wait(self, *args: Any) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the operation.
 
         Raises:
             Exception: the one that was asked for.
         """
-        self._work.wait(*args)
+        self._work.wait(timeout) if timeout else self._work.wait()
         raise self._error
 
     def is_completed(self) -> bool:

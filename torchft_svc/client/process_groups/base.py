@@ -213,6 +213,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         ``torch.distributed`` must be initialized. To torch, this worker is the group's only rank:
         where a rank of the group is meant, use ``group_src`` and ``group_dst``, not global ranks.
+        What knows global ranks only, ``batch_isend_irecv`` and a ``recv`` from anybody, refuses it.
 
         Raises:
             ConfigError: the name is taken, or ``torch.distributed`` is not initialized.
