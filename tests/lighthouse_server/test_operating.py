@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
 from running import Line, Process, command, lighthouse_process, line_to, members, steady_address
 
 from torchft_svc.core.overview import GroupStatus, JobStatus
+from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.lighthouse_server.table import MAX_ROWS, status_text
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.channel import MAX_CONNECTING_MS
+from torchft_svc.rpc.commands import ask
+from torchft_svc.rpc.security import PLAIN
 
 pytestmark = pytest.mark.processes
 
@@ -95,10 +102,25 @@ def test_a_group_that_is_not_there_or_cannot_be_told(lighthouse: Process, line: 
 
 def test_the_first_lighthouse_that_answers(lighthouse: Process) -> None:
     gone = steady_address()
-    status, _ = order("status", TORCHFT_LIGHTHOUSE=f"{gone},{lighthouse.address}")
-    assert status == 0
+    status, text = order("status", TORCHFT_LIGHTHOUSE=f"{gone},{lighthouse.address}")
+    assert status == 0, text
     status, text = order("status", f"--lighthouse={gone}")
     assert (status, text.count("cannot be reached"), text.count("\n")) == (1, 1, 0), text
+
+
+def test_a_lighthouse_that_is_busy_is_waited_for(lighthouse: Process) -> None:
+    """Longer than a party that tries again waits for its greeting."""
+    lighthouse.send(signal.SIGSTOP)
+    busy_s = 1.2 * MAX_CONNECTING_MS / 1000
+    goes_on = threading.Timer(busy_s, lighthouse.send, [signal.SIGCONT])
+    goes_on.start()
+    request = pb.LighthouseStatusRequest()
+    answer = pb.LighthouseStatusResponse
+    try:
+        told = ask("lighthouse", lighthouse.address, PLAIN, DEFAULT_JOB, request, answer)
+    finally:
+        goes_on.join()
+    assert isinstance(told, answer)
 
 
 def test_orders_need_the_token_that_is_set() -> None:

@@ -40,10 +40,10 @@ def keepalive(interval_ms: int = KEEPALIVE_MS) -> tuple[tuple[str, int], ...]:
     )
 
 
+# In spite of its name this is the deadline of an attempt, not a pause.
+_CONNECTING = "grpc.min_reconnect_backoff_ms"
 _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", MIN_RECONNECT_MS),
-    # In spite of its name this is the deadline of an attempt, not a pause.
-    ("grpc.min_reconnect_backoff_ms", MAX_CONNECTING_MS),
     ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_MS),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     # Two channels in one process must not share a connection, or one's failure is the other's.
@@ -54,14 +54,18 @@ _OPTIONS = (
 
 
 def open_channel(
-    address: str, security: Security = PLAIN, keepalive_ms: int = KEEPALIVE_MS
+    address: str,
+    security: Security = PLAIN,
+    keepalive_ms: int = KEEPALIVE_MS,
+    connecting_ms: int = MAX_CONNECTING_MS,
 ) -> grpc.Channel:
     """A blocking channel, for the trainer's side; connects when it is first used. A peer that is
-    silent for twice ``keepalive_ms`` is given up.
+    silent for twice ``keepalive_ms`` is given up, and an attempt to connect after
+    ``connecting_ms``.
 
     The calls over it have to carry ``security.metadata``.
     """
-    options = (*keepalive(keepalive_ms), *_OPTIONS)
+    options = (*keepalive(keepalive_ms), *_OPTIONS, (_CONNECTING, connecting_ms))
     target, credentials = parse_address(address).target, security.channel_credentials()
     if credentials is None:
         return grpc.insecure_channel(target, options=options)
@@ -72,7 +76,7 @@ def open_aio_channel(
     address: str, security: TlsFiles = PLAIN, keepalive_ms: int = KEEPALIVE_MS
 ) -> grpc.aio.Channel:
     """The same for the services' event loop."""
-    options = (*keepalive(keepalive_ms), *_OPTIONS)
+    options = (*keepalive(keepalive_ms), *_OPTIONS, (_CONNECTING, MAX_CONNECTING_MS))
     target, credentials = parse_address(address).target, security.channel_credentials()
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=options)

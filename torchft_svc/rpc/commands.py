@@ -85,7 +85,9 @@ def _ask_one(
 ) -> Answer:
     method = type(request).__name__.removeprefix("Lighthouse").removesuffix("Request")
     metadata = ((JOB_KEY, job), *security.metadata)
-    with open_channel(address, security) as channel:
+    # Nobody would try again: a peer that is busy may take all that time to greet.
+    connecting_ms = int(ASK_TIMEOUT_S * 1000)
+    with open_channel(address, security, connecting_ms=connecting_ms) as channel:
         call = channel.unary_unary(
             f"/torchft.{peer.capitalize()}Service/{method}",
             request_serializer=type(request).SerializeToString,
