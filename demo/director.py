@@ -21,7 +21,8 @@ _LOOK_EVERY_S = 0.02
 _LOOK_CLOSELY_EVERY_S = 0.001
 # So long may pass without any commit, the start of all processes included, before the run fails.
 _MAX_SILENCE_S = 120.0
-_LEAVE_GRACE_S = 10.0
+# On a machine that is busy with other work; who does not leave is told of.
+_LEAVE_GRACE_S = 30.0
 # After Ctrl-C everything is gone within two seconds.
 _AT_ONCE_GRACE_S = 1.2
 # A kill in the last seconds could not heal before the run is to end.
