@@ -68,8 +68,8 @@ class PGTransport(CheckpointTransport[Any]):
     Every state is copied before it is sent, so the healthy side goes on with its step at once; it
     needs that memory until the receiver has everything. There are no checksums, and no second
     source: use `HTTPTransport` unless the network of the group is much faster than TCP. Over
-    `ProcessGroupBabyGloo` a whole state has to arrive within that group's timeout: its process gives
-    up what nobody takes for so long, and the connection with it.
+    `ProcessGroupBabyGloo` a whole state has to arrive within that group's timeout: its process
+    gives up what nobody takes for so long, and the connection with it.
 
     Args:
         pg: the process group that the manager configures.
