@@ -16,6 +16,7 @@ from running import eventually, steady_address
 
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.errors import TorchFTError, Unauthorized, Unreachable
+from torchft_svc.manager_server.link import DISTRUST_PAUSE_S
 from torchft_svc.rpc.security import PLAIN, Security
 
 from .training import Trainer, assert_identical, together
@@ -134,6 +135,8 @@ def test_a_trainer_that_trains_goes_on_when_its_lighthouse_is_as_it_was(
         assert a.step()
         first.shutdown()
         with LighthouseServer(address, 1, security=replace(known, token=OTHER_TOKEN)):
+            began_at = time.monotonic()
             assert a.steps(3) == [False] * 3
+            assert time.monotonic() - began_at >= DISTRUST_PAUSE_S, "it would fill its log"
         with LighthouseServer(address, 1, security=known):
             eventually(a.step, what="it never committed again")

@@ -11,7 +11,14 @@ from collections.abc import Callable
 
 from torchft_svc.core.group_orders import AskLighthouse
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum
-from torchft_svc.errors import DeadlineExceeded, NotLeader, PeerError, QuorumFailed, Unreachable
+from torchft_svc.errors import (
+    DeadlineExceeded,
+    NotLeader,
+    PeerError,
+    QuorumFailed,
+    Unauthorized,
+    Unreachable,
+)
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.connection import Connection
 from torchft_svc.manager_server.line import Contact
@@ -23,6 +30,10 @@ from torchft_svc.rpc.route import Route
 from torchft_svc.rpc.tasks import Tasks
 
 log = logging.getLogger(__name__)
+
+# A group that has trained goes on trying when its lighthouse does not trust it any more, and its
+# workers begin another step as soon as they are told: they would compute, and log, for nothing.
+DISTRUST_PAUSE_S = 0.5
 
 
 class LighthouseLink:
@@ -161,6 +172,11 @@ class LighthouseLink:
                 return await self._ask_once(question, deadline)
             except (Unreachable, NotLeader) as error:
                 log.info("the lighthouse could not be asked: %s", error)
+            except Unauthorized:
+                if self._seen_quorum_id:
+                    left_s = max(0.0, deadline - time.monotonic())
+                    await asyncio.sleep(min(DISTRUST_PAUSE_S, left_s))
+                raise
             except QuorumFailed:
                 if not self._connection.better:
                     raise  # else it was withdrawn here, in order to ask a better one
