@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchft_svc.core import activity, assignment, membership, quorum
+from torchft_svc.core import activity, assignment, eviction, lighthouse, membership, quorum
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import AskLighthouse
 from torchft_svc.core.healing import Heal
@@ -243,16 +243,69 @@ def who_waits_hangs(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(activity, "HANGING_PHASES", frozenset(Phase))
 
 
+def who_waits_is_left_out(plant: pytest.MonkeyPatch) -> None:
+    """With the one that it waits for."""
+
+    def to_evict(members: Membership, hangs: Any, candidates: Any) -> list[str]:
+        if hangs.unheeded:
+            hangs.unheeded |= members._awaited
+        return eviction.to_evict(members, hangs, candidates)
+
+    plant.setattr(lighthouse, "to_evict", to_evict)
+
+
+def who_hangs_is_left_out_though_nobody_waits(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(eviction, "_waits", lambda members, hangs, replica_id: True)
+
+
+def nobody_is_left_out(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(lighthouse, "to_evict", lambda members, hangs, candidates: [])
+
+
+def who_is_left_out_does_not_hear_of_it(plant: pytest.MonkeyPatch) -> None:
+    real = lighthouse.ReportEviction
+    less = lambda *what: real(*what[:4], what[4][1:])  # noqa: E731
+    plant.setattr(lighthouse, "ReportEviction", less)
+
+
+def a_quorum_that_was_left_keeps_its_id(plant: pytest.MonkeyPatch) -> None:
+    real = Lighthouse._publish
+
+    def publish(self: Any, job: str, state: Any, formed: Any) -> Any:
+        state.spent_id = 0
+        return real(self, job, state, formed)
+
+    plant.setattr(Lighthouse, "_publish", publish)
+
+
+def who_was_left_out_stays_out(plant: pytest.MonkeyPatch) -> None:
+    """As newcomers do where a member wants none."""
+    real = quorum._candidates
+
+    def candidates(view: JobView) -> list[Member]:
+        return [each for each in real(view) if each.replica_id in view.previous] or real(view)
+
+    plant.setattr(quorum, "_candidates", candidates)
+
+
+def who_hangs_is_not_waited_for_again(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Membership, "recalled", lambda self: [])
+
+
+def who_was_waited_for_again_is_never_left_out(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(activity.HangWatch, "heed_again", lambda self, replica_ids: None)
+
+
 # Each with the first seed of the search: near the first one that finds it.
 PLANTS: dict[Plant, int] = {
     changed_list_keeps_its_id: 66,
-    discarded_step_keeps_the_id: 138,
+    discarded_step_keeps_the_id: 1276,
     seen_ids_are_ignored: 54,
     withdrawals_are_lost: 9,
     joining_is_ignored: 120,
     the_silent_never_die: 6,
     lost_steps_are_not_noticed: 1,
-    veterans_are_forgotten: 697,
+    veterans_are_forgotten: 1004,
     what_groups_tell_is_ignored: 2882,
     heal_from_the_wrong_source: 7,
     at_step_0_nobody_heals: 4,
@@ -272,6 +325,14 @@ PLANTS: dict[Plant, int] = {
     who_was_left_out_is_awaited: 321,
     who_heals_is_not_waited_for: 32,
     who_waits_hangs: 19,
+    who_waits_is_left_out: 2,
+    who_hangs_is_left_out_though_nobody_waits: 2,
+    nobody_is_left_out: 2,
+    who_is_left_out_does_not_hear_of_it: 2,
+    a_quorum_that_was_left_keeps_its_id: 168,
+    who_was_left_out_stays_out: 2,
+    who_hangs_is_not_waited_for_again: 401,
+    who_was_waited_for_again_is_never_left_out: 401,
 }
 
 

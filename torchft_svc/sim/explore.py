@@ -38,8 +38,9 @@ def shrink(fallen: Outcome, max_runs: int = MAX_SHRINKING_RUNS) -> Outcome:
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     """Half the groups, one group less; the faults without a half, a quarter, ..., one of them."""
+    fewest = max(scenario.config.min_replicas, scenario.trainer.min_replica_size)
     for num_groups in (scenario.num_groups // 2, scenario.num_groups - 1):
-        if max(scenario.num_jobs, scenario.config.min_replicas, 1) <= num_groups:
+        if scenario.num_jobs * fewest <= num_groups:
             yield dataclasses.replace(scenario, num_groups=num_groups)
     if scenario.num_jobs > 1:
         yield dataclasses.replace(scenario, num_jobs=1)

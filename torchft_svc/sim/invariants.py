@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchft_svc.core.assignment import Assignment
-from torchft_svc.core.lighthouse_orders import AnswerQuorum, ReportHang, ReportLoss
+from torchft_svc.core.lighthouse_orders import AnswerQuorum, ReportEviction, ReportHang, ReportLoss
 from torchft_svc.core.step import StepState
 from torchft_svc.core.types import Quorum
 from torchft_svc.sim.world import Process, World
@@ -55,17 +55,26 @@ class Ids:
     def __init__(self, is_clock_honest: bool) -> None:
         self._is_clock_honest = is_clock_honest
         self._last: dict[str, tuple[int, Places]] = {}
+        self._spent: dict[str, int] = {}
 
     def restarted(self) -> None:
         """If the clock went back, a new lighthouse may repeat an id that no asking group saw."""
         if not self._is_clock_honest:
             self._last.clear()
+            self._spent.clear()
+
+    def spent(self, out: ReportEviction) -> None:
+        """The members of this quorum are told to leave it: none may begin to meet in it now."""
+        self._spent[out.job] = out.quorum_id
 
     def published(self, job: str, quorum: Quorum) -> None:
         places = tuple(
             (each.replica_id, each.address, each.store_address) for each in quorum.participants
         )
         new_id = quorum.quorum_id
+        must(
+            new_id > self._spent.get(job, 0), "I1", f"id {new_id} is that of a quorum that is over"
+        )
         last_id, last_places = self._last.get(job, (0, ()))
         failed = any(member.commit_failures for member in quorum.participants)
         for member in quorum.participants:

@@ -17,6 +17,7 @@ from torchft_svc.core.lighthouse_orders import (
     RefuseRequest,
     ReportEviction,
     ReportHang,
+    ReportLeftHealing,
     ReportLoss,
 )
 from torchft_svc.core.step import Phase
@@ -121,7 +122,7 @@ class LighthouseActor:
         self.heard_at[session.key] = self._world.now
         self.lookout.heard(session.key)
         if activity is not None:
-            self.lookout.does(session.key, activity.phase)
+            self.lookout.does(session.key, activity)
         self._carry_out(self.core.heartbeat(job, replica_id, self._world.now, activity))
         return self.core.beat_interval_s(job)
 
@@ -133,7 +134,7 @@ class LighthouseActor:
         self._invariants.waits.begin(caller, self.process, member.replica_id, timeout_s)
         self.process.after(timeout_s, self._expire, caller, timeout_s)
         self.heard_at[session.key] = self._world.now
-        self.lookout.asked(session.key, self._world.now)
+        self.lookout.asked(session.key, member, self._world.now)
         self._carry_out(self.core.request(session.key[0], member, caller, self._world.now))
         return caller
 
@@ -202,6 +203,8 @@ class LighthouseActor:
                 self._report_hang(order)
             elif isinstance(order, ReportEviction):
                 self._tell_eviction(order)
+            elif isinstance(order, ReportLeftHealing):
+                self.lookout.left_healing(order)
         self._arm()
 
     def _answer(self, caller: int) -> Session:
@@ -219,7 +222,7 @@ class LighthouseActor:
         )
         self._invariants.ids.published(order.job, quorum)
         self._invariants.progress.published(order)
-        self.lookout.published(order.job, quorum, self._world.now)
+        self.lookout.published(order.job, quorum, self.alive(), self._world.now)
         for caller, member in zip(order.callers, quorum.participants, strict=True):
             session = self._answer(caller)
             asked = session.key == (order.job, member.replica_id)
@@ -230,7 +233,7 @@ class LighthouseActor:
         self._story.tell("lighthouse", f"{loss.replica_id} is out: {loss.reason}")
         self._invariants.progress.lost(loss)
         self.heard_at.pop((loss.job, loss.replica_id), None)
-        self.lookout.gone((loss.job, loss.replica_id))
+        self.lookout.gone((loss.job, loss.replica_id), self._world.now)
         if loss.between_steps:
             return
         self._invariants.discards.told_as_lost(loss.replica_id)
@@ -248,7 +251,8 @@ class LighthouseActor:
 
     def _tell_eviction(self, out: ReportEviction) -> None:
         self._story.tell("lighthouse", f"{out.replica_id} is left out: {out.reason}")
-        self.lookout.evicted((out.job, out.replica_id))
+        self.lookout.evicted(out, self._world.now)
+        self._invariants.ids.spent(out)
         for each in out.told:
             session = self.sessions.get((out.job, each))
             if session is not None:

@@ -36,7 +36,10 @@ MAX_FAULTS, MAX_FAULTS_OF_LARGE = 30, 6
 MAX_DOWN_S, FAULTS_END_S = 8.0, 20.0
 LONG_HANG = 4.0  # times as long: longer than others wait for it
 # A model takes a while to copy, compared with a message; where heals are waited for, longer.
+SHORT_HANG_S = 1.5  # a bit longer than any step
 MEAN_COPY_S, LONG_COPY_S = 0.05, 1.0
+# How often a run gives occasion to leave out who hangs, and to wait for who heals.
+MAX_OCCASIONS = 3
 LARGE = 200  # above this many groups, a run is about the number
 
 
@@ -146,13 +149,86 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
         is_clock_honest=is_clock_honest,
         faults=_draw_faults(chance, groups, is_clock_honest, is_large),
     )
-    # Drawn last: what else a seed is stays as it was.
+    return _draw_patience(chance, scenario, is_large)
+
+
+def _draw_patience(chance: random.Random, scenario: Scenario, is_large: bool) -> Scenario:
+    """Who hangs is left out, who heals is waited for, in some runs, which are given occasion.
+
+    Drawn last: what else a seed is stays as it was.
+    """
+    config, trainer = scenario.config, scenario.trainer
+    more: list[Fault] = []
     if chance.random() < 0.5:
         config = replace(config, on_hang="evict")
-    if chance.random() < 0.3 and not is_large:
-        config = replace(config, heal_timeout_s=config.join_timeout_s + chance.choice([2.0, 8.0]))
-        trainer = replace(trainer, tells_phases=True, mean_copy_s=LONG_COPY_S)
-    return replace(scenario, config=config, trainer=trainer)
+        if not is_large:
+            timeouts_s = [SHORT_HANG_S, SHORT_HANG_S, trainer.collective_s + 3.0]
+            config = replace(config, hang_timeout_s=chance.choice(timeouts_s))
+            trainer = replace(trainer, tells_phases=True)
+    if chance.random() < 0.35 and not is_large:
+        join_timeout_s = chance.choice([config.join_timeout_s, 0.2, 1.0])
+        heal_timeout_s = join_timeout_s + chance.choice([2.0, 8.0])
+        config = replace(config, join_timeout_s=join_timeout_s, heal_timeout_s=heal_timeout_s)
+        mean_copy_s = max(LONG_COPY_S, trainer.collective_s / 3)
+        trainer = replace(trainer, tells_phases=True, mean_copy_s=mean_copy_s)
+        for _ in range(chance.randint(0, MAX_OCCASIONS)):
+            more += _draw_broken_heals(chance, scenario.num_groups)
+    hang_timeout_s = config.hang_timeout_s
+    if config.on_hang == "evict" and hang_timeout_s is not None:
+        loss_rate = 0.3
+        if chance.random() < 0.4:  # the others cannot go on without it
+            fewest = scenario.num_groups // scenario.num_jobs - chance.choice([0, 0, 1])
+            config, loss_rate = replace(config, min_replicas=max(1, fewest)), 0.8
+        for _ in range(chance.randint(1, MAX_OCCASIONS)):
+            more += _draw_hangs(chance, scenario.num_groups, hang_timeout_s, loss_rate)
+    faults = sorted((*scenario.faults, *more), key=lambda fault: fault.at)
+    return replace(scenario, config=config, trainer=trainer, faults=tuple(faults))
+
+
+def _draw_hangs(
+    chance: random.Random, num_groups: int, hang_timeout_s: float, loss_rate: float
+) -> list[Fault]:
+    """Some groups hang while the others wait for them, which may be lost just then."""
+    at = chance.uniform(1.0, FAULTS_END_S)
+    num_hung = chance.choice([1, 1, max(1, num_groups // 2), num_groups - 1])
+    groups = chance.sample(range(num_groups), num_groups)
+    faults = [
+        Fault(
+            at=at + chance.choice([0.0, chance.random()]),
+            kind="hang",
+            target=target,
+            seconds=hang_timeout_s + chance.uniform(0.0, MAX_DOWN_S),
+            value=0.0,
+        )
+        for target in groups[:num_hung]
+    ]
+    if chance.random() >= loss_rate:
+        return faults
+    lost_at = at + hang_timeout_s + chance.uniform(0.5, 3.0)
+    if chance.random() < 0.5:  # a newcomer in their place
+        away_s = hang_timeout_s + chance.uniform(1.0, 4.0)
+        early = Fault(at=at - 1.0, kind="crash", target=groups[-1], seconds=away_s, value=0.0)
+        faults.append(early)
+    for target in groups[num_hung:]:
+        kind = chance.choice(["crash", "crash", "leave", "cut", "reset", "freeze"])
+        seconds = chance.choice([0.3, 2.0, MAX_DOWN_S])
+        lost = Fault(at=lost_at, kind=kind, target=target, seconds=seconds, value=chance.random())
+        faults.append(lost)
+    return faults
+
+
+def _draw_broken_heals(chance: random.Random, num_groups: int) -> list[Fault]:
+    """Some groups begin anew, and are interrupted while they heal."""
+    at, down_s = chance.uniform(1.0, FAULTS_END_S), chance.choice([0.02, 0.3])
+    faults = []
+    for target in chance.sample(range(num_groups), chance.randint(1, num_groups)):
+        faults.append(Fault(at=at, kind="crash", target=target, seconds=down_s, value=0.0))
+        for _ in range(chance.randint(0, 3)):
+            kind = chance.choice(["reset", "reset", "cut_manager", "lag"])
+            reset_at = at + down_s + chance.uniform(0.2, 3.0)
+            value = chance.random()
+            faults.append(Fault(at=reset_at, kind=kind, target=target, seconds=0.3, value=value))
+    return faults
 
 
 def _draw_faults(

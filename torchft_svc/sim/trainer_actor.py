@@ -307,6 +307,7 @@ class WorkerActor:
             worker_id=self.process.name,
         )
         stalls_s, self.vote_stalls_s = self.vote_stalls_s, 0.0
+        self._shared.invariants.hangs.trouble(self.home.name, stalls_s)
         self.line.call(
             max(0.001, deadline - self.process.world.now),
             lambda manager, left_s, reply: manager.vote(vote, left_s, reply),

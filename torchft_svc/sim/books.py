@@ -1,0 +1,52 @@
+"""What a simulated lighthouse has heard and said about a job, as `Lookout` writes it down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchft_svc.core.activity import Activity
+from torchft_svc.core.step import Phase
+
+
+@dataclass(slots=True)
+class Book:
+    """Of one job, in one life of a lighthouse.
+
+    ``late``: waited for in vain, and not to be waited for again until it asks. ``evicted``: left
+    out of ``previous`` since it was published, and has not asked; ``recalled`` may be waited for
+    again, because nobody else was left. ``doing`` is what groups tell, or that they ask.
+    """
+
+    previous: frozenset[str] = frozenset()
+    asking: dict[str, float] = field(default_factory=dict)
+    gave_up: dict[str, tuple[float, float]] = field(default_factory=dict)
+    late: set[str] = field(default_factory=set)
+    evicted: set[str] = field(default_factory=set)
+    recalled: set[str] = field(default_factory=set)
+    dead: set[str] = field(default_factory=set)
+    doing: dict[str, Activity] = field(default_factory=dict)
+    left_healing: set[str] = field(default_factory=set)  # and that was told
+    first_back_at: float | None = None  # the first of ``previous`` has asked
+    due_since: float | None = None
+    hangs_unheeded_since: float | None = None
+
+    def going_on(self) -> frozenset[str]:
+        """Who of the last quorum may still ask, or does."""
+        return self.previous - self.evicted - self.recalled - self.late - self.dead
+
+    def who(self, *phases: Phase) -> set[str]:
+        """The groups that tell one of ``phases``."""
+        return {key for key, doing in self.doing.items() if doing.phase in phases}
+
+    def may_be_late(self, now: float, join_timeout_s: float) -> bool:
+        """Whether those of the last quorum that have not asked may have been given up."""
+        return self.first_back_at is not None and now >= self.first_back_at + join_timeout_s
+
+    def forget(self, replica_id: str) -> None:
+        """It is dead."""
+        self.asking.pop(replica_id, None)
+        self.gave_up.pop(replica_id, None)
+        self.doing.pop(replica_id, None)
+        for ids in (self.late, self.evicted, self.recalled, self.left_healing):
+            ids.discard(replica_id)
+        self.dead.add(replica_id)

@@ -1,0 +1,93 @@
+"""Checks who is left out of a quorum, and who is not: because it hangs, because it heals (I5)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torchft_svc.core.lighthouse_orders import ReportEviction, ReportLeftHealing
+from torchft_svc.core.step import Phase
+from torchft_svc.core.types import Quorum, QuorumConfig
+from torchft_svc.sim.books import Book
+from torchft_svc.sim.invariants import SLACK_S, must
+
+# What a group ends by itself; in all else it waits for others, or has another deadline.
+_OWN_WORK = (Phase.TRAINING, Phase.VOTING)
+# Those who wait say so with each of their beats, which are 0.3 s apart.
+HEED_S = 1.0
+ROUNDING_S = 1e-6
+
+
+def check_eviction(book: Book, out: ReportEviction, config: QuorumConfig, now: float) -> None:
+    """It hangs, and somebody else of its quorum waits for it, who is not left out himself."""
+    who = out.replica_id
+    must(who in _hung(book, config, now), "I5", f"{who} is left out: {book.doing.get(who)}")
+    must(who in out.told, "I5", f"{who} is left out, and does not hear of it")
+    if who in book.previous:  # or that was published by an earlier lighthouse
+        must(bool(_waiting(book) - {who}), "I5", f"{who} is left out, though nobody waits for it")
+
+
+def check_hangs_are_heeded(name: str, book: Book, config: QuorumConfig, now: float) -> None:
+    """Nobody waits in a quorum with one that hangs, from when he has said that he waits."""
+    hung = book.going_on() | (book.recalled & book.previous)
+    hung &= _hung(book, config, now) - book.asking.keys()
+    is_certain = not book.may_be_late(now, config.join_timeout_s)
+    if config.on_hang != "evict" or not (hung and _waiting(book) and is_certain):
+        book.hangs_unheeded_since = None
+    elif book.hangs_unheeded_since is None:
+        book.hangs_unheeded_since = now
+    else:
+        is_new = now - book.hangs_unheeded_since < HEED_S
+        must(is_new, "I5", f"{name} waits for {sorted(hung)[:4]}, which hang")
+
+
+def check_left_healing(book: Book, left: ReportLeftHealing) -> None:
+    who = left.replica_id
+    must(who in book.who(Phase.HEALING), "I5", f"{who} was left out, but does not heal")
+    must(who not in book.left_healing, "I5", f"{who} was left out, which is told twice")
+
+
+def check_heals(book: Book, quorum: Quorum, config: QuorumConfig, now: float) -> None:
+    """Who heals is left out only when its time is up."""
+    members = {member.replica_id for member in quorum.participants}
+    left = (book.going_on() & book.who(Phase.HEALING)) - members
+    back = [since for each, since in book.asking.items() if each in book.previous]
+    if left and back:
+        waited_s = now - min(back)
+        is_over = waited_s + SLACK_S >= (config.heal_timeout_s or config.join_timeout_s)
+        must(is_over, "I5", f"{sorted(left)[:4]} heal, and are left out after {waited_s:.2f} s")
+
+
+def check_history(name: str, book: Book, quorum: Quorum) -> None:
+    """Newcomers do not go on without a member of the last quorum while some of it hang."""
+    members = {member.replica_id for member in quorum.participants}
+    hung = (book.evicted | book.recalled) - book.dead
+    must(
+        not (hung & book.previous) or bool(members & book.previous),
+        "I4",
+        f"{name} begins anew with {sorted(members)[:4]} while {sorted(hung)[:4]} hang",
+    )
+
+
+def check_all_are_in(book: Book, quorum: Quorum, alive: Collection[str]) -> None:
+    """Whoever asks is in the quorum, whatever happened to him before.
+
+    But newcomers where a member wants none, and whose name an earlier incarnation still has.
+    """
+    members = {member.replica_id: member for member in quorum.participants}
+    left = book.asking.keys() - members.keys()
+    if any(each.shrink_only for each in members.values()):
+        left &= book.previous
+    names = [each.partition(":")[0] for each in alive]
+    left = {each for each in left if names.count(each.partition(":")[0]) < 2}
+    must(not left, "I5", f"{sorted(left)[:4]} ask, and are not in the quorum")
+
+
+def _waiting(book: Book) -> set[str]:
+    return book.who(Phase.QUORUM) & book.going_on()
+
+
+def _hung(book: Book, config: QuorumConfig, now: float) -> set[str]:
+    if config.hang_timeout_s is None:
+        return set()
+    since = now - config.hang_timeout_s + ROUNDING_S
+    return {each for each in book.who(*_OWN_WORK) if book.doing[each].since <= since}
