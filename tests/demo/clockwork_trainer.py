@@ -32,13 +32,15 @@ def main(group: int, incarnation: int, events: Path, fault: str) -> None:
     if fault == "child":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     first = step = int(time.monotonic() / STEP_S)
-    while not _stop:
-        for phase in ("forward", "backward", "commit"):
+    # Who stood still does the missed steps at once, also after it was told to leave: all groups
+    # that leave together have steps in common.
+    while not _stop or (step + 1) * STEP_S < time.monotonic():
+        for fifth, phase in enumerate(("forward", "backward", "commit"), 2):
             log.write(PhaseBegan, step=step, phase=phase)
-            time.sleep(STEP_S / 5)
+            _sleep_until((step + fifth / 5) * STEP_S)
         if fault == "dies" and step >= first + 10:
             sys.exit(3)
-        time.sleep(max(0.0, (step + 1) * STEP_S - time.monotonic()))
+        _sleep_until((step + 1) * STEP_S)
         step += 1
         differs = fault == "differs" and group == 1 and step >= first + 10
         log.write(
@@ -50,8 +52,12 @@ def main(group: int, incarnation: int, events: Path, fault: str) -> None:
             participating=True,
         )
         log.write(PhaseBegan, step=step, phase="record")
-        time.sleep(STEP_S / 5)
+        _sleep_until((step + 1 / 5) * STEP_S)
     log.write(Finished, step=step)
+
+
+def _sleep_until(at: float) -> None:
+    time.sleep(max(0.0, at - time.monotonic()))
 
 
 if __name__ == "__main__":
