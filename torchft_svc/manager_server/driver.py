@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import itertools
 import logging
 import time
@@ -58,6 +59,7 @@ class ManagerDriver:
         self._asking: asyncio.Task[None] | None = None
         self._workers: dict[int, Outbox] = {}
         self._activities = WorkerActivities()
+        self._num_asking: collections.Counter[int] = collections.Counter()  # by group rank
         self._clock = AttentiveClock(MAX_LOOK_S)  # of the activities
         self._last_order: bytes | None = None
         self._is_ending = False
@@ -65,10 +67,17 @@ class ManagerDriver:
 
     async def quorum(self, request: WorkerRequest, timeout_s: float) -> bytes:
         """Wait until all workers have asked and the lighthouse has answered; the encoded answer."""
-        self._note(request.group_rank, Phase.QUORUM, request.step)
-        return await self._wait(
-            "quorum", timeout_s, lambda caller: self._core.quorum_requested(request, caller)
-        )
+        group_rank = request.group_rank
+        self._note(group_rank, Phase.QUORUM, request.step)
+        self._num_asking[group_rank] += 1
+        try:
+            return await self._wait(
+                "quorum", timeout_s, lambda caller: self._core.quorum_requested(request, caller)
+            )
+        finally:
+            self._num_asking[group_rank] -= 1
+            if not self._num_asking[group_rank]:
+                del self._num_asking[group_rank]
 
     async def should_commit(self, vote: Vote, timeout_s: float) -> bytes:
         """Wait for the group's decision; the encoded answer."""
@@ -108,7 +117,8 @@ class ManagerDriver:
         """
         check_step(message.step)
         phase = phase_from_wire(message.phase)
-        if phase is not None:
+        is_overtaken = phase is Phase.IDLE and group_rank in self._num_asking  # by the question
+        if phase is not None and not is_overtaken:
             self._note(group_rank, phase, message.step)
 
     def _note(self, group_rank: int, phase: Phase, step: int) -> None:

@@ -1,0 +1,39 @@
+"""Tests that a worker's phase which its question has overtaken is not taken for a later one."""
+
+from __future__ import annotations
+
+import asyncio
+
+from torchft_svc.core.group import Group
+from torchft_svc.core.requests import WorkerRequest
+from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.driver import ManagerDriver
+from torchft_svc.manager_server.link import LighthouseLink
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.outbox import Outbox
+from torchft_svc.rpc.tasks import Tasks
+
+CONFIG = ManagerConfig(
+    lighthouse_address="a:1", replica_name="g", group_world_size=2, store_address="b:1"
+)
+IDLE = pb.AttachPhase(phase=pb.PHASE_IDLE, step=5)
+
+
+def test_who_waits_for_a_quorum_is_not_idle() -> None:
+    """Phases are told a moment later, on a stream of their own."""
+
+    async def story() -> None:
+        async with Tasks() as tasks:
+            driver = ManagerDriver(Group(2), LighthouseLink(CONFIG, tasks), tasks)
+            driver.attach(0, "w", Outbox())
+            request = WorkerRequest(group_rank=0, step=5, worker_id="w")
+            asking = asyncio.create_task(driver.quorum(request, 60.0))
+            await asyncio.sleep(0)  # it waits for the other worker now
+            driver.hear_phase(0, IDLE)
+            assert driver.beat().phase == pb.PHASE_WAITING
+            asking.cancel()
+            await asyncio.wait([asking])
+            driver.hear_phase(0, IDLE)
+            assert driver.beat().phase == pb.PHASE_IDLE
+
+    asyncio.run(story())
