@@ -63,6 +63,11 @@ EVERY_ERROR = [
         "checkpoint from host:1: checksum differs",
         (errors.PeerError,),
     ),
+    (
+        errors.TornState("host:1", "it hung up"),
+        "checkpoint from host:1: it hung up",
+        (errors.PeerError, errors.CheckpointError),
+    ),
 ]
 IDS = [type(error).__name__ for error, _, _ in EVERY_ERROR]
 

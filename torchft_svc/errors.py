@@ -14,6 +14,7 @@
         ├── CommitFailed            this vote has no answer; the reason is told
         ├── GroupLeft               the group was drained: it takes part in no quorum any more
         └── CheckpointError         a checkpoint that is missing, truncated or corrupt
+            └── TornState           and a part of it has replaced the worker's own state
 
 `Drained`, a ``SystemExit``, ends a worker of a group that has left, with exit status 0. A fault of
 our own is an ``AssertionError``. Errors hold their fields, survive pickle and write
@@ -180,3 +181,7 @@ class CheckpointError(PeerError):
 
     def __str__(self) -> str:
         return f"checkpoint from {self.source}: {self.reason}"
+
+
+class TornState(CheckpointError):
+    """A part of the checkpoint has replaced the worker's own state: that is no step's now."""

@@ -15,7 +15,7 @@ from running import eventually
 from torchft_svc.client import PGTransport, ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
 from torchft_svc.client.checkpointing import pg as module
 from torchft_svc.client.process_groups.wrapper import ProcessGroupWrapper
-from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded
+from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, TornState
 
 from .meeting_place import MeetingPlace
 from .training import Trainer, assert_identical, bits, in_step, lighthouse, together
@@ -180,6 +180,15 @@ def test_who_has_got_a_part_of_a_state_takes_nothing_else_for_the_rest(
     source.refuse_checkpoint([1], 3, "no memory")
     with pytest.raises(DeadlineExceeded):
         PGTransport(pair[1], TIMEOUT).recv_checkpoint(0, "", 3, timedelta(seconds=0.2))
+
+
+def test_weights_that_a_state_has_replaced_in_part_are_torn(pair: list[ProcessGroup]) -> None:
+    source = PGTransport(OutOfMemory(pair[0]), TIMEOUT)
+    with pytest.raises(MemoryError):
+        source.send_checkpoint([1], 3, {"w": torch.ones(3)}, TIMEOUT)
+    receiver = PGTransport(pair[1], TIMEOUT, state_dict=lambda: {"w": torch.zeros(3)})
+    with pytest.raises(TornState, match=r"replica rank 0: receiving a state timed out"):
+        receiver.recv_checkpoint(0, "", 3, timedelta(seconds=0.2))
 
 
 def test_what_cannot_be_sent_is_named(pair: list[ProcessGroup]) -> None:

@@ -373,6 +373,8 @@ class Round:
         state = self._step.state
         counters = {"step": state.step, "batches_committed": state.batches_committed}
         try:
+            with self._step.changing() as machine:
+                machine.check_whole()
             mine = self._links.registry.collect(counters, timeout_s)
             timeout = timedelta(seconds=timeout_s)
             if extras:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchft_svc.client.shards import put_together, take_apart
-from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded
+from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, TornState
 
 DEFAULT_KEY = "default"
 MANAGER_KEY = "torchft"
 USER_KEY = "user"
+_SOURCE = "the group healed from"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +126,17 @@ class StateRegistry:
         return counters
 
     def load(self, state: dict[str, Any]) -> None:
-        """Put a checked state in place; what a load function raises is passed on.
+        """Put a checked state in place.
 
         Raises:
-            CheckpointError: it is sharded in another way than this worker's.
+            TornState: a load function raised, as torch's do after they have loaded what fits; or
+                it is sharded in another way than this worker's.
         """
         for key, piece in self._pieces.items():
-            piece.load(put_together(state[USER_KEY][key], piece.save, "the group healed from"))
+            try:
+                piece.load(put_together(state[USER_KEY][key], piece.save, _SOURCE))
+            except Exception as error:
+                raise TornState(_SOURCE, f"{key!r} cannot be loaded: {error!r}") from error
 
 
 def _names(keys: set[str]) -> str:

@@ -14,7 +14,7 @@ import enum
 from dataclasses import dataclass, replace
 
 from torchft_svc.core.types import MAX_INT64
-from torchft_svc.errors import CommitFailed, ConfigError, RequestRefused
+from torchft_svc.errors import CommitFailed, ConfigError, RequestRefused, TornState
 
 
 class Phase(enum.Enum):
@@ -107,9 +107,9 @@ class StepState:
     """Everything there is to know about a worker's step.
 
     ``epoch`` counts the steps started, committed or not: what belongs to an earlier one is stale.
-    ``failures`` counts the steps discarded since the last commit. ``spoiled`` says why the weights
-    are those of no step. ``unhealed``: the last quorum wanted this worker to heal, and no healed
-    state is in place; its step need not show that.
+    ``failures`` counts the steps discarded since the last commit. ``unhealed``: the last quorum
+    wanted this worker to heal, and no healed state is in place; its step need not show that.
+    ``spoiled`` says why the weights are those of no step: only who is to heal may go on with them.
     """
 
     phase: Phase = Phase.IDLE
@@ -143,12 +143,8 @@ class StepMachine:
 
     def start(self) -> int:
         """A quorum is asked for; the new epoch. What an earlier step left behind is forgotten."""
-        if self.state.spoiled:
-            raise RequestRefused(
-                f"the update to step {self.state.step} was not applied whole "
-                f"({self.state.spoiled}), so these weights are those of no step: restart this "
-                "worker, which then heals, or load a periodic checkpoint"
-            )
+        if not self.state.unhealed:
+            self.check_whole()
         return self._move(
             Event.STARTED,
             epoch=self.state.epoch + 1,
@@ -157,10 +153,22 @@ class StepMachine:
             participation=Participation(),
         ).epoch
 
+    def check_whole(self) -> None:
+        """Raise `RequestRefused` if the weights are those of no step."""
+        if self.state.spoiled:
+            raise RequestRefused(
+                f"{self.state.spoiled}, so these weights are those of no step: restart this "
+                "worker, which then heals, or load a periodic checkpoint"
+            )
+
     def form(self, participation: Participation, heal_to: int | None = None) -> None:
         """The quorum is there; ``heal_to`` is the step whose state this worker has to fetch."""
         if heal_to is None:
             self._move(Event.QUORUM_FORMED, participation=participation, unhealed=False)
+            try:
+                self.check_whole()
+            except RequestRefused as error:
+                self.latch(error)
             return
         if heal_to < self.state.step:
             raise RequestRefused(f"healing from step {self.state.step} back to step {heal_to}")
@@ -189,11 +197,17 @@ class StepMachine:
             batches_committed=_counter("batches_committed", batches_committed),
             pending_heal=None,
             unhealed=False,
+            spoiled="",
         )
 
     def fail_heal(self, error: Exception) -> None:
-        """The state could not be fetched or applied: nothing of it stays behind."""
-        self._move(Event.HEAL_FAILED, error=self.state.error or error, pending_heal=None)
+        """The state could not be fetched or applied: nothing of it stays behind, except after a
+        `TornState`."""
+        spoiled = self.state.spoiled
+        if isinstance(error, TornState):
+            spoiled = f"a heal was not put in place whole ({error})"
+        error = self.state.error or error
+        self._move(Event.HEAL_FAILED, error=error, pending_heal=None, spoiled=spoiled)
 
     def latch(self, error: Exception, epoch: int | None = None) -> bool:
         """Remember the first error of the step; an error of an earlier ``epoch`` is ignored."""
@@ -235,7 +249,8 @@ class StepMachine:
 
     def spoil(self, reason: str) -> None:
         """The update of the last commit was not applied whole: there is no way on but `restore`."""
-        self.state = replace(self.state, spoiled=reason)
+        spoiled = f"the update to step {self.state.step} was not applied whole ({reason})"
+        self.state = replace(self.state, spoiled=spoiled)
 
     def restore(self, step: int, batches_committed: int) -> None:
         """Go on from a periodic checkpoint; only between two steps."""

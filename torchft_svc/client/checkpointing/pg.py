@@ -31,7 +31,13 @@ from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.shards import take_apart
 from torchft_svc.client.strays import start_stray
 from torchft_svc.core.durations import check_length
-from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, TorchFTError
+from torchft_svc.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    TorchFTError,
+    TornState,
+)
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +83,9 @@ class PGTransport(CheckpointTransport[Any]):
         device: where the group's tensors are.
         state_dict: this worker's own state. If what is received has the same layout, it is
             received in place, without memory for a second copy. The weights change while it
-            arrives, and are lost if it does not arrive completely: for a worker that computes
-            nothing meanwhile, which means ``use_async_quorum=False``.
+            arrives, and are lost if it does not arrive completely; then the group can only heal
+            again, or restart if no other is left. For a worker that computes nothing meanwhile,
+            which means ``use_async_quorum=False``.
     """
 
     def __init__(
@@ -163,12 +170,20 @@ class PGTransport(CheckpointTransport[Any]):
         if kind == _REFUSAL:
             raise CheckpointError(source, why_not_offered(sent_step, decode_reason(encoded)))
         description = _parse(encoded, source)
-        tensors = self._targets(description)
-        for tensor in tensors:
-            receive(tensor)
+        own = self._own_tensors(description)
+        tensors = own or [
+            torch.empty(shape, dtype=dtype, device=self._device)
+            for dtype, shape in description.specs
+        ]
         try:
+            for tensor in tensors:
+                receive(tensor)
             return decode(description.tree, tensors)
-        except BadTree as error:
+        except (BadTree, TorchFTError) as error:
+            if own:
+                raise TornState(source, str(error)) from error
+            if isinstance(error, TorchFTError):
+                raise
             raise CheckpointError(source, f"malformed description: {error}") from error
 
     def shutdown(self, wait: bool = True) -> None:
@@ -209,20 +224,15 @@ class PGTransport(CheckpointTransport[Any]):
                 raise DeadlineExceeded("receiving a state", limit_s, str(error)) from error
             raise CheckpointError(f"replica rank {src_rank}", str(error)) from error
 
-    def _targets(self, description: _Description) -> list[torch.Tensor]:
-        """Memory to receive into: this worker's own tensors if they are the same, or new ones."""
-        if self._own_state is not None:
-            own, tensors = _describe(take_apart(self._own_state()))
-            fits = own.specs == description.specs and all(
-                tensor.is_contiguous() and tensor.device.type == self._device.type
-                for tensor in tensors
-            )
-            if fits:
-                return tensors
-        return [
-            torch.empty(shape, dtype=dtype, device=self._device)
-            for dtype, shape in description.specs
-        ]
+    def _own_tensors(self, description: _Description) -> list[torch.Tensor]:
+        """Those of this worker, if what is described can be received into them."""
+        if self._own_state is None:
+            return []
+        own, tensors = _describe(take_apart(self._own_state()))
+        fits = own.specs == description.specs and all(
+            tensor.is_contiguous() and tensor.device.type == self._device.type for tensor in tensors
+        )
+        return tensors if fits else []
 
 
 def _wait_for(works: list[Any]) -> None:

@@ -1,0 +1,127 @@
+"""A trainer's life, as a state machine: whatever happens, a step is that of its weights."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from torchft_svc.core.step import Participation, Phase, StepMachine, StepState
+from torchft_svc.errors import RequestRefused, TornState
+
+OOPS = RuntimeError("oops")
+TORN = TornState("a source", "it hung up")
+
+
+class Life(RuleBasedStateMachine):
+    """A trainer's life; ``weights`` is what a real one would hold: the step that made them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = StepMachine()
+        self.weights = 0
+        self.before = StepState()
+        self.arrived = False
+        self.is_torn = False
+
+    @property
+    def phase(self) -> Phase:
+        return self.machine.state.phase
+
+    @precondition(lambda self: self.phase in (Phase.IDLE, Phase.TRAINING))
+    @rule()
+    def start(self) -> None:
+        if self.is_torn and not self.machine.state.unhealed:
+            with pytest.raises(RequestRefused):
+                self.machine.start()
+            return
+        self.machine.start()
+        self.arrived = False
+        self.before = self.machine.state
+
+    @precondition(lambda self: self.phase is Phase.IDLE)
+    @rule(step=st.integers(0, 9))
+    def restore(self, step: int) -> None:
+        self.weights = step
+        self.is_torn = False
+        self.machine.restore(step, 0)
+        self.before = self.machine.state
+
+    @precondition(lambda self: self.phase is Phase.QUORUM)
+    @rule(ahead=st.integers(0, 3), num=st.integers(1, 4))
+    def form(self, ahead: int, num: int) -> None:
+        rank = 0 if ahead == 0 else None
+        where = Participation(participating_rank=rank, num_participants=num)
+        self.machine.form(where, self.weights + ahead if ahead else None)
+
+    @precondition(lambda self: self.phase is Phase.QUORUM)
+    @rule()
+    def fail(self) -> None:
+        self.machine.fail_quorum(OOPS)
+
+    @precondition(lambda self: self.phase is Phase.HEALING)
+    @rule()
+    def receive(self) -> None:
+        self.machine.receive_state()
+        self.arrived = True
+
+    @precondition(lambda self: self.phase is Phase.HEALING or self.arrived)
+    @rule()
+    def lose_the_heal(self) -> None:
+        if self.phase in (Phase.HEALING, Phase.TRAINING):
+            self.machine.fail_heal(OOPS)
+            self.arrived = False
+
+    @precondition(lambda self: self.arrived and self.phase is Phase.TRAINING)
+    @rule()
+    def tear(self) -> None:
+        self.machine.fail_heal(TORN)
+        self.arrived = False
+        self.is_torn = True
+
+    @precondition(lambda self: self.arrived and self.phase is Phase.TRAINING)
+    @rule(batches=st.integers(0, 100))
+    def apply(self, batches: int) -> None:
+        heal = self.machine.state.pending_heal
+        assert heal is not None
+        self.weights = heal.step
+        self.is_torn = False
+        self.machine.apply_heal(batches)
+        self.arrived = False
+        self.before = self.machine.state
+
+    @rule()
+    def error(self) -> None:
+        self.machine.latch(OOPS)
+
+    @precondition(lambda self: self.phase is Phase.TRAINING and not self.arrived)
+    @rule(others_agree=st.booleans())
+    def vote(self, others_agree: bool) -> None:
+        vote = self.machine.begin_vote()
+        assert not (vote and self.machine.state.error)
+        assert not (vote and self.is_torn)
+        committed = vote and others_agree
+        self.machine.decide(committed)
+        if committed:
+            self.weights += 1
+            assert self.machine.state.failures == 0
+        else:
+            assert self.machine.state.failures == self.before.failures + 1
+            # I6: a discarded step changes nothing.
+            assert self.machine.state.step == self.before.step
+            assert self.machine.state.batches_committed == self.before.batches_committed
+
+    @invariant()
+    def i4_the_step_is_that_of_the_weights(self) -> None:
+        assert self.machine.state.step == self.weights
+
+    @invariant()
+    def nothing_pending_outside_a_heal(self) -> None:
+        state = self.machine.state
+        if state.phase in (Phase.IDLE, Phase.QUORUM, Phase.VOTING):
+            assert state.pending_heal is None
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
