@@ -68,16 +68,16 @@ def check_history(name: str, book: Book, quorum: Quorum) -> None:
     )
 
 
-def check_all_are_in(book: Book, quorum: Quorum, alive: Collection[str]) -> None:
+def check_all_are_in(book: Book, quorum: Quorum, known: Collection[str]) -> None:
     """Whoever asks is in the quorum, whatever happened to him before.
 
-    But newcomers where a member wants none, and whose name an earlier incarnation still has.
+    But newcomers where a member wants none, and whose name another of the ``known`` still has.
     """
     members = {member.replica_id: member for member in quorum.participants}
     left = book.asking.keys() - members.keys()
     if any(each.shrink_only for each in members.values()):
         left &= book.previous
-    names = [each.partition(":")[0] for each in alive]
+    names = [each.partition(":")[0] for each in known]
     left = {each for each in left if names.count(each.partition(":")[0]) < 2}
     must(not left, "I5", f"{sorted(left)[:4]} ask, and are not in the quorum")
 

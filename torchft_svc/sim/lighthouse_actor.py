@@ -222,7 +222,7 @@ class LighthouseActor:
         )
         self._invariants.ids.published(order.job, quorum)
         self._invariants.progress.published(order)
-        self.lookout.published(order.job, quorum, self.alive(), self._world.now)
+        self.lookout.published(order.job, quorum, self.heard_at, self._world.now)
         for caller, member in zip(order.callers, quorum.participants, strict=True):
             session = self._answer(caller)
             asked = session.key == (order.job, member.replica_id)

@@ -89,11 +89,11 @@ class Lookout:
         check_left_healing(book, left)
         book.left_healing.add(left.replica_id)
 
-    def published(self, name: str, quorum: Quorum, alive: Collection[Key], now: float) -> None:
+    def published(self, name: str, quorum: Quorum, known: Collection[Key], now: float) -> None:
         book = self._book(name)
         check_history(name, book, quorum)
         check_heals(book, quorum, self._config, now)
-        check_all_are_in(book, quorum, [key for job, key in alive if job == name])
+        check_all_are_in(book, quorum, [key for job, key in known if job == name])
         book.late |= book.evicted
         book.evicted.clear()
         book.recalled.clear()
