@@ -195,7 +195,8 @@ class LighthouseActor:
                 self._publish(order)
             elif isinstance(order, RefuseRequest):
                 session = self._answer(order.caller)
-                self.lookout.withdrew(session.key, self._world.now)
+                if all(other.key != session.key for other in self._asking.values()):
+                    self.lookout.withdrew(session.key, self._world.now)
                 session.refuse(order.error)
             elif isinstance(order, ReportLoss):
                 self._tell_loss(order)
@@ -234,6 +235,8 @@ class LighthouseActor:
         self._invariants.progress.lost(loss)
         self.heard_at.pop((loss.job, loss.replica_id), None)
         self.lookout.gone((loss.job, loss.replica_id), self._world.now)
+        if all(job != loss.job for job, _ in self.heard_at):
+            self.lookout.over(loss.job)
         if loss.between_steps:
             return
         self._invariants.discards.told_as_lost(loss.replica_id)

@@ -77,6 +77,10 @@ class Lookout:
             book.recalled |= book.evicted
             book.evicted.clear()
 
+    def over(self, name: str) -> None:
+        """No group of the job is left: who was in its last quorum is forgotten."""
+        self._books[name] = Book()
+
     def evicted(self, out: ReportEviction, now: float) -> None:
         """It hangs, and nobody waits for it from here on."""
         book = self._book(out.job)
