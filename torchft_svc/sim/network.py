@@ -90,8 +90,11 @@ class Network:
             self._streams.pop(stream.name, None)
 
     def break_streams(self, name: str) -> None:
-        """Something on the way forgets the connections of ``name``; both ends live."""
+        """Something on the way forgets the connections of ``name``; both ends live, and what is
+        not there yet when they hear of it is lost."""
         for stream in list(self._streams.get(name, ())):
+            for end in stream.ends:
+                end.last_arrival = self.world.now
             stream.end("the connection was reset")
 
 
