@@ -13,6 +13,7 @@ from datetime import timedelta
 
 from torchft_svc.client.config import GroupPlace, ServiceOptions, Timeouts
 from torchft_svc.client.leader import LeaderSign, LeaderWatch
+from torchft_svc.client.process_groups.store_line import store_at
 from torchft_svc.client.process_groups.stores import PrefixStore, Store, TCPStore
 from torchft_svc.coordination import ManagerServer, Whereabouts
 from torchft_svc.env import Environment
@@ -211,22 +212,12 @@ def _join(where: HostPort, timeout_s: float) -> GroupStore:
     while True:
         try:
             socket.create_connection((where.host, where.port), timeout=1.0).close()
-            return GroupStore(_connect(where, timeout_s), where)
+            return GroupStore(store_at(where, timeout_s), where)
         except (OSError, RuntimeError) as error:  # torch's errors are runtime errors
             if time.monotonic() + _SLICE_S > deadline:
                 reason = f"{error} (tried for {timeout_s:g} s)"
                 raise Unreachable("store", str(where), reason) from None
         time.sleep(_SLICE_S)
-
-
-def _connect(where: HostPort, timeout_s: float) -> TCPStore:
-    return TCPStore(
-        where.host,
-        where.port,
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )
 
 
 class _Leader:

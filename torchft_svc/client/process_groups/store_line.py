@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torchft_svc.client.process_groups.stores import TCPStore
 from torchft_svc.errors import Unreachable
-from torchft_svc.rpc.address import parse_address
+from torchft_svc.rpc.address import HostPort, parse_address
 
 # Connecting to what is there takes milliseconds; this is for a lost packet.
 CONNECT_TIMEOUT_S = 5.0
@@ -49,12 +49,17 @@ def connect(address: str, timeout_s: float) -> TCPStore:
     where = parse_address(address)
     try:
         socket.create_connection((where.host, where.port), CONNECT_TIMEOUT_S).close()
-        return TCPStore(
-            where.host,
-            where.port,
-            is_master=False,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
+        return store_at(where, timeout_s)
     except (OSError, RuntimeError) as error:
         raise Unreachable("store", address, str(error)) from error
+
+
+def store_at(where: HostPort, timeout_s: float) -> TCPStore:
+    """As a client of somebody else's; ``timeout_s`` is for each of its operations."""
+    return TCPStore(
+        where.host,
+        where.port,
+        is_master=False,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )

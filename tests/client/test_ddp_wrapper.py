@@ -1,0 +1,74 @@
+"""Tests what the parallel wrapper is to its users: a module, with arguments that it checks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from torchft_svc.client import DistributedDataParallel, Manager
+from torchft_svc.errors import ConfigError
+
+from .test_ddp import ONE, mlp
+from .training import lighthouse
+
+
+@pytest.fixture
+def alone() -> Iterator[Manager]:
+    with lighthouse() as address, Manager(lighthouse_addr=address, in_process=True) as manager:
+        yield manager
+
+
+def test_it_is_a_module_with_torch_s_names(alone: Manager) -> None:
+    model = mlp()
+    parallel = DistributedDataParallel(alone, model)
+    assert parallel.module is model
+    assert list(parallel.state_dict()) == [f"module.{key}" for key in model.state_dict()]
+    assert not parallel.eval().module.training
+
+
+def test_a_model_that_is_only_used_needs_no_step(alone: Manager) -> None:
+    parallel = DistributedDataParallel(alone, mlp())
+    with torch.no_grad():
+        assert parallel(ONE).shape == (2, 2)
+
+
+def test_what_belongs_to_its_process_cannot_be_copied(alone: Manager) -> None:
+    parallel = DistributedDataParallel(alone, mlp())
+    with pytest.raises(TypeError, match=r"copy or save \.module"):
+        copy.deepcopy(parallel)
+    assert copy.deepcopy(parallel.module)
+    with pytest.raises(TypeError, match="neither copied nor pickled"):
+        pickle.dumps(alone)
+
+
+def test_a_parameter_that_was_frozen_cannot_be_trained(alone: Manager) -> None:
+    model = mlp()
+    model.get_submodule("0").requires_grad_(False)
+    parallel = DistributedDataParallel(alone, model)
+    parallel(ONE)
+    model.get_submodule("0").requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"0\.weight\.requires_grad=True.*wrap the module again"):
+        parallel(ONE)
+
+
+def test_arguments_that_cannot_be_honored(alone: Manager) -> None:
+    with pytest.raises(ConfigError, match="no parameter to train"):
+        DistributedDataParallel(alone, nn.ReLU())
+    with pytest.raises(ConfigError, match=r"0\.sparse=True.*sparse gradients"):
+        DistributedDataParallel(alone, nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+    with pytest.raises(ConfigError, match=r"process_group=.*brings its own"):
+        DistributedDataParallel(alone, mlp(), process_group=object())
+    with pytest.raises(TypeError, match="no argument 'colour'"):
+        DistributedDataParallel(alone, mlp(), colour="red")
+    with pytest.warns(UserWarning, match="device_ids has no effect"):
+        DistributedDataParallel(alone, mlp(), device_ids=[0])
+    with pytest.warns(UserWarning, match="broadcast_buffers has no effect: each group keeps"):
+        DistributedDataParallel(alone, mlp(), broadcast_buffers=True)
+    DistributedDataParallel(
+        alone, mlp(), find_unused_parameters=True, broadcast_buffers=False, device_ids=None
+    )
