@@ -37,6 +37,18 @@ def test_it_leaves_when_all_workers_have_asked_whoever_was_told() -> None:
     assert left(group.quorum_requested(request(1), 4)) == [3, 4], "for good"
 
 
+def test_a_worker_whose_answer_was_lost_is_told_again_when_its_fellow_has_ended() -> None:
+    group = Group(2)
+    group.attached(1, "w1")
+    group.quorum_requested(request(0, worker_id="w0"), 1)
+    assert left(group.quorum_requested(request(1, draining=True, worker_id="w1"), 2)) == [1, 2]
+    group.detached(1, "w1", "it has ended")
+    (again,) = group.quorum_requested(request(0, worker_id="w0"), 3)
+    assert isinstance(again, RefuseWorker)
+    assert isinstance(again.error, GroupLeft)
+    assert group.quorum_requested(request(0, worker_id="w2"), 4) == (), "which comes after it"
+
+
 def test_it_finishes_the_step_that_it_is_in() -> None:
     group = Group(1)
     (ask,) = group.quorum_requested(request(0), 1)

@@ -54,6 +54,7 @@ class Group:
         self._attached: dict[int, str] = {}
         self._restarted = False
         self._drain_reason: str | None = None
+        self._ended_workers: dict[int, tuple[str, str]] = {}  # told to end: worker id and why
         self._checkpoint_addresses: dict[int, str] = {}
 
     # -- who is there ----------------------------------------------------------------------------
@@ -108,6 +109,10 @@ class Group:
         """
         self._check_rank(request.group_rank)
         request.check()
+        told = self._ended_workers.get(request.group_rank)
+        if told and told[0] == request.worker_id and self._restarted:
+            # Its answer was lost, and a fellow that was told has ended: nobody else will ask.
+            return (RefuseWorker(caller, GroupLeft(told[1])),)
         waiting = self._requests.get(request.group_rank)
         if waiting and waiting[0].worker_id != request.worker_id:
             raise self._taken(request.group_rank)
@@ -128,6 +133,11 @@ class Group:
         if len(self._requests) < self.world_size:
             return tuple(orders)
         if self._drain_reason is not None:
+            self._ended_workers = {
+                rank: (each.worker_id, self._drain_reason)
+                for rank, (each, _) in self._requests.items()
+                if each.worker_id
+            }
             left = self._refuse_requests(GroupLeft(self._drain_reason))
             return (*orders, self._leave(), *left)
         return (*orders, self._ask())
