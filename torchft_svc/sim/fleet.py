@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torchft_svc.sim.invariants import (
     EVENTS_BETWEEN_WALKS,
+    SLACK_S,
     InvariantFell,
     Invariants,
     must,
@@ -204,7 +205,9 @@ class Fleet:
     def _check_memory(self, sites: list[Site]) -> None:
         """Of the lighthouse, and of the managers of these groups."""
         self.invariants.bounds.check(self.house.core, len(self.sites))
-        if not (self.house.process.is_dead or self.house.process.is_frozen):
+        house = self.house.process
+        has_read_all = house.thawed_at == 0.0 or house.thawed_at + SLACK_S < self.world.now
+        if has_read_all and not (house.is_dead or house.is_frozen):
             self.house.lookout.check_memory(self.house.core, self.house.alive())
         for site in sites:
             if site.manager is not None:
