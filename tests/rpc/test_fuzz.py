@@ -64,7 +64,7 @@ class Context:
         return ((JOB_KEY, self._job),)
 
     def time_remaining(self) -> float:
-        return 0.0
+        return 0.001
 
     async def write(self, news: bytes) -> None:
         check_told(self._told.FromString(news))

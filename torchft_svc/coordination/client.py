@@ -21,7 +21,7 @@ from torchft_svc.rpc.address import parse_address
 from torchft_svc.rpc.channel import KEEPALIVE_MS, MAX_CONNECTING_MS, open_channel
 from torchft_svc.rpc.codec import JOB_KEY
 from torchft_svc.rpc.security import Security, resolve_security
-from torchft_svc.rpc.status import to_error
+from torchft_svc.rpc.status import came_early, to_error
 
 log = logging.getLogger(__name__)
 
@@ -120,8 +120,9 @@ class Client:
 
         def invoke(request: Any, timeout: timedelta) -> Answer:
             channel, addr, timeout_s = self._channel, self._addr, limited_s(timeout)
+            deadline = time.monotonic() + timeout_s
             try:
-                return method_of(channel)(request, timeout=timeout_s, metadata=self._metadata)
+                return self._call(method_of(channel), request, deadline)
             except ValueError:  # that is how gRPC says that the channel is closed
                 if self._closed:
                     raise RequestRefused(f"this client is closed: {self._peer}") from None
@@ -141,6 +142,15 @@ class Client:
             raise failure
 
         return invoke
+
+    def _call(self, method: Callable[..., Answer], request: Any, deadline: float) -> Answer:
+        while True:
+            left_s = max(deadline - time.monotonic(), 0.0)
+            try:
+                return method(request, timeout=left_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                if not came_early(error, deadline - time.monotonic()):
+                    raise
 
     def __enter__(self: Self) -> Self:
         return self

@@ -16,6 +16,6 @@ MAX_MARGIN_S = 0.1
 def remaining_s(context: grpc.aio.ServicerContext[Any, Any]) -> float:
     """How long a handler may wait so that its last word still reaches the caller, in seconds."""
     left = context.time_remaining()
-    if left is None:
+    if not left:  # no deadline; or a wall clock has jumped: gRPC cancels what is really over
         return MAX_WAIT_S
     return max(0.0, min(left - min(left * MARGIN, MAX_MARGIN_S), MAX_WAIT_S))

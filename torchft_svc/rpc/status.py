@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 # The trailing metadata that names the error, where the status code alone is not enough.
 ERROR_KEY = "torchft-error"
 LEADER_KEY = "torchft-leader"
+# What gRPC says of a deadline that nobody told the reason of.
+_UNEXPLAINED = "Deadline Exceeded"
+# A call may end so much before its deadline: gRPC counts on both sides, in milliseconds.
+_ROUNDING_S = 0.1
 
 _CODES: dict[type[TorchFTError], grpc.StatusCode] = {
     RequestRefused: grpc.StatusCode.INVALID_ARGUMENT,
@@ -108,7 +112,7 @@ def to_error(
     if name == Unreachable.__name__:
         return _unreachable_behind(peer, address, details)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return late(action, timeout_s, "" if details == "Deadline Exceeded" else details)
+        return late(action, timeout_s, "" if details == _UNEXPLAINED else details)
     distrust = to_distrust(error, peer, address)
     if distrust is not None:
         return distrust
@@ -157,6 +161,15 @@ def error_from_wire(name: str, reason: str, action: str, timeout_s: float) -> To
     if name == DeadlineExceeded.__name__:
         return late(action, timeout_s, reason)
     return _BY_NAME.get(name, QuorumFailed)(reason)
+
+
+def came_early(error: grpc.RpcError, left_s: float) -> bool:
+    """Whether gRPC ended the call by its deadline although there were still ``left_s``.
+
+    It reckons with the wall clock while a call begins: one that jumps ahead just then ends it.
+    """
+    is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    return is_late and error.details() == _UNEXPLAINED and left_s > _ROUNDING_S
 
 
 def late(action: str, timeout_s: float, told: str) -> DeadlineExceeded:
