@@ -23,7 +23,10 @@ def check_eviction(book: Book, out: ReportEviction, config: QuorumConfig, now: f
     must(who in _hung(book, config, now), "I5", f"{who} is left out: {book.doing.get(who)}")
     must(who in out.told, "I5", f"{who} is left out, and does not hear of it")
     if who in book.previous:  # or that was published by an earlier lighthouse
-        must(bool(_waiting(book) - {who}), "I5", f"{who} is left out, though nobody waits for it")
+        # Who was left out before, and called back since, may be the first one to go on.
+        back = book.recalled & book.previous & book.who(Phase.QUORUM)
+        waiting = (_waiting(book) | back) - {who}
+        must(bool(waiting), "I5", f"{who} is left out, though nobody waits for it")
 
 
 def check_hangs_are_heeded(name: str, book: Book, config: QuorumConfig, now: float) -> None:
