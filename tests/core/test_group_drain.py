@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     AnswerWorker,
@@ -37,11 +39,19 @@ def test_it_leaves_when_all_workers_have_asked_whoever_was_told() -> None:
     assert left(group.quorum_requested(request(1), 4)) == [3, 4], "for good"
 
 
-def test_a_worker_whose_answer_was_lost_is_told_again_when_its_fellow_has_ended() -> None:
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_worker_whose_answer_was_lost_is_told_again_when_its_fellow_has_ended(
+    is_asked: bool,
+) -> None:
     group = Group(2)
     group.attached(1, "w1")
     group.quorum_requested(request(0, worker_id="w0"), 1)
-    assert left(group.quorum_requested(request(1, draining=True, worker_id="w1"), 2)) == [1, 2]
+    orders = group.quorum_requested(request(1, draining=not is_asked, worker_id="w1"), 2)
+    if is_asked:  # then the lighthouse has the last word
+        (ask,) = orders
+        assert isinstance(ask, AskLighthouse)
+        orders = (*group.drain("preempted"), *group.quorum_failed(ask.round, QuorumFailed("out")))
+    assert left(orders) == [1, 2]
     group.detached(1, "w1", "it has ended")
     (again,) = group.quorum_requested(request(0, worker_id="w0"), 3)
     assert isinstance(again, RefuseWorker)

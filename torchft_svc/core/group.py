@@ -95,6 +95,15 @@ class Group:
         # honoured: the lighthouse's last word comes as an input, as always.
         return (self._leave(),) if self._asking else ()
 
+    def _end_workers(self, reason: str) -> list[Order]:
+        """Tell all that ask; whoever misses it is told again."""
+        self._ended_workers = {
+            rank: (each.worker_id, reason)
+            for rank, (each, _) in self._requests.items()
+            if each.worker_id
+        }
+        return self._refuse_requests(GroupLeft(reason))
+
     def _leave(self) -> LeaveLighthouse:
         assert self._drain_reason is not None
         return LeaveLighthouse(self._drain_reason, between_steps=True)
@@ -133,13 +142,7 @@ class Group:
         if len(self._requests) < self.world_size:
             return tuple(orders)
         if self._drain_reason is not None:
-            self._ended_workers = {
-                rank: (each.worker_id, self._drain_reason)
-                for rank, (each, _) in self._requests.items()
-                if each.worker_id
-            }
-            left = self._refuse_requests(GroupLeft(self._drain_reason))
-            return (*orders, self._leave(), *left)
+            return (*orders, self._leave(), *self._end_workers(self._drain_reason))
         return (*orders, self._ask())
 
     def quorum_formed(self, round_: int, quorum: Quorum) -> tuple[Order, ...]:
@@ -171,7 +174,7 @@ class Group:
             return ()
         self._asking = False
         if self._drain_reason is not None:
-            error = GroupLeft(self._drain_reason)
+            return tuple(self._end_workers(self._drain_reason))
         return tuple(self._refuse_requests(error))
 
     def withdrawn(self, caller: int) -> tuple[Order, ...]:
