@@ -13,7 +13,7 @@ from torchft_svc.sim.invariants import (
     must,
 )
 from torchft_svc.sim.lighthouse_actor import LighthouseActor
-from torchft_svc.sim.network import Network
+from torchft_svc.sim.network import MEAN_LATENCY_S, Network
 from torchft_svc.sim.scenario import LIGHTHOUSE_FAULTS, Fault, Scenario
 from torchft_svc.sim.shared import Shared
 from torchft_svc.sim.site import Saved, Site
@@ -22,6 +22,8 @@ from torchft_svc.sim.sums import Sums
 from torchft_svc.sim.world import Process, World
 
 LAG_FACTOR = 2000.0
+# One message in 20,000 is on its way for longer than so many times the mean.
+LONG_WAY = 10.0
 # Who is at the step that an operator went back to may turn out to hold no whole state of it.
 MAX_LOSSES = 2
 # So many pass for each group before the core is walked through again: a walk costs more for many.
@@ -188,6 +190,8 @@ class Fleet:
             self.network.break_streams(site.manager.process.name)
 
     def _lag(self, site: Site, fault: Fault) -> None:
+        last_s = LONG_WAY * LAG_FACTOR * fault.value * MEAN_LATENCY_S  # what was sent at its end
+        self.invariants.hangs.trouble(site.name, fault.seconds + last_s)
         for process in site.processes():
             self.network.set_lag(process.name, LAG_FACTOR * fault.value)
             nature = self.world.process("nature")
