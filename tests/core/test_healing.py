@@ -136,6 +136,21 @@ def test_one_whose_session_broke_is_waited_for_again_when_it_tells_that_it_heals
     assert scene.take_quorums() == [(2, ["a:1", "c:1"])], "its time was up"
 
 
+def test_one_that_heals_once_more_is_waited_for_again() -> None:
+    scene = formed("a:1", "b:1", "c:1", step=7, settings=HEAL)
+    scene.does("b:1", Phase.HEALING, 7)
+    scene.does("b:1", Phase.QUORUM, 7)  # its heal has failed
+    scene.does("c:1", Phase.HEALING, 7)
+    scene.ask("a:1", 8)
+    scene.until(115)
+    assert scene.why().startswith("waiting for c:1: ")
+    scene.does("b:1", Phase.HEALING, 7)
+    scene.ask("c:1", 8)
+    assert scene.why().startswith("waiting for b:1: ")
+    scene.until(140)
+    assert scene.take_quorums() == [(2, ["a:1", "c:1"])], "the heal timeout is over"
+
+
 def test_others_are_waited_for_as_before() -> None:
     scene = formed("a:1", "b:1", "c:1", step=7, settings=HEAL)
     scene.does("b:1", Phase.HEALING, 7)

@@ -39,6 +39,11 @@ class Heals:
         self.known[replica_id] = Heal(heal.since, now)
         return True
 
+    def is_under_way(self, replica_id: str) -> bool:
+        """As far as it has told."""
+        heal = self.known.get(replica_id)
+        return heal is not None and heal.ended_at is None
+
     def over(self, replica_id: str) -> bool:
         """The group asks; whether it has healed since the last time."""
         return self.known.pop(replica_id, None) is not None

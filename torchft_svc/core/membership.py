@@ -150,10 +150,11 @@ class Membership:
         return replica_id in self._awaited
 
     def _is_back_to_heal(self, replica_id: str) -> bool:
-        """Whether it was taken for late because it had not told yet that it heals: that is
-        forgotten with a session that breaks, and the next one does not begin with it."""
+        """Whether it was taken for late because it had not told yet that it heals, or heals once
+        more: with a session that breaks that is forgotten, and the next one does not begin with it.
+        """
         is_late = replica_id in self._straggling and replica_id in self._previous_ids
-        is_news = replica_id not in self.heals.known and replica_id not in self._evicted
+        is_news = not self.heals.is_under_way(replica_id) and replica_id not in self._evicted
         return is_late and is_news and self._config.heal_timeout_s is not None
 
     def evicted(self, replica_ids: Iterable[str]) -> None:
