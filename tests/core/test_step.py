@@ -1,4 +1,4 @@
-"""Tests the trainer's step machine: the table, the counters, and I4 and I6 under any life."""
+"""Tests the trainer's step machine: the table, the counters, and what is refused."""
 
 from __future__ import annotations
 

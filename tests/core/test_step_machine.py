@@ -1,4 +1,4 @@
-"""A trainer's life, as a state machine: whatever happens, a step is that of its weights."""
+"""Tests I4 and I6 under any life of a trainer, as a state machine."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torchft_svc.client.process_groups.loss import Loss, news_of
 from torchft_svc.client.process_groups.operations import OLDER_NAMES
 from torchft_svc.client.process_groups.recorder import FlightRecorder
 from torchft_svc.core.durations import check_length
-from torchft_svc.errors import ConfigError
+from torchft_svc.errors import ConfigError, QuorumFailed
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
@@ -57,6 +57,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._group_name = ""
         self._quorum_id: int | None = None
         self._loss: Loss | None = None
+        self._stopped = False
         self._recorder: FlightRecorder | None = None
         self._flight: Flight | None = None
 
@@ -185,6 +186,14 @@ class ProcessGroup(dist.ProcessGroup):
     def _record(self, name: str, args: Any, kwargs: Any) -> Record | None:
         """Collective ``name`` is about to begin; None: it is not recorded."""
         return None if self._flight is None else self._flight.launch(name, args, kwargs)
+
+    def _check_meeting(self, quorum_id: int | None) -> None:
+        """Raise if there is no use in meeting the members of ``quorum_id``."""
+        if self._stopped:
+            raise QuorumFailed("the process group was shut down")
+        loss = self._loss
+        if loss is not None and loss.quorum_id == quorum_id:
+            raise loss.error
 
     def _give_up_record(self) -> None:
         """What is under way is given up."""

@@ -50,7 +50,6 @@ class DelegatingProcessGroup(ProcessGroup):
         self._rank = 0
         self._world_size = 1
         self._error: Exception | None = None
-        self._stopped = False
         self._graveyard = Graveyard()
         self._line = StoreLine()
         self._failures: FailureWatch | None = None
@@ -95,11 +94,7 @@ class DelegatingProcessGroup(ProcessGroup):
 
     def _check_wanted(self) -> None:
         """Raise if the quorum that is being met need not be met any more."""
-        if self._stopped:
-            raise QuorumFailed("the process group was shut down")
-        loss = self._loss
-        if loss is not None and loss.quorum_id == self._wanted_quorum_id:
-            raise loss.error
+        self._check_meeting(self._wanted_quorum_id)
         if self._failures is not None:
             self._failures.check()
 

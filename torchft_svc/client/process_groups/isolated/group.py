@@ -79,12 +79,11 @@ class IsolatedProcessGroup(ProcessGroup):
         self._rank = 0
         self._world_size = 1
         self._error: Exception | None = _left()
-        self._stopped = False
 
     def _configure(self, members: Members) -> None:
         self._leave_record()
         self.abort()
-        self._check(members.quorum_id)
+        self._check_meeting(members.quorum_id)
         try:
             self._connect(members)
         except PeerError as error:
@@ -244,16 +243,10 @@ class IsolatedProcessGroup(ProcessGroup):
         sent = replace_leaves(args, to_plain), replace_leaves(kwargs, to_plain)
         return Launch(next(self._numbers), loan.segment.number, name, *sent)
 
-    def _check(self, quorum_id: int | None) -> None:
-        if self._stopped:
-            raise QuorumFailed("the process group was shut down")
-        if self._loss is not None and self._loss.quorum_id == quorum_id:
-            raise self._loss.error
-
     def _await(self, event: threading.Event, timeout_s: float, quorum_id: int | None) -> None:
         deadline = time.monotonic() + timeout_s
         while not event.wait(_LOOK_S):
-            self._check(quorum_id)
+            self._check_meeting(quorum_id)
             if time.monotonic() > deadline:
                 raise DeadlineExceeded("configuring the process group", timeout_s)
 
