@@ -72,6 +72,18 @@ def lost_steps_are_not_noticed(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(quorum, "_check_progress", unchecked)
 
 
+def a_loss_is_told_where_there_is_none(plant: pytest.MonkeyPatch) -> None:
+    real = quorum._check_progress
+
+    def tell(view: JobView, config: QuorumConfig, members: list[Member]) -> Any:
+        decision = real(view, config, members)
+        if isinstance(decision, quorum.Formed):
+            return quorum.Formed(decision.members, lost_from=view.committed_step)
+        return decision
+
+    plant.setattr(quorum, "_check_progress", tell)
+
+
 def veterans_are_forgotten(plant: pytest.MonkeyPatch) -> None:
     real = Membership.publish
 
@@ -305,6 +317,7 @@ PLANTS: dict[Plant, int] = {
     joining_is_ignored: 120,
     the_silent_never_die: 6,
     lost_steps_are_not_noticed: 1,
+    a_loss_is_told_where_there_is_none: 0,
     veterans_are_forgotten: 1004,
     what_groups_tell_is_ignored: 2882,
     heal_from_the_wrong_source: 7,

@@ -189,6 +189,7 @@ class Progress:
     def __init__(self, policy: str) -> None:
         self._policy = policy
         self._committed: dict[str, int] = {}
+        self._heard: dict[str, int] = {}  # since its last quorum, from those that have a session
         self._took_part: dict[str, set[str]] = {}
         self._accepted: set[str] = set()
         self._published: dict[str, int] = {}  # how many quorums, over all lighthouses
@@ -202,6 +203,7 @@ class Progress:
         """A group has a session with the lighthouse, and can tell what it knows."""
         if replica_id in self._told:
             self._took_part.setdefault(job, set()).add(replica_id)
+            self._heard[job] = max(self._heard.get(job, 0), self._told[replica_id][1])
 
     def accepted(self, job: str) -> None:
         """An operator gives up what the groups that ask do not have."""
@@ -210,6 +212,7 @@ class Progress:
     def restarted(self) -> None:
         """A new lighthouse knows only what it hears."""
         self._committed.clear()
+        self._heard.clear()
         self._accepted.clear()
         self._took_part.clear()
 
@@ -221,7 +224,7 @@ class Progress:
         took_part = self._took_part.setdefault(order.job, set())
         if order.job in self._committed:
             before = self._committed[order.job]
-            is_told = order.lost_from == before
+            is_told = order.lost_from is not None and order.lost_from >= before
         else:  # some of those who told more may have died since
             before = max((self._told[each] for each in took_part), default=(0, 0))[1]
             is_told = order.lost_from is not None
@@ -231,8 +234,11 @@ class Progress:
             must(self._policy != "hold", "I4", f"from step {before} to {step} in spite of hold")
             alive = sorted(took_part) if self._policy == "auto" else []
             must(not alive, "I4", f"from step {before} to {step}, though {alive[:4]} live")
-        if step >= before and order.job in self._committed:
-            must(order.lost_from is None, "I4", f"a loss is told, but step {step} >= {before}")
+        newest = max(before, self._heard.pop(order.job, 0))
+        if order.job in self._committed:
+            # A loss that was told is told again, if one that had the newer state came and went.
+            is_true = order.lost_from is None or step < order.lost_from <= newest
+            must(is_true, "I4", f"a loss of {order.lost_from} is told, but {step} follows {newest}")
         self._published[order.job] = self._published.get(order.job, 0) + 1
         self._committed[order.job] = step
         self._accepted.discard(order.job)
