@@ -43,21 +43,30 @@ def check_hangs_are_heeded(name: str, book: Book, config: QuorumConfig, now: flo
         must(is_new, "I5", f"{name} waits for {sorted(hung)[:4]}, which hang")
 
 
-def check_left_healing(book: Book, left: ReportLeftHealing) -> None:
+def check_left_healing(
+    book: Book, left: ReportLeftHealing, config: QuorumConfig, now: float
+) -> None:
+    """It is told once of each group, and when its time is up."""
     who = left.replica_id
     must(who in book.who(Phase.HEALING), "I5", f"{who} was left out, but does not heal")
     must(who not in book.left_healing, "I5", f"{who} was left out, which is told twice")
+    _check_time_is_up(book, who, config, now)
 
 
 def check_heals(book: Book, quorum: Quorum, config: QuorumConfig, now: float) -> None:
-    """Who heals is left out only when its time is up."""
+    """Who heals is left out only when its time is up; of others that was told."""
     members = {member.replica_id for member in quorum.participants}
-    left = (book.going_on() & book.who(Phase.HEALING)) - members
+    left = (book.going_on() & book.who(Phase.HEALING)) - book.left_healing - members
+    if left:
+        _check_time_is_up(book, min(left), config, now)
+
+
+def _check_time_is_up(book: Book, healing: str, config: QuorumConfig, now: float) -> None:
     back = [since for each, since in book.asking.items() if each in book.previous]
-    if left and back:
+    if back:
         waited_s = now - min(back)
         is_over = waited_s + SLACK_S >= (config.heal_timeout_s or config.join_timeout_s)
-        must(is_over, "I5", f"{sorted(left)[:4]} heal, and are left out after {waited_s:.2f} s")
+        must(is_over, "I5", f"{healing} heals, and is left out after {waited_s:.2f} s")
 
 
 def check_history(name: str, book: Book, quorum: Quorum) -> None:

@@ -205,7 +205,7 @@ class LighthouseActor:
             elif isinstance(order, ReportEviction):
                 self._tell_eviction(order)
             elif isinstance(order, ReportLeftHealing):
-                self.lookout.left_healing(order)
+                self.lookout.left_healing(order, self._world.now)
         self._arm()
 
     def _answer(self, caller: int) -> Session:

@@ -88,9 +88,9 @@ class Lookout:
         book.recalled.discard(out.replica_id)
         book.evicted.add(out.replica_id)
 
-    def left_healing(self, left: ReportLeftHealing) -> None:
+    def left_healing(self, left: ReportLeftHealing, now: float) -> None:
         book = self._book(left.job)
-        check_left_healing(book, left)
+        check_left_healing(book, left, self._config, now)
         book.left_healing.add(left.replica_id)
 
     def published(self, name: str, quorum: Quorum, known: Collection[Key], now: float) -> None:
