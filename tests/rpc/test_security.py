@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,13 @@ def test_argument_beats_environment(some: Papers, tmp_path: Path) -> None:
         environment, cert_file=other.cert_file, key_file=other.key_file, token_file=str(file)
     ) == replace(other, token=TOKEN)
     assert resolve_security(Environment({"TORCHFT_TOKEN_FILE": str(file)})).token == TOKEN
+
+
+def test_a_copy_for_another_process_reads_the_files_itself(some: Papers) -> None:
+    known = replace(some.local, token=TOKEN)
+    copy = pickle.loads(pickle.dumps(known))  # noqa: S301 - our own bytes
+    assert copy == known
+    assert copy.server_credentials() is not None
 
 
 @pytest.mark.parametrize("field", ["cert_file", "key_file"])

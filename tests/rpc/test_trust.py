@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import grpc
 import pytest
 from bounds import raises_in_time
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from papers import LONG_AGO, TOKEN, Papers, papers, variables
+from papers import LONG_AGO, TOKEN, Papers, authority, papers, variables
 from running import Process, attach, command, lighthouse_process, line_to, manager_process
 
 from torchft_svc.coordination import LighthouseClient, LighthouseServer, ManagerClient
@@ -320,6 +321,15 @@ def test_a_ca_alone_does_not_make_a_server(some: Papers) -> None:
     result = command("lighthouse_server", "--bind=127.0.0.1:0", f"--tls-ca={some.ours.ca_file}")
     assert result.returncode == 2
     assert "a server needs TORCHFT_TLS_CERT and TORCHFT_TLS_KEY" in result.stderr
+
+
+def test_files_that_are_being_renewed_are_not_missed(tmp_path: Path) -> None:
+    """Whoever opens a connection just then, or begins to serve, goes by what it has read before."""
+    held = authority(tmp_path / "own").issue("127.0.0.1")
+    for name in (held.cert_file, held.key_file, held.ca_file):
+        Path(str(name)).unlink()
+    with LighthouseServer("127.0.0.1:0", 1, security=held) as server:
+        assert complaint(server.address(), held) is None
 
 
 def test_a_client_that_follows_a_manager_goes_on_with_tls(some: Papers) -> None:

@@ -3,8 +3,7 @@
 With a certificate and key, servers speak TLS; with a CA too, they want a certificate of that CA
 from whoever calls (mutual TLS). Clients speak TLS where there is a CA or a certificate of their
 own, check the server against the CA (without one: against the system's), and show their
-certificate. The token travels with every call. Files are read when a service starts, and when a
-client connects.
+certificate. The token travels with every call. Files are read once, when a `Security` is made.
 """
 
 from __future__ import annotations

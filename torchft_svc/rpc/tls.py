@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import ssl
-from dataclasses import dataclass
-from typing import ClassVar, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NoReturn
 
 import grpc
 
@@ -13,9 +15,27 @@ from torchft_svc.rpc.setting_files import read_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Content:
+    """What the files held, of which None are not set; for sockets, ready to be used.
+
+    ``roots`` are the system's where there is no CA; None: gRPC has its own.
+    """
+
+    cert: bytes | None
+    key: bytes | None
+    ca: bytes | None
+    roots: bytes | None
+    server: ssl.SSLContext | None
+    client: ssl.SSLContext | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
     """``cert_file`` and ``key_file``: this party's certificate (PEM, with its intermediates) and
     key; ``ca_file``: who signs the others'.
+
+    Read here, once: while files are replaced they may be missing or half written, and whoever
+    connects again in that moment must not fail.
 
     Raises:
         ConfigError: a file cannot be read, is not PEM, the key is not the certificate's, or one of
@@ -29,6 +49,8 @@ class TlsFiles:
     key_file: str | None = None
     ca_file: str | None = None
 
+    _content: _Content = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         for name, value, other_name, other in (
             (self.cert_name, self.cert_file, self.key_name, self.key_file),
@@ -36,10 +58,25 @@ class TlsFiles:
         ):
             if value is not None and other is None:
                 raise ConfigError(name, value, f"{other_name} is needed with it")
-        if self.cert_file is not None:
-            self._add_own_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-        if self.ca_file is not None:
-            self._add_ca(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        roots = self.ca_file
+        if roots is None and self.dials_tls:
+            roots = ssl.get_default_verify_paths().cafile
+        content = _Content(
+            cert=_read(self.cert_name, self.cert_file),
+            key=_read(self.key_name, self.key_file),
+            ca=_read(self.ca_name, self.ca_file),
+            roots=_read(self.ca_name, roots),
+            server=None if self.cert_file is None else self._make_server_context(),
+            client=self._make_client_context() if self.dials_tls else None,
+        )
+        object.__setattr__(self, "_content", content)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, as for another process, reads the files itself."""
+        named = {
+            each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.init
+        }
+        return functools.partial(type(self), **named), ()
 
     @property
     def cert_name(self) -> str:
@@ -71,27 +108,28 @@ class TlsFiles:
         """For a gRPC server; None: it speaks without TLS."""
         if not self.serves_tls:
             return None
-        assert self.cert_file is not None
-        assert self.key_file is not None
-        pair = (read_file(self.key_name, self.key_file), read_file(self.cert_name, self.cert_file))
-        ca = None if self.ca_file is None else read_file(self.ca_name, self.ca_file)
-        return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+        key, cert, ca = self._content.key, self._content.cert, self._content.ca
+        assert key is not None
+        assert cert is not None
+        return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """For a gRPC channel; None: it speaks without TLS."""
         if not self.dials_tls:
             return None
-        roots = self.ca_file or ssl.get_default_verify_paths().cafile
         return grpc.ssl_channel_credentials(
-            None if roots is None else read_file(self.ca_name, roots),
-            None if self.key_file is None else read_file(self.key_name, self.key_file),
-            None if self.cert_file is None else read_file(self.cert_name, self.cert_file),
+            self._content.roots, self._content.key, self._content.cert
         )
 
     def server_context(self) -> ssl.SSLContext | None:
         """For a server on plain sockets; None: it speaks without TLS."""
-        if not self.serves_tls:
-            return None
+        return self._content.server if self.serves_tls else None
+
+    def client_context(self) -> ssl.SSLContext | None:
+        """For a client on plain sockets, which checks the server's name too; None: without TLS."""
+        return self._content.client
+
+    def _make_server_context(self) -> ssl.SSLContext:
         context = _context(ssl.PROTOCOL_TLS_SERVER)
         context.num_tickets = 0  # nobody resumes a session
         self._add_own_certificate(context)
@@ -100,10 +138,7 @@ class TlsFiles:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
-    def client_context(self) -> ssl.SSLContext | None:
-        """For a client on plain sockets, which checks the server's name too; None: without TLS."""
-        if not self.dials_tls:
-            return None
+    def _make_client_context(self) -> ssl.SSLContext:
         context = _context(ssl.PROTOCOL_TLS_CLIENT)
         if self.ca_file is None:
             context.load_default_certs()
@@ -151,6 +186,10 @@ class TlsFiles:
         except ssl.SSLError as error:
             reason = f"the file holds no certificate in PEM form ({error.reason})"
             raise ConfigError(self.ca_name, self.ca_file, reason) from None
+
+
+def _read(name: str, path: str | None) -> bytes | None:
+    return None if path is None else read_file(name, path)
 
 
 def _context(protocol: ssl._SSLMethod) -> ssl.SSLContext:

@@ -18,13 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 import torch
 from bounds import Late, check, raises_in_time
-from papers import LONG_AGO, TOKEN, Papers, papers
+from papers import LONG_AGO, TOKEN, Papers, authority, papers
 from running import eventually
 
 from torchft_svc.client.checkpointing import HTTPTransport, server
@@ -97,6 +98,14 @@ def test_a_state_arrives(some: Papers, kind: str) -> None:
         scheme = "http" if kind == "token" else "https"
         assert source.metadata().startswith(f"{scheme}://127.0.0.1:")
         assert_arrived(fetch(source, fetches))
+
+
+def test_a_state_arrives_while_files_are_being_renewed(tmp_path: Path) -> None:
+    held = authority(tmp_path / "own").issue("127.0.0.1")
+    for name in (held.cert_file, held.key_file, held.ca_file):
+        Path(str(name)).unlink()
+    with serving(held) as source:
+        assert_arrived(fetch(source, held))
 
 
 def test_a_worker_needs_a_certificate_for_its_server(some: Papers) -> None:
@@ -179,7 +188,7 @@ def test_the_token_is_looked_at_before_the_request() -> None:
 
 
 def test_an_old_tls_version_is_refused(some: Papers) -> None:
-    context = some.local.client_context()
+    context = replace(some.local).client_context()  # of its own, to be changed
     assert context is not None
     with serving(some.local) as source:
         port = urlsplit(source.metadata()).port or 0
