@@ -185,7 +185,7 @@ def test_a_token_that_is_not_known_any_more_is_replaced(tmp_path: Path) -> None:
     [
         ("etcd://a:1", ("a:1",), "torchft", False),
         ("etcds://a:1,[::1]:2/jobs", ("a:1", "[::1]:2"), "jobs", True),
-        ("etcds://a:1/all/jobs", ("a:1",), "all/jobs", True),
+        ("etcds://a:1/all-jobs.2", ("a:1",), "all-jobs.2", True),
     ],
 )
 def test_what_a_url_says(
@@ -202,6 +202,9 @@ def test_what_a_url_says(
         ({"url": "a:1"}, ConfigError, "use etcd://host:2379"),
         ({"url": "https://a:1"}, ConfigError, "or etcds://... for TLS"),
         ({"url": "etcd://a:1/"}, ConfigError, "use etcd://host:2379"),
+        ({"url": "etcd://a:1/x/"}, ConfigError, "the prefix is one word"),
+        ({"url": "etcd://a:1//x"}, ConfigError, "the prefix is one word"),
+        ({"url": "etcd://a:1/x/y"}, ConfigError, "the prefix is one word"),
         ({"url": "etcd://"}, AddressError, "has no port"),
         ({"url": "etcd://a:1,a:1"}, AddressError, "names one host and port twice"),
         ({"url": "etcd://a:1", "ca_file": "{ca}"}, ConfigError, "it is for TLS: use etcds://"),

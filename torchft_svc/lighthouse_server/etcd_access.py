@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -13,6 +14,9 @@ from torchft_svc.rpc.tls import TlsFiles
 
 PLAIN_SCHEME, TLS_SCHEME = "etcd://", "etcds://"
 DEFAULT_PREFIX = "torchft"
+# To etcd all keys below a name belong to that name's election: `x` would wait for who leads in
+# `x/y`, and with `x/` as the other spelling of `x` both would be elected.
+_PREFIX = re.compile(r"[A-Za-z0-9._-]{1,256}")
 USER_NAME, PASSWORD_NAME = "TORCHFT_ETCD_USER", "TORCHFT_ETCD_PASSWORD"
 
 
@@ -37,9 +41,11 @@ class EtcdAccess(TlsFiles):
 
     def __post_init__(self) -> None:
         hosts, slash, prefix = self._parts()
-        if not self.url.startswith((PLAIN_SCHEME, TLS_SCHEME)) or (slash and not prefix):
+        is_url = self.url.startswith((PLAIN_SCHEME, TLS_SCHEME))
+        if not is_url or (slash and not _PREFIX.fullmatch(prefix)):
             expected = (
-                f"use {PLAIN_SCHEME}host:2379[,host:2379][/prefix], or {TLS_SCHEME}... for TLS"
+                f"use {PLAIN_SCHEME}host:2379[,host:2379][/prefix], or {TLS_SCHEME}... for TLS; "
+                "the prefix is one word of letters, digits, '.', '_' and '-'"
             )
             raise ConfigError("leader_election", self.url, expected)
         split_addresses(hosts)
