@@ -28,7 +28,7 @@ def ids_after(*groups: Member, first_id: int = 0) -> list[int]:
     ("groups", "ids"),
     [
         ((member("a", 1), member("b", 1)), [1, 1]),
-        ((member("a", world_size=2), member("b", data="{}")), [1, 1]),
+        ((member("a", shrink_only=True), member("b", data="{}")), [1, 1]),
         ((member("a", commit_failures=1), member("b")), [1, 2]),
         ((member("a"), member("b", address="elsewhere:1")), [1, 2]),
         ((member("a"), member("b", store_address="elsewhere:2")), [1, 2]),

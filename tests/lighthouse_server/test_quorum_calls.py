@@ -39,7 +39,7 @@ def line(server: LighthouseServer) -> Iterator[Line]:
 
 def test_all_members_get_the_same_quorum_sorted_and_untouched(line: Line) -> None:
     late = line.quorum("b:2", step=7, address="b:1", store_address="b:2", world_size=4, data="[1]")
-    early = line.quorum("a:1", step=7, shrink_only=True, commit_failures=3)
+    early = line.quorum("a:1", step=7, world_size=4, shrink_only=True, commit_failures=3)
 
     answer = early.result()
 
@@ -200,6 +200,16 @@ def test_a_second_group_with_the_name_is_refused_at_once(line: Line) -> None:
     assert reason == (
         "the name of 'a:2' is taken: 'a:1' is alive; give every replica group a name of its own"
     )
+
+
+def test_a_group_of_another_size_is_refused_at_once_and_disturbs_nobody(line: Line) -> None:
+    trained = [line.quorum(key, world_size=8) for key in ("a:1", "b:1")]
+    assert members(trained[0].result()) == ["a:1", "b:1"]
+    code, reason = failure(line.quorum("c:1", world_size=4))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "'c:1' has a group world size of 4, 'a:1' of 8: all groups of a job need" in reason
+    again = [line.quorum(key, world_size=8) for key in ("a:1", "b:1")]
+    assert members(again[0].result()) == ["a:1", "b:1"]
 
 
 def test_jobs_never_see_each_other(line: Line) -> None:

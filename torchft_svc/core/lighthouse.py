@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torchft_svc.core.activity import Activity, HangWatch
 from torchft_svc.core.eviction import to_evict
+from torchft_svc.core.group_size import GroupSize
 from torchft_svc.core.lighthouse_orders import (
     AnswerQuorum,
     Order,
@@ -48,17 +49,15 @@ class _Job:
     members: Membership
     hangs: HangWatch
     last_id: int
+    size: GroupSize = field(default_factory=GroupSize)
     heard_id: int = 0  # the highest id that a group was told, maybe by another lighthouse
     spent_id: int = 0  # a quorum that somebody was told to leave
     # Requests of groups whose name is still held by an earlier incarnation.
     held: dict[str, tuple[Member, int]] = field(default_factory=dict)
 
     def next_deadline(self) -> float | None:
-        next_at = None
-        for at in (self.members.next_death(), self.members.look_at(), self.hangs.look_at()):
-            if at is not None and (next_at is None or at < next_at):
-                next_at = at
-        return next_at
+        ats = (self.members.next_death(), self.members.look_at(), self.hangs.look_at())
+        return min((at for at in ats if at is not None), default=None)
 
 
 class Lighthouse:
@@ -82,6 +81,7 @@ class Lighthouse:
         """``caller`` waits for a quorum that contains ``member``."""
         member.check()
         state = self._job(job, member.replica_id)
+        state.size.check(member, state.members)
         state.heard_id = max(state.heard_id, member.seen_quorum_id)
         orders = self._sign_of_life(state, member.replica_id, now)
         state.members.seen(member.replica_id, now)
