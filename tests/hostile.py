@@ -32,6 +32,11 @@ def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
 
 def call_head(path: str, port: int) -> bytes:
     """The frames that begin the gRPC call ``path``, on a fresh connection's stream 1."""
+    return PREFACE + frame(4, 0, 0) + frame(1, 4, 1, call_fields(path, port))
+
+
+def call_fields(path: str, port: int) -> bytes:
+    """The header fields of the gRPC call ``path``, encoded."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
@@ -40,11 +45,10 @@ def call_head(path: str, port: int) -> bytes:
         "content-type": "application/grpc",
         "te": "trailers",
     }
-    packed = b"".join(
+    return b"".join(
         b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
         for name, value in fields.items()
     )
-    return PREFACE + frame(4, 0, 0) + frame(1, 4, 1, packed)
 
 
 @contextlib.contextmanager

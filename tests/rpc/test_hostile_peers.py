@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 
 import grpc
 import pytest
-from hostile import PREFACE, Training, Usage, call_head, frame, many_descriptors, training
+from hostile import (
+    PREFACE,
+    Training,
+    Usage,
+    call_fields,
+    call_head,
+    frame,
+    many_descriptors,
+    training,
+)
 from running import Process, eventually, failure, line_to
 
 from torchft_svc.core.types import MAX_WORLD_SIZE
@@ -23,6 +33,7 @@ MAX_KB_PER_CONNECTION = 40
 # What a service may keep of a message that it refuses, or of news that nobody reads.
 MAX_GROWTH_MB = 24.0
 GIGABYTE = 1 << 30
+NUM_RESET = 50_000
 SETTINGS = frame(4, 0, 0)
 
 
@@ -122,7 +133,7 @@ def test_a_group_that_reads_nothing_loses_its_session(steady: Training) -> None:
     steady.goes_on_in_time()
 
 
-def _packed(request: pb.SessionRequest) -> bytes:
+def _packed(request: pb.SessionRequest | pb.ManagerQuorumRequest) -> bytes:
     body = request.SerializeToString()
     return b"\x00" + len(body).to_bytes(4, "big") + body
 
@@ -133,6 +144,40 @@ def _questions() -> Iterator[pb.SessionRequest]:
     for number in range(1, 2_600):
         requester = {"replica_id": "d:1", "world_size": MAX_WORLD_SIZE + 1}
         yield pb.SessionRequest(question={"requester": requester, "number": number})
+
+
+def test_calls_that_are_reset_at_once(steady: Training, service: Process) -> None:
+    """Thousands of them, which nobody waits for: gRPC drops no call of others in their stead."""
+    usage = Usage(service)
+    path = f"/torchft.{service_name(service)}/Quorum"
+    with socket.create_connection(("127.0.0.1", service.port), 10) as raw:
+        reading = threading.Thread(target=_read_all, args=(raw,))
+        reading.start()
+        with contextlib.suppress(OSError):  # it may hang up on us
+            raw.sendall(PREFACE + SETTINGS)
+            for first in range(1, 2 * NUM_RESET, 200):
+                calls = (_reset_call(path, service, first + 2 * n) for n in range(100))
+                raw.sendall(b"".join(calls))
+        steady.goes_on_in_time()
+        assert usage.grown_mb() < MAX_GROWTH_MB, f"{usage.grown_mb():.0f} MB"
+        with contextlib.suppress(OSError):
+            raw.shutdown(socket.SHUT_RDWR)
+        reading.join()
+    eventually(usage.descriptors_are_back)
+
+
+def _read_all(raw: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while raw.recv(65536):
+            pass
+
+
+def _reset_call(path: str, service: Process, stream: int) -> bytes:
+    """A question of a worker that the service does not know, and nobody waits for the answer."""
+    question = _packed(pb.ManagerQuorumRequest(rank=5))
+    cancel = (8).to_bytes(4, "big")
+    asked = frame(1, 4, stream, call_fields(path, service.port)) + frame(0, 1, stream, question)
+    return asked + frame(3, 0, stream, cancel)
 
 
 def test_votes_that_are_replayed_are_refused(steady: Training) -> None:

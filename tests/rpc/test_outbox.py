@@ -6,7 +6,10 @@ import asyncio
 import gc
 from typing import Any
 
-from torchft_svc.rpc.outbox import Outbox
+import pytest
+
+from torchft_svc.errors import RequestRefused
+from torchft_svc.rpc.outbox import MAX_UNREAD_BYTES, MAX_UNREAD_NEWS, Outbox
 
 
 class _Vanished:
@@ -23,6 +26,13 @@ class _Vanished:
         self.is_written_to.set()
         await self._broken.wait()
         raise ConnectionError(f"{len(news)} bytes could not be sent")
+
+
+class _Reads:
+    """A call whose client takes what it gets."""
+
+    async def write(self, news: bytes) -> None:
+        pass
 
 
 async def _never() -> None:
@@ -53,3 +63,29 @@ async def _cancel_twice() -> list[str]:
 
 def test_a_stream_that_is_cancelled_twice_while_it_writes_leaves_no_task_behind() -> None:
     assert asyncio.run(_cancel_twice()) == []
+
+
+@pytest.mark.parametrize(
+    ("piece", "num_taken"),
+    [
+        (bytes(1), MAX_UNREAD_NEWS),
+        (bytes(MAX_UNREAD_BYTES // 4), 5),
+        (bytes(8 * MAX_UNREAD_BYTES), 1),
+    ],
+    ids=["light", "heavy", "heavier than all may be"],
+)
+def test_what_nobody_reads_is_bounded_in_number_and_weight(piece: bytes, num_taken: int) -> None:
+    told = f"{num_taken} pieces of news were not read ({num_taken * len(piece)} bytes)"
+    assert asyncio.run(_tell_the_deaf(piece, num_taken + 1)) == told
+
+
+async def _tell_the_deaf(piece: bytes, count: int) -> str:
+    """Why the stream ends, when so many pieces have come before any could leave."""
+    outbox = Outbox()
+    for number in range(count):
+        assert not outbox._failed.is_set(), f"at piece {number}"
+        outbox.tell(piece)
+    context: Any = _Reads()
+    with pytest.raises(RequestRefused) as caught:
+        await outbox.exchange(_never(), context)
+    return str(caught.value)

@@ -14,6 +14,9 @@ from torchft_svc.errors import RequestRefused, TorchFTError
 
 # News for a client that does not read; one that is so far behind is treated as gone.
 MAX_UNREAD_NEWS = 1000
+# The same by weight. The quorum of a large job is heavier by itself, so one more piece is always
+# taken.
+MAX_UNREAD_BYTES = 1024 * 1024
 # A piece of news on its way has so long to leave before the stream is ended: ending it while a
 # write is under way fails in gRPC's core, and the client would not hear why.
 WRITE_GRACE_S = 1.0
@@ -24,6 +27,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._news: deque[bytes] = deque()
+        self._num_bytes = 0  # of the news
         self._writer: asyncio.Future[None] | None = None  # waits for news
         self._flushed = asyncio.Event()  # all that was told is on its way
         self._flushed.set()
@@ -36,10 +40,12 @@ class Outbox:
 
     def tell(self, news: bytes) -> None:
         """Queue encoded news, without waiting."""
-        if len(self._news) >= MAX_UNREAD_NEWS:
-            self.fail(RequestRefused(f"{MAX_UNREAD_NEWS} pieces of news were not read"))
+        if len(self._news) >= MAX_UNREAD_NEWS or self._num_bytes > MAX_UNREAD_BYTES:
+            told = f"{len(self._news)} pieces of news were not read ({self._num_bytes} bytes)"
+            self.fail(RequestRefused(told))
             return
         self._news.append(news)
+        self._num_bytes += len(news)
         self._flushed.clear()
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
@@ -100,7 +106,9 @@ class Outbox:
                 await self._writer
                 continue
             self._is_writing = True
-            await context.write(self._news.popleft())
+            news = self._news.popleft()
+            self._num_bytes -= len(news)
+            await context.write(news)
             self._is_writing = False
 
     async def _raise_failure(self) -> None:
