@@ -5,10 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from running import attach, line_to, manager_process, members
+from running import attach, eventually, line_to, manager_process, members
 
 from torchft_svc.coordination import (
     LighthouseClient,
@@ -121,6 +122,21 @@ def test_a_worker_that_attaches_late_hears_the_order(manager: ManagerServer) -> 
 
 
 @pytest.mark.processes
+def test_who_comes_before_the_worker_in_whose_place_it_is_was_missed_gets_its_line(
+    manager: ManagerServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when a machine is lost: its connections end only when they have been silent."""
+    before = Worker(manager.address(), 1)
+    with ThreadPoolExecutor(1) as thread:
+        comes = thread.submit(Worker, manager.address(), 1)
+        eventually(lambda: "group rank 1 is taken" in caplog.text)
+        before.client.close()
+        after = comes.result()
+    with after.client:
+        after.client.drain("so that it is heard")
+        assert after.next_order() == ("drain", "so that it is heard")
+
+
 def test_a_worker_that_reads_late_still_hears_that_it_is_killed(
     lighthouse: LighthouseServer,
 ) -> None:

@@ -18,8 +18,6 @@ log = logging.getLogger(__name__)
 
 # The thread ends with its stream, which ends when it is cancelled.
 JOIN_TIMEOUT_S = 2.0
-# Asking again would not help.
-_REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,18 +109,23 @@ class Attachment:
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     return  # an older manager: this worker goes without news
-                if error.code() in _REFUSED:
-                    log.error("the manager does not accept this worker: %s", error.details())
-                    return
-                if not self._failing and not self._closing.is_set():
-                    log.warning("the line to the manager broke: %s", error.details())
-                self._failing = True
-                if not self._closing.is_set():
-                    self._on_break()
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    log.error("the manager does not trust this worker: %s", error.details())
+                    return  # asking again would not help
+                self._hear_break(error)
             except ValueError:  # the channel was closed, because the manager is elsewhere now
                 self._failing = True
             self._closing.wait(backoff.pause_s())
             backoff.tried(failed=self._failing)
+
+    def _hear_break(self, error: grpc.RpcError) -> None:
+        if not self._failing and not self._closing.is_set():
+            log.warning("no line to the manager: %s", error.details())
+        self._failing = True
+        # Refused: a worker that had this rank before may be dead, and not be missed yet.
+        is_refused = error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        if not is_refused and not self._closing.is_set():
+            self._on_break()
 
     def _read(self, outgoing: Outgoing) -> None:
         """One stream, from hello to its end."""
