@@ -105,6 +105,27 @@ def test_i5_a_worker_that_is_gone_is_an_error_for_the_others_at_once(address: st
         assert group[0].manager.current_step() == 1
 
 
+def test_i5_who_waits_for_a_group_that_hangs_hears_that_a_fellow_is_gone() -> None:
+    """The other groups would let it wait: theirs hang, and NCCL's end tells nobody."""
+    with (
+        lighthouse(min_replicas=2) as address,
+        workers(address, "a", 2) as a,
+        workers(address, "b", 2) as b,
+    ):
+        together(*(worker.step for worker in (*a, *b)))
+        together(*(worker.optimizer.zero_grad for worker in (*a, *b)))
+        together(*(worker.manager.wait_quorum for worker in (*a, *b)))  # and b does no more
+        began_at = time.monotonic()
+
+        def waits() -> None:
+            a[0].loss().backward()
+            with contextlib.suppress(TorchFTError):
+                assert not a[0].optimizer.step()
+
+        together(waits, a[1].manager.shutdown)
+        check("a fellow is gone, with 30 s left,", time.monotonic() - began_at, 3.0)
+
+
 def test_drained_workers_end_at_one_place_though_only_one_was_told(address: str) -> None:
     """A collective of the group, as in a sharded model's forward pass, must find all of them."""
     with workers(address, "a", 2) as group:

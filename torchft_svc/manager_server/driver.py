@@ -31,6 +31,7 @@ from torchft_svc.rpc.codec import (
     beat_to_wire,
     drain_news,
     kill_news,
+    member_lost,
     over_news,
     phase_from_wire,
     worker_answer,
@@ -227,9 +228,7 @@ class ManagerDriver:
                 if self._asking is not None:
                     self._asking.cancel()
             elif isinstance(order, LeaveLighthouse):
-                log.info("leaving: %s", order.reason)
-                leaving = self._link.leave(order.reason, between_steps=order.between_steps)
-                self._tasks.start(leaving, "leave the lighthouse")
+                self._leave(order)
             elif isinstance(order, AnswerWorker):
                 self._answer_worker(order)
             elif isinstance(order, AnswerVote):
@@ -237,6 +236,16 @@ class ManagerDriver:
                 self._answer(order.caller, answer.SerializeToString())
             elif isinstance(order, RefuseWorker):
                 self._refuse(order.caller, order.error)
+
+    def _leave(self, order: LeaveLighthouse) -> None:
+        log.info("leaving: %s", order.reason)
+        if not order.between_steps:
+            # The lighthouse tells the other groups. Those that hang let the workers that are left
+            # here wait for their sums, and NCCL does so in any case.
+            me, quorum_id = self._link.replica_id, self._link.seen_quorum_id
+            self._tell_workers(member_lost(me, order.reason, quorum_id))
+        leaving = self._link.leave(order.reason, between_steps=order.between_steps)
+        self._tasks.start(leaving, "leave the lighthouse")
 
     def _answer_worker(self, order: AnswerWorker) -> None:
         # Noted here, because a worker that takes the interpreter's lock and keeps it tells nothing.

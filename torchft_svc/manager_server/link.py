@@ -61,6 +61,11 @@ class LighthouseLink:
         self._moving = asyncio.Lock()  # one incarnation ends before the next one begins
         self._new_incarnation()
 
+    @property
+    def seen_quorum_id(self) -> int:
+        """Of the newest quorum that the group was told (0: none)."""
+        return self._seen_quorum_id
+
     def start(self) -> None:
         """Begin to prove that the group is alive."""
         self._holding = self._tasks.start(self._connection.run(), "line to the lighthouse")

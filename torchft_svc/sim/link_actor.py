@@ -205,7 +205,7 @@ class LinkActor:
         self._make_session = partial(
             SessionActor, process, network, accept, config, on_news, activity
         )
-        self._seen_quorum_id = 0
+        self.seen_quorum_id = 0  # of the newest quorum that the group was told
         self._last_num_groups = 0
         self._last = NO_QUORUM
         self._question: _Question | None = None
@@ -265,7 +265,7 @@ class LinkActor:
             world_size=self._config.group_world_size,
             shrink_only=question.ask.shrink_only,
             commit_failures=question.ask.commit_failures,
-            seen_quorum_id=self._seen_quorum_id,
+            seen_quorum_id=self.seen_quorum_id,
             min_replicas=self._config.min_replicas,
             last_num_groups=self._last_num_groups,
             unhealed=question.ask.unhealed,
@@ -299,7 +299,7 @@ class LinkActor:
             check_answer(asked, outcome, ids_grow=self._config.has_sessions)
         except QuorumFailed as error:
             return error
-        self._seen_quorum_id = max(self._seen_quorum_id, outcome.quorum_id)
+        self.seen_quorum_id = max(self.seen_quorum_id, outcome.quorum_id)
         self._last_num_groups = len(outcome.participants)
         self._last = LastQuorum(outcome.quorum_id, outcome.max_step)
         return outcome

@@ -162,6 +162,8 @@ class ManagerActor:
                 self.link.stop()
             elif isinstance(order, LeaveLighthouse):
                 self._story.tell(self.process.name, f"leaves: {order.reason}")
+                if not order.between_steps:
+                    self._tell_workers("lost", self.link.replica_id, self.link.seen_quorum_id)
                 self.link.leave(order.reason, order.between_steps)
             elif isinstance(order, AnswerWorker):
                 self._answer_worker(order)
