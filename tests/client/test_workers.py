@@ -15,7 +15,7 @@ from bounds import check, raises_in_time
 from running import steady_address
 from torch.distributed import TCPStore
 
-from torchft_svc.client import HTTPTransport, Manager
+from torchft_svc.client import HTTPTransport, Manager, bootstrap
 from torchft_svc.errors import (
     CheckpointError,
     ConfigError,
@@ -124,6 +124,19 @@ def test_i5_who_waits_for_a_group_that_hangs_hears_that_a_fellow_is_gone() -> No
 
         together(waits, a[1].manager.shutdown)
         check("a fellow is gone, with 30 s left,", time.monotonic() - began_at, 3.0)
+
+
+def test_a_drained_worker_ends_though_nobody_can_answer_it(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "RESTART_PATIENCE_S", 0.1)
+    with workers(address, "a", 2) as group:
+        together(*(worker.step for worker in group))
+        group[0].manager._runtime.services.close()
+        group[0].manager._runtime.links.draining.request("a signal")
+        group[0].backward()
+        with pytest.raises(Drained, match="a signal; it could not leave: manager at"):
+            group[0].optimizer.step()
 
 
 def test_drained_workers_end_at_one_place_though_only_one_was_told(address: str) -> None:

@@ -33,9 +33,10 @@ def left(orders: tuple[Order, ...]) -> list[int]:
 
 def test_it_leaves_when_all_workers_have_asked_whoever_was_told() -> None:
     group = Group(2)
+    group.attached(0, "w")  # before the other one
     assert group.quorum_requested(request(0), 1) == ()
     assert left(group.quorum_requested(request(1, draining=True), 2)) == [1, 2]
-    group.quorum_requested(request(0), 3)
+    assert group.quorum_requested(request(0), 3) == ()
     assert left(group.quorum_requested(request(1), 4)) == [3, 4], "for good"
 
 
@@ -57,6 +58,42 @@ def test_a_worker_whose_answer_was_lost_is_told_again_when_its_fellow_has_ended(
     assert isinstance(again, RefuseWorker)
     assert isinstance(again.error, GroupLeft)
     assert group.quorum_requested(request(0, worker_id="w2"), 4) == (), "which comes after it"
+
+
+def of_three(*asked: int) -> Group:
+    """A group whose workers live, and of which these have asked."""
+    group = Group(3)
+    for rank in range(3):
+        group.attached(rank, "w")
+    for rank in asked:
+        assert group.quorum_requested(request(rank), rank) == ()
+    return group
+
+
+def ended(orders: tuple[Order, ...]) -> list[int]:
+    """These callers are told that the group has to end."""
+    refusals = [order for order in orders if isinstance(order, RefuseWorker)]
+    assert all(isinstance(refusal.error, GroupLeft) for refusal in refusals)
+    return [refusal.caller for refusal in refusals]
+
+
+def test_it_does_not_wait_for_a_worker_that_dies() -> None:
+    group = of_three(0, 2)
+    assert group.drain("preempted") == ()
+    orders = group.detached(1, "w", "killed")
+    assert ended(orders) == [0, 2]
+    assert not any(order.between_steps for order in orders if isinstance(order, LeaveLighthouse))
+
+
+def test_it_does_not_wait_for_a_worker_that_is_dead() -> None:
+    group = of_three()
+    group.detached(1, "w", "killed")
+    assert group.quorum_requested(request(0, draining=True), 0) == ()
+    assert ended(group.quorum_requested(request(2), 2)) == [0, 2]
+    group = of_three()
+    group.detached(1, "w", "killed")
+    assert group.quorum_requested(request(0), 0) == group.quorum_requested(request(2), 2) == ()
+    assert ended(group.drain("its launcher has seen it")) == [0, 2]
 
 
 def test_it_finishes_the_step_that_it_is_in() -> None:

@@ -107,12 +107,17 @@ class Stepper:
         """See `Manager.wait_quorum`."""
         round_ = self._current_round()
         self.wait_until_ready()
-        round_.check_left()
-        if self._ends_alone() and isinstance(round_.error, PeerError):
-            # Its manager is frozen or gone, and nobody waits for a group without one.
-            raise Drained(f"{self._links.draining.reason}; it could not leave: {round_.error}")
+        self._check_left(round_)
         if round_.error is not None:
             raise round_.error
+
+    def _check_left(self, round_: Round) -> None:
+        """Raise `Drained` if this worker, which is told to end, has no step to finish."""
+        round_.check_left()
+        reason = self._links.draining.reason
+        if reason is not None and isinstance(round_.error, PeerError):
+            # Its manager is frozen or gone, or a fellow is, and nobody waits for such a group.
+            raise Drained(f"{reason}; it could not leave: {round_.error}")
 
     def wait_until_ready(self) -> None:
         """Until the members are known, if a step is under way; raises nothing.
@@ -151,7 +156,7 @@ class Stepper:
         """See `Manager.should_commit`."""
         round_ = self._current_round()
         self._wait_for_task()
-        round_.check_left()
+        self._check_left(round_)
         self._averages.finish()
         self._apply_heal()
         self._protect_state()

@@ -78,12 +78,12 @@ class Group:
         if self._attached.get(group_rank) != worker_id:
             return ()
         del self._attached[group_rank]
+        self._restarted = True
         gone = f"group rank {group_rank} is gone: {reason}"
         orders: list[Order] = [StopAsking(self._round)] if self._asking else []
         self._asking = False
-        orders += self._refuse_requests(QuorumFailed(gone))
+        orders += self._end_the_rest() or self._refuse_requests(QuorumFailed(gone))
         orders += self._drop_votes(gone)
-        self._restarted = True
         if not self._attached:
             self._drain_reason = None  # whoever comes after those that were told begins anew
         return (*orders, LeaveLighthouse(gone))
@@ -93,7 +93,16 @@ class Group:
         self._drain_reason = self._drain_reason or reason
         # Where a quorum is asked for already, one with this group may be on its way, and has to be
         # honoured: the lighthouse's last word comes as an input, as always.
-        return (self._leave(),) if self._asking else ()
+        return (self._leave(),) if self._asking else tuple(self._end_the_rest())
+
+    def _end_the_rest(self) -> list[Order]:
+        """Where a worker is gone, so that the group has left, those that are told to end and all
+        ask do not wait for another one."""
+        left = self._attached.keys()
+        is_short = self._restarted and bool(left) and left <= self._requests.keys()
+        if self._drain_reason is None or not is_short:
+            return []
+        return self._end_workers(self._drain_reason)
 
     def _end_workers(self, reason: str) -> list[Order]:
         """Tell all that ask; whoever misses it is told again."""
@@ -140,7 +149,7 @@ class Group:
             self._asking = False
         self._meet(request)
         if len(self._requests) < self.world_size:
-            return tuple(orders)
+            return (*orders, *self._end_the_rest())
         if self._drain_reason is not None:
             return (*orders, self._leave(), *self._end_workers(self._drain_reason))
         return (*orders, self._ask())
