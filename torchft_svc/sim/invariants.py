@@ -183,7 +183,9 @@ class Progress:
     """I4: a job's committed step never goes back unless it is accepted.
 
     It is accepted where the policy says warn, or where no group of the job is left, and is told. A
-    new lighthouse cannot know more than the groups that have a session with it.
+    new lighthouse cannot know more than the groups that have a session with it. What it did itself
+    counts for older than a quorum with a higher id, which those tell who come when nobody is left:
+    so another one may have gone on with the job, or its wall clock has gone back.
     """
 
     def __init__(self, policy: str) -> None:
@@ -194,15 +196,21 @@ class Progress:
         self._accepted: set[str] = set()
         self._published: dict[str, int] = {}  # how many quorums, over all lighthouses
         self._told: dict[str, tuple[int, int]] = {}  # which one was each group's last; its max_step
+        self._last_ids: dict[str, int] = {}
+        self._told_ids: dict[str, int] = {}
 
     def told(self, job: str, replica_id: str, quorum: Quorum) -> None:
         """A group has got this answer."""
         self._told[replica_id] = (self._published[job], quorum.max_step)
+        self._told_ids[replica_id] = quorum.quorum_id
 
     def opened(self, job: str, replica_id: str) -> None:
         """A group has a session with the lighthouse, and can tell what it knows."""
         if replica_id in self._told:
-            self._took_part.setdefault(job, set()).add(replica_id)
+            took_part = self._took_part.setdefault(job, set())
+            if not took_part and self._told_ids[replica_id] > self._last_ids.get(job, 0):
+                self._committed.pop(job, None)
+            took_part.add(replica_id)
             self._heard[job] = max(self._heard.get(job, 0), self._told[replica_id][1])
 
     def accepted(self, job: str) -> None:
@@ -241,6 +249,7 @@ class Progress:
             must(is_true, "I4", f"a loss of {order.lost_from} is told, but {step} follows {newest}")
         self._published[order.job] = self._published.get(order.job, 0) + 1
         self._committed[order.job] = step
+        self._last_ids[order.job] = order.quorum.quorum_id
         self._accepted.discard(order.job)
         took_part.update(member.replica_id for member in order.quorum.participants)
 
