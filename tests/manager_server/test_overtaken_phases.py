@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from torchft_svc.core.group import Group
 from torchft_svc.core.requests import WorkerRequest
 from torchft_svc.manager_server.config import ManagerConfig
@@ -16,10 +18,12 @@ from torchft_svc.rpc.tasks import Tasks
 CONFIG = ManagerConfig(
     lighthouse_address="a:1", replica_name="g", group_world_size=2, store_address="b:1"
 )
-IDLE = pb.AttachPhase(phase=pb.PHASE_IDLE, step=5)
+# The latter of a step that was given up, such as one whose backward pass has raised.
+BEFORE = [pb.AttachPhase(phase=phase, step=5) for phase in (pb.PHASE_IDLE, pb.PHASE_TRAINING)]
 
 
-def test_who_waits_for_a_quorum_is_not_idle() -> None:
+@pytest.mark.parametrize("before", BEFORE, ids=["idle", "training"])
+def test_who_waits_for_a_quorum_does_not_do_what_it_did_before(before: pb.AttachPhase) -> None:
     """Phases are told a moment later, on a stream of their own."""
 
     async def story() -> None:
@@ -29,11 +33,11 @@ def test_who_waits_for_a_quorum_is_not_idle() -> None:
             request = WorkerRequest(group_rank=0, step=5, worker_id="w")
             asking = asyncio.create_task(driver.quorum(request, 60.0))
             await asyncio.sleep(0)  # it waits for the other worker now
-            driver.hear_phase(0, IDLE)
+            driver.hear_phase(0, before)
             assert driver.beat().phase == pb.PHASE_WAITING
             asking.cancel()
             await asyncio.wait([asking])
-            driver.hear_phase(0, IDLE)
-            assert driver.beat().phase == pb.PHASE_IDLE
+            driver.hear_phase(0, before)
+            assert driver.beat().phase == before.phase
 
     asyncio.run(story())

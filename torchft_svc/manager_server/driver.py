@@ -118,7 +118,7 @@ class ManagerDriver:
         """
         check_step(message.step)
         phase = phase_from_wire(message.phase)
-        is_overtaken = phase is Phase.IDLE and group_rank in self._num_asking  # by the question
+        is_overtaken = group_rank in self._num_asking  # by the question, whose answer comes first
         if phase is not None and not is_overtaken:
             self._note(group_rank, phase, message.step)
 
