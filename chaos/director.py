@@ -70,7 +70,7 @@ class Director:
         """From the first commit of all to the last worker's end.
 
         Raises:
-            RunFailed: a group died by itself, or never recovered.
+            RunFailed: a group died by itself, never recovered, or did not end when told to.
         """
         self._began_at = time.monotonic()
         self._wait(lambda: self._all_back(self._began_at), "the start")
@@ -79,8 +79,8 @@ class Director:
                 break
             self._one(fault)
         self._winding_down = True
-        self.stage.drain(LEAVE_S)
-        self._hear()
+        self.stage.drain()
+        self._wait(self.stage.is_empty, "SIGTERM for all", LEAVE_S)
 
     def _one(self, fault: Fault) -> None:
         self._pause(fault.pause_s)
@@ -148,11 +148,14 @@ class Director:
         while time.monotonic() < until:
             self._tick()
 
-    def _wait(self, is_over: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + MAX_RECOVERY_S
+    def _wait(
+        self, is_over: Callable[[], bool], what: str, within_s: float = MAX_RECOVERY_S
+    ) -> None:
+        deadline = time.monotonic() + within_s
         while not is_over():
             if time.monotonic() > deadline:
-                raise RunFailed(f"not everybody was back {MAX_RECOVERY_S:g} s after {what}")
+                what_is_missing = "had ended" if self._winding_down else "was back"
+                raise RunFailed(f"not everybody {what_is_missing} {within_s:g} s after {what}")
             self._tick()
 
     def _tick(self) -> None:

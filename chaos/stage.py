@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -156,15 +155,15 @@ class Stage:
             for event in crew.read():
                 yield job, event
 
-    def drain(self, within_s: float) -> None:
-        """SIGTERM for every worker, and wait until they have left."""
-        everybody = [worker for crew in self.crews.values() for worker in crew.lives]
-        for worker in everybody:
-            if worker.is_running:
-                worker.told_to_go = True
-                worker.signal(signal.SIGTERM)
-        deadline = time.monotonic() + within_s
-        while any(worker.is_running for worker in everybody) and time.monotonic() < deadline:
-            for crew in self.crews.values():
-                crew.read()
-            time.sleep(0.01)
+    def drain(self) -> None:
+        """SIGTERM for every worker."""
+        for worker in self._running():
+            worker.told_to_go = True
+            worker.signal(signal.SIGTERM)
+
+    def is_empty(self) -> bool:
+        """Whether all workers have been seen to end."""
+        return not self._running()
+
+    def _running(self) -> list[Worker]:
+        return [each for crew in self.crews.values() for each in crew.lives if each.is_running]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from chaos.director import Incident
-from demo.events import Committed, Discarded, Event, Exited, Healed, Killed, PhaseBegan
+from demo.events import Committed, Discarded, Event, Exited, Healed, Killed, PhaseBegan, Started
 from demo.promises import Verdict
 
 E = TypeVar("E", bound=Event)
@@ -101,7 +102,7 @@ def lone_ends(run: Run, job: str) -> set[Committed]:
     """Commits that differ from everybody else's, and that nothing was built on.
 
     A group decides its commit alone. If it is lost, or cut off, before the others commit that step,
-    they do it again without it; what it did is given up when it dies or heals.
+    they do it again without it, in another quorum; what it did is given up when it dies or heals.
     """
     ends: set[Committed] = set()
     last: dict[Life, Committed] = {}
@@ -111,47 +112,51 @@ def lone_ends(run: Run, job: str) -> set[Committed]:
             last[life] = event
         elif isinstance(event, (Healed, Exited)) and life in last:
             ends.add(last.pop(life))
-    at_step: dict[tuple[int, int], set[str]] = defaultdict(set)
+    others: dict[tuple[int, int], list[Committed]] = defaultdict(list)
     for commit in run.events(Committed, job):
         if commit not in ends:
-            at_step[commit.worker, commit.step].add(commit.digest)
-    return {
-        end
-        for end in ends
-        if at_step[end.worker, end.step] and end.digest not in at_step[end.worker, end.step]
-    }
+            others[commit.worker, commit.step].append(commit)
+    return {end for end in ends if _is_lone(end, others[end.worker, end.step])}
+
+
+def _is_lone(end: Committed, others: Sequence[Committed]) -> bool:
+    digests = {other.digest for other in others}
+    quorum_ids = {other.quorum_id for other in others}
+    return bool(others) and end.digest not in digests and end.quorum_id not in quorum_ids
 
 
 def judge_progress(run: Run) -> Verdict:
-    """I4: a step that two groups have committed is never begun again."""
+    """I4: a step that two groups have committed is never begun again, nor one that one has gone on
+    from: the quorum for that has shown it to the lighthouse."""
     faults, top_of_all = [], 0
     for job in run.jobs():
         begun: dict[Life, float] = {}
-        done_at: dict[int, list[tuple[int, float]]] = defaultdict(list)  # by step: group, instant
-        shared: list[tuple[float, int]] = []  # when a step was committed by a second group
+        done_by: dict[int, set[int]] = defaultdict(set)  # the groups, by step
+        final: list[tuple[float, int]] = []  # from when on a step is not to be done again
         events = sorted(run.events(Event, job), key=lambda event: event.at)
         for event in events:
             life = (*event.life, event.worker)
             if isinstance(event, PhaseBegan) and event.phase == "forward":
                 begun[life] = event.at
             elif isinstance(event, Committed):
-                top = _top_before(shared, begun.get(life, event.at))
+                top = _top_before(final, begun.get(life, event.at))
                 if event.step <= top:
                     faults.append(
                         f"job {job}: group {event.group} committed step {event.step} again, "
                         f"step {top} was done"
                     )
-                done_at[event.step].append((event.group, event.at))
-                if len({group for group, _ in done_at[event.step]}) == 2:
-                    shared.append((event.at, event.step))
+                done_by[event.step].add(event.group)
+                step = event.step if len(done_by[event.step]) > 1 else event.step - 1
+                if step > _top_before(final, math.inf):
+                    final.append((event.at, step))
                 top_of_all = max(top_of_all, event.step)
     promise = "I4: no committed step was lost or done again"
     return Verdict.of(promise, faults, f"up to step {top_of_all}")
 
 
-def _top_before(shared: Sequence[tuple[float, int]], at: float) -> int:
-    """The highest step that was shared before ``at``; instants grow, and so do steps."""
-    for done_at, step in reversed(shared):
+def _top_before(final: Sequence[tuple[float, int]], at: float) -> int:
+    """The highest step that was final before ``at``; instants grow, and so do steps."""
+    for done_at, step in reversed(final):
         if done_at < at:
             return step
     return 0
@@ -160,30 +165,35 @@ def _top_before(shared: Sequence[tuple[float, int]], at: float) -> int:
 def judge_discards(run: Run) -> Verdict:
     """I6: after a discarded update the state is that of the commit before it."""
     faults, num_checked = [], 0
-    last: dict[Life, Committed] = {}
+    last: dict[Life, Committed | Discarded] = {}
     for event in run.events(Event):
         life = (*event.life, event.worker)
         if isinstance(event, Committed):
             last[life] = event
         elif isinstance(event, Healed):
             last.pop(life, None)
-        elif isinstance(event, Discarded) and life in last:
-            num_checked += 1
-            if (event.step, event.digest) != (last[life].step, last[life].digest):
+        elif isinstance(event, Discarded):
+            before = last.setdefault(life, event)  # the first one after a heal shows what it was
+            num_checked += before is not event
+            if (event.step, event.digest) != (before.step, before.digest):
                 faults.append(f"group {event.group} changed while it discarded at {event.step}")
     return Verdict.of("I6: a discarded update changed nothing", faults, f"{num_checked} discards")
 
 
 def judge_exits(run: Run) -> Verdict:
-    """SIGTERM ends a worker with status 0; nobody dies by himself."""
+    """SIGTERM ends a worker with status 0; nobody dies by himself, and all have ended."""
     faults, statuses = [], []
+    unseen = {(*event.life, event.worker) for event in run.events(Started)}
     killed = {(*event.life, event.worker) for event in run.events(Killed)}
     for event in run.events(Exited):
         statuses.append(event.status)
+        unseen.discard((*event.life, event.worker))
         if (*event.life, event.worker) not in killed and event.status != 0:
             told = _fellow_was_killed(event, killed)
             if not told:
                 faults.append(f"group {event.group} ended with status {event.status}")
+    if unseen and not (run.failure or run.interrupted):
+        faults.append(f"nobody saw the end of {len(unseen)} workers: {sorted(unseen)}")
     proof = f"{len(statuses)} ends, {statuses.count(0)} with status 0"
     return Verdict.of("nobody died by himself, SIGTERM ends with status 0", faults, proof)
 

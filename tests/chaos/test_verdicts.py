@@ -20,7 +20,7 @@ from chaos.verdicts import (
     judge_leftovers,
     judge_progress,
 )
-from demo.events import Committed, Discarded, Event, Exited, Healed, Killed, PhaseBegan
+from demo.events import Committed, Discarded, Event, Exited, Healed, Killed, PhaseBegan, Started
 from demo.promises import Outcome, Verdict
 
 _FAULT = Fault(kind=Kind.WORKER_KILLED, group=0, worker=0, length_s=0.0, pause_s=0.0)
@@ -110,6 +110,20 @@ def other(job: str, *events: Event) -> list[tuple[str, Event]]:
             [commit(0, 1, 1), Discarded(**who(0, 2), step=1, digest="?")],
             "changed while it discarded",
         ),
+        (
+            judge_progress,
+            [begins(0, 0, 0), commit(0, 1, 1), commit(0, 2, 2), begins(1, 0, 3), commit(1, 1, 4)],
+            "committed step 1 again",
+        ),
+        (
+            judge_discards,
+            [
+                Healed(**who(0, 1)),
+                *(Discarded(**who(0, at), step=1, digest=f"{at}") for at in (2, 3)),
+            ],
+            "changed while it discarded",
+        ),
+        (judge_exits, [Started(**who(0, 1), pid=1)], "nobody saw the end of 1 workers"),
         (judge_exits, [ended(0, 1, 1)], "ended with status 1"),
         (judge_exits, [ended(0, 1, -15)], "ended with status -15"),
     ],
@@ -125,9 +139,15 @@ def test_what_is_broken_is_found(
 @pytest.mark.parametrize("end", [Healed(**who(0, 2.0)), ended(0, 2.0, -9)])
 def test_a_commit_that_was_given_up_is_set_apart(end: Event) -> None:
     """Its group was lost, or healed, and the others did the step again."""
-    verdict = judge_identity(run(commit(0, 5, 1, "alone"), end, commit(1, 5, 3), commit(2, 5, 3)))
+    again = [commit(group, 5, 3, quorum_id=2) for group in (1, 2)]
+    verdict = judge_identity(run(commit(0, 5, 1, "alone"), end, *again))
     assert verdict.outcome is Outcome.PASS
     assert "1 given up" in verdict.detail
+
+
+def test_a_commit_beside_others_of_its_quorum_is_not_set_apart() -> None:
+    events = [commit(0, 5, 1, "other"), ended(0, 2, -9), commit(1, 5, 3)]
+    assert judge_identity(run(*events)).outcome is Outcome.FAIL
 
 
 def test_a_commit_that_something_was_built_on_is_not_set_apart() -> None:
