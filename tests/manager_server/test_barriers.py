@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -18,7 +20,8 @@ from torchft_svc.coordination import (
     ManagerServer,
     QuorumResult,
 )
-from torchft_svc.errors import RequestRefused
+from torchft_svc.coordination.whereabouts import Whereabouts
+from torchft_svc.errors import RequestRefused, Unreachable
 
 LONG = timedelta(seconds=10)
 
@@ -300,3 +303,40 @@ def test_i3_a_group_that_could_not_heal_is_told_to_heal_again() -> None:
                 a.ask_manager(step=3, worker_id="a").result()
                 heals.append(asked.result().heal)
     assert heals == [True, True, False]
+
+
+def test_i3_a_new_manager_tells_the_last_quorum_of_its_workers() -> None:
+    """Each group has trained alone, one after the other, and each manager is new: they are at one
+    step with different states, and only the later one goes on."""
+    with LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000) as lighthouse:
+        addresses: dict[str, str] = {}
+        clients = {}
+        for name in ("a", "b"):
+            with start_manager(lighthouse, name, workers=1) as manager:
+                addresses[name] = manager.address()
+                find = functools.partial(addresses.__getitem__, name)
+                clients[name] = ManagerClient(manager.address(), LONG, Whereabouts(find, 10.0))
+                assert not ask_alone(clients[name], step=0).heal
+        with (
+            start_manager(lighthouse, "a", workers=1) as a,
+            start_manager(lighthouse, "b", workers=1) as b,
+            LighthouseClient(lighthouse.address(), connect_timeout=LONG) as status,
+            ThreadPoolExecutor(2) as threads,
+        ):
+            addresses.update(a=a.address(), b=b.address())
+            eventually(lambda: [len(job.groups) for job in status.status()] == [2])
+            asked = [threads.submit(ask_alone, clients[name], step=1) for name in ("a", "b")]
+            assert [each.result().heal for each in asked] == [True, False]
+        for client in clients.values():
+            client.close()
+
+
+def ask_alone(client: ManagerClient, step: int) -> QuorumResult:
+    """As the only worker of its group, and again if its manager is another one by now."""
+    patience = client.patience(time.monotonic() + LONG.total_seconds())
+    while True:
+        try:
+            return client._quorum(0, step, "here", shrink_only=False, timeout=LONG)
+        except Unreachable as error:
+            if not patience.pause(error):
+                raise

@@ -18,6 +18,7 @@ from torchft_svc.core.membership import Membership
 from torchft_svc.core.quorum import JobView
 from torchft_svc.core.step import Phase, StepMachine
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
+from torchft_svc.sim.fellows import Fellows
 from torchft_svc.sim.fleet import Fleet
 from torchft_svc.sim.scenario import draw
 
@@ -50,6 +51,10 @@ def seen_ids_are_ignored(plant: pytest.MonkeyPatch) -> None:
         return real(self, job, state, *what, **more)
 
     plant.setattr(Lighthouse, "_settle", settle)
+
+
+def what_workers_were_told_is_ignored(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Fellows, "last_quorum_id", 0)
 
 
 def withdrawals_are_lost(plant: pytest.MonkeyPatch) -> None:
@@ -313,6 +318,7 @@ PLANTS: dict[Plant, int] = {
     changed_list_keeps_its_id: 66,
     discarded_step_keeps_the_id: 1276,
     seen_ids_are_ignored: 54,
+    what_workers_were_told_is_ignored: 1_795_307_743_870,
     withdrawals_are_lost: 9,
     joining_is_ignored: 120,
     the_silent_never_die: 6,

@@ -46,6 +46,7 @@ class ManagerClient(Client):
         self._over = ""  # an address whose manager has ended for good
         self._worker_id = str(uuid.uuid4())
         self._round = 0
+        self._last_quorum_id = 0  # the highest; a manager that is new is told
         self._attachment: Attachment | None = None
         self._ask_quorum = self._method("Quorum", pb.ManagerQuorumResponse.FromString)
         self._address = self._method("CheckpointAddress", pb.CheckpointAddressResponse.FromString)
@@ -135,12 +136,14 @@ class ManagerClient(Client):
             worker_id=self._worker_id,
             draining=draining,
             unhealed=unhealed,
+            last_quorum_id=self._last_quorum_id,
         )
         answer = self._ask_quorum(request, timeout)
         if not answer.store_address:
             raise QuorumFailed("the manager's answer names no store")
         with self._lock:
             self._round = answer.round
+            self._last_quorum_id = max(self._last_quorum_id, answer.quorum_id)
         source = answer.recover_src_replica_rank
         return QuorumResult(
             quorum_id=answer.quorum_id,

@@ -331,6 +331,7 @@ class Group:
             commit_failures=max(request.commit_failures for request in requests),
             new_incarnation=self._restarted,
             unhealed=any(request.unhealed for request in requests),
+            seen_quorum_id=max(request.last_quorum_id for request in requests),
         )
         self._restarted = False
         return ask

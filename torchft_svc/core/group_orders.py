@@ -14,7 +14,8 @@ class AskLighthouse:
     """Ask for a quorum on behalf of the whole group, and tell the outcome of ``round``.
 
     ``new_incarnation``: a worker was restarted, so to the others this is another group now.
-    ``unhealed``: a worker of it should have healed, and has not.
+    ``unhealed``: a worker of it should have healed, and has not. ``seen_quorum_id``: the highest
+    that a worker of it has been told.
     """
 
     round: int
@@ -23,6 +24,7 @@ class AskLighthouse:
     commit_failures: int
     new_incarnation: bool
     unhealed: bool = False
+    seen_quorum_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchft_svc.core.types import MAX_ADDRESS_LENGTH, MAX_INT64, check_text
+from torchft_svc.core.types import MAX_ADDRESS_LENGTH, MAX_INT64, check_quorum_id, check_text
 from torchft_svc.errors import RequestRefused
 
 
@@ -12,7 +12,8 @@ from torchft_svc.errors import RequestRefused
 class WorkerRequest:
     """A worker asks for a quorum; ``worker_id`` is new at every start of its process.
 
-    ``unhealed``: the last quorum wanted it to heal, which has failed.
+    ``unhealed``: the last quorum wanted it to heal, which has failed. ``last_quorum_id``: the
+    highest that it has been told (0: none), maybe by the manager before this one.
     """
 
     group_rank: int
@@ -24,12 +25,14 @@ class WorkerRequest:
     worker_id: str = ""
     draining: bool = False
     unhealed: bool = False
+    last_quorum_id: int = 0
 
     def check(self) -> None:
         """Raise `RequestRefused` if a field from the network is out of bounds."""
         for field in ("step", "commit_failures"):
             if not 0 <= getattr(self, field) <= MAX_INT64:
                 raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 or more")
+        check_quorum_id("last_quorum_id", self.last_quorum_id)
         check_text("checkpoint address", self.checkpoint_address, MAX_ADDRESS_LENGTH)
         check_text("worker id", self.worker_id, MAX_ADDRESS_LENGTH)
 

@@ -195,6 +195,7 @@ class LighthouseLink:
         timeout_s = deadline - time.monotonic()
         if timeout_s <= 0:
             raise DeadlineExceeded("quorum", 0.0, "no time is left")
+        self._seen_quorum_id = max(self._seen_quorum_id, question.seen_quorum_id)
         member = Member(
             replica_id=self.replica_id,
             address=self.address,

@@ -186,6 +186,7 @@ def worker_request_from_wire(message: pb.ManagerQuorumRequest) -> WorkerRequest:
         worker_id=message.worker_id,
         draining=message.draining,
         unhealed=message.unhealed,
+        last_quorum_id=message.last_quorum_id,
     )
 
 

@@ -41,6 +41,11 @@ class Fellows:
         """Whether only a new quorum id brings connections."""
         return self.seat is not None and self.seat.error is not None
 
+    @property
+    def last_quorum_id(self) -> int:
+        """Of the quorum that it was told last (0: none)."""
+        return self._part.quorum_id if self._part is not None else 0
+
     def meet(self, part: Assignment) -> PeerError | None:
         """Sit down with the members of a quorum, if it is another one; the reason why not."""
         if self.seat is not None:

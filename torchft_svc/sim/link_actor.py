@@ -257,6 +257,7 @@ class LinkActor:
         if timeout_s <= 0:
             self._told(question, DeadlineExceeded("quorum", 0.0, "no time is left"))
             return
+        self.seen_quorum_id = max(self.seen_quorum_id, question.ask.seen_quorum_id)
         member = Member(
             replica_id=self.replica_id,
             address=self._process.name,

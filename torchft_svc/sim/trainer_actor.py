@@ -60,12 +60,7 @@ class WorkerActor:
     """One life of a worker."""
 
     def __init__(
-        self,
-        process: Process,
-        home: Home,
-        group_rank: int,
-        rules: TrainerRules,
-        shared: Shared,
+        self, process: Process, home: Home, group_rank: int, rules: TrainerRules, shared: Shared
     ) -> None:
         self.process = process
         self.home = home
@@ -110,6 +105,7 @@ class WorkerActor:
             worker_id=self.process.name,
             draining=self.is_draining,
             unhealed=state.unhealed,
+            last_quorum_id=self._fellows.last_quorum_id,
         )
         self.line.call(
             self._rules.quorum_s,
