@@ -194,24 +194,22 @@ class Progress:
         self._heard: dict[str, int] = {}  # since its last quorum, from those that have a session
         self._took_part: dict[str, set[str]] = {}
         self._accepted: set[str] = set()
-        self._published: dict[str, int] = {}  # how many quorums, over all lighthouses
-        self._told: dict[str, tuple[int, int]] = {}  # which one was each group's last; its max_step
-        self._last_ids: dict[str, int] = {}
-        self._told_ids: dict[str, int] = {}
+        self._last_ids: dict[str, int] = {}  # of the jobs
+        self._told: dict[str, tuple[int, int]] = {}  # each group's last quorum id, and max_step
 
-    def told(self, job: str, replica_id: str, quorum: Quorum) -> None:
+    def told(self, replica_id: str, quorum: Quorum) -> None:
         """A group has got this answer."""
-        self._told[replica_id] = (self._published[job], quorum.max_step)
-        self._told_ids[replica_id] = quorum.quorum_id
+        self._told[replica_id] = (quorum.quorum_id, quorum.max_step)
 
     def opened(self, job: str, replica_id: str) -> None:
         """A group has a session with the lighthouse, and can tell what it knows."""
         if replica_id in self._told:
+            quorum_id, max_step = self._told[replica_id]
             took_part = self._took_part.setdefault(job, set())
-            if not took_part and self._told_ids[replica_id] > self._last_ids.get(job, 0):
+            if not took_part and quorum_id > self._last_ids.get(job, 0):
                 self._committed.pop(job, None)
             took_part.add(replica_id)
-            self._heard[job] = max(self._heard.get(job, 0), self._told[replica_id][1])
+            self._heard[job] = max(self._heard.get(job, 0), max_step)
 
     def accepted(self, job: str) -> None:
         """An operator gives up what the groups that ask do not have."""
@@ -247,7 +245,6 @@ class Progress:
             # A loss that was told is told again, if one that had the newer state came and went.
             is_true = order.lost_from is None or step < order.lost_from <= newest
             must(is_true, "I4", f"a loss of {order.lost_from} is told, but {step} follows {newest}")
-        self._published[order.job] = self._published.get(order.job, 0) + 1
         self._committed[order.job] = step
         self._last_ids[order.job] = order.quorum.quorum_id
         self._accepted.discard(order.job)

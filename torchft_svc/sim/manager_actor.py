@@ -179,7 +179,7 @@ class ManagerActor:
 
     def _told(self, round_: int, outcome: Outcome) -> None:
         if isinstance(outcome, Quorum):
-            self._invariants.progress.told(self._job, self.link.replica_id, outcome)
+            self._invariants.progress.told(self.link.replica_id, outcome)
             self._carry_out(self.core.quorum_formed(round_, outcome))
         else:
             self._carry_out(self.core.quorum_failed(round_, outcome))
