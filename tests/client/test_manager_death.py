@@ -14,6 +14,7 @@ from running import lives
 
 from chaos.bounds import MANAGER_BACK_S
 from torchft_svc.errors import TorchFTError
+from torchft_svc.manager_server import life
 
 from .test_workers import workers
 from .training import DEADLINE_S, Trainer, assert_identical, lighthouse, together, trainers
@@ -89,6 +90,21 @@ def test_the_manager_of_the_only_group_dies_and_no_state_is_lost(address: str) -
             again_at = goes_on([a], a.manager.current_step() + 2)
             check("the only manager dies", again_at - killed_at, MANAGER_BACK_S)
         assert a.manager.current_step() == 7
+
+
+def test_a_manager_that_does_not_move_is_replaced(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with workers(address, "a", 2, in_process=False) as group:
+        together(*(worker.step for worker in group))
+        stuck = manager_of("a")
+        stuck.suspend()
+        stuck_at = time.monotonic()
+        monkeypatch.setattr(life, "SILENCE_S", 2 * life.SIGN_INTERVAL_S)
+        again_at = goes_on(group, until=4)
+        bound_s = 3 * life.SIGN_INTERVAL_S + MANAGER_BACK_S  # it looks once in an interval
+        check("a manager is stuck", again_at - stuck_at, bound_s)
+        assert not lives(stuck)
 
 
 def test_the_manager_dies_while_the_quorum_is_asked_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import subprocess
@@ -12,7 +13,10 @@ import time
 from torchft_svc.env import for_child
 from torchft_svc.errors import DeadlineExceeded, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.life import LifeSigns
 from torchft_svc.rpc.cli import STOP_SIGNAL
+
+log = logging.getLogger(__name__)
 
 # `STOP_SIGNAL` makes the manager leave the lighthouse; it has this long before it is killed.
 STOP_TIMEOUT_S = 1.5
@@ -22,8 +26,9 @@ _READY = "manager listening on "
 class ManagerProcess:
     """A running child, which ends by itself when this process dies; leaving the block stops it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], address: str, signs: LifeSigns) -> None:
         self._process = process
+        self._signs = signs
         self.address = address
 
     @classmethod
@@ -34,19 +39,18 @@ class ManagerProcess:
             Unreachable: the child ended; its own words are on stderr.
             DeadlineExceeded: it does not serve within ``timeout_s`` seconds.
         """
-        process = subprocess.Popen(
-            _command(config),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            # Everybody can read a command line; an environment, only its user.
-            env=for_child(config.security.variables()),
-        )
-        try:
-            return cls(process, _read_address(process, timeout_s))
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
+        reading, writing = os.pipe()
+        with contextlib.ExitStack() as undo:
+            signs = undo.enter_context(contextlib.closing(LifeSigns(reading)))
+            try:
+                process = _spawn(config, writing)
+            finally:
+                os.close(writing)
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            child = cls(process, _read_address(process, timeout_s), signs)
+            undo.pop_all()
+        return child
 
     @property
     def pid(self) -> int:
@@ -57,10 +61,13 @@ class ManagerProcess:
         return self._process.poll()
 
     def wait(self) -> int:
-        """The exit status, once it has ended."""
+        """The exit status, once it has ended; one that does not move any more is killed."""
+        if self._signs.await_silence(lambda: self.poll() is not None):
+            log.error("the manager, process %d, does not move any more: it is killed", self.pid)
+            self._process.kill()
         return self._process.wait()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Let it leave the lighthouse, and wait for its end; may be called twice."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(STOP_SIGNAL)
@@ -70,6 +77,11 @@ class ManagerProcess:
             self._process.kill()
             self._process.wait()
 
+    def close(self) -> None:
+        """Stop it, and release everything; not while another thread waits for its end."""
+        self.stop()
+        self._signs.close()
+
     def __enter__(self) -> ManagerProcess:
         return self
 
@@ -77,7 +89,18 @@ class ManagerProcess:
         self.close()
 
 
-def _command(config: ManagerConfig) -> list[str]:
+def _spawn(config: ManagerConfig, signs: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        _command(config, signs),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        pass_fds=(signs,),
+        # Everybody can read a command line; an environment, only its user.
+        env=for_child(config.security.variables()),
+    )
+
+
+def _command(config: ManagerConfig, signs: int) -> list[str]:
     flags = {
         "lighthouse": config.lighthouse_address,
         "replica-name": config.replica_name,
@@ -91,6 +114,7 @@ def _command(config: ManagerConfig) -> list[str]:
         "job-id": config.job_id,
         "min-replicas": config.min_replicas,
         "owner-pid": os.getpid(),
+        "life-descriptor": signs,
         "log-level": "warning",
     }
     told = [f"--{name}={value}" for name, value in flags.items() if value is not None]

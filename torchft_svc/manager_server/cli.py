@@ -12,6 +12,7 @@ from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.errors import UsageError
 from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.life import show_life
 from torchft_svc.manager_server.orders import ORDERS
 from torchft_svc.manager_server.owner import end_owner, watch_owner
 from torchft_svc.rpc.address import HostPort
@@ -77,6 +78,7 @@ log = logging.getLogger(__name__)
 @option(
     "--owner-pid", type=int, default=None, help="Process to die with; a Kill request ends it too."
 )
+@option("--life-descriptor", type=int, default=None, hidden=True)  # see `show_life`
 @option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
@@ -97,6 +99,7 @@ def main(
     job_id: str,
     min_replicas: int,
     owner_pid: int | None,
+    life_descriptor: int | None,
     log_level: str,
     security: Security,
 ) -> None:
@@ -119,13 +122,19 @@ def main(
         )
     except UsageError as error:
         raise click.UsageError(str(error)) from None
-    run(lambda stop: _serve(config, stop), log_level, has_owner=owner_pid is not None)
+    run(
+        lambda stop: _serve(config, stop, life_descriptor),
+        log_level,
+        has_owner=owner_pid is not None,
+    )
 
 
-async def _serve(config: ManagerConfig, stop: asyncio.Event) -> int:
+async def _serve(config: ManagerConfig, stop: asyncio.Event, life_descriptor: int | None) -> int:
     with contextlib.ExitStack() as stack:
         if config.owner_pid is not None:
             stack.enter_context(watch_owner(config.owner_pid, stop.set))
+        if life_descriptor is not None:
+            stack.callback(asyncio.create_task(show_life(life_descriptor)).cancel)
         async with run_manager(config) as manager:
             click.echo(f"manager listening on {manager.address}")
             ends = [asyncio.create_task(event.wait()) for event in (stop, manager.killed)]

@@ -1,4 +1,4 @@
-"""Keeps a trainer's manager running: one that dies is followed by another."""
+"""Keeps a trainer's manager running: one that dies, or is stuck, is followed by another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ FIRST_PAUSE_S = 0.1
 
 
 class ManagerKeeper:
-    """A child process that is started again when it ends; leaves nothing behind once closed.
+    """A child process that is started again when it ends, or does not move any more; leaves nothing
+    behind once closed.
 
     ``on_move`` hears the address of each further one, on the keeper's thread, before `address`
     tells it.
@@ -58,7 +59,7 @@ class ManagerKeeper:
         """Stop the manager and start no other; may be called twice."""
         with self._lock:
             self._closing.set()
-        self._child.close()
+        self._child.stop()
         if self._thread is not threading.current_thread():
             self._thread.join(STOP_TIMEOUT_S)
 
@@ -66,6 +67,7 @@ class ManagerKeeper:
         ends: collections.deque[float] = collections.deque(maxlen=MAX_STARTS)
         while True:
             status = self._child.wait()
+            self._child.close()
             if self._closing.is_set():
                 return
             log.error("the manager, process %d, ended with status %d", self._child.pid, status)

@@ -1,0 +1,72 @@
+"""How a manager shows the process that started it that it moves: a byte on a pipe, every second.
+
+A dead one is noticed by its end. One that is stopped, or whose event loop is stuck, would live on,
+and its group would neither train nor end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import selectors
+import time
+from collections.abc import Callable
+
+from torchft_svc.rpc.attention import AttentiveClock
+
+SIGN_INTERVAL_S = 1.0
+# A manager is never busy for a second. Four heartbeat timeouts (5 s by default) after its last sign
+# of life the others have gone on without its group long since, and another one costs them nothing.
+SILENCE_S = 20.0
+_LOOK_S = 1.0
+_MANY = 4096
+
+
+async def show_life(descriptor: int) -> None:
+    """Write to the pipe until cancelled; an owner that does not read misses nothing."""
+    os.set_blocking(descriptor, False)
+    while True:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(descriptor, b".")
+        await asyncio.sleep(SIGN_INTERVAL_S)
+
+
+class LifeSigns:
+    """The owner's end of the pipe, ``descriptor``, which this closes; for one thread.
+
+    The time in which the owner itself was stopped, or a library kept its interpreter's lock, is
+    nobody's silence. ``clock`` is monotonic seconds.
+    """
+
+    def __init__(self, descriptor: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pipe = open(descriptor, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
+        self._clock = clock
+
+    def await_silence(self, has_ended: Callable[[], bool]) -> bool:
+        """True after `SILENCE_S` without a sign; False when the other end is closed.
+
+        A child that was forked at the wrong moment may hold that open, so ``has_ended`` is asked,
+        too.
+        """
+        clock = AttentiveClock(_LOOK_S, self._clock)
+        heard_at = clock.now()
+        while not has_ended():
+            is_ready = self._is_ready()
+            now = clock.now()
+            if is_ready:
+                if not self._pipe.read(_MANY):
+                    return False
+                heard_at = now
+            elif now - heard_at >= SILENCE_S:
+                return True
+        return False
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._pipe.close()
+
+    def _is_ready(self) -> bool:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._pipe, selectors.EVENT_READ)
+            return bool(selector.select(_LOOK_S))
