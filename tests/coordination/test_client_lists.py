@@ -11,6 +11,7 @@ from running import eventually, refusing, silent, steady_address
 
 from torchft_svc.coordination import LighthouseClient, LighthouseServer
 from torchft_svc.errors import AddressError, DeadlineExceeded, Unreachable
+from torchft_svc.rpc.security import Security
 
 LONG = timedelta(seconds=20)
 
@@ -50,6 +51,18 @@ def test_who_waits_goes_on_when_the_first_stops_and_the_next_quorum_goes_back() 
         assert names(client) == ["a:1"]
         with LighthouseServer(first, 1), LighthouseClient(first, LONG) as looking:
             eventually(lambda: client.quorum("a:1", LONG) and names(looking) == ["a:1"])
+
+
+def test_the_next_quorum_does_not_go_back_to_one_that_refuses_it() -> None:
+    known, wrong = Security(token="a-token-of-this-job"), Security(token="a-token-of-others")  # noqa: S106
+    first, second = steady_address(), steady_address()
+    with (
+        LighthouseServer(second, 1, security=known),
+        LighthouseClient(f"{first},{second}", LONG, security=known) as client,
+        LighthouseServer(first, 1, security=wrong),
+    ):
+        assert client.quorum("a:1", LONG).participants[0].replica_id == "a:1"
+        assert client._addr == second
 
 
 def test_each_call_goes_to_whoever_answers_then() -> None:

@@ -78,6 +78,9 @@ def test_a_job_too_many_is_refused() -> None:
         scene.ask("a", job="two")
     with pytest.raises(RequestRefused, match="job 'two' has to go to another one"):
         scene.beat("a", job="two")
+    with pytest.raises(RequestRefused, match="job 'two' has to go to another one"):
+        scene.house.check_room("two")
+    scene.house.check_room("one")
     scene.leave("a", job="one")
     scene.ask("a", job="two")
 
@@ -89,6 +92,8 @@ def test_a_group_too_many_is_refused() -> None:
         scene.beat("c")
     with pytest.raises(RequestRefused, match="job 'job' has 2 groups, the limit"):
         scene.ask("c")
+    with pytest.raises(RequestRefused, match="job 'job' has 2 groups, the limit"):
+        scene.house.check_room("job")
     scene.ask_all("a", "b")
     assert scene.take_quorums() == [(1, ["a", "b"])]
 
@@ -140,6 +145,8 @@ def test_a_question_leaves_the_state_as_it_was() -> None:
     scene.now = 1000.0
     assert scene.why() == "a quorum is being published"
     scene.house.beat_interval_s("job")
+    scene.house.check_room("job")
+    scene.house.check_room("other")
     assert snapshot(scene) == before
 
 

@@ -91,3 +91,23 @@ def test_groups_go_back_in_the_middle_of_a_step_and_nobody_trains_alone() -> Non
         assert asked.result().replica_world_size == 2
         if losses:  # either the product's fault, or a stall cut a session
             raise Late(f"somebody had to give up a step: {losses}")
+
+
+@pytest.mark.processes
+def test_a_group_goes_back_when_the_first_lighthouse_has_room_for_it_and_not_before() -> None:
+    with (
+        lighthouse_process("--max-jobs=1", "--heartbeat-timeout-ms=60000") as first,
+        lighthouse_process() as second,
+        LighthouseClient(first.address, LONG, job_id="other") as other,
+    ):
+        other.heartbeat("a:1")
+        with (
+            manager_process(f"{first.address},{second.address}") as manager,
+            ManagerClient(manager.address, LONG) as client,
+        ):
+            before = client._quorum(0, 0, "", False, LONG).replica_ids
+            eventually(lambda: "HasRoom" in first.errors())  # refused, which is logged
+            assert client._quorum(0, 1, "", False, LONG).replica_ids == before
+            other.leave("a:1")
+            eventually(lambda: [job.job for job in other.status()] == ["default"])
+            assert client._quorum(0, 2, "", False, LONG).replica_ids != before

@@ -20,7 +20,7 @@ from torchft_svc.rpc.address import split_addresses
 from torchft_svc.rpc.channel import IMPATIENT_KEEPALIVE_MS, KEEPALIVE_MS
 from torchft_svc.rpc.codec import member_to_wire
 from torchft_svc.rpc.codec_status import status_from_wire
-from torchft_svc.rpc.probing import is_serving_blocking
+from torchft_svc.rpc.probing import would_take_blocking
 from torchft_svc.rpc.route import LOOK_BACK_S, Route
 from torchft_svc.rpc.security import Security
 
@@ -33,7 +33,7 @@ class LighthouseClient(Client):
 
     ``addr`` is ``host:port``, or several of them with commas between, as for a manager: a call that
     the first cannot be asked, or that does not lead, goes to the next one or to the leader, while
-    its timeout lasts; `quorum` goes back once an earlier one serves again.
+    its timeout lasts; `quorum` goes back once an earlier one would take it.
     ``security``: TLS files and token (default: those of the environment).
 
     Raises:
@@ -54,6 +54,7 @@ class LighthouseClient(Client):
         self._route = Route(addresses)
         self._routing = threading.Lock()
         self._look_at = 0.0
+        self._job_id = job_id
         keepalive_ms = KEEPALIVE_MS if len(addresses) == 1 else IMPATIENT_KEEPALIVE_MS
         super().__init__(
             "lighthouse", addresses[0], connect_timeout, job_id, security, keepalive_ms
@@ -185,13 +186,13 @@ class LighthouseClient(Client):
             return goes_on
 
     def _look_back(self) -> None:
-        """The groups of a job meet at the first lighthouse of the list that serves."""
+        """The groups of a job meet at the first lighthouse of the list that takes it."""
         with self._routing:
             began_at = time.monotonic()
             if began_at < self._look_at:
                 return
             for address in self._route.preferred:
-                if is_serving_blocking(address, self.security, LOOK_BACK_S):
+                if would_take_blocking(address, self._job_id, self.security, LOOK_BACK_S):
                     self._route.go_back(address)
                     self._move(address)
                     break

@@ -224,6 +224,21 @@ class Lighthouse:
             )
         return called[0]
 
+    def check_room(self, job: str) -> None:
+        """Raise `RequestRefused` if there is no room for another group of ``job``."""
+        state = self._jobs.get(job)
+        if state is None:
+            check_name("job", job)
+            if len(self._jobs) >= self._config.max_jobs:
+                raise RequestRefused(
+                    f"this lighthouse already serves {len(self._jobs)} jobs, its limit: "
+                    f"job {job!r} has to go to another one"
+                )
+        elif len(state.members) >= self._config.max_members_per_job:
+            raise RequestRefused(
+                f"job {job!r} has {len(state.members)} groups, the limit of this lighthouse"
+            )
+
     def activity(self, job: str, replica_id: str) -> Activity | None:
         """What a living group does (None: it does not tell)."""
         state = self._jobs.get(job)
@@ -255,29 +270,13 @@ class Lighthouse:
 
     def _job(self, name: str, replica_id: str) -> _Job:
         state = self._jobs.get(name)
-        if state is not None:
-            if not state.members.knows(replica_id):
-                self._check_room(name, state)
-            return state
-        check_name("job", name)
-        if len(self._jobs) >= self._config.max_jobs:
-            raise RequestRefused(
-                f"this lighthouse already serves {len(self._jobs)} jobs, its limit: "
-                f"job {name!r} has to go to another one"
-            )
-        state = _Job(
-            Membership(self._config, self._ended.pop(name, NO_QUORUM)),
-            HangWatch(self._config.hang_timeout_s),
-            self._first_id,
-        )
-        self._jobs[name] = state
+        if state is None or not state.members.knows(replica_id):
+            self.check_room(name)
+        if state is None:
+            members = Membership(self._config, self._ended.pop(name, NO_QUORUM))
+            state = _Job(members, HangWatch(self._config.hang_timeout_s), self._first_id)
+            self._jobs[name] = state
         return state
-
-    def _check_room(self, name: str, state: _Job) -> None:
-        if len(state.members) >= self._config.max_members_per_job:
-            raise RequestRefused(
-                f"job {name!r} has {len(state.members)} groups, the limit of this lighthouse"
-            )
 
     def _sign_of_life(self, state: _Job, replica_id: str, now: float) -> list[Order]:
         """An incarnation that lives keeps its name: later ones that wait for it are refused."""

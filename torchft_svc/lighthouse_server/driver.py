@@ -172,6 +172,10 @@ class LighthouseDriver:
         session.tell(news)
         return replica_id
 
+    def check_room(self, job: str) -> None:
+        """Raise `RequestRefused` if there is no room for another group of ``job``."""
+        self._core.check_room(job)
+
     def status(self, job: str) -> list[JobStatus]:
         """What people want to know of ``job``, or of all (empty)."""
         return self._core.status(job, self._clock.now())

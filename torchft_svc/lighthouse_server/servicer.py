@@ -44,6 +44,10 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
         )
         return b""
 
+    async def has_room(_: pb.LighthouseRoomRequest, context: Context) -> bytes:
+        driver.check_room(_job(context))
+        return b""
+
     async def kill(request: pb.LighthouseKillRequest, context: Context) -> bytes:
         reason = _reason(request.reason, "killed by an operator")
         replica_id = driver.tell(_job(context), request.replica_id, kill_news(reason))
@@ -72,6 +76,7 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
             "Quorum": quorum,
             "Heartbeat": heartbeat,
             "Leave": leave,
+            "HasRoom": has_room,
             "Kill": kill,
             "Drain": drain,
             "AcceptLoss": accept_loss,

@@ -18,7 +18,7 @@ from torchft_svc.rpc.channel import (
     KEEPALIVE_MS,
     open_aio_channel,
 )
-from torchft_svc.rpc.probing import is_serving
+from torchft_svc.rpc.probing import would_take
 from torchft_svc.rpc.route import LOOK_BACK_S, Route
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class Connection:
     """To be used on one event loop; ``open_session`` makes the preferred kind of line.
 
-    ``on_better`` is called once an earlier lighthouse of the list serves again: `better`.
+    ``on_better`` is called once an earlier lighthouse of the list would take the group: `better`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Connection:
         self._opened = asyncio.Event()
         self._settled = asyncio.Event()  # whoever waits for a connection can ask, or be told
         self._why_not: TorchFTError = self._unreachable("there is no connection yet")
-        self.better = ""  # an earlier one of the list, which answers again: go there
+        self.better = ""  # an earlier one of the list, which would take the group: go there
         self._num_asking = 0
         self._left = False
 
@@ -144,12 +144,13 @@ class Connection:
             self._settled.set()
 
     async def _look_back(self) -> None:
-        """All managers of a job have to meet: at the first of the list that answers."""
+        """All managers of a job have to meet: at the first of the list that takes them."""
         await self._opened.wait()
         while self._route.preferred and not self.better:
             await asyncio.sleep(LOOK_BACK_S * random.uniform(0.5, 1.0))  # noqa: S311
             for address in self._route.preferred:
-                if await is_serving(address, self._config.security, LOOK_BACK_S):
+                config = self._config
+                if await would_take(address, config.job_id, config.security, LOOK_BACK_S):
                     self.better = address
                     break
         if self.better:

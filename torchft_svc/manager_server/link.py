@@ -150,7 +150,7 @@ class LighthouseLink:
         self._tasks.start(self._go_back(in_a_step=True), "way back to an earlier lighthouse")
 
     async def _go_back(self, *, in_a_step: bool) -> None:
-        """Go to the earlier lighthouse that serves again, if there is one.
+        """Go to the earlier lighthouse that would take the group, if there is one.
 
         As a new incarnation: the old one has left. At once, also ``in_a_step``, so that whoever
         asks there waits for this group instead of training alone; its fellows are not told then,
@@ -164,7 +164,7 @@ class LighthouseLink:
             if self._connection.is_asking:  # which ends the question: its asker comes here again
                 await self._connection.leave(reason)
                 return
-            log.info("lighthouse %s answers again, going back to it", address)
+            log.info("lighthouse %s takes this group again, going back to it", address)
             self._route.go_back(address)
             await self._begin_again(reason, between_steps=in_a_step)
 

@@ -99,6 +99,14 @@ class LighthouseLeaveResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class LighthouseRoomRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LighthouseRoomResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SessionRequest(_message.Message):
     __slots__ = ("hello", "beat", "question", "leave", "withdrawal")
     HELLO_FIELD_NUMBER: _ClassVar[int]

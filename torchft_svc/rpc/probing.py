@@ -1,34 +1,52 @@
-"""Asks whether a lighthouse takes requests, through the gRPC health protocol."""
+"""Asks whether a lighthouse would take a group that is with another one."""
 
 from __future__ import annotations
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typing import Any
 
+import grpc
+
+from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import open_aio_channel, open_channel
+from torchft_svc.rpc.codec import JOB_KEY
 from torchft_svc.rpc.security import Security
 
-# Under the empty name one that does not lead is well, too.
-_REQUEST = health_pb2.HealthCheckRequest(service="torchft.LighthouseService")
-# What those say that do not know health checks, or not this name.
-_UNKNOWN = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND)
+_METHOD = "/torchft.LighthouseService/HasRoom"
+_REQUEST = pb.LighthouseRoomRequest()
+_CODEC = (pb.LighthouseRoomRequest.SerializeToString, pb.LighthouseRoomResponse.FromString)
 
 
-async def is_serving(address: str, security: Security, timeout_s: float) -> bool:
-    """Whether the lighthouse at ``address`` would take requests; one that cannot tell would."""
+async def would_take(address: str, job_id: str, security: Security, timeout_s: float) -> bool:
+    """Whether the lighthouse at ``address`` takes requests, knows the token and has room for a
+    group of this job; one that cannot tell would.
+
+    Its health does not tell that: who leaves a lighthouse for one that refuses it trains alone, and
+    would do so again and again.
+    """
     async with open_aio_channel(address, security) as channel:
+        ask = channel.unary_unary(_METHOD, *_CODEC)
         try:
-            answer = await health_pb2_grpc.HealthStub(channel).Check(_REQUEST, timeout=timeout_s)
+            await ask(_REQUEST, timeout=timeout_s, metadata=_metadata(job_id, security))
         except grpc.aio.AioRpcError as error:
-            return error.code() in _UNKNOWN
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+            return _cannot_tell(error)
+        return True
 
 
-def is_serving_blocking(address: str, security: Security, timeout_s: float) -> bool:
+def would_take_blocking(address: str, job_id: str, security: Security, timeout_s: float) -> bool:
     """The same, for who is on no event loop."""
     with open_channel(address, security) as channel:
+        ask = channel.unary_unary(_METHOD, *_CODEC)
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(_REQUEST, timeout=timeout_s)
+            ask(_REQUEST, timeout=timeout_s, metadata=_metadata(job_id, security))
         except grpc.RpcError as error:
-            return error.code() in _UNKNOWN
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+            return _cannot_tell(error)
+        return True
+
+
+def _metadata(job_id: str, security: Security) -> tuple[tuple[str, str], ...]:
+    return (JOB_KEY, job_id), *security.metadata
+
+
+def _cannot_tell(error: Any) -> bool:
+    """Whether it answers, and does not know the question: as the public release's."""
+    return error.code() is grpc.StatusCode.UNIMPLEMENTED

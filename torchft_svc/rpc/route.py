@@ -47,6 +47,6 @@ class Route:
         return is_fresh
 
     def go_back(self, address: str) -> None:
-        """One of `preferred` answers again."""
+        """One of `preferred` would take the group."""
         self.current = address
         self.worked()
