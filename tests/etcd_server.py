@@ -64,6 +64,10 @@ class EtcdServer:
         """Its tokens are worth nothing after that."""
         self._administer("user/changepw", name=user, password=password)
 
+    def forget(self, prefix: str) -> None:
+        """Delete all keys below ``prefix``; the leases live on."""
+        self._post("kv/deleterange", key=_key(f"{prefix}/"), range_end=_key(f"{prefix}0"))
+
     def serves(self) -> bool:
         """Its port is open some time before anybody answers there."""
         try:
@@ -72,7 +76,10 @@ class EtcdServer:
             return False
 
     def _administer(self, what: str, **body: Any) -> Any:
-        status, told = self._request("POST", f"/v3/auth/{what}", json.dumps(body))
+        return self._post(f"auth/{what}", **body)
+
+    def _post(self, what: str, **body: Any) -> Any:
+        status, told = self._request("POST", f"/v3/{what}", json.dumps(body))
         assert status == http.HTTPStatus.OK, told
         return json.loads(told)
 

@@ -73,6 +73,11 @@ def test_rule_6_ids_go_on_after_the_job_has_ended_and_come_back() -> None:
     scene.leave("a")
     scene.ask("a")
     assert scene.take_quorums() == [(2, ["a"])]
+    scene.leave("a")
+    scene.withdraw(scene.ask("b", seen_quorum_id=6, min_replicas=2))  # of another lighthouse
+    scene.leave("b")
+    scene.ask("a")
+    assert scene.take_quorums() == [(7, ["a"])]
 
 
 def test_rule_6_the_highest_id_that_can_be_told_leaves_room() -> None:

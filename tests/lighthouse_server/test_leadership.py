@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 from bounds import Late, check
-from etcd_server import etcd_server, needs_etcd
+from etcd_server import EtcdServer, etcd_server, needs_etcd
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from running import (
     Process,
@@ -27,7 +27,7 @@ from running import (
 )
 
 from torchft_svc.coordination import LighthouseClient, ManagerClient
-from torchft_svc.errors import TorchFTError
+from torchft_svc.errors import NotLeader, TorchFTError
 from torchft_svc.lighthouse_server.etcd import Etcd
 from torchft_svc.lighthouse_server.etcd_access import EtcdAccess
 from torchft_svc.lighthouse_server.leadership import MARGIN, Leadership
@@ -156,12 +156,14 @@ def test_a_dead_etcd_in_the_list_is_passed_over_and_a_frozen_one_holds_up_no_end
         assert only.end()[0] == 0
 
 
-def test_a_leader_goes_on_to_another_etcd_in_time(etcd: str) -> None:
+def test_a_leader_goes_on_to_another_etcd_in_time_and_stops_when_that_has_forgotten_it(
+    tmp_path: Path,
+) -> None:
     terms_ended: list[TorchFTError] = []
 
-    async def story(proxy: Proxy) -> None:
+    async def story(proxy: Proxy, other: EtcdServer) -> None:
         through = proxy.url.removeprefix("tcp://")
-        access = EtcdAccess(url=f"etcd://{through},{etcd}")
+        access = EtcdAccess(url=f"etcd://{through},{other.address}")
         leadership = Leadership(Etcd(access), lease_ttl_s=6)
         async with leadership.stands_for_election("here:1", terms_ended.append):
             await asyncio.to_thread(eventually, lambda: leadership._leads)
@@ -171,9 +173,18 @@ def test_a_leader_goes_on_to_another_etcd_in_time(etcd: str) -> None:
             if terms_ended:
                 raise Late("it did not lead all the time")
             leadership.check()
+            before, leadership._until = leadership._until, 0.0  # as if it had been frozen since
+            with pytest.raises(NotLeader):
+                leadership.check()
+            leadership._until = before
+            await asyncio.to_thread(other.forget, access.prefix)
+            await asyncio.to_thread(eventually, lambda: terms_ended)
 
-    with Proxy(f"tcp://{etcd}", lambda place, data: data) as proxy:
-        asyncio.run(story(proxy))
+    with (
+        etcd_server(tmp_path) as server,
+        Proxy(f"tcp://{server.address}", lambda place, data: data) as proxy,
+    ):
+        asyncio.run(story(proxy, server))
 
 
 def test_a_leader_without_etcd_stops_in_time_and_leads_again_when_it_is_back(
