@@ -11,42 +11,59 @@ from torchft_svc.rpc.channel import open_aio_channel, open_channel
 from torchft_svc.rpc.codec import JOB_KEY
 from torchft_svc.rpc.security import Security
 
-_METHOD = "/torchft.LighthouseService/HasRoom"
-_REQUEST = pb.LighthouseRoomRequest()
-_CODEC = (pb.LighthouseRoomRequest.SerializeToString, pb.LighthouseRoomResponse.FromString)
+# Method, request, and what is said by who would. The public release's lighthouse does not know the
+# first question, and refuses the second because nobody asks; what is no lighthouse knows neither.
+_QUESTIONS: tuple[tuple[str, Any, grpc.StatusCode], ...] = (
+    ("HasRoom", pb.LighthouseRoomRequest(), grpc.StatusCode.OK),
+    ("Quorum", pb.LighthouseQuorumRequest(), grpc.StatusCode.INVALID_ARGUMENT),
+)
 
 
 async def would_take(address: str, job_id: str, security: Security, timeout_s: float) -> bool:
-    """Whether the lighthouse at ``address`` takes requests, knows the token and has room for a
-    group of this job; one that cannot tell would.
+    """Whether a lighthouse at ``address`` takes requests, knows the token and has room for a group
+    of this job.
 
     Its health does not tell that: who leaves a lighthouse for one that refuses it trains alone, and
     would do so again and again.
     """
+    metadata = ((JOB_KEY, job_id), *security.metadata)
     async with open_aio_channel(address, security) as channel:
-        ask = channel.unary_unary(_METHOD, *_CODEC)
-        try:
-            await ask(_REQUEST, timeout=timeout_s, metadata=_metadata(job_id, security))
-        except grpc.aio.AioRpcError as error:
-            return _cannot_tell(error)
-        return True
+        for method, request, welcome in _QUESTIONS:
+            ask = channel.unary_unary(_path(method), _encoded, _as_is)
+            code = grpc.StatusCode.OK
+            try:
+                await ask(request, timeout=timeout_s, metadata=metadata)
+            except grpc.aio.AioRpcError as error:
+                code = error.code()
+            if code is not grpc.StatusCode.UNIMPLEMENTED:
+                return code is welcome
+    return False
 
 
 def would_take_blocking(address: str, job_id: str, security: Security, timeout_s: float) -> bool:
     """The same, for who is on no event loop."""
+    metadata = ((JOB_KEY, job_id), *security.metadata)
     with open_channel(address, security) as channel:
-        ask = channel.unary_unary(_METHOD, *_CODEC)
-        try:
-            ask(_REQUEST, timeout=timeout_s, metadata=_metadata(job_id, security))
-        except grpc.RpcError as error:
-            return _cannot_tell(error)
-        return True
+        for method, request, welcome in _QUESTIONS:
+            ask = channel.unary_unary(_path(method), _encoded, _as_is)
+            code = grpc.StatusCode.OK
+            try:
+                ask(request, timeout=timeout_s, metadata=metadata)
+            except grpc.RpcError as error:
+                code = error.code()
+            if code is not grpc.StatusCode.UNIMPLEMENTED:
+                return code is welcome
+    return False
 
 
-def _metadata(job_id: str, security: Security) -> tuple[tuple[str, str], ...]:
-    return (JOB_KEY, job_id), *security.metadata
+def _path(method: str) -> str:
+    return f"/torchft.LighthouseService/{method}"
 
 
-def _cannot_tell(error: Any) -> bool:
-    """Whether it answers, and does not know the question: as the public release's."""
-    return error.code() is grpc.StatusCode.UNIMPLEMENTED
+def _encoded(request: Any) -> bytes:
+    encoded: bytes = request.SerializeToString()
+    return encoded
+
+
+def _as_is(answer: bytes) -> bytes:
+    return answer

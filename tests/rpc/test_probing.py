@@ -1,0 +1,59 @@
+"""Tests who would take a group: asked of servers that answer in every way there is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from torchft_svc.rpc.probing import would_take, would_take_blocking
+from torchft_svc.rpc.security import PLAIN
+
+LONG_S = 20.0
+Code = grpc.StatusCode
+
+
+@contextlib.contextmanager
+def answering(**answers: grpc.StatusCode) -> Iterator[str]:
+    """The address of a lighthouse service of these methods, each with its one answer."""
+
+    def handler(code: grpc.StatusCode) -> Any:
+        def answer(_: bytes, context: grpc.ServicerContext) -> bytes:
+            if code is not Code.OK:
+                context.abort(code, "as the test says")
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+    methods = {name: handler(code) for name, code in answers.items()}
+    service = grpc.method_handlers_generic_handler("torchft.LighthouseService", methods)
+    with ThreadPoolExecutor() as pool:
+        server = grpc.server(pool)
+        server.add_generic_rpc_handlers((service,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"127.0.0.1:{port}"
+        server.stop(0).wait()
+
+
+@pytest.mark.parametrize(
+    ("answers", "takes"),
+    [
+        ({"HasRoom": Code.OK}, True),
+        ({"HasRoom": Code.INVALID_ARGUMENT}, False),  # it has no room
+        ({"HasRoom": Code.UNAUTHENTICATED}, False),
+        ({"HasRoom": Code.UNAVAILABLE}, False),  # it does not lead
+        ({"Quorum": Code.INVALID_ARGUMENT}, True),  # the public release's
+        ({"Quorum": Code.UNAVAILABLE}, False),
+        ({}, False),  # something else that speaks gRPC, or a proxy with nobody behind it
+    ],
+)
+def test_who_would_take_a_group(answers: dict[str, grpc.StatusCode], takes: bool) -> None:
+    with answering(**answers) as address:
+        assert would_take_blocking(address, "job", PLAIN, LONG_S) is takes
+        assert asyncio.run(would_take(address, "job", PLAIN, LONG_S)) is takes
