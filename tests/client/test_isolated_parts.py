@@ -15,11 +15,11 @@ from running import eventually
 from torch._C import _distributed_c10d as c10d
 
 from torchft_svc.client import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
-from torchft_svc.client.process_groups.base import Members
 from torchft_svc.client.process_groups.isolated import messages
 from torchft_svc.client.process_groups.isolated.following import Follower
 from torchft_svc.client.process_groups.isolated.segments import HostSegment, Pool
 from torchft_svc.client.process_groups.isolated.work import IsolatedWork
+from torchft_svc.client.process_groups.members import Members
 from torchft_svc.errors import ConfigError, TorchFTError
 
 from .meeting_place import MeetingPlace

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchft_svc.client.process_groups.base import Members, ProcessGroup
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.wrapper import ProcessGroupWrapper
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from torchft_svc.client.process_groups.flight import Flight, Record
 from torchft_svc.client.process_groups.loss import Loss, news_of
+from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import OLDER_NAMES
 from torchft_svc.client.process_groups.recorder import FlightRecorder
 from torchft_svc.core.durations import check_length
@@ -27,20 +27,6 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
     forward.__name__ = name
     return forward
-
-
-@dataclass(frozen=True, slots=True)
-class Members:
-    """With whom to connect: the arguments of `ProcessGroup.configure` that say so."""
-
-    store_addr: str
-    replica_id: str
-    rank: int
-    world_size: int
-    quorum_id: int | None = None
-    group_rank: int | None = None
-    group_world_size: int | None = None
-    global_ranks: list[int] | None = None
 
 
 class ProcessGroup(dist.ProcessGroup):

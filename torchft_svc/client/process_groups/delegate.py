@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from torchft_svc.client.process_groups.base import Members, ProcessGroup
+from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.failures import FailureWatch, announce
 from torchft_svc.client.process_groups.flight import Followed
 from torchft_svc.client.process_groups.graveyard import Graveyard
 from torchft_svc.client.process_groups.loss import Loss
 from torchft_svc.client.process_groups.meeting import meet
+from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.sockets import BackendSockets
 from torchft_svc.client.process_groups.store_line import StoreLine
 from torchft_svc.client.process_groups.stores import Store

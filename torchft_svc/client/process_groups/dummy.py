@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from torchft_svc.client.process_groups.base import Members
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
+from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import INTO_OUTPUT, flat
 from torchft_svc.client.process_groups.stores import Store
 from torchft_svc.client.work import CompletedWork

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 
-from torchft_svc.client.process_groups.base import Members
+from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.store_line import CONNECT_TIMEOUT_S, connect
 from torchft_svc.client.process_groups.stores import PrefixStore, Store
 from torchft_svc.client.strays import start_stray

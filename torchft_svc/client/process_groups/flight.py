@@ -10,14 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import HIDDEN_BY_GLOO, IN_PLACE, flat
-
-if TYPE_CHECKING:
-    from torchft_svc.client.process_groups.base import Members
 
 # Of the format of torch's analyzer, which refuses records of different versions.
 FORMAT = "2.10"

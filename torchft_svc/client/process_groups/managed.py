@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from torchft_svc.client.process_groups.base import Members, ProcessGroup
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import result_of
 from torchft_svc.client.work import CompletedWork
 from torchft_svc.errors import ConfigError, RequestRefused

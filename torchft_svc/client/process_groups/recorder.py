@@ -10,14 +10,11 @@ import re
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from torchft_svc.client.process_groups.flight import Flight, Landed
+from torchft_svc.client.process_groups.members import Members
 from torchft_svc.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torchft_svc.client.process_groups.base import Members
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchft_svc.client.process_groups.base import Members, ProcessGroup
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import IN_PLACE, result_of
 from torchft_svc.client.process_groups.wrapper import ProcessGroupWrapper
 from torchft_svc.client.work import CompletedWork

@@ -6,7 +6,8 @@ import dataclasses
 from datetime import timedelta
 from typing import Any
 
-from torchft_svc.client.process_groups.base import Members, ProcessGroup
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.recorder import FlightRecorder
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchft_svc.client.process_groups.base import Members, ProcessGroup
+from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.failures import announce
 from torchft_svc.client.process_groups.flight import STARTED, Record
 from torchft_svc.client.process_groups.isolated.messages import (
@@ -32,6 +32,7 @@ from torchft_svc.client.process_groups.isolated.retired import Retired
 from torchft_svc.client.process_groups.isolated.segments import Loan, Pool
 from torchft_svc.client.process_groups.isolated.work import IsolatedWork
 from torchft_svc.client.process_groups.loss import Loss
+from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import IN_PLACE, result_of
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from torchft_svc.client.process_groups.base import Members
+from torchft_svc.client.process_groups.members import Members
 
 # Options of collectives cannot be pickled; these are the fields that torch reads.
 _OPTION_FIELDS = (
