@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from torchft_svc.client.process_groups import ProcessGroupDummy
-from torchft_svc.client.rounds import Membership
+from torchft_svc.client.membership import Membership
+from torchft_svc.client.process_groups import ProcessGroupDummy, ProcessGroupGloo
 from torchft_svc.coordination import QuorumResult
 from torchft_svc.errors import QuorumFailed
 
@@ -50,6 +50,17 @@ def test_a_strangers_loss_does_not_matter() -> None:
     membership = Membership(ProcessGroupDummy())
     membership.lose("c:1", "killed", 7)
     membership.check_losses(QUORUM)
+
+
+def test_a_group_whose_line_to_its_manager_ends_is_out_but_for_one_that_is_alone() -> None:
+    alone = dataclasses.replace(QUORUM, replica_world_size=1, replica_ids=["a:1"])
+    for quorum, is_left in [(QUORUM, True), (alone, False)]:
+        pg = ProcessGroupGloo()
+        membership = Membership(pg)
+        membership.leave()
+        membership.quorum = quorum
+        membership.leave()
+        assert (pg._loss is not None) == is_left
 
 
 def test_a_group_hears_that_it_was_left_out_itself() -> None:

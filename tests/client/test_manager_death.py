@@ -77,6 +77,22 @@ def test_the_manager_of_one_group_dies_in_the_forward_pass() -> None:
         assert a.manager.num_participants() == 2
 
 
+def test_i5_a_manager_s_death_ends_a_wait_for_a_group_that_hangs() -> None:
+    """Not every backend notices that its peers have left; here it is one that cannot leave."""
+    with (
+        lighthouse(min_replicas=2) as address,
+        trainers(address, 2, in_process=False) as groups,
+    ):
+        a, _ = groups
+        together(*(group.step for group in groups))
+        together(*(group.optimizer.zero_grad for group in groups))
+        together(*(group.manager.wait_quorum for group in groups))  # and b does no more
+        began_at = time.monotonic()
+        committed, _ = together(lambda: finishes(a), lambda: kill_manager("a"))
+        check("a manager dies, with 30 s left,", time.monotonic() - began_at, 3.0)
+        assert not committed
+
+
 def finishes(group: Trainer) -> bool:
     group.loss().backward()
     return group.optimizer.step()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.config import GroupPlace, Timeouts, WorldSizeMode
 from torchft_svc.client.draining import Draining
 from torchft_svc.client.heal import fetch_state
+from torchft_svc.client.membership import Membership
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.state import StateRegistry
 from torchft_svc.client.watchdog import Watchdog
@@ -28,7 +28,6 @@ from torchft_svc.errors import (
     ConfigError,
     Drained,
     GroupLeft,
-    QuorumFailed,
     RequestRefused,
     TorchFTError,
     Unreachable,
@@ -36,9 +35,6 @@ from torchft_svc.errors import (
 )
 
 log = logging.getLogger(__name__)
-
-# Only losses that are newer than the quorum matter, and these are few.
-_MAX_LOSSES = 256
 
 
 class SharedStep:
@@ -112,70 +108,6 @@ class RoundRequest:
     allow_heal: bool
     shrink_only: bool
     timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Loss:
-    """``replica_id`` is gone, which was in quorum ``quorum_id`` and may be back in a later one."""
-
-    replica_id: str
-    reason: str
-    quorum_id: int
-
-    def concerns(self, quorum: QuorumResult) -> bool:
-        """Whether a group of ``quorum`` is gone; news may come before the quorum itself.
-
-        It may be this very group: it stood still for too long, and the others go on without it.
-        """
-        return quorum.quorum_id <= self.quorum_id and self.replica_id in quorum.replica_ids
-
-    def __str__(self) -> str:
-        return f"{self.replica_id} is out: {self.reason}"
-
-
-class Membership:
-    """The quorum that ``pg`` was last built for, and who of it is gone since."""
-
-    def __init__(self, pg: ProcessGroup) -> None:
-        self.quorum: QuorumResult | None = None
-        self._pg = pg
-        self._losses: deque[_Loss] = deque(maxlen=_MAX_LOSSES)
-        self._newcomers: frozenset[str] = frozenset()  # replaced as a whole, for other threads
-
-    @property
-    def num_waiting(self) -> int:
-        """How many groups wait to join, as far as is known since the last quorum was asked for."""
-        return len(self._newcomers)
-
-    def hear_newcomer(self, replica_id: str) -> None:
-        """A group waits to join; to be called on any thread."""
-        self._newcomers |= {replica_id}
-
-    def ask(self) -> None:
-        """The next quorum is asked for: who waits is in it, or is announced again."""
-        self._newcomers = frozenset()
-
-    def answer(self, quorum: QuorumResult) -> None:
-        """This is the next quorum."""
-        self._newcomers = self._newcomers.difference(quorum.replica_ids)
-
-    def lose(self, replica_id: str, reason: str, quorum_id: int) -> None:
-        """A member of quorum ``quorum_id`` is gone; to be called on any thread."""
-        loss = _Loss(replica_id, reason, quorum_id)
-        self._losses.append(loss)
-        quorum = self.quorum
-        if quorum is not None and loss.concerns(quorum):
-            self._pg.lose_member(quorum.quorum_id, str(loss))
-
-    def check_losses(self, quorum: QuorumResult) -> None:
-        """Raise `QuorumFailed` if the news of a loss came before the quorum itself."""
-        for loss in list(self._losses):
-            if loss.concerns(quorum):
-                raise QuorumFailed(str(loss))
-
-    def fits(self, quorum: QuorumResult) -> bool:
-        """Whether the process group has the members of ``quorum`` already."""
-        return self.quorum is not None and self.quorum.quorum_id == quorum.quorum_id
 
 
 class Round:

@@ -19,10 +19,11 @@ from torchft_svc.client.config import ServiceOptions
 from torchft_svc.client.deadlines import Timer
 from torchft_svc.client.draining import Draining, TermSignal
 from torchft_svc.client.ending import LAST_WORDS_S, end_now
+from torchft_svc.client.membership import Membership
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
 from torchft_svc.client.process_groups.recorder import FlightRecorder
-from torchft_svc.client.rounds import Links, Membership, RoundRules
+from torchft_svc.client.rounds import Links, RoundRules
 from torchft_svc.client.state import StateRegistry
 from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.coordination import Listeners, ManagerClient
@@ -136,6 +137,7 @@ def start_runtime(
             on_kill=end,
             on_drain=draining.request,
             on_waiting=membership.hear_newcomer,
+            on_cut=membership.leave,
         )
         client.attach(rules.place.group_rank, listeners)
         runtime = Runtime(

@@ -10,10 +10,10 @@ from torch.distributed import ReduceOp
 
 from torchft_svc.client.averages import Averages
 from torchft_svc.client.background import BackgroundThread, Task
+from torchft_svc.client.membership import Membership
 from torchft_svc.client.reduction import Reduction
 from torchft_svc.client.rounds import (
     Links,
-    Membership,
     Round,
     RoundRequest,
     RoundRules,

@@ -27,7 +27,8 @@ class Listeners:
     ``on_loss``: a member of the last quorum is dead or has left (replica id, reason, id of that
     quorum). ``on_kill``: this worker has to end at once, ``on_drain``: when its step is finished
     (the reason). ``on_waiting``: a group waits to join the last quorum (replica id). ``on_over``:
-    the manager ends, and there will be no other (the reason).
+    the manager ends, and there will be no other (the reason). ``on_cut``: the line has ended, so
+    that the group is out of its quorum: its manager is gone, or takes this worker for gone.
     """
 
     on_loss: Callable[[str, str, int], None]
@@ -35,6 +36,7 @@ class Listeners:
     on_drain: Callable[[str], None]
     on_waiting: Callable[[str], None]
     on_over: Callable[[str], None] = lambda reason: None
+    on_cut: Callable[[], None] = lambda: None
 
     def hear(self, news: pb.AttachNews) -> None:
         kind = news.WhichOneof("kind")
@@ -106,6 +108,7 @@ class Attachment:
                 outgoing.tell(self._phase)
             try:
                 self._read(outgoing)
+                self._hear_end()
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     return  # an older manager: this worker goes without news
@@ -121,11 +124,16 @@ class Attachment:
     def _hear_break(self, error: grpc.RpcError) -> None:
         if not self._failing and not self._closing.is_set():
             log.warning("no line to the manager: %s", error.details())
+            self._hear_end()
         self._failing = True
         # Refused: a worker that had this rank before may be dead, and not be missed yet.
         is_refused = error.code() is grpc.StatusCode.INVALID_ARGUMENT
         if not is_refused and not self._closing.is_set():
             self._on_break()
+
+    def _hear_end(self) -> None:
+        if not self._closing.is_set():
+            self._listeners.on_cut()
 
     def _read(self, outgoing: Outgoing) -> None:
         """One stream, from hello to its end."""

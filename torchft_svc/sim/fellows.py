@@ -25,7 +25,7 @@ class _Loss:
 
 
 class Fellows:
-    """As `Membership` in `client/rounds.py`, with a seat for a process group."""
+    """As `Membership` in `client/membership.py`, with a seat for a process group."""
 
     def __init__(self, process: Process, sums: Sums, job: str, group_rank: int) -> None:
         self.seat: Seat | None = None
@@ -66,6 +66,11 @@ class Fellows:
         loss = _Loss(replica_id, quorum_id)
         self._losses.append(loss)
         if self._part is not None and loss.concerns(self._part):
+            self.abort()
+
+    def cut(self) -> None:
+        """This group is out of its last quorum."""
+        if self._part is not None and len(self._part.replica_ids) > 1:
             self.abort()
 
     def abort(self) -> None:

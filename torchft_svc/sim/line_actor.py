@@ -32,6 +32,10 @@ class LineActor:
         """Open the line, again for each new manager."""
         self._say(self._attached)
 
+    def end(self) -> None:
+        """The manager is dead."""
+        self._hear("cut")
+
     def tell_phase(self, phase: Phase, step: int) -> None:
         """What the worker does from now on."""
         self._say(lambda manager: manager.hear_phase(self._group_rank, phase, step))

@@ -275,6 +275,8 @@ class WorkerActor:
     def _hear(self, kind: str, *what: Any) -> None:
         if kind == "lost":
             self._fellows.lose(*what)
+        elif kind == "cut":
+            self._fellows.cut()
         elif kind == "drain":
             self.is_draining = True
         elif kind == "kill":
