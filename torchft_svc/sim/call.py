@@ -36,6 +36,7 @@ class Call:
         self._caller: int | None = None
         self._arrives_at = 0.0
         self._is_answered = False
+        self.on_answer: Callable[[], None] | None = None  # when it is sent
 
     def start(self, enter: Enter, stalls_s: float = 0.0) -> None:
         """``stalls_s``: how much longer than usual the request is on its way."""
@@ -55,11 +56,20 @@ class Call:
 
     def _answer(self, answer: WorkerAnswer) -> None:
         self._is_answered = True
+        if self.on_answer is not None:
+            self._process.after(0.0, self.on_answer)
         self._process.after(self._latency(), self._finish, answer)
 
     def _give_up(self) -> None:
         self._cancel()
         self._finish(_unreachable())
+
+    def break_off(self) -> None:
+        """The connection is gone, with an answer that is on its way."""
+        if self._done is not None and self._manager is not None:
+            if not self._manager.process.is_dead:
+                self._cancel()
+            self._finish(_unreachable())
 
     def _cancel(self) -> None:
         """Follows the request on its way, so it does not come before it."""

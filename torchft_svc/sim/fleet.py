@@ -189,6 +189,15 @@ class Fleet:
         if site.manager is not None:
             self.network.break_streams(site.manager.process.name)
 
+    def _reset_worker(self, site: Site, fault: Fault) -> None:
+        for worker in site.workers[int(fault.value * 2) :]:
+            if not (worker.process.is_dead or worker.process.is_frozen):
+                worker.line.break_off()
+
+    def _lose_answer(self, site: Site, fault: Fault) -> None:
+        for worker in site.workers[int(fault.value * 2) :]:
+            worker.line.loses_next_answer = True
+
     def _lag(self, site: Site, fault: Fault) -> None:
         last_s = LONG_WAY * LAG_FACTOR * fault.value * MEAN_LATENCY_S  # what was sent at its end
         self.invariants.hangs.trouble(site.name, fault.seconds + last_s)

@@ -147,6 +147,7 @@ class Identity:
     def __init__(self) -> None:
         self._committed: dict[tuple[Any, ...], tuple[str, int]] = {}
         self._yes: dict[tuple[str, int], set[int]] = {}
+        self._fates: dict[tuple[str, int], list[tuple[Process, bool]]] = {}
 
     def contributed(self, where: str, states: dict[str, tuple[int, int]]) -> None:
         """``states``: step and weights of each worker that contributes to one sum."""
@@ -177,6 +178,16 @@ class Identity:
             "I3",
             f"{group} commits in round {round_}, where only ranks {sorted(yes)} said yes",
         )
+
+    def shared_fate(self, barrier: tuple[str, int], worker: Process, committed: bool) -> None:
+        """A worker goes on, having ``committed`` or discarded: as all of its group that live."""
+        fates = self._fates.setdefault(barrier, [])
+        for other, theirs in fates:
+            differ = f"{(worker.name, committed)}, but {(other.name, theirs)} in {barrier}"
+            must(committed is theirs or other.is_dead, "I3", differ)
+        fates.append((worker, committed))
+        if len(self._fates) > self.MAX_REMEMBERED:
+            del self._fates[next(iter(self._fates))]
 
 
 class Progress:

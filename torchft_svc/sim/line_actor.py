@@ -27,13 +27,20 @@ class LineActor:
         self._network = network
         self._on_news = on_news
         self._arrives_at = 0.0  # what was said last: nothing overtakes it
+        self._call: Call | None = None  # the last one
+        self.loses_next_answer = False
+
+    def manager_name(self) -> str:
+        """The manager of now; one that follows it need not know all that it has told."""
+        manager = self._home.manager
+        return manager.process.name if manager else ""
 
     def attach(self) -> None:
         """Open the line, again for each new manager."""
         self._say(self._attached)
 
     def end(self) -> None:
-        """The manager is dead."""
+        """The manager is dead, or the way to it."""
         self._hear("cut")
 
     def tell_phase(self, phase: Phase, step: int) -> None:
@@ -56,7 +63,22 @@ class LineActor:
         ``stalls_s``: how much longer than usual the request is on its way.
         """
         manager = self._home.manager
-        Call(self._process, self._network, manager, timeout_s, done).start(enter, stalls_s)
+        self._call = Call(self._process, self._network, manager, timeout_s, done)
+        if self.loses_next_answer:
+            self.loses_next_answer = False
+            self._call.on_answer = self.break_off
+        self._call.start(enter, stalls_s)
+
+    def break_off(self) -> None:
+        """Something on the way forgets the connection; both ends live, and it is opened again."""
+        self._say(self._detached)
+        self.attach()
+        self.end()
+        if self._call is not None:
+            self._call.break_off()
+
+    def _detached(self, manager: ManagerActor) -> None:
+        manager.detach(self._group_rank, self._process.name, "its line broke")
 
     def _say(self, what: Callable[[ManagerActor], None]) -> None:
         manager = self._home.manager

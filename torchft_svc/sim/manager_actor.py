@@ -22,7 +22,7 @@ from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Quorum
 from torchft_svc.errors import CommitFailed, DeadlineExceeded, TorchFTError
-from torchft_svc.sim.invariants import Invariants
+from torchft_svc.sim.invariants import Invariants, must
 from torchft_svc.sim.link_actor import LinkActor, Outcome
 from torchft_svc.sim.story import Story
 from torchft_svc.sim.world import Process
@@ -82,7 +82,10 @@ class ManagerActor:
     def detach(self, group_rank: int, worker_id: str, reason: str) -> None:
         self._news.pop(group_rank, None)
         self._activities.gone(group_rank)
-        self._carry_out(self.core.detached(group_rank, worker_id, reason))
+        orders = self.core.detached(group_rank, worker_id, reason)
+        self._carry_out(orders)
+        told_all = not orders or not self._replies
+        must(told_all, "I5", f"{self.process.name}: {worker_id} is gone, and others still wait")
 
     def hear_phase(self, group_rank: int, phase: Phase, step: int) -> None:
         """A worker does something else now."""

@@ -38,6 +38,8 @@ LONG_HANG = 4.0  # times as long: longer than others wait for it
 # A model takes a while to copy, compared with a message; where heals are waited for, longer.
 SHORT_HANG_S = 1.5  # a bit longer than any step
 MEAN_COPY_S, LONG_COPY_S = 0.05, 1.0
+# How often workers lose the connection to their manager, though both live.
+NUMS_OF_BROKEN_LINES = (0, 0, 3, 20)
 # How often a run gives occasion to leave out who hangs, and to wait for who heals.
 MAX_OCCASIONS = 3
 LARGE = 200  # above this many groups, a run is about the number
@@ -153,7 +155,8 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
 
 
 def _draw_patience(chance: random.Random, scenario: Scenario, is_large: bool) -> Scenario:
-    """Who hangs is left out, who heals is waited for, in some runs, which are given occasion.
+    """Who hangs is left out, who heals is waited for, in some runs, which are given occasion; and
+    workers lose the way to their manager.
 
     Drawn last: what else a seed is stays as it was.
     """
@@ -181,6 +184,10 @@ def _draw_patience(chance: random.Random, scenario: Scenario, is_large: bool) ->
             config, loss_rate = replace(config, min_replicas=max(1, fewest)), 0.8
         for _ in range(chance.randint(1, MAX_OCCASIONS)):
             more += _draw_hangs(chance, scenario.num_groups, hang_timeout_s, loss_rate)
+    for _ in range(0 if is_large else chance.choice(NUMS_OF_BROKEN_LINES)):
+        kind = chance.choice(["reset_worker", "lose_answer"])
+        at, target = chance.uniform(0.0, FAULTS_END_S), chance.randrange(scenario.num_groups)
+        more.append(Fault(at=at, kind=kind, target=target, seconds=0.0, value=chance.random()))
     faults = sorted((*scenario.faults, *more), key=lambda fault: fault.at)
     return replace(scenario, config=config, trainer=trainer, faults=tuple(faults))
 

@@ -131,7 +131,8 @@ class WorkerActor:
             return
         if not isinstance(answer, Part):
             assert isinstance(answer, TorchFTError)
-            if isinstance(answer, GroupLeft):
+            # Also if it cannot leave: nobody waits for a group whose manager, or a fellow, is gone.
+            if isinstance(answer, PeerError if self.is_draining else GroupLeft):
                 self._fellows.depart()
                 self.process.kill()
                 self.home.worker_drained()
@@ -211,6 +212,7 @@ class WorkerActor:
         phase = self.machine.state.phase
         if phase is Phase.QUORUM:
             self.machine.fail_quorum(error)
+            self._fellows.abort()  # it sums nothing in this step, and the others must not wait
         elif phase is Phase.HEALING:
             self.machine.fail_heal(error)
         else:
@@ -314,10 +316,10 @@ class WorkerActor:
         )
 
     def _on_decision(self, step: _Step, vote: bool, deadline: float, answer: WorkerAnswer) -> None:
-        if isinstance(answer, bool):
-            self._decided(step, answer)
-        elif isinstance(answer, CommitFailed) or not vote:
-            self._decided(step, False)
+        if isinstance(answer, bool | CommitFailed) or not vote:
+            barrier = (self.line.manager_name(), step.round)
+            self._shared.invariants.identity.shared_fate(barrier, self.process, answer is True)
+            self._decided(step, answer is True)
         elif isinstance(answer, Unreachable) and self.process.world.now + RETRY_S < deadline:
             self.process.after(RETRY_S, self._vote, step, vote, deadline)
         else:
