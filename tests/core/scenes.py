@@ -18,6 +18,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportLoss,
     ReportWaiting,
 )
+from torchft_svc.core.overview import GroupStatus
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import LastQuorum, Member, Quorum, QuorumConfig
 
@@ -114,6 +115,11 @@ class Scene:
         """A beat that tells what the group does, and for how long already."""
         doing = Activity(phase, step, self.now - for_s)
         self._note(self.house.heartbeat(JOB, replica_id, self.now, doing))
+
+    def group(self, replica_id: str) -> GroupStatus:
+        """What people are told about a living group."""
+        (job,) = self.house.status(JOB, self.now)
+        return next(group for group in job.groups if group.replica_id == replica_id)
 
     def withdraw(self, caller: int, job: str = JOB) -> None:
         self._note(self.house.withdraw(job, caller, self.now))

@@ -47,7 +47,7 @@ def test_whoever_stands_in_one_phase_is_reported_once() -> None:
     assert scene.take() == []
     scene.until(105)
     assert scene.take() == [hang("a:1"), hang("b:1")]
-    assert scene.house.is_hung(JOB, "a:1")
+    assert scene.group("a:1").hung
     scene.does("a:1", Phase.TRAINING, 7, for_s=5)
     scene.until(120)
     assert scene.take() == []
@@ -60,7 +60,7 @@ def test_only_what_a_group_has_to_end_by_itself_can_hang(phase: Phase) -> None:
     scene.does("b:1", Phase.IDLE, 7)
     scene.until(150)
     assert scene.take() == ([hang("a:1", phase)] if phase in HANGING_PHASES else [])
-    assert scene.house.is_hung(JOB, "a:1") == (phase in HANGING_PHASES)
+    assert scene.group("a:1").hung == (phase in HANGING_PHASES)
 
 
 def test_another_spell_in_the_same_phase_is_another_time() -> None:
@@ -79,8 +79,8 @@ def test_who_moves_again_has_not_hung_and_may_hang_again() -> None:
     scene.until(105)
     scene.take()
     scene.does("a:1", Phase.VOTING, 7)
-    assert not scene.house.is_hung(JOB, "a:1")
-    assert scene.house.is_hung(JOB, "b:1")
+    assert not scene.group("a:1").hung
+    assert scene.group("b:1").hung
     scene.until(110)
     assert scene.take() == [hang("a:1", Phase.VOTING)]
 
@@ -91,7 +91,8 @@ def test_a_request_ends_a_hang() -> None:
     scene.ask("a:1", 8)
     scene.until(105)
     assert scene.take() == [hang("b:1")]
-    assert scene.house.activity(JOB, "a:1") == Activity(Phase.QUORUM, 8, 100.0)
+    told = scene.group("a:1")
+    assert (told.phase, told.step, told.phase_s) == (Phase.QUORUM, 8, 5.0)
 
 
 def test_a_hang_that_is_told_late_is_reported_at_once() -> None:
@@ -106,7 +107,7 @@ def test_nobody_hangs_where_no_timeout_is_set() -> None:
     scene = formed("a:1", settings=config())
     scene.does("a:1", Phase.TRAINING, 7, for_s=10**6)
     assert scene.take() == []
-    assert not scene.house.is_hung(JOB, "a:1")
+    assert not scene.group("a:1").hung
 
 
 def test_i7_the_dead_are_forgotten() -> None:

@@ -190,9 +190,10 @@ class Groups(RuleBasedStateMachine):
         for (job, replica_id), group in world.groups.items():
             stands_s = 0 if group.quorum is None else world.now - group.trains_since
             hangs = timeout_s is not None and stands_s >= timeout_s and not group.is_healing
-            known = world.house.activity(job, replica_id)
-            if known == group.activity(world.now) and not group.is_frozen:
-                assert world.house.is_hung(job, replica_id) == hangs
+            state = world.house._jobs.get(job)
+            known = state.hangs.activity(replica_id) if state else None
+            if state and known == group.activity(world.now) and not group.is_frozen:
+                assert state.hangs.is_hung(replica_id) == hangs
 
     @invariant()
     def nobody_waits_for_whom_was_left_out(self) -> None:

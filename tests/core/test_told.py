@@ -113,6 +113,19 @@ def test_but_who_was_in_any_quorum_of_the_job_may_have_the_newer_state() -> None
     assert "committed step 7" in scene.why()
 
 
+def test_who_is_back_after_its_session_broke_is_told_that_the_others_went_on() -> None:
+    scene = formed("a", "b", step=7)
+    house = scene.house
+    assert not house.is_past(JOB, "a", LastQuorum(1, 7)), "it lives, whatever its connections do"
+    scene.leave("a", "its session ended")
+    assert house.is_past(JOB, "a", LastQuorum(1, 7))
+    scene.ask("b", step=7)
+    assert house.is_past(JOB, "a", LastQuorum(1, 7)), "they have another quorum already"
+    assert not house.is_past(JOB, "a", LastQuorum(9, 7)), "that was elsewhere, and later"
+    assert not house.is_past(JOB, "c", LastQuorum(0, 0))
+    assert not house.is_past("another", "a", LastQuorum(1, 7)), "nobody has gone on"
+
+
 def test_the_only_group_is_back_at_once_after_its_session_broke() -> None:
     """A newcomer that lives beside it is not waited for, as if the job had never ended."""
     scene = formed("a", step=7)

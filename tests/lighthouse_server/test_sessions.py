@@ -16,7 +16,7 @@ from torchft_svc.proto import torchft_pb2 as pb
 class RawSession:
     """A session of group ``a:1``, message by message."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, **last: int) -> None:
         self._outgoing: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
         invoke = line.channel.stream_stream(
             "/torchft.LighthouseService/Session",
@@ -24,7 +24,7 @@ class RawSession:
             response_deserializer=pb.SessionNews.FromString,
         )
         self.news: Any = invoke(iter(self._outgoing.get, None), timeout=20)
-        self.send(hello={"replica_id": "a:1"})
+        self.send(hello={"replica_id": "a:1", **last})
         assert next(self.news).WhichOneof("kind") == "welcome"
 
     def send(self, **fields: Any) -> None:
@@ -62,6 +62,39 @@ def test_an_answer_names_its_question(line: Line, session: RawSession) -> None:
         news = next(session.news)
         assert (news.WhichOneof("kind"), news.answers) == ("quorum", number)
         assert members(news) == members(fellow.result()) == ["a:1", "b:1"]
+
+
+def test_who_is_back_after_its_session_broke_hears_that_it_is_out(
+    line: Line, session: RawSession
+) -> None:
+    """Its workers wait for sums that will not come. Who leaves knows that itself."""
+    session.ask(1)
+    fellow = line.quorum("b:1")
+    quorum = next(session.news).quorum
+    fellow.result()
+    session.close()
+    back = RawSession(line, last_quorum_id=quorum.quorum_id, last_max_step=0)
+    lost = next(back.news).lost
+    assert (lost.replica_id, lost.quorum_id) == ("a:1", quorum.quorum_id)
+    back.send(leave={"reason": "enough"})
+    assert list(back.news) == []
+    back.close()
+
+
+def test_who_was_silent_hears_that_it_is_out_when_it_moves_again() -> None:
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=300) as server,
+        line_to(server.address()) as line,
+    ):
+        session = RawSession(line)
+        session.ask(1)
+        told = [next(session.news)]
+        while told[-1].WhichOneof("kind") != "lost" or not told[-1].lost.quorum_id:
+            told.append(next(session.news))  # it does not beat
+        (quorum,) = [news.quorum for news in told if news.WhichOneof("kind") == "quorum"]
+        lost = told[-1].lost
+        assert (lost.replica_id, lost.quorum_id) == ("a:1", quorum.quorum_id)
+        session.close()
 
 
 def test_a_withdrawal_that_was_overtaken_leaves_the_newer_question(session: RawSession) -> None:

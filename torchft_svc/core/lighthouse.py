@@ -239,15 +239,10 @@ class Lighthouse:
                 f"job {job!r} has {len(state.members)} groups, the limit of this lighthouse"
             )
 
-    def activity(self, job: str, replica_id: str) -> Activity | None:
-        """What a living group does (None: it does not tell)."""
+    def is_past(self, job: str, replica_id: str, last: LastQuorum) -> bool:
+        """Whether a group that is back has to hear that quorum ``last`` goes on without it."""
         state = self._jobs.get(job)
-        return state.hangs.activity(replica_id) if state else None
-
-    def is_hung(self, job: str, replica_id: str) -> bool:
-        """Whether a living group has been reported as hung, and still is."""
-        state = self._jobs.get(job)
-        return state is not None and state.hangs.is_hung(replica_id)
+        return state is not None and state.members.is_past(replica_id, last)
 
     def committed_step(self, job: str) -> int:
         """The highest that a quorum of this job has shown, less what was given up since."""
@@ -327,8 +322,8 @@ class Lighthouse:
             state.spent_id = state.last_id
         for each in evicted:
             why, quorum_id = state.hangs.why(each, now), state.members.last.quorum_id
-            hearers = (each, *state.members.mourners(each))
-            orders.append(ReportEviction(job, each, why, quorum_id, hearers))
+            told = state.members.mourners(each)
+            orders.append(ReportEviction(job, each, why, quorum_id, told))
         return orders
 
     def _settle(

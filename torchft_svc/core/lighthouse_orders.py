@@ -33,7 +33,8 @@ class ReportLoss:
 
     ``between_steps``: it left when it had finished its step, so its fellows lose nothing.
     ``quorum_id``: of the job's last quorum (0: none yet); the group may come back into a later one.
-    ``told``: those of its fellows in that quorum that are to hear of it.
+    ``told``: those of its fellows in that quorum that are to hear of it, and itself: if it was
+    frozen, and moves again, what it does is in vain.
     """
 
     job: str

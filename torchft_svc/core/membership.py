@@ -354,17 +354,21 @@ class Membership:
         return list(self._waiting)
 
     def mourners(self, replica_id: str) -> tuple[str, ...]:
-        """The other living groups of the last quorum that this one was in, which are to be told
-        that it is lost; nobody, if they were told of enough others."""
+        """Who is to be told that this group is lost: itself, if it can hear that, and the others of
+        the last quorum if it was in that, unless they were told of enough others."""
         if replica_id not in self._previous_ids or not self._announcements.of_a_loss():
-            return ()
-        return tuple(
-            key for key in self._previous_ids if key in self._seen_at and key != replica_id
-        )
+            return (replica_id,)
+        others = (key for key in self._previous_ids if key in self._seen_at and key != replica_id)
+        return (replica_id, *others)
 
     def joining(self, members: tuple[Member, ...]) -> frozenset[str]:
         """Those of ``members`` that were not in the last quorum, or have not healed since."""
         return joining(members, None if self.previous is None else self._previous_ids)
+
+    def is_past(self, replica_id: str, last: LastQuorum) -> bool:
+        """Whether the others go on without this group, which was in quorum ``last`` and is back."""
+        newest = self.previous.quorum_id if self.previous is not None else 0
+        return not self.knows(replica_id) and 0 < last.quorum_id <= newest
 
     def knows(self, replica_id: str) -> bool:
         return replica_id in self._seen_at

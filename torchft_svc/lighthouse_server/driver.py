@@ -32,6 +32,7 @@ from torchft_svc.rpc.codec import (
     member_lost,
     member_waiting,
     quorum_answer,
+    welcome_news,
 )
 from torchft_svc.rpc.outbox import Outbox
 
@@ -140,21 +141,32 @@ class LighthouseDriver:
         now = self._clock.now()
         self._carry_out(self._core.leave(job, replica_id, reason, now, between_steps=between_steps))
 
-    def open_session(self, job: str, replica_id: str, last: LastQuorum, outbox: Outbox) -> float:
+    def open_session(self, job: str, replica_id: str, last: LastQuorum, outbox: Outbox) -> None:
         """``outbox`` is the session, from now on, of a group that tells of the ``last`` quorum it
-        was in; returns the shortest useful beat interval.
+        was in, and is welcomed.
 
         An earlier one of the same group, cut off but not noticed yet, is replaced.
         """
+        is_past = self._core.is_past(job, replica_id, last)
         self._carry_out(self._core.opened(job, replica_id, last, self._clock.now()))
         self._sessions[job, replica_id] = outbox
-        return self._core.beat_interval_s(job)
+        outbox.tell(welcome_news(self._core.beat_interval_s(job)))
+        if is_past:
+            outbox.tell(member_lost(replica_id, "its session had ended", last.quorum_id))
 
-    def close_session(self, job: str, replica_id: str, outbox: Outbox, reason: str) -> None:
+    def close_session(
+        self,
+        job: str,
+        replica_id: str,
+        outbox: Outbox,
+        reason: str,
+        *,
+        between_steps: bool = False,
+    ) -> None:
         """The stream has ended: the group is out, unless it has another session already."""
         if self._sessions.get((job, replica_id)) is outbox:
             del self._sessions[job, replica_id]
-            self.leave(job, replica_id, reason)
+            self.leave(job, replica_id, reason, between_steps=between_steps)
 
     def tell(self, job: str, name: str, news: bytes) -> str:
         """Tell ``news`` to the group with this replica id or name; its replica id.

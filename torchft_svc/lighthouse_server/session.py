@@ -47,10 +47,8 @@ class Session:
         hello = await self._hello(requests)
         self._replica_id = hello.replica_id
         last = LastQuorum(hello.last_quorum_id, hello.last_max_step)
-        interval_s = self._driver.open_session(self._job, self._replica_id, last, self._outbox)
+        self._driver.open_session(self._job, self._replica_id, last, self._outbox)
         try:
-            welcome = pb.SessionWelcome(min_interval_ms=int(interval_s * 1000))
-            self._outbox.tell(pb.SessionNews(welcome=welcome).SerializeToString())
             await self._outbox.exchange(self._read(requests), context)
         except TorchFTError as error:
             self._reason = f"its session was refused: {error}"
@@ -103,7 +101,13 @@ class Session:
         """The group is out before its stream ends; a question gets its answer or its error."""
         check_text("reason", leave.reason, MAX_REASON_LENGTH)
         reason = leave.reason or "it has left"
-        self._driver.leave(self._job, self._replica_id, reason, between_steps=leave.between_steps)
+        self._driver.close_session(
+            self._job,
+            self._replica_id,
+            self._outbox,
+            reason,
+            between_steps=leave.between_steps,
+        )
 
     def _withdraw(self) -> None:
         if self._caller is not None:

@@ -91,6 +91,12 @@ def answers(number: int) -> bytes:
     return pb.SessionNews(answers=number).SerializeToString()
 
 
+def welcome_news(min_interval_s: float) -> bytes:
+    """The first news of a session."""
+    welcome = pb.SessionWelcome(min_interval_ms=int(min_interval_s * 1000))
+    return pb.SessionNews(welcome=welcome).SerializeToString()
+
+
 def member_lost(replica_id: str, reason: str, quorum_id: int) -> bytes:
     """The news that a member of the last quorum is gone."""
     lost = pb.MemberLost(replica_id=replica_id, reason=reason, quorum_id=quorum_id)

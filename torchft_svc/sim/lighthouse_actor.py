@@ -110,6 +110,8 @@ class LighthouseActor:
 
     def open_session(self, session: Session, last: LastQuorum) -> float:
         job, replica_id = session.key
+        if self.core.is_past(job, replica_id, last):
+            session.stream.to_client("lost", replica_id, last.quorum_id)
         self._invariants.progress.opened(job, replica_id)
         self.heard_at[session.key] = self._world.now
         self.lookout.heard(session.key)
