@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import queue
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import grpc
 import pytest
 from bounds import Late, check
 from running import (
@@ -23,6 +26,7 @@ from running import (
 )
 
 from torchft_svc.coordination import LighthouseClient, ManagerClient
+from torchft_svc.rpc.route import LOOK_BACK_S
 
 LONG = timedelta(seconds=10)
 
@@ -111,3 +115,44 @@ def test_a_group_goes_back_when_the_first_lighthouse_has_room_for_it_and_not_bef
             other.leave("a:1")
             eventually(lambda: [job.job for job in other.status()] == ["default"])
             assert client._quorum(0, 2, "", False, LONG).replica_ids != before
+
+
+@contextlib.contextmanager
+def undecided(asked: queue.SimpleQueue[float]) -> Iterator[str]:
+    """A lighthouse that takes nobody, and when it is asked for room says nothing."""
+    over = threading.Event()
+
+    def has_room(*_: object) -> bytes:
+        asked.put(time.monotonic())
+        over.wait()
+        return b""
+
+    handler = grpc.unary_unary_rpc_method_handler(has_room)
+    service = grpc.method_handlers_generic_handler(
+        "torchft.LighthouseService", {"HasRoom": handler}
+    )
+    with ThreadPoolExecutor() as pool:
+        server = grpc.server(pool)
+        server.add_generic_rpc_handlers((service,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            over.set()
+            server.stop(0).wait()
+
+
+@pytest.mark.processes
+def test_earlier_lighthouses_that_are_silent_are_not_looked_at_more_rarely() -> None:
+    """All groups of a job have to be back within that time."""
+    asked: queue.SimpleQueue[float] = queue.SimpleQueue()
+    with (
+        undecided(asked) as first,
+        undecided(queue.SimpleQueue()) as second,
+        lighthouse_process() as third,
+        manager_process(f"{first},{second},{third.address}"),
+    ):
+        before, after = (asked.get(timeout=LONG.total_seconds()) for _ in range(2))
+        # One after the other, and a pause behind them, would be more than that.
+        check("the next look", after - before, 2 * LOOK_BACK_S)

@@ -37,8 +37,10 @@ def answering(**answers: grpc.StatusCode) -> Iterator[str]:
         server.add_generic_rpc_handlers((service,))
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        yield f"127.0.0.1:{port}"
-        server.stop(0).wait()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            server.stop(0).wait()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable
 
 from torchft_svc.core.types import Member, Quorum
@@ -146,15 +147,22 @@ class Connection:
     async def _look_back(self) -> None:
         """All managers of a job have to meet: at the first of the list that takes them."""
         await self._opened.wait()
+        took_s = 0.0
         while self._route.preferred and not self.better:
-            await asyncio.sleep(LOOK_BACK_S * random.uniform(0.5, 1.0))  # noqa: S311
-            for address in self._route.preferred:
-                config = self._config
-                if await would_take(address, config.job_id, config.security, LOOK_BACK_S):
-                    self.better = address
-                    break
+            pause_s = LOOK_BACK_S * random.uniform(0.5, 1.0)  # noqa: S311
+            await asyncio.sleep(max(0.0, pause_s - took_s))  # a silent one makes no look rarer
+            began_at = time.monotonic()
+            self.better = await self._first_to_take()
+            took_s = time.monotonic() - began_at
         if self.better:
             self._on_better()
+
+    async def _first_to_take(self) -> str:
+        """The first of the earlier lighthouses that would take this group; empty: none."""
+        config, preferred = self._config, self._route.preferred
+        looks = (would_take(at, config.job_id, config.security, LOOK_BACK_S) for at in preferred)
+        takes = await asyncio.gather(*looks)
+        return next((at for at, is_taken in zip(preferred, takes, strict=True) if is_taken), "")
 
     def _unreachable(self, reason: str) -> Unreachable:
         return Unreachable("lighthouse", self._config.lighthouse_address, reason)
