@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import gc
 import queue
 import socket
 import threading
@@ -11,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import grpc
 import pytest
@@ -26,6 +29,8 @@ from running import (
 )
 
 from torchft_svc.coordination import LighthouseClient, ManagerClient
+from torchft_svc.manager_server.app import run_manager
+from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.rpc.route import LOOK_BACK_S
 
 LONG = timedelta(seconds=10)
@@ -156,3 +161,35 @@ def test_earlier_lighthouses_that_are_silent_are_not_looked_at_more_rarely() -> 
         before, after = (asked.get(timeout=LONG.total_seconds()) for _ in range(2))
         # One after the other, and a pause behind them, would be more than that.
         check("the next look", after - before, 2 * LOOK_BACK_S)
+
+
+@pytest.mark.processes
+def test_a_lighthouse_that_was_given_up_is_not_connected_to_any_more() -> None:
+    """gRPC goes on connecting a closed channel of which a call is kept, as a traceback does."""
+
+    def done_calls() -> list[Any]:
+        objects = gc.get_objects()
+        return [it for it in objects if isinstance(it, grpc.aio.StreamStreamCall) and it.done()]
+
+    async def story(lighthouses: str) -> list[Any]:
+        config = ManagerConfig(
+            lighthouse_address=lighthouses,
+            replica_name="group",
+            group_world_size=1,
+            store_address="127.0.0.1:1",
+            bind="127.0.0.1:0",
+        )
+        async with run_manager(config) as manager:
+            with ManagerClient(manager.address, LONG) as client:
+                await asyncio.to_thread(client._quorum, 0, 0, "", False, LONG)
+            return done_calls()
+
+    gc.collect()
+    of_others = done_calls()
+    gc.disable()
+    try:
+        with refusing() as nowhere, lighthouse_process() as lighthouse:
+            kept = asyncio.run(story(f"{nowhere},{lighthouse.address}"))
+    finally:
+        gc.enable()
+    assert len(kept) <= len(of_others)

@@ -9,6 +9,7 @@ import logging
 import math
 import random
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,9 @@ class SessionLine:
             RequestRefused,
         ) as error:  # refused: it does not talk as a lighthouse does
             broken = self._to_error(error)
+            # In them is the stream, and as long as that is kept, gRPC goes on connecting a channel
+            # that is closed.
+            traceback.clear_frames(error.__traceback__)
         finally:
             self._stream = None
             self._fail(broken)
