@@ -6,7 +6,6 @@ import random
 from dataclasses import dataclass, replace
 
 from torchft_svc.core.types import QuorumConfig
-from torchft_svc.sim.trainer_actor import TrainerRules
 
 # What may happen to a group, and how often, compared with each other.
 GROUP_FAULTS = {
@@ -43,6 +42,21 @@ NUMS_OF_BROKEN_LINES = (0, 0, 3, 20)
 # How often a run gives occasion to leave out who hangs, and to wait for who heals.
 MAX_OCCASIONS = 3
 LARGE = 200  # above this many groups, a run is about the number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerRules:
+    """How the workers of a run train; durations in seconds."""
+
+    collective_s: float
+    quorum_s: float
+    train_s: float
+    min_replica_size: int
+    use_async_quorum: bool
+    num_wanted: int | None
+    shrink_only_rate: float
+    tells_phases: bool
+    mean_copy_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ from torchft_svc.sim.fellows import Fellows
 from torchft_svc.sim.line_actor import RETRY_S, LineActor
 from torchft_svc.sim.manager_actor import Part, WorkerAnswer
 from torchft_svc.sim.offers import Fetched, Offers
+from torchft_svc.sim.scenario import TrainerRules
 from torchft_svc.sim.shared import Home, Shared
 from torchft_svc.sim.sums import Result, Seat, State
 from torchft_svc.sim.world import Event, Process
@@ -39,21 +40,6 @@ from torchft_svc.sim.world import Event, Process
 # A user's loop that catches a failed quorum tries again after a moment.
 PAUSE_S = 0.01
 _TRAINING = (Phase.TRAINING, Phase.HEALING)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerRules:
-    """How the workers of a run train; durations in seconds."""
-
-    collective_s: float
-    quorum_s: float
-    train_s: float
-    min_replica_size: int
-    use_async_quorum: bool
-    num_wanted: int | None
-    shrink_only_rate: float
-    tells_phases: bool
-    mean_copy_s: float
 
 
 class WorkerActor:
@@ -131,8 +117,7 @@ class WorkerActor:
             return
         if not isinstance(answer, Part):
             assert isinstance(answer, TorchFTError)
-            # Also if it cannot leave: nobody waits for a group whose manager, or a fellow, is gone.
-            if isinstance(answer, PeerError if self.is_draining else GroupLeft):
+            if isinstance(answer, GroupLeft) or self._cannot_leave(answer):
                 self._fellows.depart()
                 self.process.kill()
                 self.home.worker_drained()
@@ -152,6 +137,13 @@ class WorkerActor:
             return
         step.part, step.round = answer.assignment, answer.round
         self._form(step, answer.assignment)
+
+    def _cannot_leave(self, error: TorchFTError) -> bool:
+        """Nobody waits for a group whose manager, or a fellow, is gone; but a line may be back."""
+        manager = self.home.manager
+        lives = manager is not None and not manager.process.is_dead
+        is_cut = isinstance(error, Unreachable) and lives
+        return self.is_draining and isinstance(error, PeerError) and not is_cut
 
     def _form(self, step: _Step, part: Assignment) -> None:
         problem = self._fellows.meet(part)
