@@ -7,9 +7,10 @@ from enum import Enum
 import pytest
 
 from torchft_svc.core.announcements import MAX_LOSSES_TOLD
+from torchft_svc.core.lighthouse_orders import ReportLoss
 from torchft_svc.errors import RequestRefused
 
-from .scenes import Scene, config, formed
+from .scenes import JOB, Scene, config, formed
 
 
 def test_jobs_never_see_each_other() -> None:
@@ -31,6 +32,13 @@ def test_the_living_others_of_the_last_quorum_are_told_of_a_loss() -> None:
         scene.leave(replica_id)
     told = [sorted(order.told) for order in scene.take()]
     assert told == [["a", "b", "c"], ["d"], ["a", "b"]], "and itself, if it can hear that"
+
+
+def test_nobody_gives_a_step_up_for_a_group_that_has_finished_it() -> None:
+    scene = formed("a", "b")
+    (order,) = scene.house.leave(JOB, "a", "preempted", scene.now, between_steps=True)
+    assert isinstance(order, ReportLoss)
+    assert (order.replica_id, order.between_steps, order.told) == ("a", True, ())
 
 
 def test_of_many_that_die_at_once_a_few_are_told() -> None:
