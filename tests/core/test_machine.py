@@ -177,7 +177,7 @@ class Groups(RuleBasedStateMachine):
             known = {*state.members._replica_of, *(caller for _, caller in state.held.values())}
             assert asking[job] <= known, "a caller was lost"
             for replica_id in state.held:
-                assert state.members.earlier_incarnations(replica_id)
+                assert state.members.names.earlier(replica_id)
             at = twin.decide(state.members.view(), world.config, world.now)
             assert isinstance(at, float), "a quorum is there, but not published"
             wake_at = world.house.next_deadline()
@@ -223,8 +223,8 @@ class Groups(RuleBasedStateMachine):
                 continue
             members = state.members
             assert set(members._seen_at) == living
-            assert {key for each in members._incarnations.values() for key in each} == living
-            assert all(members._incarnations.values())
+            assert {key for each in members.names._groups.values() for key in each} == living
+            assert all(members.names._groups.values())
             waiting = set(members._waiting)
             assert waiting == set(members._callers) == set(members._replica_of.values())
             assert sum(members._told_min_replicas.values()) == len(waiting)

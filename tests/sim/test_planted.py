@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from torchft_svc.core import activity, assignment, eviction, group, lighthouse, membership, quorum
+from torchft_svc.core import (
+    activity,
+    assignment,
+    eviction,
+    group,
+    lighthouse,
+    membership,
+    names,
+    quorum,
+)
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import AnswerVote, AskLighthouse
 from torchft_svc.core.healing import Heal
@@ -30,7 +39,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def changed_list_keeps_its_id(plant: pytest.MonkeyPatch) -> None:
     """Incarnations are forgotten where two member lists are compared."""
-    place = property(lambda self: membership.stable_name(self.replica_id))
+    place = property(lambda self: names.stable_name(self.replica_id))
     plant.setattr(Member, "place", place)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torchft_svc.core.membership import Membership, stable_name
+from torchft_svc.core.membership import Membership
+from torchft_svc.core.names import stable_name
 from torchft_svc.core.types import Member
 from torchft_svc.errors import RequestRefused
 

@@ -42,6 +42,7 @@ from torchft_svc.errors import QuorumFailed, RequestRefused
 # groups are told to beat less often, though never less than four times per heartbeat timeout.
 MAX_BEATS_PER_SECOND = 1000.0
 MIN_BEATS_PER_TIMEOUT = 4.0
+MAX_SHOWN = 4  # of those that wait for their name, and of those that have it
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class Lighthouse:
         orders = self._sign_of_life(state, member.replica_id, now)
         state.members.seen(member.replica_id, now)
         state.hangs.told(member.replica_id, Activity(Phase.QUORUM, member.step, now), now)
-        if state.members.earlier_incarnations(member.replica_id):
+        if not state.members.names.is_free_for(member.replica_id):
             held_before = state.held.pop(member.replica_id, None)
             if held_before is not None:
                 orders.append(_superseded(held_before[1], member.replica_id))
@@ -104,7 +105,8 @@ class Lighthouse:
         if state is None:
             return ()
         state.members.withdrew(caller, now)
-        state.held = {key: held for key, held in state.held.items() if held[1] != caller}
+        for key in [key for key, held in state.held.items() if held[1] == caller]:
+            del state.held[key]
         return self._settle(job, state, [], now)
 
     def opened(self, job: str, replica_id: str, last: LastQuorum, now: float) -> tuple[Order, ...]:
@@ -187,7 +189,7 @@ class Lighthouse:
         state = self._jobs.get(job)
         if state is None:
             return "no group asks for a quorum"
-        held = [_name_held(state, replica_id) for replica_id in sorted(state.held)[:4]]
+        held = [_name_held(state, key) for key in sorted(state.held)[:MAX_SHOWN]]
         if held and not state.members.view().waiting:
             return "; ".join(held)
         return "; ".join([*held, state.members.why(now)])
@@ -276,8 +278,8 @@ class Lighthouse:
     def _sign_of_life(self, state: _Job, replica_id: str, now: float) -> list[Order]:
         """An incarnation that lives keeps its name: later ones that wait for it are refused."""
         orders: list[Order] = []
-        for rival in list(state.held):
-            if replica_id not in state.members.earlier_incarnations(rival):
+        for rival in state.members.names.later(replica_id) if state.held else ():
+            if rival not in state.held:
                 continue
             _, caller = state.held.pop(rival)
             state.members.gone(rival)
@@ -331,10 +333,9 @@ class Lighthouse:
     ) -> tuple[Order, ...]:
         """Draw all conclusions for one job, in which ``asked`` have just asked."""
         newcomers = list(asked)
-        for replica_id, (member, caller) in list(state.held.items()):
-            if not state.members.earlier_incarnations(replica_id):
-                del state.held[replica_id]
-                state.members.asked(member, caller, now)
+        for replica_id in state.members.names.take_heirs():
+            if replica_id in state.held:
+                state.members.asked(*state.held.pop(replica_id), now)
                 newcomers.append(replica_id)
         state.hangs.heed_again(state.members.recalled())
         if not state.members.is_settled(now):
@@ -390,5 +391,5 @@ def _superseded(caller: int, replica_id: str) -> RefuseRequest:
 
 
 def _name_held(state: _Job, replica_id: str) -> str:
-    others = ", ".join(state.members.earlier_incarnations(replica_id))
+    others = ", ".join(state.members.names.earlier(replica_id)[:MAX_SHOWN])
     return f"{replica_id} waits until {others}, which had its name before, is dead or has left"

@@ -15,6 +15,7 @@ from torchft_svc.core.announcements import Announcements
 from torchft_svc.core.gathering import NOBODY_IS_TO_COME
 from torchft_svc.core.healing import Heals
 from torchft_svc.core.joining import joining
+from torchft_svc.core.names import Names
 from torchft_svc.core.outlook import Outlook
 from torchft_svc.core.quorum import (
     Formed,
@@ -41,7 +42,7 @@ class Membership:
         self._gave_up: dict[str, tuple[float, float]] = {}  # since when it asked, until when
         self._callers: dict[str, int] = {}
         self._replica_of: dict[int, str] = {}
-        self._incarnations: dict[str, dict[str, None]] = {}  # by stable name, the oldest first
+        self.names = Names()
         self._veterans: set[str] = set()
         self._straggling: set[str] = set()
         self._evicted: set[str] = set()  # of the stragglers, those that hang in the last quorum
@@ -60,7 +61,7 @@ class Membership:
     def seen(self, replica_id: str, now: float) -> None:
         """A sign of life."""
         if replica_id not in self._seen_at:
-            self._incarnations.setdefault(stable_name(replica_id), {})[replica_id] = None
+            self.names.came(replica_id)
             if self._config.newcomer_timeout_s < self._config.join_timeout_s:
                 self._outlook.crowd_changed()
             if replica_id in self._previous_ids:  # it was silent for too long, but is back
@@ -183,10 +184,7 @@ class Membership:
         """The group is dead or has left; returns the caller that waited for it, if any."""
         if self._seen_at.pop(replica_id, None) is None:
             return None
-        name = stable_name(replica_id)
-        del self._incarnations[name][replica_id]
-        if not self._incarnations[name]:
-            del self._incarnations[name]
+        self.names.went(replica_id)
         for ids in (self._veterans, self._straggling, self._evicted, self._awaited):
             ids.discard(replica_id)
         if replica_id in self._previous_ids:
@@ -287,18 +285,9 @@ class Membership:
             return seen_at + self._config.heartbeat_timeout_s
         return None
 
-    def earlier_incarnations(self, replica_id: str) -> list[str]:
-        """Living groups that had the same stable name before this one."""
-        earlier = []
-        for other in self._incarnations.get(stable_name(replica_id), ()):
-            if other == replica_id:
-                break
-            earlier.append(other)
-        return earlier
-
     def called(self, name: str) -> list[str]:
         """The living groups with this replica id or, if there is none, with this stable name."""
-        return [name] if name in self._seen_at else list(self._incarnations.get(name, ()))
+        return [name] if name in self._seen_at else self.names.of(name)
 
     def announce(self, asked: Iterable[str]) -> list[str]:
         """Those of ``asked`` that still wait to join the last quorum, and were not announced to it.
@@ -389,8 +378,3 @@ class Membership:
             gathering=self._gathering,
             heals=self.heals.known,
         )
-
-
-def stable_name(replica_id: str) -> str:
-    """The part of a replica id that survives a restart of its group."""
-    return replica_id.rpartition(":")[0] or replica_id
