@@ -136,6 +136,8 @@ class World:
         replaced, group.caller = group.caller, self.callers
         self.asked_by[self.callers] = group
         group.quorum, group.asked = None, group.request(shrink_only)
+        waits = Activity(Phase.QUORUM, group.asked.step, self.now)
+        self.beats[group.job, group.replica_id] = waits
         self.books.setdefault(group.job, JobBooks()).evicted.discard(group.replica_id)
         self.live(group)
         orders = self.house.request(group.job, group.asked, self.callers, self.now)
@@ -272,7 +274,7 @@ class World:
         assert beat == Activity(order.phase, order.step, since), "what its last beat told"
 
     def evict(self, order: ReportEviction) -> None:
-        """It hangs, and a member of the same quorum asks for the next one, so it waits."""
+        """It hangs, and a member of the same quorum has said last that it asks, or waits."""
         assert self.config.on_hang == "evict"
         assert order.quorum_id == self.books[order.job].last.quorum_id
         doing = self.beats[order.job, order.replica_id]
@@ -282,8 +284,9 @@ class World:
         assert order.replica_id not in books.evicted, "told once"
         before, living = self.members_before(order.job), self.living(order.job)
         assert order.replica_id in before & living
-        asking = {each.replica_id for each in self.asked_by.values() if each.job == order.job}
-        assert before & living & asking - books.evicted, "nobody waits for it"
+        said = {each: self.beats.get((order.job, each)) for each in before & living}
+        waiting = {each for each, doing in said.items() if doing and doing.phase is Phase.QUORUM}
+        assert waiting - books.evicted, "nobody waits for it"
         books.evicted.add(order.replica_id)
 
     def leave_healing(self, order: ReportLeftHealing) -> None:
