@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchft_svc.errors import Unreachable
+from torchft_svc.errors import DeadlineExceeded, Unreachable
 from torchft_svc.sim.manager_actor import ManagerActor, Reply, WorkerAnswer
 from torchft_svc.sim.network import Network
 from torchft_svc.sim.world import Process
@@ -62,7 +62,7 @@ class Call:
 
     def _give_up(self) -> None:
         self._cancel()
-        self._finish(_unreachable())
+        self._finish(DeadlineExceeded("an answer", self._timeout_s, "none came"))
 
     def break_off(self) -> None:
         """The connection is gone, with an answer that is on its way."""
