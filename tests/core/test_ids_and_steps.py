@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from torchft_svc.core.gathering import GATHER_S
+from torchft_svc.core.lighthouse import MAX_IDS_AHEAD
 from torchft_svc.core.membership import Membership
-from torchft_svc.core.types import MAX_INT64, Member, Quorum, QuorumConfig
+from torchft_svc.core.types import Member, Quorum, QuorumConfig
 from torchft_svc.errors import RequestRefused
 
 from .scenes import JOB, Refused, Scene, answer, config, formed, loss, member
@@ -80,10 +81,21 @@ def test_rule_6_ids_go_on_after_the_job_has_ended_and_come_back() -> None:
     assert scene.take_quorums() == [(7, ["a"])]
 
 
-def test_rule_6_the_highest_id_that_can_be_told_leaves_room() -> None:
-    scene = Scene()
-    scene.ask("a", seen_quorum_id=MAX_INT64 // 2)
-    assert scene.take_quorums() == [(MAX_INT64 // 2 + 1, ["a"])]
+def test_rule_6_who_tells_an_id_of_the_next_century_uses_up_nobody_s_ids() -> None:
+    """Taken up, it would be the first one of every job that begins later, too."""
+    highest = 70 + MAX_IDS_AHEAD
+    scene = Scene(first_id=70)
+    scene.ask("a", seen_quorum_id=highest)
+    scene.ask("a", seen_quorum_id=highest + 1, commit_failures=1)
+    assert scene.take_quorums() == [(highest + 1, ["a"]), (highest + 2, ["a"])]
+    for job, told in ((JOB, highest + 3), ("another", highest + 1)):
+        with pytest.raises(RequestRefused, match=f"quorum {told}, which was told, was never given"):
+            scene.ask("b", job=job, seen_quorum_id=told)
+    assert [status.job for status in scene.house.status("", scene.now)] == [JOB]
+    scene.leave("a")
+    scene.ask("a", job="another")
+    scene.ask("a", job="another", seen_quorum_id=highest + 3)
+    assert scene.take_quorums() == [(highest + 3, ["a"])] * 2
 
 
 def test_rule_7_hold_until_the_newer_state_is_back() -> None:

@@ -42,6 +42,9 @@ from torchft_svc.errors import QuorumFailed, RequestRefused
 # groups are told to beat less often, though never less than four times per heartbeat timeout.
 MAX_BEATS_PER_SECOND = 1000.0
 MIN_BEATS_PER_TIMEOUT = 4.0
+
+# Ids follow the clock: none was given out a century from now. Taken up, it would use up all others.
+MAX_IDS_AHEAD = 2**54
 MAX_SHOWN = 4  # of those that wait for their name, and of those that have it
 
 
@@ -70,6 +73,7 @@ class Lighthouse:
     def __init__(self, config: QuorumConfig, first_id: int = 0, id_stride: int = 1) -> None:
         self._config = config
         self._first_id = first_id
+        self._max_told_id = first_id + MAX_IDS_AHEAD
         self._stride, self._remainder = id_stride, first_id % id_stride
         self._jobs: dict[str, _Job] = {}
         # The last quorum of jobs that have ended, so that a restart can be told from a start.
@@ -81,9 +85,8 @@ class Lighthouse:
     def request(self, job: str, member: Member, caller: int, now: float) -> tuple[Order, ...]:
         """``caller`` waits for a quorum that contains ``member``."""
         member.check()
-        state = self._job(job, member.replica_id)
+        state = self._job(job, member.replica_id, member.seen_quorum_id)
         state.size.check(member, state.members)
-        state.heard_id = max(state.heard_id, member.seen_quorum_id)
         orders = self._sign_of_life(state, member.replica_id, now)
         state.members.seen(member.replica_id, now)
         state.hangs.told(member.replica_id, Activity(Phase.QUORUM, member.step, now), now)
@@ -113,8 +116,7 @@ class Lighthouse:
         """A sign of life, with which the group tells of the ``last`` quorum that it was in."""
         check_name("replica_id", replica_id)
         last.check()
-        state = self._job(job, replica_id)
-        state.heard_id = max(state.heard_id, last.quorum_id)
+        state = self._job(job, replica_id, last.quorum_id)
         orders = self._sign_of_life(state, replica_id, now)
         state.members.seen(replica_id, now)
         state.members.told(replica_id, last)
@@ -265,14 +267,17 @@ class Lighthouse:
 
     # -- the rules -------------------------------------------------------------------------------
 
-    def _job(self, name: str, replica_id: str) -> _Job:
+    def _job(self, name: str, replica_id: str, told_id: int = 0) -> _Job:
         state = self._jobs.get(name)
+        if told_id > max(self._max_told_id, state.last_id if state else self._first_id):
+            raise RequestRefused(f"quorum {told_id}, which was told, was never given out")
         if state is None or not state.members.knows(replica_id):
             self.check_room(name)
         if state is None:
             members = Membership(self._config, self._ended.pop(name, NO_QUORUM))
             state = _Job(members, HangWatch(self._config.hang_timeout_s), self._first_id)
             self._jobs[name] = state
+        state.heard_id = max(state.heard_id, told_id)
         return state
 
     def _sign_of_life(self, state: _Job, replica_id: str, now: float) -> list[Order]:
