@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,13 @@ from torchft_svc.rpc.outbox import Outbox
 LONG_S = 20.0
 
 
+class Written(list[bytes]):
+    """Takes what is written to a stream."""
+
+    async def write(self, news: bytes) -> None:
+        self.append(news)
+
+
 def test_who_does_not_lead_any_more_publishes_nothing_and_forgets_everybody() -> None:
     leader = ["here:1"]
 
@@ -26,14 +32,14 @@ def test_who_does_not_lead_any_more_publishes_nothing_and_forgets_everybody() ->
     async def story() -> list[Outcome]:
         driver = LighthouseDriver(QuorumConfig(), check_leads)
         heard: list[Outcome] = []
-        waits, nobody_writes = Outbox(), Any
+        waits, written = Outbox(), Written()
         driver.open_session("other", "b:1", NO_QUORUM, waits)
         leader[0] = "there:1"
         # Its quorum would be published at once, if the lighthouse did not look again.
         driver.ask("job", Member(replica_id="a:1"), LONG_S, heard.append)
         assert driver.status("") == []
         with pytest.raises(NotLeader, match="there:1"):
-            await asyncio.wait_for(waits.exchange(asyncio.sleep(LONG_S), nobody_writes), LONG_S)
+            await asyncio.wait_for(waits.exchange(asyncio.sleep(LONG_S), written), LONG_S)
         driver.close()
         return heard
 
