@@ -46,6 +46,14 @@ def test_a_group_that_was_lost_may_come_back_into_a_later_quorum() -> None:
     membership.check_losses(dataclasses.replace(QUORUM, quorum_id=8))
 
 
+def test_who_was_lost_before_the_question_may_be_in_the_answer_whatever_its_id() -> None:
+    """A lighthouse that was restarted with its clock set back gives out lower ids."""
+    membership = Membership(ProcessGroupDummy())
+    membership.lose("b:1", "no sign of life", 70)
+    membership.ask()
+    membership.check_losses(QUORUM)
+
+
 def test_a_strangers_loss_does_not_matter() -> None:
     membership = Membership(ProcessGroupDummy())
     membership.lose("c:1", "killed", 7)

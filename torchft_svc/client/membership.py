@@ -51,8 +51,10 @@ class Membership:
         self._newcomers |= {replica_id}
 
     def ask(self) -> None:
-        """The next quorum is asked for: who waits is in it, or is announced again."""
+        """The next quorum is asked for: who waits is in it, or is announced again. Who was lost
+        before is not in it, whatever its id: a lighthouse's clock may have been set back."""
         self._newcomers = frozenset()
+        self._losses.clear()
 
     def answer(self, quorum: QuorumResult) -> None:
         """This is the next quorum."""

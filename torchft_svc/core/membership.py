@@ -343,9 +343,11 @@ class Membership:
         return list(self._waiting)
 
     def mourners(self, replica_id: str) -> tuple[str, ...]:
-        """Who is to be told that this group is lost: itself, if it can hear that, and the others of
-        the last quorum if it was in that, unless they were told of enough others."""
-        if replica_id not in self._previous_ids or not self._announcements.of_a_loss():
+        """Who is to be told that this group is lost, if it was in the last quorum: it and, unless
+        they were told of enough others, its living fellows there."""
+        if replica_id not in self._previous_ids:
+            return ()
+        if not self._announcements.of_a_loss():
             return (replica_id,)
         others = (key for key in self._previous_ids if key in self._seen_at and key != replica_id)
         return (replica_id, *others)

@@ -46,6 +46,10 @@ class Fellows:
         """Of the quorum that it was told last (0: none)."""
         return self._part.quorum_id if self._part is not None else 0
 
+    def ask(self) -> None:
+        """The next quorum is asked for."""
+        self._losses.clear()
+
     def meet(self, part: Assignment) -> PeerError | None:
         """Sit down with the members of a quorum, if it is another one; the reason why not."""
         if self.seat is not None:

@@ -78,6 +78,7 @@ class WorkerActor:
         if self._is_hanging(self.begin_step):
             return
         self.machine.start()
+        self._fellows.ask()
         state = self.machine.state
         self._shared.invariants.discards.began(self.process.name, state.step, self._step_of_weights)
         step = self._step = _Step(epoch=state.epoch)
