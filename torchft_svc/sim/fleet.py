@@ -100,6 +100,7 @@ class Fleet:
         for fault in self._scenario.faults:
             nature.after(fault.at, self._happen, fault)
         self.world.run(self._scenario.quiet_at, lambda: False)
+        self.shared.is_calm = True
         self.shared.together.clear()
         for number in range(1 + MAX_LOSSES):
             if number:

@@ -22,9 +22,9 @@ class Fetched:
 
 
 class Offers:
-    """What one worker offers now; a copy takes ``mean_copy_s``, more or less."""
+    """What one worker offers now; a copy takes what ``mean_copy_s`` tells, more or less."""
 
-    def __init__(self, process: Process, mean_copy_s: float) -> None:
+    def __init__(self, process: Process, mean_copy_s: Callable[[], float]) -> None:
         self.process = process
         self._mean_copy_s = mean_copy_s
         self._offered: dict[int, Fetched] = {}
@@ -44,7 +44,7 @@ class Offers:
     def fetch(self, step: int, receive: Callable[[Fetched | PeerError], None]) -> None:
         """Send the state of ``step``, now or when it is offered."""
         if step in self._offered:
-            copy_s = self.process.chance.expovariate(1.0) * self._mean_copy_s
+            copy_s = self.process.chance.expovariate(1.0) * self._mean_copy_s()
             self.process.after(copy_s, receive, self._offered[step])
         elif step < self._newest:
             receive(CheckpointError("simulated", f"step {step} is not served any more"))

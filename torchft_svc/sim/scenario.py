@@ -186,8 +186,7 @@ def _draw_patience(chance: random.Random, scenario: Scenario, is_large: bool) ->
         join_timeout_s = chance.choice([config.join_timeout_s, 0.2, 1.0])
         heal_timeout_s = join_timeout_s + chance.choice([2.0, 8.0])
         config = replace(config, join_timeout_s=join_timeout_s, heal_timeout_s=heal_timeout_s)
-        # Often too long, but not always: who cannot heal in time never trains with the others.
-        mean_copy_s = max(LONG_COPY_S, min(trainer.collective_s / 3, heal_timeout_s / 2))
+        mean_copy_s = max(LONG_COPY_S, trainer.collective_s / 3)
         trainer = replace(trainer, tells_phases=True, mean_copy_s=mean_copy_s)
         for _ in range(chance.randint(0, MAX_OCCASIONS)):
             more += _draw_broken_heals(chance, scenario.num_groups)

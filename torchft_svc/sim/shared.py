@@ -45,6 +45,7 @@ class Shared:
         self.managers: dict[str, ManagerActor] = {}
         self.offers: dict[str, Offers] = {}
         self.num_commits = 0
+        self.is_calm = False  # the faults are over
         # By job: the commits of its newest quorum and step, and how many workers have done it.
         self.together: dict[str, tuple[tuple[int, int], int]] = {}
 

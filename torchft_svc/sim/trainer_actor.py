@@ -32,7 +32,7 @@ from torchft_svc.sim.fellows import Fellows
 from torchft_svc.sim.line_actor import RETRY_S, LineActor
 from torchft_svc.sim.manager_actor import Part, WorkerAnswer
 from torchft_svc.sim.offers import Fetched, Offers
-from torchft_svc.sim.scenario import TrainerRules
+from torchft_svc.sim.scenario import MEAN_COPY_S, TrainerRules
 from torchft_svc.sim.shared import Home, Shared
 from torchft_svc.sim.sums import Result, Seat, State
 from torchft_svc.sim.world import Event, Process
@@ -56,7 +56,8 @@ class WorkerActor:
         self.machine = StepMachine(min_replica_size=rules.min_replica_size)
         self.weights = process.chance.getrandbits(32)
         self._step_of_weights = 0
-        self.offers = Offers(process, rules.mean_copy_s)
+        # Who cannot heal in time never trains with the others, so that is a fault like any other.
+        self.offers = Offers(process, lambda: MEAN_COPY_S if shared.is_calm else rules.mean_copy_s)
         self.hung_until = 0.0
         self.is_broken = False  # the next collective raises
         self.vote_stalls_s = 0.0  # how much longer the next vote is on its way
