@@ -139,6 +139,24 @@ def test_a_drained_worker_ends_though_nobody_can_answer_it(
             group[0].optimizer.step()
 
 
+def test_a_drained_worker_waits_for_fellows_that_have_not_heard_of_it(address: str) -> None:
+    """Its question failed, but had not said that it has to end: they would wait for it for ever."""
+    with workers(address, "a", 2) as group:
+        together(*(worker.step for worker in group))
+        told = group[1]
+        told.manager.start_quorum(timeout=timedelta(seconds=0.1))
+        told.manager._stepper.wait_until_ready()
+        told.manager._runtime.links.draining.request("a signal to one of them")
+        told.loss().backward()
+        assert not told.optimizer.step()
+
+        def ends(worker: Trainer) -> None:
+            with pytest.raises(Drained):
+                worker.steps(2)
+
+        together(*(lambda worker=worker: ends(worker) for worker in group))
+
+
 def test_drained_workers_end_at_one_place_though_only_one_was_told(address: str) -> None:
     """A collective of the group, as in a sharded model's forward pass, must find all of them."""
     with workers(address, "a", 2) as group:

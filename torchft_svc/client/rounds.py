@@ -28,6 +28,7 @@ from torchft_svc.errors import (
     ConfigError,
     Drained,
     GroupLeft,
+    PeerError,
     RequestRefused,
     TorchFTError,
     Unreachable,
@@ -133,6 +134,7 @@ class Round:
         self.error: Exception | None = None
         self.quorum: QuorumResult | None = None
         self.state: dict[str, Any] | None = None
+        self._leaves_for: str | None = None  # why this worker has to end, if it has said so
 
     @property
     def heals_first(self) -> bool:
@@ -146,9 +148,15 @@ class Round:
         return fresh or not self._rules.use_async_quorum
 
     def check_left(self) -> None:
-        """Raise `Drained` if the answer was that the group is to end."""
+        """Raise `Drained` if the group has to end, and need not wait for anybody.
+
+        That was the answer; or this worker said that it has to end, and its manager is frozen or
+        gone, or a fellow is. Whoever had not said so asks again: a fellow may wait for it.
+        """
         if isinstance(self.error, GroupLeft):
             raise Drained(str(self.error))
+        if self._leaves_for and isinstance(self.error, PeerError):
+            raise Drained(f"{self._leaves_for}; it could not leave: {self.error}")
 
     def check_refused(self) -> None:
         """Raise what only somebody who changes the program or its settings can mend."""
@@ -232,6 +240,7 @@ class Round:
 
     def _ask_once(self, timeout_s: float) -> QuorumResult:
         state = self._step.state
+        self._leaves_for = self._links.draining.reason
         # A group without its connections needs new ones, and only a new quorum id brings them.
         must_reconnect = (
             self._membership.quorum is not None and self._links.pg.errored() is not None
@@ -244,7 +253,7 @@ class Round:
             timeout=timedelta(seconds=timeout_s),
             commit_failures=max(state.failures, int(must_reconnect)),
             init_sync=self._rules.init_sync,
-            draining=self._links.draining.reason is not None,
+            draining=self._leaves_for is not None,
             unhealed=state.unhealed,
         )
 

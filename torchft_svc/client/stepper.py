@@ -22,7 +22,7 @@ from torchft_svc.client.rounds import (
 from torchft_svc.client.state import MANAGER_KEY
 from torchft_svc.client.vote import ask_decision
 from torchft_svc.core.step import Phase, StepState
-from torchft_svc.errors import Drained, PeerError, QuorumFailed, RequestRefused, Unauthorized
+from torchft_svc.errors import QuorumFailed, RequestRefused, Unauthorized
 
 log = logging.getLogger(__name__)
 
@@ -107,17 +107,9 @@ class Stepper:
         """See `Manager.wait_quorum`."""
         round_ = self._current_round()
         self.wait_until_ready()
-        self._check_left(round_)
+        round_.check_left()
         if round_.error is not None:
             raise round_.error
-
-    def _check_left(self, round_: Round) -> None:
-        """Raise `Drained` if this worker, which is told to end, has no step to finish."""
-        round_.check_left()
-        reason = self._links.draining.reason
-        if reason is not None and isinstance(round_.error, PeerError):
-            # Its manager is frozen or gone, or a fellow is, and nobody waits for such a group.
-            raise Drained(f"{reason}; it could not leave: {round_.error}")
 
     def wait_until_ready(self) -> None:
         """Until the members are known, if a step is under way; raises nothing.
@@ -156,7 +148,7 @@ class Stepper:
         """See `Manager.should_commit`."""
         round_ = self._current_round()
         self._wait_for_task()
-        self._check_left(round_)
+        round_.check_left()
         self._averages.finish()
         self._apply_heal()
         self._protect_state()

@@ -82,7 +82,7 @@ class WorkerActor:
         self._fellows.ask()
         state = self.machine.state
         self._shared.invariants.discards.began(self.process.name, state.step, self._step_of_weights)
-        step = self._step = _Step(epoch=state.epoch)
+        step = self._step = _Step(epoch=state.epoch, leaves=self.is_draining)
         step.is_sync = state.step == 0 or self.is_draining or not self._rules.use_async_quorum
         request = WorkerRequest(
             group_rank=self.group_rank,
@@ -119,7 +119,9 @@ class WorkerActor:
             return
         if not isinstance(answer, Part):
             assert isinstance(answer, TorchFTError)
-            if isinstance(answer, GroupLeft) or self._cannot_leave(answer):
+            # A manager that is gone is followed by another, which can let this group leave.
+            is_hopeless = isinstance(answer, PeerError) and not isinstance(answer, Unreachable)
+            if isinstance(answer, GroupLeft) or (step.leaves and is_hopeless):
                 self._fellows.depart()
                 self.process.kill()
                 self.home.worker_drained()
@@ -139,13 +141,6 @@ class WorkerActor:
             return
         step.part, step.round = answer.assignment, answer.round
         self._form(step, answer.assignment)
-
-    def _cannot_leave(self, error: TorchFTError) -> bool:
-        """Nobody waits for a group whose manager, or a fellow, is gone; but a line may be back."""
-        manager = self.home.manager
-        lives = manager is not None and not manager.process.is_dead
-        is_cut = isinstance(error, Unreachable) and lives
-        return self.is_draining and isinstance(error, PeerError) and not is_cut
 
     def _form(self, step: _Step, part: Assignment) -> None:
         problem = self._fellows.meet(part)
@@ -380,6 +375,7 @@ class _Step:
     """What a step has come to."""
 
     epoch: int
+    leaves: bool = False  # it is told to end, and has said so
     is_sync: bool = False
     is_ready: bool = False
     is_forward_done: bool = False
