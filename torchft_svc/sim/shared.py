@@ -24,6 +24,9 @@ class Home(Protocol):
     group_world_size: int
     manager: ManagerActor | None
 
+    def is_manager_over(self) -> bool:
+        """It has ended with the first worker, which would have started another."""
+
     def worker_drained(self) -> None:
         """A worker has ended in good order, because its group was told to."""
 

@@ -149,6 +149,10 @@ class Site:
         self._shared.story.tell(self.name, f"a worker ends: {why}")
         self._launcher.after(NOTICE_S, self._end_the_others, RESTART_S)
 
+    def is_manager_over(self) -> bool:
+        """It has ended with the first worker, which would have started another."""
+        return not self._is_sidecar and self.workers[0].process.is_dead
+
     def worker_drained(self) -> None:
         """A worker has ended in good order; when all have, the group is started again later."""
         if all(worker.process.is_dead for worker in self.workers):

@@ -119,9 +119,10 @@ class WorkerActor:
             return
         if not isinstance(answer, Part):
             assert isinstance(answer, TorchFTError)
-            # A manager that is gone is followed by another, which can let this group leave.
-            is_hopeless = isinstance(answer, PeerError) and not isinstance(answer, Unreachable)
-            if isinstance(answer, GroupLeft) or (step.leaves and is_hopeless):
+            # A manager that is gone is mostly followed by another, which lets this group leave.
+            may_come = isinstance(answer, Unreachable) and not self.home.is_manager_over()
+            gives_up = step.leaves and isinstance(answer, PeerError) and not may_come
+            if isinstance(answer, GroupLeft) or gives_up:
                 self._fellows.depart()
                 self.process.kill()
                 self.home.worker_drained()
