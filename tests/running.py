@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
@@ -333,3 +334,20 @@ def is_alive(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+@contextlib.contextmanager
+def grpc_server(
+    handler: grpc.GenericRpcHandler, let_go: Callable[[], object] = lambda: None
+) -> Iterator[str]:
+    """The address of a server of a test's own; ``let_go`` ends the calls that still wait in it."""
+    with ThreadPoolExecutor(20) as pool:
+        server = grpc.server(pool)
+        server.add_generic_rpc_handlers((handler,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            let_go()
+            server.stop(0).wait()

@@ -3,15 +3,13 @@ does not trust the group is believed."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterator
-from concurrent import futures
 from typing import Any
 
 import grpc
 import pytest
-from running import Line, eventually, failure, line_to, manager_process
+from running import Line, eventually, failure, grpc_server, line_to, manager_process
 
 from torchft_svc.manager_server.line import beat_interval_s
 from torchft_svc.proto import torchft_pb2 as pb
@@ -57,19 +55,6 @@ class Distrustful(Sessions):
         yield b""
 
 
-@contextlib.contextmanager
-def served(sessions: Sessions) -> Iterator[str]:
-    server = grpc.server(futures.ThreadPoolExecutor(20))
-    server.add_generic_rpc_handlers((sessions,))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        sessions.goes_on.set()
-        server.stop(None).wait(10)
-
-
 WELCOME = pb.SessionNews(welcome=pb.SessionWelcome()).SerializeToString()
 
 
@@ -78,7 +63,7 @@ WELCOME = pb.SessionNews(welcome=pb.SessionWelcome()).SerializeToString()
 def test_it_is_asked_again(first: tuple[bytes, ...]) -> None:
     garbler = Garbler(*first)
     with (
-        served(garbler) as address,
+        grpc_server(garbler, garbler.goes_on.set) as address,
         manager_process(address, "--connect-timeout-ms=300") as manager,
     ):
         eventually(lambda: garbler.num_sessions >= 3)
@@ -97,7 +82,7 @@ def check_failure(line: Line) -> None:
 def test_who_asks_before_the_lighthouse_refuses_the_group_is_told_at_once() -> None:
     distrustful = Distrustful()
     with (
-        served(distrustful) as address,
+        grpc_server(distrustful, distrustful.goes_on.set) as address,
         manager_process(address, "--connect-timeout-ms=60000") as manager,
         line_to(manager.address) as line,
     ):

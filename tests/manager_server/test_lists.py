@@ -21,6 +21,7 @@ from bounds import Late, check
 from running import (
     attach,
     eventually,
+    grpc_server,
     lighthouse_process,
     manager_process,
     refusing,
@@ -136,16 +137,8 @@ def undecided(asked: queue.SimpleQueue[float]) -> Iterator[str]:
     service = grpc.method_handlers_generic_handler(
         "torchft.LighthouseService", {"HasRoom": handler}
     )
-    with ThreadPoolExecutor() as pool:
-        server = grpc.server(pool)
-        server.add_generic_rpc_handlers((service,))
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            over.set()
-            server.stop(0).wait()
+    with grpc_server(service, over.set) as address:
+        yield address
 
 
 @pytest.mark.processes

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import pytest
+from running import grpc_server
 
 from torchft_svc.rpc.probing import would_take, would_take_blocking
 from torchft_svc.rpc.security import PLAIN
@@ -32,15 +32,8 @@ def answering(**answers: grpc.StatusCode) -> Iterator[str]:
 
     methods = {name: handler(code) for name, code in answers.items()}
     service = grpc.method_handlers_generic_handler("torchft.LighthouseService", methods)
-    with ThreadPoolExecutor() as pool:
-        server = grpc.server(pool)
-        server.add_generic_rpc_handlers((service,))
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            server.stop(0).wait()
+    with grpc_server(service) as address:
+        yield address
 
 
 @pytest.mark.parametrize(
