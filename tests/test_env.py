@@ -61,6 +61,15 @@ def test_what_is_not_set() -> None:
     assert (empty.uses_agent_store, empty.restart_count) == (False, 0)
 
 
+@pytest.mark.parametrize("name", ["tls_ca_file", "token", "etcd_user", "etcd_password_file"])
+def test_what_protects_is_not_taken_for_unset_when_it_is_empty(name: str) -> None:
+    variable = f"TORCHFT_{name.removesuffix('_file').upper()}"
+    variable += "_FILE" if name == "etcd_password_file" else ""
+    with pytest.raises(ConfigError, match=f"{variable}=' ' cannot work: it is empty"):
+        getattr(Environment({variable: " "}), name)
+    assert getattr(Environment({}), name) is None
+
+
 def test_our_own_name_comes_first() -> None:
     both = Environment({"TORCH_LIGHTHOUSE": "theirs:1", "TORCHFT_LIGHTHOUSE": "ours:1"})
     assert both.lighthouse_address == "ours:1"

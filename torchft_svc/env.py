@@ -1,6 +1,8 @@
 """The only reader of ``os.environ``: each variable typed, each bad value an error that names it.
 
-Argument beats environment beats default, everywhere. An empty variable counts as not set.
+Argument beats environment beats default, everywhere. An empty variable counts as not set: with
+docker compose ``NAME=`` often means that. For TLS files, tokens, users and passwords it is an
+error: nobody may serve without protection because a shell variable had no value.
 """
 
 from __future__ import annotations
@@ -169,61 +171,67 @@ class Environment:
     @property
     def tls_cert_file(self) -> str | None:
         """``TORCHFT_TLS_CERT``: this party's certificate and its intermediates, a PEM file."""
-        return self._text("TORCHFT_TLS_CERT")
+        return self._protecting("TORCHFT_TLS_CERT")
 
     @property
     def tls_key_file(self) -> str | None:
         """``TORCHFT_TLS_KEY``: the certificate's private key, a PEM file."""
-        return self._text("TORCHFT_TLS_KEY")
+        return self._protecting("TORCHFT_TLS_KEY")
 
     @property
     def tls_ca_file(self) -> str | None:
         """``TORCHFT_TLS_CA``: the certificates that sign those of the others, a PEM file."""
-        return self._text("TORCHFT_TLS_CA")
+        return self._protecting("TORCHFT_TLS_CA")
 
     @property
     def token(self) -> str | None:
         """``TORCHFT_TOKEN``: the secret that every call must carry."""
-        return self._text("TORCHFT_TOKEN")
+        return self._protecting("TORCHFT_TOKEN")
 
     @property
     def token_file(self) -> str | None:
         """``TORCHFT_TOKEN_FILE``: the file that holds it."""
-        return self._text("TORCHFT_TOKEN_FILE")
+        return self._protecting("TORCHFT_TOKEN_FILE")
 
     @property
     def etcd_cert_file(self) -> str | None:
         """``TORCHFT_ETCD_CERT``: the certificate that a lighthouse shows to etcd, a PEM file."""
-        return self._text("TORCHFT_ETCD_CERT")
+        return self._protecting("TORCHFT_ETCD_CERT")
 
     @property
     def etcd_key_file(self) -> str | None:
         """``TORCHFT_ETCD_KEY``: that certificate's private key, a PEM file."""
-        return self._text("TORCHFT_ETCD_KEY")
+        return self._protecting("TORCHFT_ETCD_KEY")
 
     @property
     def etcd_ca_file(self) -> str | None:
         """``TORCHFT_ETCD_CA``: the certificates that sign those of etcd, a PEM file."""
-        return self._text("TORCHFT_ETCD_CA")
+        return self._protecting("TORCHFT_ETCD_CA")
 
     @property
     def etcd_user(self) -> str | None:
         """``TORCHFT_ETCD_USER``: as whom a lighthouse comes to etcd."""
-        return self._text("TORCHFT_ETCD_USER")
+        return self._protecting("TORCHFT_ETCD_USER")
 
     @property
     def etcd_password(self) -> str | None:
         """``TORCHFT_ETCD_PASSWORD``: that user's password."""
-        return self._text("TORCHFT_ETCD_PASSWORD")
+        return self._protecting("TORCHFT_ETCD_PASSWORD")
 
     @property
     def etcd_password_file(self) -> str | None:
         """``TORCHFT_ETCD_PASSWORD_FILE``: the file that holds it."""
-        return self._text("TORCHFT_ETCD_PASSWORD_FILE")
+        return self._protecting("TORCHFT_ETCD_PASSWORD_FILE")
 
     def _text(self, name: str) -> str | None:
         variables = os.environ if self.variables is None else self.variables
         return variables.get(name, "").strip() or None
+
+    def _protecting(self, name: str) -> str | None:
+        variables = os.environ if self.variables is None else self.variables
+        if name in variables and not variables[name].strip():
+            raise ConfigError(name, variables[name], "it is empty: give it a value, or unset it")
+        return self._text(name)
 
     def _int(self, name: str, low: int, high: int | None = None) -> int | None:
         text = self._text(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,20 @@ def test_the_public_release_s_defaults_work() -> None:
     assert timeouts(NOTHING) == Timeouts(
         collective_s=60, quorum_s=60, connect_s=60, heartbeat_interval_s=0.1
     )
+
+
+@pytest.mark.parametrize("security", ["", {}])
+def test_a_security_that_is_none_is_refused(security: Any) -> None:
+    with pytest.raises(ConfigError, match="use a Security, or None"):
+        services(NOTHING, security=security)
+
+
+@pytest.mark.parametrize(
+    "field", ["lighthouse_addr", "manager_addr", "job_id", "hostname", "flight_recorder"]
+)
+def test_an_argument_that_is_given_but_empty_is_not_taken_for_the_default(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}=' ' cannot work: it is empty"):
+        services(ALL_SET, **{field: " "})
 
 
 def test_argument_beats_environment_beats_default() -> None:

@@ -210,6 +210,9 @@ def test_what_a_url_says(
         ({"url": "etcd://a:1", "ca_file": "{ca}"}, ConfigError, "it is for TLS: use etcds://"),
         ({"url": "etcds://a:1", "ca_file": "/none"}, ConfigError, "TORCHFT_ETCD_CA='/none' cannot"),
         ({"url": "etcds://a:1", "cert_file": "/c"}, ConfigError, "TORCHFT_ETCD_KEY is needed"),
+        ({"url": "etcds://a:1", "ca_file": ""}, ConfigError, "TORCHFT_ETCD_CA='' cannot work"),
+        ({"url": "etcd://a:1", "user": ""}, ConfigError, "TORCHFT_ETCD_USER='' cannot work"),
+        ({"url": "etcd://a:1", "password": ""}, ConfigError, "TORCHFT_ETCD_PASSWORD='' cannot"),
         ({"url": "etcd://a:1", "user": "x"}, ConfigError, "TORCHFT_ETCD_PASSWORD is needed"),
         ({"url": "etcd://a:1", "password": PASSWORD}, ConfigError, "TORCHFT_ETCD_USER is needed"),
     ],
@@ -222,6 +225,12 @@ def test_what_cannot_work_is_refused(
         EtcdAccess(**wrong)
     assert sentence in str(caught.value)
     assert PASSWORD not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["ca_file", "user", "password_file"])
+def test_an_argument_that_is_given_but_empty_is_an_error(name: str) -> None:
+    with pytest.raises(ConfigError, match="='' cannot work: it is empty"):
+        resolve_etcd_access(Environment({}), "etcds://a:1", **{name: ""})
 
 
 def test_argument_beats_environment(some: Papers, tmp_path: Path) -> None:

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import serialization
 from papers import TOKEN, Papers, papers
 
+from torchft_svc.client.checkpointing import HTTPTransport
+from torchft_svc.coordination import LighthouseClient, LighthouseServer, ManagerClient
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
 from torchft_svc.rpc.security import PLAIN, Security, resolve_security
 from torchft_svc.rpc.setting_files import MAX_FILE_BYTES
+
+SECOND = timedelta(seconds=1)
+VARIABLES = (
+    "TORCHFT_TLS_CERT",
+    "TORCHFT_TLS_KEY",
+    "TORCHFT_TLS_CA",
+    "TORCHFT_TOKEN",
+    "TORCHFT_TOKEN_FILE",
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +56,55 @@ def test_argument_beats_environment(some: Papers, tmp_path: Path) -> None:
         environment, cert_file=other.cert_file, key_file=other.key_file, token_file=str(file)
     ) == replace(other, token=TOKEN)
     assert resolve_security(Environment({"TORCHFT_TOKEN_FILE": str(file)})).token == TOKEN
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("text", ["", "  "])
+def test_a_variable_that_is_set_but_empty_is_not_taken_for_no_security(
+    name: str, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='{text}' cannot work: it is empty"):
+        resolve_security(Environment({name: text}))
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        {"cert_file": "", "key_file": ""},
+        {"ca_file": ""},
+        {"token_file": ""},
+        {"cert_file": "", "key_file": "", "ca_file": "", "token_file": ""},
+        {"token_file": " "},
+    ],
+    ids=str,
+)
+def test_an_argument_that_is_given_but_empty_is_not_taken_for_no_security(
+    empty: dict[str, str], some: Papers
+) -> None:
+    with pytest.raises(ConfigError, match="it is empty: name a file"):
+        resolve_security(Environment({}), **empty)
+    named = {name: value for name, value in some.local.variables().items() if value}
+    with pytest.raises(ConfigError, match="it is empty: name a file"):
+        resolve_security(Environment(named), **empty)
+
+
+def test_empty_members_of_a_security_are_errors() -> None:
+    for empty in ({"cert_file": "", "key_file": ""}, {"ca_file": ""}, {"token": ""}):
+        with pytest.raises(ConfigError):
+            Security(**empty)
+
+
+@pytest.mark.parametrize("wrong", ["", {}, False, "some-token-of-16-characters"], ids=repr)
+def test_what_is_no_security_is_refused_without_being_quoted(wrong: Any) -> None:
+    for made in (
+        lambda: LighthouseClient("127.0.0.1:1", SECOND, security=wrong),
+        lambda: ManagerClient("127.0.0.1:1", SECOND, security=wrong),
+        lambda: LighthouseServer("127.0.0.1:0", 1, security=wrong),
+        lambda: HTTPTransport(SECOND, security=wrong),
+    ):
+        with pytest.raises(ConfigError, match="use a Security, or None") as caught:
+            made()
+        assert "some-token" not in str(caught.value)
 
 
 def test_a_copy_for_another_process_reads_the_files_itself(some: Papers) -> None:

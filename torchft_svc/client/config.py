@@ -13,7 +13,7 @@ from torchft_svc.core.durations import MAX_DURATION_S, check_length
 from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
-from torchft_svc.rpc.security import Security, resolve_security
+from torchft_svc.rpc.security import Security, security_or_environment
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 DEFAULT_HEARTBEAT_INTERVAL = timedelta(milliseconds=100)
@@ -193,7 +193,20 @@ def resolve_services(
     security: Security | None,
     flight_recorder: str | None,
 ) -> ServiceOptions:
-    """Argument, else environment, else default (a lighthouse on this machine)."""
+    """Argument, else environment, else default (a lighthouse on this machine).
+
+    An argument that is given but empty is an error; only ``replica_id`` may be, as in the public
+    release, and counts as not given.
+    """
+    for field, value in (
+        ("lighthouse_addr", lighthouse_addr),
+        ("manager_addr", manager_addr),
+        ("job_id", job_id),
+        ("hostname", hostname),
+        ("flight_recorder", flight_recorder),
+    ):
+        if value is not None and not value.strip():
+            raise ConfigError(field, value, "it is empty: give it a value, or leave it out")
     if quorum_retries is None:
         quorum_retries = environment.quorum_retries or 0
     if quorum_retries < 0:
@@ -217,7 +230,7 @@ def resolve_services(
         quorum_retries=quorum_retries,
         min_replicas=min_replicas,
         in_process=in_process,
-        security=resolve_security(environment) if security is None else security,
+        security=security_or_environment(security, environment),
         flight_recorder=flight_recorder or environment.flight_recorder,
     )
 

@@ -15,12 +15,11 @@ import grpc
 
 from torchft_svc.core.durations import limited_s
 from torchft_svc.core.types import check_name
-from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError, RequestRefused, Unreachable
 from torchft_svc.rpc.address import parse_address
 from torchft_svc.rpc.channel import KEEPALIVE_MS, MAX_CONNECTING_MS, open_channel
 from torchft_svc.rpc.codec import JOB_KEY
-from torchft_svc.rpc.security import Security, resolve_security
+from torchft_svc.rpc.security import Security, security_or_environment
 from torchft_svc.rpc.status import came_early, to_error
 
 log = logging.getLogger(__name__)
@@ -47,8 +46,7 @@ class Client:
         keepalive_ms: int = KEEPALIVE_MS,
     ) -> None:
         _check_job(job_id)
-        if security is None:
-            security = resolve_security(Environment())
+        security = security_or_environment(security)
         self._peer = peer
         self._addr = addr
         self._connect_timeout_s = limited_s(connect_timeout)

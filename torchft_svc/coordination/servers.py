@@ -6,13 +6,12 @@ from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 from torchft_svc.core.types import DEFAULT_JOB, QuorumConfig
-from torchft_svc.env import Environment
 from torchft_svc.lighthouse_server.app import run_lighthouse
 from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.rpc.address import HostPort, parse_address, reachable_host
 from torchft_svc.rpc.loop import Background
-from torchft_svc.rpc.security import Security, resolve_security
+from torchft_svc.rpc.security import Security, security_or_environment
 
 Self = TypeVar("Self", bound="_Server")
 
@@ -74,7 +73,7 @@ class LighthouseServer(_Server):
         }
         config = QuorumConfig(min_replicas=min_replicas, on_hang=on_hang, **durations)
         where = parse_address(bind, may_bind=True)
-        self._running = Background(run_lighthouse(config, where, _or_environment(security)))
+        self._running = Background(run_lighthouse(config, where, security_or_environment(security)))
 
     def address(self) -> str:
         """``http://host:port``, to be given to managers."""
@@ -120,7 +119,7 @@ class ManagerServer(_Server):
             connect_timeout_s=connect_timeout.total_seconds(),
             quorum_retries=quorum_retries,
             job_id=job_id,
-            security=_or_environment(security),
+            security=security_or_environment(security),
             min_replicas=min_replicas,
         )
         self._running = Background(run_manager(config))
@@ -128,7 +127,3 @@ class ManagerServer(_Server):
     def address(self) -> str:
         """``http://host:port``, to be given to the group's workers."""
         return f"http://{self._running.value.address}"
-
-
-def _or_environment(security: Security | None) -> Security:
-    return resolve_security(Environment()) if security is None else security

@@ -55,6 +55,9 @@ class EtcdAccess(TlsFiles):
                 raise ConfigError(
                     name, value, f"it is for TLS: use {TLS_SCHEME}, not {PLAIN_SCHEME}"
                 )
+        for name, value in ((USER_NAME, self.user), (PASSWORD_NAME, self.password)):
+            if value is not None and not value.strip():
+                raise ConfigError(name, value, "it is empty: give it a value, or leave it out")
         if self.user is not None and self.password is None:
             raise ConfigError(USER_NAME, self.user, f"{PASSWORD_NAME} is needed with it")
         if self.password is not None and self.user is None:
@@ -96,10 +99,10 @@ def resolve_etcd_access(
     """
     return EtcdAccess(
         url=url,
-        cert_file=cert_file or environment.etcd_cert_file,
-        key_file=key_file or environment.etcd_key_file,
-        ca_file=ca_file or environment.etcd_ca_file,
-        user=user or environment.etcd_user,
+        cert_file=environment.etcd_cert_file if cert_file is None else cert_file,
+        key_file=environment.etcd_key_file if key_file is None else key_file,
+        ca_file=environment.etcd_ca_file if ca_file is None else ca_file,
+        user=environment.etcd_user if user is None else user,
         password=read_secret(
             PASSWORD_NAME,
             environment.etcd_password,

@@ -99,11 +99,27 @@ def resolve_security(
         ConfigError: see `Security`; also a token file that cannot be read, or two tokens.
     """
     return Security(
-        cert_file=cert_file or environment.tls_cert_file,
-        key_file=key_file or environment.tls_key_file,
-        ca_file=ca_file or environment.tls_ca_file,
+        cert_file=environment.tls_cert_file if cert_file is None else cert_file,
+        key_file=environment.tls_key_file if key_file is None else key_file,
+        ca_file=environment.tls_ca_file if ca_file is None else ca_file,
         token=read_secret(TOKEN_NAME, environment.token, environment.token_file, token_file, _flaw),
     )
+
+
+def security_or_environment(
+    security: Security | None, environment: Environment | None = None
+) -> Security:
+    """What an argument ``security`` stands for; None: what the environment says.
+
+    Raises:
+        ConfigError: it is something else, or see `resolve_security`.
+    """
+    if security is None:
+        return resolve_security(environment or Environment())
+    if not isinstance(security, Security):
+        kind = type(security).__name__  # a secret may have been given
+        raise ConfigError("security", f"<{kind}>", "use a Security, or None for the environment")
+    return security
 
 
 def _flaw(token: str) -> str | None:

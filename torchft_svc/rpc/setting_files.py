@@ -17,6 +17,8 @@ def read_file(name: str, path: str) -> bytes:
     Raises:
         ConfigError: it cannot be read, or has more than `MAX_FILE_BYTES`.
     """
+    if not path.strip():
+        raise ConfigError(name, path, "it is empty: name a file, or leave it out")
     try:
         with Path(path).open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -49,7 +51,7 @@ def read_secret(
         if file_setting is not None:
             raise ConfigError(file_name, file_setting, f"{name} is set too: leave out one")
         return value
-    path = file_argument or file_setting
+    path = file_setting if file_argument is None else file_argument
     if path is None:
         return None
     try:

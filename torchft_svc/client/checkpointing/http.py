@@ -24,9 +24,8 @@ from torchft_svc.client.checkpointing.server import CheckpointServer
 from torchft_svc.client.checkpointing.staging import Staging
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.core.durations import check_length
-from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
-from torchft_svc.rpc.security import Security, resolve_security
+from torchft_svc.rpc.security import Security, security_or_environment
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._num_connections = num_connections
         self._chunk_bytes = chunk_bytes
         self._board = Board()
-        self._security = resolve_security(Environment()) if security is None else security
+        self._security = security_or_environment(security)
         self._server = CheckpointServer(self._board, bind_host, port, self._security)
         self._host = hostname or bind_host or _own_host()
         self._lock = threading.Lock()
