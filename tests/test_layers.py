@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TREES = ("torchft_svc", "demo", "chaos", "benchmarks", "examples")
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
 # Never to grow: path (and function), its own limit, and the reason.
 LONGER = {

@@ -124,8 +124,10 @@ class Scene:
     def withdraw(self, caller: int, job: str = JOB) -> None:
         self._note(self.house.withdraw(job, caller, self.now))
 
-    def leave(self, replica_id: str, reason: str = "bye", job: str = JOB) -> None:
-        self._note(self.house.leave(job, replica_id, reason, self.now))
+    def leave(
+        self, replica_id: str, reason: str = "bye", job: str = JOB, *, ends: bool = False
+    ) -> None:
+        self._note(self.house.leave(job, replica_id, reason, self.now, ends=ends))
 
     def accept_loss(self, job: str = JOB) -> None:
         self._note(self.house.accept_loss(job, self.now))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_svc.core.overview import GroupStatus, JobStatus
+from torchft_svc.core.overview import (
+    MAX_GONE_KEPT,
+    MAX_REASON_KEPT,
+    GoneGroup,
+    GroupStatus,
+    JobStatus,
+)
 from torchft_svc.core.step import Phase
 from torchft_svc.errors import RequestRefused
 
@@ -55,6 +61,8 @@ def test_a_job_in_the_middle_of_a_step() -> None:
                     silent_s=2.0,
                 ),
             ),
+            num_expected=2,
+            stalled_s=11.0,
         )
     ]
 
@@ -76,8 +84,81 @@ def test_all_jobs_or_one() -> None:
     scene.beat("a:1", job="y")
     scene.beat("a:1", job="x")
     quiet = (GroupStatus(replica_id="a:1"),)
-    x, y = (JobStatus(job=name, groups=quiet) for name in "xy")
+    x, y = (JobStatus(job=name, groups=quiet, num_expected=1) for name in "xy")
     assert scene.house.status("", 0.0) == [x, y]
     assert scene.house.status("y", 0.0) == [y]
     with pytest.raises(RequestRefused, match="this lighthouse serves no job 'z' now"):
         scene.house.status("z", 0.0)
+
+
+def status(scene: Scene) -> JobStatus:
+    (job,) = scene.house.status(JOB, scene.now)
+    return job
+
+
+def test_who_was_lost_and_who_left_on_purpose() -> None:
+    scene = formed("a:1", "b:1", "c:1", step=3)
+    scene.leave("b:1", "its session ended")
+    scene.until(105)
+    scene.leave("c:1", "it has shut down", ends=True)
+    scene.until(110)
+    assert status(scene).gone == (
+        GoneGroup(replica_id="c:1", reason="it has shut down", orderly=True, gone_s=5.0),
+        GoneGroup(replica_id="b:1", reason="its session ended", gone_s=10.0),
+    )
+    assert status(scene).num_expected == 2, "b is missed, c is not"
+
+
+def test_only_the_last_of_those_that_are_gone_are_kept() -> None:
+    scene = formed("a")
+    for number in range(3 * MAX_GONE_KEPT):
+        scene.beat(f"b{number}")
+        scene.leave(f"b{number}", "x" * 1000)
+    names = [group.replica_id for group in status(scene).gone]
+    newest = range(3 * MAX_GONE_KEPT - 1, 2 * MAX_GONE_KEPT - 1, -1)
+    assert names == [f"b{number}" for number in newest]
+    assert max(len(group.reason) for group in status(scene).gone) == MAX_REASON_KEPT
+
+
+def test_heals_and_discarded_steps_are_counted() -> None:
+    scene = formed("a", "b", step=3)
+    scene.ask("a", step=3, commit_failures=1)
+    scene.ask("b", step=3, commit_failures=1)
+    assert (status(scene).num_discarded, status(scene).num_heals) == (1, 0), "one step, of both"
+    scene.ask("c", step=0)
+    scene.ask_all("a", "b", step=4)
+    scene.ask("c", step=0, unhealed=True)
+    scene.ask_all("a", "b", step=5)
+    assert status(scene).num_heals == 0
+    scene.ask_all("a", "b", "c", step=6)
+    assert (status(scene).num_discarded, status(scene).num_heals) == (1, 1)
+    scene.ask("a", step=7, commit_failures=1)  # it only needs new connections
+    scene.ask_all("b", "c", step=7)
+    assert (status(scene).num_discarded, status(scene).num_heals) == (1, 1)
+
+
+def test_since_when_a_job_makes_no_progress() -> None:
+    scene = formed("a", step=3)
+    for at, step, stalled_s in ((104, 3, 4.0), (105, 4, 0.0), (109, 4, 4.0)):
+        scene.until(at)
+        scene.ask("a", step=step)
+        assert status(scene).stalled_s == stalled_s
+    scene.leave("a")
+    scene.ask("b", step=2)  # from an older checkpoint
+    scene.until(112)
+    assert status(scene).stalled_s == 3.0
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_job_that_has_ended_is_remembered(ends: bool) -> None:
+    scene = formed("a", "b", step=3)
+    scene.leave("a", ends=True)
+    scene.leave("b", ends=ends)
+    scene.until(110)
+    job = status(scene)
+    assert (job.ended_s, job.finished, job.groups) == (10.0, ends, ())
+    assert (job.quorum_id, job.committed_step, job.num_expected) == (1, 3, 1)
+    assert [each.replica_id for each in job.gone] == ["b", "a"]
+    assert scene.house.status("", scene.now) == [job]
+    scene.ask("a", step=3)
+    assert (status(scene).ended_s, status(scene).finished) == (None, False)

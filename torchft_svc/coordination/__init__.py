@@ -11,10 +11,11 @@ from torchft_svc.coordination.manager_client import ManagerClient
 from torchft_svc.coordination.servers import LighthouseServer, ManagerServer
 from torchft_svc.coordination.types import Quorum, QuorumMember, QuorumResult, Timestamp
 from torchft_svc.coordination.whereabouts import Whereabouts
-from torchft_svc.core.overview import GroupStatus, JobStatus
+from torchft_svc.core.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.rpc.security import Security
 
 __all__ = [
+    "GoneGroup",
     "GroupStatus",
     "JobStatus",
     "LighthouseClient",

@@ -24,7 +24,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportWaiting,
 )
 from torchft_svc.core.membership import Membership
-from torchft_svc.core.overview import JobStatus, describe
+from torchft_svc.core.overview import GoneGroup, History, JobStatus, describe
 from torchft_svc.core.quorum import Formed
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import (
@@ -45,6 +45,7 @@ MIN_BEATS_PER_TIMEOUT = 4.0
 
 # Ids follow the clock: none was given out a century from now. Taken up, it would use up all others.
 MAX_IDS_AHEAD = 2**54
+MAX_ENDED_SHOWN = 20  # of the jobs that have ended, if none is named
 MAX_SHOWN = 4  # of those that wait for their name, and of those that have it
 
 
@@ -52,6 +53,7 @@ MAX_SHOWN = 4  # of those that wait for their name, and of those that have it
 class _Job:
     members: Membership
     hangs: HangWatch
+    history: History
     last_id: int
     size: GroupSize = field(default_factory=GroupSize)
     heard_id: int = 0  # the highest id that a group was told, maybe by another lighthouse
@@ -62,6 +64,28 @@ class _Job:
     def next_deadline(self) -> float | None:
         ats = (self.members.next_death(), self.members.look_at(), self.hangs.look_at())
         return min((at for at in ats if at is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Departure:
+    """How a group goes: see `Lighthouse.leave`."""
+
+    reason: str
+    between_steps: bool = False
+    ends: bool = False
+
+    @property
+    def is_orderly(self) -> bool:
+        return self.between_steps or self.ends
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A job without a living group, since ``at``: a restart of it can be told from a start."""
+
+    last: LastQuorum
+    history: History
+    at: float
 
 
 class Lighthouse:
@@ -76,8 +100,7 @@ class Lighthouse:
         self._max_told_id = first_id + MAX_IDS_AHEAD
         self._stride, self._remainder = id_stride, first_id % id_stride
         self._jobs: dict[str, _Job] = {}
-        # The last quorum of jobs that have ended, so that a restart can be told from a start.
-        self._ended: OrderedDict[str, LastQuorum] = OrderedDict()
+        self._ended: OrderedDict[str, _Ended] = OrderedDict()
         self._wake_at: float | None = None
 
     # -- inputs ----------------------------------------------------------------------------------
@@ -85,7 +108,7 @@ class Lighthouse:
     def request(self, job: str, member: Member, caller: int, now: float) -> tuple[Order, ...]:
         """``caller`` waits for a quorum that contains ``member``."""
         member.check()
-        state = self._job(job, member.replica_id, member.seen_quorum_id)
+        state = self._job(job, member.replica_id, now, member.seen_quorum_id)
         state.size.check(member, state.members)
         orders = self._sign_of_life(state, member.replica_id, now)
         state.members.seen(member.replica_id, now)
@@ -96,6 +119,7 @@ class Lighthouse:
                 orders.append(_superseded(held_before[1], member.replica_id))
             state.held[member.replica_id] = (member, caller)
         else:
+            state.history.asked(member)
             replaced = state.members.asked(member, caller, now)
             if replaced is not None:
                 orders.append(_superseded(replaced, member.replica_id))
@@ -116,7 +140,7 @@ class Lighthouse:
         """A sign of life, with which the group tells of the ``last`` quorum that it was in."""
         check_name("replica_id", replica_id)
         last.check()
-        state = self._job(job, replica_id, last.quorum_id)
+        state = self._job(job, replica_id, now, last.quorum_id)
         orders = self._sign_of_life(state, replica_id, now)
         state.members.seen(replica_id, now)
         state.members.told(replica_id, last)
@@ -127,7 +151,7 @@ class Lighthouse:
     ) -> tuple[Order, ...]:
         """A sign of life without a request; ``activity`` is what the group does, if it tells."""
         check_name("replica_id", replica_id)
-        state = self._job(job, replica_id)
+        state = self._job(job, replica_id, now)
         is_new = not state.members.knows(replica_id)
         orders = self._sign_of_life(state, replica_id, now)
         state.members.seen(replica_id, now)
@@ -141,13 +165,24 @@ class Lighthouse:
         return ()
 
     def leave(
-        self, job: str, replica_id: str, reason: str, now: float, *, between_steps: bool = False
+        self,
+        job: str,
+        replica_id: str,
+        reason: str,
+        now: float,
+        *,
+        between_steps: bool = False,
+        ends: bool = False,
     ) -> tuple[Order, ...]:
-        """The group is gone, and says so: nobody waits for its heartbeats to run out."""
+        """The group is gone, and says so: nobody waits for its heartbeats to run out.
+
+        ``between_steps``: its last step is finished. ``ends``: its program ends on purpose.
+        """
         state = self._jobs.get(job)
         if state is None or not state.members.knows(replica_id):
             return ()
-        orders = self._remove(job, state, replica_id, reason, between_steps)
+        how = _Departure(reason, between_steps, ends)
+        orders = self._remove(job, state, replica_id, how, now)
         return self._settle(job, state, orders, now)
 
     def accept_loss(self, job: str, now: float) -> tuple[Order, ...]:
@@ -173,9 +208,9 @@ class Lighthouse:
         self._wake_at = None
         orders: list[Order] = []
         for name, state in list(self._jobs.items()):
-            silent = f"no sign of life for {self._config.heartbeat_timeout_s:g} s"
+            silent = _Departure(f"no sign of life for {self._config.heartbeat_timeout_s:g} s")
             for replica_id in state.members.dead(now):
-                orders += self._remove(name, state, replica_id, silent)
+                orders += self._remove(name, state, replica_id, silent, now)
             orders += self._heed_hangs(name, state, now)
             orders += self._settle(name, state, [], now)
         return tuple(orders)
@@ -197,19 +232,32 @@ class Lighthouse:
         return "; ".join([*held, state.members.why(now)])
 
     def status(self, job: str, now: float) -> list[JobStatus]:
-        """All jobs that have living groups, or the one that is named.
+        """All jobs that have living groups, and the last that have ended; or the one that is named.
 
         Raises:
             RequestRefused: there is no such job.
         """
-        if job and job not in self._jobs:
+        if job and not (job in self._jobs or job in self._ended):
             raise RequestRefused(f"this lighthouse serves no job {job[:MAX_NAME_LENGTH]!r} now")
-        found = []
-        for name in [job] if job else sorted(self._jobs):
-            state, why = self._jobs[name], self.why(name, now)
-            held = [member for member, _ in state.held.values()]
-            found.append(describe(name, state.members, state.hangs, held, why, now))
-        return found
+        names = [job] if job else [*sorted(self._jobs), *list(self._ended)[-MAX_ENDED_SHOWN:][::-1]]
+        return [self._describe(name, now) for name in names]
+
+    def _describe(self, job: str, now: float) -> JobStatus:
+        if job in self._ended:
+            ended = self._ended[job]
+            status = JobStatus(
+                job=job,
+                quorum_id=ended.last.quorum_id,
+                committed_step=ended.last.max_step,
+                min_replicas=self._config.min_replicas,
+                ended_s=now - ended.at,
+                finished=ended.history.is_finished,
+            )
+            return ended.history.add_to(status, now)
+        state, why = self._jobs[job], self.why(job, now)
+        held = [member for member, _ in state.held.values()]
+        status = describe(job, state.members, state.hangs, held, why, now)
+        return state.history.add_to(status, now)
 
     def find(self, job: str, name: str) -> str:
         """The living group of ``job`` that an operator calls ``name``: its replica id or its name.
@@ -267,15 +315,17 @@ class Lighthouse:
 
     # -- the rules -------------------------------------------------------------------------------
 
-    def _job(self, name: str, replica_id: str, told_id: int = 0) -> _Job:
+    def _job(self, name: str, replica_id: str, now: float, told_id: int = 0) -> _Job:
         state = self._jobs.get(name)
         if told_id > max(self._max_told_id, state.last_id if state else self._first_id):
             raise RequestRefused(f"quorum {told_id}, which was told, was never given out")
         if state is None or not state.members.knows(replica_id):
             self.check_room(name)
         if state is None:
-            members = Membership(self._config, self._ended.pop(name, NO_QUORUM))
-            state = _Job(members, HangWatch(self._config.hang_timeout_s), self._first_id)
+            ended = self._ended.pop(name, None) or _Ended(NO_QUORUM, History(now), now)
+            members = Membership(self._config, ended.last)
+            hangs = HangWatch(self._config.hang_timeout_s)
+            state = _Job(members, hangs, ended.history, self._first_id)
             self._jobs[name] = state
         state.heard_id = max(state.heard_id, told_id)
         return state
@@ -297,18 +347,26 @@ class Lighthouse:
         return orders
 
     def _remove(
-        self, job: str, state: _Job, replica_id: str, reason: str, between_steps: bool = False
+        self, job: str, state: _Job, replica_id: str, how: _Departure, now: float
     ) -> list[Order]:
         quorum_id = state.members.last.quorum_id
         # The news would make its fellows give up a step that it has finished.
-        told = () if between_steps else state.members.mourners(replica_id)
-        orders: list[Order] = [ReportLoss(job, replica_id, reason, between_steps, quorum_id, told)]
+        told = () if how.between_steps else state.members.mourners(replica_id)
+        orders: list[Order] = [
+            ReportLoss(
+                job, replica_id, how.reason, how.between_steps, how.is_orderly, quorum_id, told
+            )
+        ]
+        gone = GoneGroup(replica_id=replica_id, reason=how.reason, orderly=how.is_orderly)
+        state.history.gone(gone, ends=how.ends, now=now)
         held = state.held.pop(replica_id, None)
         caller = state.members.gone(replica_id)
         state.hangs.gone(replica_id)
         for lost in (caller, held[1] if held else None):
             if lost is not None:
-                orders.append(RefuseRequest(lost, QuorumFailed(f"{replica_id!r} is out: {reason}")))
+                orders.append(
+                    RefuseRequest(lost, QuorumFailed(f"{replica_id!r} is out: {how.reason}"))
+                )
         return orders
 
     def _heed_hangs(
@@ -348,16 +406,16 @@ class Lighthouse:
             for each, since in state.members.heals.take_left_out():
                 orders.append(ReportLeftHealing(job, each, now - since))
             if isinstance(decision, Formed):
-                orders.append(self._publish(job, state, decision))
+                orders.append(self._publish(job, state, decision, now))
                 newcomers = state.members.waiting()
         orders += [ReportWaiting(job, each) for each in state.members.announce(newcomers)]
         if not len(state.members):
-            self._end(job, state)
+            self._end(job, state, now)
         else:
             self._wake(state.next_deadline())
         return tuple(orders)
 
-    def _publish(self, job: str, state: _Job, formed: Formed) -> AnswerQuorum:
+    def _publish(self, job: str, state: _Job, formed: Formed, now: float) -> AnswerQuorum:
         previous = state.members.previous
         may_keep_id = (
             previous is not None
@@ -375,13 +433,16 @@ class Lighthouse:
             joining=state.members.joining(formed.members),
         )
         callers = state.members.publish(quorum)
+        if formed.lost_from is not None:
+            state.history.went_back()
+        state.history.published(quorum, now)
         return AnswerQuorum(job, callers, quorum, formed.lost_from)
 
-    def _end(self, job: str, state: _Job) -> None:
+    def _end(self, job: str, state: _Job, now: float) -> None:
         del self._jobs[job]
         self._first_id = max(self._first_id, state.last_id, state.heard_id)
         if state.members.committed_step:
-            self._ended[job] = state.members.last
+            self._ended[job] = _Ended(state.members.last, state.history, now)
         while len(self._ended) > self._config.max_jobs:
             self._ended.popitem(last=False)
 

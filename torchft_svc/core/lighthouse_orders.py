@@ -32,6 +32,7 @@ class ReportLoss:
     """``replica_id`` is no longer alive, because of ``reason``.
 
     ``between_steps``: it left when it had finished its step, so its fellows lose nothing.
+    ``is_orderly``: it left on purpose, and nothing is wrong with it.
     ``quorum_id``: of the job's last quorum (0: none yet); the group may come back into a later one.
     ``told``: those of its fellows in that quorum that are to hear of it, and itself: if it was
     frozen, and moves again, what it does is in vain.
@@ -41,6 +42,7 @@ class ReportLoss:
     replica_id: str
     reason: str
     between_steps: bool = False
+    is_orderly: bool = False
     quorum_id: int = field(default=0, compare=False)
     told: tuple[str, ...] = field(default=(), compare=False)
 

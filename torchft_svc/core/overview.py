@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchft_svc.core.activity import HangWatch
 from torchft_svc.core.membership import Membership
 from torchft_svc.core.step import Phase
-from torchft_svc.core.types import Member
+from torchft_svc.core.types import Member, Quorum
+
+# People look at what happened last; a job whose groups come and go for months keeps no more.
+MAX_GONE_KEPT = 16
+MAX_REASON_KEPT = 200  # characters, of up to a thousand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +39,32 @@ class GroupStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GoneGroup:
+    """A group that is no longer alive, since ``gone_s`` seconds, because of ``reason``.
+
+    ``orderly``: it left on purpose (it has shut down, was told to end, or went to another
+    lighthouse); else it was lost.
+    """
+
+    replica_id: str
+    reason: str = ""
+    orderly: bool = False
+    gone_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
     """One job of a lighthouse, its ``groups`` sorted by replica id.
 
     ``quorum_id`` is 0 before the first quorum; ``waiting_for`` says why the groups that ask have
     no quorum yet (empty: none asks).
+
+    ``num_expected`` is the number of groups of the largest quorum, less those that left on purpose
+    since. ``num_discarded`` counts the steps that members of a quorum discarded, ``num_heals`` the
+    heals that succeeded. ``stalled_s`` is the time since a quorum showed a higher step than all
+    before it, or since the job began. ``gone`` are the groups that ended last, the newest first.
+    ``ended_s`` is the time since the last group of the job was gone (None: it has living groups);
+    ``finished``: all groups of its last quorum had ended on purpose by then.
     """
 
     job: str
@@ -47,6 +73,82 @@ class JobStatus:
     min_replicas: int = 1
     waiting_for: str = ""
     groups: tuple[GroupStatus, ...] = ()
+    num_expected: int = 0
+    num_discarded: int = 0
+    num_heals: int = 0
+    stalled_s: float = 0.0
+    gone: tuple[GoneGroup, ...] = ()
+    ended_s: float | None = None
+    finished: bool = False
+
+
+class History:
+    """What has happened to one job, as far as people want to know it."""
+
+    def __init__(self, now: float) -> None:
+        self._moved_at = now  # since when its step stands still
+        self._quorum: Quorum | None = None  # the last one
+        self._highest = -1
+        self._remaining: set[str] = (
+            set()
+        )  # of the last quorum, those that have not ended on purpose
+        self._behind: set[str] = set()  # of the last quorum, those that had to heal
+        self._num_expected = 0
+        self._num_discarded = 0
+        self._num_heals = 0
+        self._gone: deque[tuple[GoneGroup, float]] = deque(maxlen=MAX_GONE_KEPT)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every group of the last quorum has ended on purpose."""
+        return self._quorum is not None and not self._remaining
+
+    def asked(self, member: Member) -> None:
+        """A group asks for the next quorum: its part in the last one is over."""
+        if member.replica_id in self._behind:
+            self._behind.discard(member.replica_id)
+            assert self._quorum is not None
+            self._num_heals += member.step >= self._quorum.max_step and not member.unhealed
+
+    def published(self, quorum: Quorum, now: float) -> None:
+        last, self._quorum = self._quorum, quorum
+        if last is not None:
+            known = {member.replica_id for member in last.participants}
+            self._num_discarded += any(
+                member.commit_failures and member.step <= last.max_step
+                for member in quorum.participants
+                if member.replica_id in known
+            )
+        self._remaining = {member.replica_id for member in quorum.participants}
+        self._behind = set()
+        if quorum.max_step > 0:  # at the first step all begin with the weights of one
+            up_to_date = {member.replica_id for member in quorum.up_to_date}
+            self._behind = self._remaining - up_to_date
+        self._num_expected = max(self._num_expected, len(self._remaining))
+        if quorum.max_step > self._highest:
+            self._highest, self._moved_at = quorum.max_step, now
+
+    def gone(self, group: GoneGroup, *, ends: bool, now: float) -> None:
+        """``ends``: for good, and on purpose."""
+        if group.replica_id in self._remaining and ends:
+            self._remaining.discard(group.replica_id)
+            self._num_expected -= 1
+        self._behind.discard(group.replica_id)
+        self._gone.appendleft((replace(group, reason=group.reason[:MAX_REASON_KEPT]), now))
+
+    def went_back(self) -> None:
+        """The next quorum goes on from an earlier step: it and what follows is progress again."""
+        self._highest = -1
+
+    def add_to(self, status: JobStatus, now: float) -> JobStatus:
+        return replace(
+            status,
+            num_expected=max(self._num_expected, status.min_replicas),
+            num_discarded=self._num_discarded,
+            num_heals=self._num_heals,
+            stalled_s=max(0.0, now - self._moved_at),
+            gone=tuple(replace(group, gone_s=now - at) for group, at in self._gone),
+        )
 
 
 def describe(

@@ -31,6 +31,10 @@ def _phase_name(phase: object) -> str:
 
 
 def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
+    if job.ended_s is not None:
+        how = "finished" if job.finished else "its last group is gone, and it had not finished"
+        yield f"job {job.job}: {how} {job.ended_s:.0f} s ago, committed step {job.committed_step}"
+        return
     num_asking = sum(group.asking for group in job.groups)
     num_hung = sum(group.hung for group in job.groups)
     num_in_quorum = sum(group.in_quorum for group in job.groups)

@@ -86,14 +86,16 @@ class LighthouseHeartbeatResponse(_message.Message):
     def __init__(self, min_interval_ms: _Optional[int] = ...) -> None: ...
 
 class LighthouseLeaveRequest(_message.Message):
-    __slots__ = ("replica_id", "reason", "between_steps")
+    __slots__ = ("replica_id", "reason", "between_steps", "ends")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     BETWEEN_STEPS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     reason: str
     between_steps: bool
-    def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., between_steps: bool = ...) -> None: ...
+    ends: bool
+    def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., between_steps: bool = ..., ends: bool = ...) -> None: ...
 
 class LighthouseLeaveResponse(_message.Message):
     __slots__ = ()
@@ -148,12 +150,14 @@ class SessionWithdrawal(_message.Message):
     def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class SessionLeave(_message.Message):
-    __slots__ = ("reason", "between_steps")
+    __slots__ = ("reason", "between_steps", "ends")
     REASON_FIELD_NUMBER: _ClassVar[int]
     BETWEEN_STEPS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
     reason: str
     between_steps: bool
-    def __init__(self, reason: _Optional[str] = ..., between_steps: bool = ...) -> None: ...
+    ends: bool
+    def __init__(self, reason: _Optional[str] = ..., between_steps: bool = ..., ends: bool = ...) -> None: ...
 
 class SessionQuestion(_message.Message):
     __slots__ = ("requester", "number", "timeout_ms")
@@ -218,10 +222,12 @@ class MemberWaiting(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
 
 class Kill(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "hangs")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    HANGS_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    hangs: bool
+    def __init__(self, reason: _Optional[str] = ..., hangs: bool = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("reason",)
@@ -242,20 +248,46 @@ class LighthouseStatusResponse(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "quorum_id", "committed_step", "min_replicas", "waiting_for", "groups")
+    __slots__ = ("job", "quorum_id", "committed_step", "min_replicas", "waiting_for", "groups", "num_expected", "num_discarded", "num_heals", "stalled_ms", "gone", "ended_ms", "finished")
     JOB_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
     MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISCARDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEALS_FIELD_NUMBER: _ClassVar[int]
+    STALLED_MS_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_MS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     job: str
     quorum_id: int
     committed_step: int
     min_replicas: int
     waiting_for: str
     groups: _containers.RepeatedCompositeFieldContainer[GroupStatus]
-    def __init__(self, job: _Optional[str] = ..., quorum_id: _Optional[int] = ..., committed_step: _Optional[int] = ..., min_replicas: _Optional[int] = ..., waiting_for: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ...) -> None: ...
+    num_expected: int
+    num_discarded: int
+    num_heals: int
+    stalled_ms: int
+    gone: _containers.RepeatedCompositeFieldContainer[GoneGroup]
+    ended_ms: int
+    finished: bool
+    def __init__(self, job: _Optional[str] = ..., quorum_id: _Optional[int] = ..., committed_step: _Optional[int] = ..., min_replicas: _Optional[int] = ..., waiting_for: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., num_expected: _Optional[int] = ..., num_discarded: _Optional[int] = ..., num_heals: _Optional[int] = ..., stalled_ms: _Optional[int] = ..., gone: _Optional[_Iterable[_Union[GoneGroup, _Mapping]]] = ..., ended_ms: _Optional[int] = ..., finished: bool = ...) -> None: ...
+
+class GoneGroup(_message.Message):
+    __slots__ = ("replica_id", "reason", "orderly", "gone_ms")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ORDERLY_FIELD_NUMBER: _ClassVar[int]
+    GONE_MS_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    reason: str
+    orderly: bool
+    gone_ms: int
+    def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., orderly: bool = ..., gone_ms: _Optional[int] = ...) -> None: ...
 
 class GroupStatus(_message.Message):
     __slots__ = ("replica_id", "address", "in_quorum", "asking", "step", "phase", "phase_ms", "silent_ms", "hung", "left_out")
@@ -446,8 +478,10 @@ class AttachHello(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., worker_id: _Optional[str] = ...) -> None: ...
 
 class AttachDetach(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("failure",)
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    failure: str
+    def __init__(self, failure: _Optional[str] = ...) -> None: ...
 
 class AttachPhase(_message.Message):
     __slots__ = ("phase", "step")

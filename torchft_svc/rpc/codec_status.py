@@ -5,20 +5,41 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torchft_svc.core.overview import GroupStatus, JobStatus
+from torchft_svc.core.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import phase_from_wire, phase_to_wire
 
 # What has the same name and the same type on the wire.
-_OF_A_JOB = ("job", "quorum_id", "committed_step", "min_replicas", "waiting_for")
+_OF_A_JOB = (
+    "job",
+    "quorum_id",
+    "committed_step",
+    "min_replicas",
+    "waiting_for",
+    "num_expected",
+    "num_discarded",
+    "num_heals",
+    "finished",
+)
+_OF_A_GONE_GROUP = ("replica_id", "reason", "orderly")
 _OF_A_GROUP = ("replica_id", "address", "in_quorum", "asking", "step", "hung", "left_out")
 
 
 def status_to_wire(jobs: Iterable[JobStatus]) -> pb.LighthouseStatusResponse:
     message = pb.LighthouseStatusResponse()
     for job in jobs:
-        message.jobs.add(**_same(job, _OF_A_JOB), groups=map(_group_to_wire, job.groups))
+        message.jobs.add(
+            **_same(job, _OF_A_JOB),
+            groups=map(_group_to_wire, job.groups),
+            stalled_ms=int(job.stalled_s * 1000),
+            gone=map(_gone_to_wire, job.gone),
+            ended_ms=None if job.ended_s is None else int(job.ended_s * 1000),
+        )
     return message
+
+
+def _gone_to_wire(group: GoneGroup) -> pb.GoneGroup:
+    return pb.GoneGroup(**_same(group, _OF_A_GONE_GROUP), gone_ms=int(group.gone_s * 1000))
 
 
 def _group_to_wire(group: GroupStatus) -> pb.GroupStatus:
@@ -32,9 +53,19 @@ def _group_to_wire(group: GroupStatus) -> pb.GroupStatus:
 
 def status_from_wire(message: pb.LighthouseStatusResponse) -> list[JobStatus]:
     return [
-        JobStatus(**_same(job, _OF_A_JOB), groups=tuple(map(_group_from_wire, job.groups)))
+        JobStatus(
+            **_same(job, _OF_A_JOB),
+            groups=tuple(map(_group_from_wire, job.groups)),
+            stalled_s=job.stalled_ms / 1000,
+            gone=tuple(map(_gone_from_wire, job.gone)),
+            ended_s=job.ended_ms / 1000 if job.HasField("ended_ms") else None,
+        )
         for job in message.jobs
     ]
+
+
+def _gone_from_wire(group: pb.GoneGroup) -> GoneGroup:
+    return GoneGroup(**_same(group, _OF_A_GONE_GROUP), gone_s=group.gone_ms / 1000)
 
 
 def _group_from_wire(group: pb.GroupStatus) -> GroupStatus:
@@ -47,6 +78,7 @@ def _group_from_wire(group: pb.GroupStatus) -> GroupStatus:
 
 
 def _same(
-    source: JobStatus | GroupStatus | pb.JobStatus | pb.GroupStatus, names: Iterable[str]
+    source: JobStatus | GroupStatus | GoneGroup | pb.JobStatus | pb.GroupStatus | pb.GoneGroup,
+    names: Iterable[str],
 ) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
