@@ -361,3 +361,181 @@ def test_a_backward_pass_that_raises_is_followed_by_a_good_one(
     together(lambda: fails(a), lambda: fails(b))
     assert_gradients(a, expected(mlp, ONE, ONE))
     assert together(a.manager.should_commit, b.manager.should_commit) == [True, True]
+
+
+def raising(model: nn.Module, layer: str, error: BaseException) -> Any:
+    """A hook that ends each backward pass at ``layer``, until it is removed."""
+
+    def raises(_: torch.Tensor) -> None:
+        raise error
+
+    return model.get_submodule(layer).get_parameter("weight").register_hook(raises)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("layer", ["4", "0"], ids=["before a sum", "after some sums"])
+def test_an_exception_in_the_backward_pass_that_is_caught_discards_the_step(
+    make: Callable[..., list[Group]], layer: str, error: BaseException
+) -> None:
+    a, b = make(mlp, **SMALL)
+
+    def fails() -> bool:
+        handle = raising(a.model, layer, error)
+        with pytest.raises(type(error)):
+            a.run(ONE)
+        handle.remove()
+        return a.manager.should_commit()
+
+    def waits() -> bool:
+        b.run(TWO)
+        return b.manager.should_commit()
+
+    began_at = time.monotonic()
+    assert together(fails, waits) == [False, False]
+    check("a step whose backward pass was ended", time.monotonic() - began_at, 5.0)
+    assert "not finished" in str(a.manager.errored())
+    together(*(group.model.zero_grad for group in (a, b)))
+    together(*(group.manager.start_quorum for group in (a, b)))
+    together(lambda: a.run(ONE), lambda: b.run(TWO))
+    assert together(a.manager.should_commit, b.manager.should_commit) == [True, True]
+    assert_gradients(a, expected(mlp, ONE, TWO))
+    assert_gradients(b, expected(mlp, ONE, TWO))
+
+
+def test_an_interrupt_while_the_sums_are_waited_for_discards_the_step(
+    make: Callable[..., list[Group]],
+) -> None:
+    a, b = make(mlp)
+    came = threading.Event()
+
+    def interrupts(phase: Any, step: int) -> None:
+        came.set()
+        raise KeyboardInterrupt
+
+    a.manager._step.on_phase = interrupts
+
+    def fails() -> bool:
+        with pytest.raises(KeyboardInterrupt):
+            a.run(ONE)  # the other group has not begun, so this one waits
+        a.manager._step.on_phase = lambda phase, step: None
+        return a.manager.should_commit()
+
+    def comes_late() -> bool:
+        assert came.wait(20)
+        b.run(TWO)
+        return b.manager.should_commit()
+
+    assert together(fails, comes_late)[0] is False
+    assert "not finished" in str(a.manager.errored())
+
+
+def test_a_graph_is_used_twice(make: Callable[..., list[Group]]) -> None:
+    a, b = make(mlp, **SMALL)
+
+    def twice(group: Group, batch: torch.Tensor) -> None:
+        loss = group.parallel(batch).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    together(lambda: twice(a, ONE), lambda: twice(b, TWO))
+    wanted = [2 * grad for grad in expected(mlp, ONE, TWO)]
+    assert_gradients(a, wanted)
+    assert_gradients(b, wanted)
+    assert together(a.manager.should_commit, b.manager.should_commit) == [True, True]
+
+
+def test_a_graph_is_not_used_again_in_a_step_that_has_begun_to_sum(
+    make: Callable[..., list[Group]],
+) -> None:
+    a, b = make(mlp, **SMALL)
+
+    def fails() -> bool:
+        loss = a.parallel(ONE).sum()
+        handle = raising(a.model, "0", ZeroDivisionError())
+        with pytest.raises(ZeroDivisionError):
+            loss.backward(retain_graph=True)
+        handle.remove()
+        loss.backward()
+        return a.manager.should_commit()
+
+    def waits() -> bool:
+        b.run(TWO)
+        return b.manager.should_commit()
+
+    assert together(fails, waits) == [False, False]
+    assert "not finished" in str(a.manager.errored())
+
+
+def test_a_pass_that_summed_nothing_may_be_tried_again(make: Callable[..., list[Group]]) -> None:
+    a, b = make(mlp, **SMALL)
+
+    def tries_again() -> bool:
+        loss = a.parallel(ONE).sum()
+        handle = raising(a.model, "4", ZeroDivisionError())
+        with pytest.raises(ZeroDivisionError):
+            loss.backward(retain_graph=True)
+        handle.remove()
+        a.model.zero_grad()
+        loss.backward()
+        return a.manager.should_commit()
+
+    def waits() -> bool:
+        b.run(TWO)
+        return b.manager.should_commit()
+
+    assert together(tries_again, waits) == [True, True]
+    assert_gradients(a, expected(mlp, ONE, TWO))
+
+
+def test_a_pass_that_was_ended_does_not_spoil_the_next_step(
+    make: Callable[..., list[Group]],
+) -> None:
+    a, b = make(mlp, **SMALL)
+
+    def fails() -> bool:
+        handle = raising(a.model, "0", ZeroDivisionError())
+        with pytest.raises(ZeroDivisionError):
+            a.run(ONE)
+        handle.remove()
+        a.model.zero_grad()
+        return follows(a, ONE)
+
+    def follows(group: Group, batch: torch.Tensor) -> bool:
+        group.manager.start_quorum()
+        group.manager.allreduce(torch.ones(1)).wait()
+        group.run(batch)
+        return group.manager.should_commit()
+
+    def waits() -> bool:
+        b.run(TWO)
+        b.manager.should_commit()
+        b.model.zero_grad()
+        return follows(b, TWO)
+
+    assert together(fails, waits) == [True, True]
+    assert_gradients(b, expected(mlp, ONE, TWO))
+
+
+def test_a_sum_of_one_s_own_in_a_backward_pass_that_was_ended(
+    make: Callable[..., list[Group]],
+) -> None:
+    """As torch's wrapper over a managed group launches them, and FSDP's hook."""
+    a, b = make(mlp)
+    weights = [group.model.get_submodule("4").get_parameter("weight") for group in (a, b)]
+    for group, weight in zip((a, b), weights, strict=True):
+        weight.register_hook(lambda grad, run=group.manager.allreduce: run(grad).wait() and None)
+
+    def fails() -> bool:
+        handle = raising(a.model, "0", ZeroDivisionError())
+        with pytest.raises(ZeroDivisionError):
+            a.model(ONE).sum().backward()
+        handle.remove()
+        a.parallel = None  # type: ignore[assignment]
+        return a.manager.should_commit()
+
+    def waits() -> bool:
+        b.model(TWO).sum().backward()
+        return b.manager.should_commit()
+
+    together(fails, waits)
+    assert "not finished" in str(a.manager.errored())

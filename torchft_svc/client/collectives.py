@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.distributed import ReduceOp
 
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.reduction import Reduction
 from torchft_svc.client.watchdog import Watchdog
-from torchft_svc.errors import ConfigError, TorchFTError
+from torchft_svc.errors import ConfigError, RequestRefused, TorchFTError
 
 # What a group that does not contribute puts in, so that the result is that of the others.
 _NEUTRAL = {ReduceOp.SUM: 0.0, ReduceOp.PRODUCT: 1.0}
+# What torch says where no backward pass runs.
+NO_GRAPH = -1
 
 
 class Collectives:
@@ -39,6 +43,7 @@ class Collectives:
         self._latch = latch
         self._epoch = 0
         self._outstanding: list[Reduction] = []
+        self._passes: set[int] = set()  # in which something was launched, and which go on
         self.launched = False
 
     def begin(self, epoch: int) -> None:
@@ -46,6 +51,7 @@ class Collectives:
         self._epoch = epoch
         self.launched = False
         self._outstanding = []
+        self._passes = set()
 
     def launch(
         self, tensor: torch.Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM
@@ -56,6 +62,7 @@ class Collectives:
         """
         epoch = self._epoch
         self.launched = True
+        self._note_pass()
         options = dist.AllreduceOptions()
         options.reduceOp = op  # type: ignore[assignment]
         try:
@@ -75,11 +82,35 @@ class Collectives:
         self._outstanding.append(reduction)
         return reduction
 
+    def unfinished(self) -> Exception | None:
+        """Why the step's sums are not all there: a backward pass that launched some has not ended.
+
+        It was ended by an exception: this group's gradients are in some of its sums only.
+        """
+        return unfinished_pass() if self._passes else None
+
+    def _note_pass(self) -> None:
+        """Whoever launches, be it torch's own wrapper: the pass in which that happens must end."""
+        graph = torch._C._current_graph_task_id()
+        if graph != NO_GRAPH and graph not in self._passes:
+            self._passes.add(graph)
+            Variable._execution_engine.queue_callback(  # called if the pass ends well
+                functools.partial(self._passes.discard, graph)
+            )
+
     def finish(self) -> None:
         """Wait for everything that was launched in this step."""
         for reduction in self._outstanding:
             reduction.wait()
         self._outstanding = []
+
+
+def unfinished_pass() -> RequestRefused:
+    """The error of a step with a backward pass that an exception has ended."""
+    return RequestRefused(
+        "a backward pass of this step was not finished: after an exception in it begin another "
+        "step with zero_grad"
+    )
 
 
 def neutral_element(op: ReduceOp.RedOpType, dtype: torch.dtype) -> float | int:

@@ -24,7 +24,7 @@ from torchft_svc.client.config import (
 )
 from torchft_svc.client.deadlines import guard_future
 from torchft_svc.client.process_groups.base import ProcessGroup
-from torchft_svc.client.reduction import Reduction
+from torchft_svc.client.reduction import Reducing, Reduction
 from torchft_svc.client.rounds import RoundRequest, RoundRules, SharedStep
 from torchft_svc.client.runtime import Brought, Runtime, start_runtime
 from torchft_svc.client.state import DEFAULT_KEY, StateRegistry
@@ -243,6 +243,13 @@ class Manager:
     def launch_sum(self, tensor: torch.Tensor) -> Reduction | None:
         """Start summing ``tensor`` in place over all groups; None: that failed, and is latched."""
         return self._stepper.launch_sum(tensor)
+
+    def register_reducer(self, reducer: Reducing) -> None:
+        """Ask ``reducer`` before each vote whether its backward pass was finished.
+
+        For those who build their own wrapper of a model. It is not kept alive.
+        """
+        self._stepper.add_reducer(reducer)
 
     def has_fresh_step(self) -> bool:
         """Whether a step is under way in which nothing was reduced yet."""

@@ -12,14 +12,13 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from torchft_svc.client.buckets import Bucket
+from torchft_svc.client.collectives import NO_GRAPH, unfinished_pass
 from torchft_svc.client.reduction import Reduction
 from torchft_svc.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
 
-# What torch says where no backward pass runs.
-_NO_GRAPH = -1
 _TOO_LATE = (
     "a parameter that is used inside a reentrant checkpoint and outside of it got a gradient after "
     "its sum had begun; give torch.utils.checkpoint use_reentrant=False"
@@ -31,8 +30,9 @@ class Reducer:
 
     ``hands_out``: gradients become views of the buckets' memory instead of copies.
 
-    Nothing here raises into the backward pass: what fails is latched by the manager, and the rest
-    of the step's sums are left out.
+    No failed sum raises into the backward pass: what fails is latched by the manager, and the rest
+    of the step's sums are left out. A pass that an exception ends stays open until `settle`, which
+    the manager calls before each vote.
     """
 
     def __init__(self, manager: Manager, buckets: list[Bucket], *, hands_out: bool) -> None:
@@ -44,7 +44,8 @@ class Reducer:
         self._failed = False
         self._missing: list[int] = []
         self._next = 0
-        self._graph = _NO_GRAPH
+        self._graph = NO_GRAPH
+        self._pass: weakref.ref[_Pass] | None = None
         self._is_nested = False
         self._arrived: set[int] = set()
         self._reductions: list[Reduction] = []
@@ -56,17 +57,30 @@ class Reducer:
             for index, bucket in enumerate(buckets)
             for parameter in bucket.parameters
         ]
+        manager.register_reducer(self)
 
     def prepare(self) -> None:
         """A forward pass begins; a backward pass that an exception ended is cleaned up."""
-        if not self._active or _runs_backward():  # there it computes again what was not kept
-            return
-        began = self._next > 0
-        self._end(completed=False)
-        if began and not self._manager.has_fresh_step():
-            self._manager.report_error(
-                RuntimeError("a backward pass of this step was not finished")
-            )
+        if not _runs_backward():  # there it computes again what was not kept
+            self._give_up_broken()
+
+    def settle(self) -> Exception | None:
+        """See `Reducing.settle`; memory that an operation may still write to is given up."""
+        if not self._active:
+            return None
+        for bucket in self._buckets[: self._next]:
+            bucket.renew()
+        self._reductions = []
+        self._active = False
+        return unfinished_pass()
+
+    def _give_up_broken(self) -> None:
+        """If an exception has ended the pass, another may begin unless sums were launched: what it
+        would sum is not what the other groups do."""
+        if self._active and (self._pass is None or self._pass() is None):
+            error = self.settle()
+            if error is not None and not self._manager.has_fresh_step():
+                self._manager.report_error(error)
 
     def watch(self, outputs: Any) -> None:
         """The pass begins where ``outputs`` get their gradients, and ends with that graph.
@@ -94,15 +108,20 @@ class Reducer:
 
         def hook(_: torch.Tensor) -> None:
             listener = reducer()
-            if listener is not None and listener.enabled and not listener._active:
-                listener._begin()
+            if listener is not None and listener.enabled:
+                listener._give_up_broken()
+                if not listener._active:
+                    listener._begin()
 
         return hook
 
     def _count_down(self, index: int, parameter: int) -> None:
+        graph = torch._C._current_graph_task_id()
+        if graph != self._graph:
+            self._give_up_broken()
         if not self._active:
             self._begin()
-        if torch._C._current_graph_task_id() != self._graph:
+        elif graph != self._graph:
             self._is_nested = True  # a parameter may get more than one gradient: sum in the end
         if parameter in self._arrived:
             if index < self._next:
@@ -121,7 +140,10 @@ class Reducer:
         self._arrived = set()
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         self._next = 0
-        Variable._execution_engine.queue_callback(self._finish)
+        self._reductions = []
+        running = _Pass(self._finish)
+        self._pass = weakref.ref(running)
+        Variable._execution_engine.queue_callback(running)
 
     def _launch_full(self) -> None:
         """Launch the full buckets that are next in the order which all groups keep."""
@@ -147,33 +169,32 @@ class Reducer:
         self._reductions.append(reduction)
 
     def _finish(self) -> None:
-        """The backward pass is over: parameters that it did not use count as zero."""
-        if not self._active:
-            return
-        try:
-            while self._next < len(self._buckets):
-                self._launch_next()
-            self._end(completed=True)
-        except BaseException:
-            self._end(completed=False)
-            raise
+        """The backward pass is over: parameters that it did not use count as zero.
 
-    def _end(self, *, completed: bool) -> None:
-        """Take the averages; memory that an operation may still write to is given up."""
-        self._active = False
-        reductions, self._reductions = self._reductions, []
-        if not completed:  # an interrupt may have come before the last one was noted
-            for bucket in self._buckets[: self._next]:
-                bucket.renew()
-            return
-        for bucket, reduction in zip(self._buckets, reductions, strict=False):
+        An interrupt in here leaves the pass open, as one in the pass does.
+        """
+        while self._next < len(self._buckets):
+            self._launch_next()
+        for bucket, reduction in zip(self._buckets, self._reductions, strict=False):
             if not reduction.wait():
                 bucket.renew()
             elif self._hands_out:
                 bucket.hand_out()
             else:
                 bucket.copy_out()
+        self._reductions = []
+        self._active = False
+
+
+class _Pass:
+    """Called at the end of a backward pass; dropped by torch if an exception ends that."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+
+    def __call__(self) -> None:
+        self._on_end()
 
 
 def _runs_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != _NO_GRAPH)
+    return bool(torch._C._current_graph_task_id() != NO_GRAPH)

@@ -5,13 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from torchft_svc.client.process_groups.meeting import SLICE_S
 from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
+
+
+class Reducing(Protocol):
+    """Sums gradients in a step's backward pass; a manager knows all that sum with it."""
+
+    def settle(self) -> Exception | None:
+        """The step ends: give up a backward pass that was not finished, and tell if there was one.
+
+        To be called on the training thread, outside of a backward pass.
+        """
 
 
 class Reduction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed import ReduceOp
 from torchft_svc.client.averages import Averages
 from torchft_svc.client.background import BackgroundThread, Task
 from torchft_svc.client.membership import Membership
-from torchft_svc.client.reduction import Reduction
+from torchft_svc.client.reduction import Reducing, Reduction
 from torchft_svc.client.rounds import (
     Links,
     Round,
@@ -58,6 +59,7 @@ class Stepper:
             self._tell_wait,
             links.watchdog,
         )
+        self._reducers: list[weakref.ref[Reducing]] = []
         self._round: Round | None = None
         self._task: Task | None = None
 
@@ -71,6 +73,8 @@ class Stepper:
     def start(self, request: RoundRequest) -> None:
         """See `Manager.start_quorum`."""
         self._wait_for_task()
+        for reducer in self.reducers():  # what they left unfinished ends with its step
+            reducer.settle()
         self._give_up()
         with self._step.changing() as machine:
             epoch = machine.start()
@@ -139,6 +143,17 @@ class Stepper:
         """See `Manager.launch_sum`."""
         return self._averages.collectives.launch(tensor)
 
+    def add_reducer(self, reducer: Reducing) -> None:
+        """See `Manager.register_reducer`."""
+        self.reducers()
+        self._reducers.append(weakref.ref(reducer))
+
+    def reducers(self) -> list[Reducing]:
+        """Those that are registered and alive, in the order in which they were registered."""
+        living = [(ref, reducer) for ref in self._reducers if (reducer := ref()) is not None]
+        self._reducers = [ref for ref, _ in living]
+        return [reducer for _, reducer in living]
+
     def is_fresh(self) -> bool:
         """See `Manager.has_fresh_step`."""
         begun = self.state.phase not in (Phase.IDLE, Phase.VOTING)
@@ -149,6 +164,7 @@ class Stepper:
         round_ = self._current_round()
         self._wait_for_task()
         round_.check_left()
+        self._settle()
         self._averages.finish()
         self._apply_heal()
         self._protect_state()
@@ -202,6 +218,21 @@ class Stepper:
         error = None if self._round is None else self._round.error
         if isinstance(error, Unauthorized) and self._membership.quorum is None:
             raise error
+
+    def _settle(self) -> None:
+        """A backward pass that was not finished is an error of the step."""
+        problems = [reducer.settle() for reducer in self.reducers()]
+        for error in filter(None, [*problems, self._averages.collectives.unfinished()]):
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Latch ``error``, and leave: the others wait for sums that this worker will not launch.
+
+        They do so for a group that heals, or a spare, too: it sums zeros.
+        """
+        self.hear_error(error, self.state.epoch)
+        if self._links.pg.errored() is None:
+            self._links.leave_members(error)
 
     def _wait_for_task(self) -> None:
         while self._task is not None and not self._task.wait(_LOOK_S):
