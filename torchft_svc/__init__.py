@@ -10,37 +10,59 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torchft_svc.env import keep_grpc_out_of_forks, keep_grpc_quiet
+from torchft_svc.version import VERSION
 
 if TYPE_CHECKING:
     from torchft_svc.client import (
         CheckpointTransport,
         DistributedDataParallel,
         DistributedSampler,
+        ErrorSwallowingProcessGroupWrapper,
         FaultToleranceManager,
         HTTPTransport,
+        ManagedProcessGroup,
         Manager,
         Optimizer,
         OptimizerWrapper,
+        PGTransport,
         ProcessGroup,
+        ProcessGroupBabyGloo,
+        ProcessGroupBabyNCCL,
         ProcessGroupDummy,
         ProcessGroupGloo,
+        ProcessGroupNCCL,
+        ProcessGroupWrapper,
         WorldSizeMode,
+        ft_init_device_mesh,
+        replicate_across_groups,
+        sharded_state_dict,
     )
 
 __all__ = [
     "CheckpointTransport",
     "DistributedDataParallel",
     "DistributedSampler",
+    "ErrorSwallowingProcessGroupWrapper",
     "FaultToleranceManager",
     "HTTPTransport",
+    "ManagedProcessGroup",
     "Manager",
     "Optimizer",
     "OptimizerWrapper",
+    "PGTransport",
     "ProcessGroup",
+    "ProcessGroupBabyGloo",
+    "ProcessGroupBabyNCCL",
     "ProcessGroupDummy",
     "ProcessGroupGloo",
+    "ProcessGroupNCCL",
+    "ProcessGroupWrapper",
     "WorldSizeMode",
+    "ft_init_device_mesh",
+    "replicate_across_groups",
+    "sharded_state_dict",
 ]
+__version__ = VERSION
 
 
 keep_grpc_out_of_forks()  # here, because both count only before the first import of gRPC

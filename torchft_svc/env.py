@@ -19,6 +19,12 @@ _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 _MAX_PORT = 65535
 
+# Defaults of the services' flags, which click reads.
+LIGHTHOUSE_BIND_VARIABLE = "TORCHFT_LIGHTHOUSE_BIND"
+MANAGER_BIND_VARIABLE = "TORCHFT_MANAGER_BIND"
+LOG_VARIABLE = "TORCHFT_LOG"
+LOG_LEVELS = ("debug", "info", "warning", "error", "off")
+
 
 def keep_grpc_out_of_forks() -> None:
     """Have gRPC leave ``fork`` alone, unless the user has decided otherwise.

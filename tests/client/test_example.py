@@ -101,5 +101,6 @@ def test_arguments_by_position() -> None:
 
 
 def test_the_names_can_be_imported_from_the_top() -> None:
+    assert set(torchft_svc.__all__) == set(torchft_svc.client.__all__)
     for name in torchft_svc.__all__:
         assert getattr(torchft_svc, name) is getattr(torchft_svc.client, name)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 
+import click
 import pytest
 from click.testing import CliRunner
-from running import command
+from running import CALL_S, Process, command, line_to
 
+import torchft_svc
 from torchft_svc.lighthouse_server.cli import main as lighthouse
 from torchft_svc.manager_server.cli import main as manager
+from torchft_svc.proto import torchft_pb2 as pb
 
 NEEDED = ["--lighthouse=127.0.0.1:1", "--replica-name=g", "--store-address=127.0.0.1:1"]
 EXPECTED = "expected host:port, :port or [ipv6]:port, such as lighthouse.example:29510"
@@ -39,8 +43,8 @@ def taken() -> Iterator[str]:
             ["--heartbeat-timeout-ms=0"],
             "heartbeat_timeout_s=0 cannot work: every group would be dead at once",
         ),
-        ([f"--join-timeout-ms={10**400}"], "is not in the range x<=2073600000"),
-        (["--hang-timeout-ms=2073600001"], "is not in the range x<=2073600000"),
+        ([f"--join-timeout-ms={10**400}"], "use 2073600000 (24 days) at most"),
+        (["--hang-timeout-ms=2073600001"], "use 2073600000 (24 days) at most"),
         (["--on-step-regression=maybe"], "'maybe' is not one of 'auto', 'hold', 'warn'."),
         (["--leader-election=zk://a:1/x"], "use etcd://host:2379[,host:2379][/prefix], or etcds"),
         (["--leader-election=etcd://a:1/x", "--etcd-ca=/none"], "TORCHFT_ETCD_CA='/none' cannot"),
@@ -71,7 +75,7 @@ def test_a_mistake_on_the_lighthouses_command_line(flags: list[str], sentence: s
         ([*NEEDED, "--nonsense"], "No such option '--nonsense'."),
         ([*NEEDED, "--lighthouse=:1"], f"address ':1': has no host; {EXPECTED}"),
         ([*NEEDED, "--store-address=x"], f"address 'x': has no port; {EXPECTED}"),
-        ([*NEEDED, f"--connect-timeout-ms={10**12}"], "is not in the range x<=2073600000"),
+        ([*NEEDED, f"--connect-timeout-ms={10**12}"], "use 2073600000 (24 days) at most"),
         ([*NEEDED, "--group-world-size=0"], "group_world_size=0 cannot work: use 1 to 1000000"),
         ([*NEEDED, "--replica-name="], "replica_name='' cannot work: use 1 to 219 printable"),
         ([*NEEDED, "--replica-name=a\nb"], "replica_name='a\\nb' cannot work"),
@@ -94,10 +98,59 @@ def test_a_mistake_on_the_managers_command_line(flags: list[str], sentence: str)
 
 
 @pytest.mark.parametrize("main", [lighthouse, manager])
-def test_every_flag_has_both_spellings(main: object) -> None:
-    for parameter in main.params:  # type: ignore[attr-defined]
-        spellings = {name.lstrip("-") for name in parameter.opts}
-        assert {name.replace("-", "_") for name in spellings} <= spellings
+def test_underscores_work_and_the_help_shows_dashes(main: click.Command) -> None:
+    shown = CliRunner().invoke(main, ["--help"]).output
+    assert not re.search(r"--[a-z-]+_", shown)
+    for parameter in main.params:
+        for name in parameter.opts:
+            flag = "--" + name[2:].replace("-", "_")
+            told = CliRunner().invoke(main, [flag, "--nonsense"]).output
+            assert f"No such option '{flag}'" not in told, told
+
+
+def test_orders_take_underscores_too() -> None:
+    flags = ["status", "--job_id=x", "--lighthouse=127.0.0.1:1"]
+    told = CliRunner().invoke(lighthouse, flags)
+    assert (told.exit_code, "cannot be reached" in told.output) == (1, True)
+
+
+@pytest.mark.parametrize("main", [lighthouse, manager])
+def test_the_help_tells_defaults_in_words(main: click.Command) -> None:
+    shown = CliRunner().invoke(main, ["--help"]).output
+    for riddle in ("none ever", "x<=", "RANGE", "None"):
+        assert riddle not in shown
+
+
+@pytest.mark.parametrize(("main", "name"), [(lighthouse, "lighthouse"), (manager, "manager")])
+def test_the_version(main: click.Command, name: str) -> None:
+    told = CliRunner().invoke(main, ["--version"], prog_name=name)
+    assert (told.exit_code, told.output) == (0, f"{name} {torchft_svc.__version__}\n")
+
+
+@pytest.mark.processes
+def test_a_lighthouse_is_set_up_by_its_environment() -> None:
+    variables = {"TORCHFT_LIGHTHOUSE_BIND": "127.0.0.1:0", "TORCHFT_MIN_REPLICAS": "7"}
+    with Process("lighthouse_server", **variables) as process, line_to(process.address) as line:
+        line.beat("a:1")
+        asked = line.call("LighthouseService/Status", pb.LighthouseStatusRequest(), CALL_S, None)
+        assert [job.min_replicas for job in asked.result().jobs] == [7]
+
+
+@pytest.mark.parametrize(
+    ("main", "flags", "variable"),
+    [
+        (lighthouse, ["--max-jobs=0"], "TORCHFT_LIGHTHOUSE_BIND"),  # no service is started here
+        (manager, [*NEEDED, "--owner-pid=0"], "TORCHFT_MANAGER_BIND"),
+        (lighthouse, ["--max-jobs=0"], "TORCHFT_MIN_REPLICAS"),
+        (lighthouse, ["--max-jobs=0"], "TORCHFT_LOG"),
+    ],
+)
+def test_a_mistake_in_the_environment_is_named(
+    main: click.Command, flags: list[str], variable: str
+) -> None:
+    told = CliRunner(env={variable: "nonsense"}).invoke(main, flags)
+    assert told.exit_code == 2
+    assert variable in told.output
 
 
 @pytest.mark.processes

@@ -7,19 +7,39 @@ import asyncio
 import click
 
 from torchft_svc.core.types import QuorumConfig
+from torchft_svc.env import LIGHTHOUSE_BIND_VARIABLE
 from torchft_svc.errors import UsageError
 from torchft_svc.lighthouse_server.app import run_lighthouse
 from torchft_svc.lighthouse_server.election import Election, election_options
 from torchft_svc.lighthouse_server.orders import ORDERS
 from torchft_svc.rpc.address import HostPort
-from torchft_svc.rpc.cli import MILLISECONDS, Address, option, run, security_options
+from torchft_svc.rpc.cli import (
+    MILLISECONDS,
+    Address,
+    log_level_option,
+    option,
+    run,
+    security_options,
+)
 from torchft_svc.rpc.commands import ServiceCommand
 from torchft_svc.rpc.security import Security
 
 
 @click.command(cls=ServiceCommand, orders=ORDERS, context_settings={"show_default": True})
-@option("--bind", type=Address(may_bind=True), default=":29510", help="Address to listen on.")
-@option("--min-replicas", type=int, default=1, help="Fewest groups that make a quorum.")
+@option(
+    "--bind",
+    type=Address(may_bind=True),
+    envvar=LIGHTHOUSE_BIND_VARIABLE,
+    default=":29510",
+    help="Address to listen on.",
+)
+@option(
+    "--min-replicas",
+    type=int,
+    envvar="TORCHFT_MIN_REPLICAS",
+    default=1,
+    help="Fewest groups that make a quorum.",
+)
 @option(
     "--join-timeout-ms",
     type=MILLISECONDS,
@@ -30,13 +50,15 @@ from torchft_svc.rpc.security import Security
     "--heal-timeout-ms",
     type=MILLISECONDS,
     default=None,
-    help="The same, for a living one that downloads the state.  [default: join timeout]",
+    show_default="the join timeout",
+    help="The same, for a living one that downloads the state.",
 )
 @option(
     "--startup-timeout-ms",
     type=MILLISECONDS,
     default=None,
-    help="The same, for groups new to the job in a cold start.  [default: join timeout]",
+    show_default="the join timeout",
+    help="The same, for groups new to the job in a cold start.",
 )
 @option(
     "--heartbeat-timeout-ms",
@@ -55,8 +77,8 @@ from torchft_svc.rpc.security import Security
     "--hang-timeout-ms",
     type=MILLISECONDS,
     default=None,
-    help="A group whose step stands still for so long, while it trains or votes, has hung.  "
-    "[default: none ever has]",
+    show_default="off",
+    help="A group whose step stands still for so long, while it trains or votes, has hung.",
 )
 @option(
     "--on-hang",
@@ -67,13 +89,8 @@ from torchft_svc.rpc.security import Security
 )
 @option("--max-jobs", type=int, default=1000, help="Most jobs that are served at a time.")
 @option("--max-members-per-job", type=int, default=20_000, help="Most groups that a job may have.")
-@option("--quorum-tick-ms", type=int, default=None, help="Accepted and ignored: nothing polls.")
-@option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="info",
-    help="What to log, to stderr.",
-)
+@option("--quorum-tick-ms", type=int, default=None, hidden=True)
+@log_level_option
 @election_options
 @security_options
 def main(

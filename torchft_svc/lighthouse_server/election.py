@@ -56,8 +56,9 @@ def election_options(main: Callable[..., None]) -> Callable[..., None]:
     @option(
         "--advertise",
         default=None,
-        help="Address under which managers reach this lighthouse, if it leads.  [default: bound "
-        "one]",
+        metavar="HOST:PORT",
+        show_default="the bound one",
+        help="Address under which managers reach this lighthouse, if it leads.",
     )
     @option("--etcd-ca", help="CA that signs etcd's certificates, PEM.  [env: TORCHFT_ETCD_CA]")
     @option("--etcd-cert", help="Certificate to show to etcd, PEM.  [env: TORCHFT_ETCD_CERT]")

@@ -40,7 +40,9 @@ _reason = option("--reason", default="", help="Told to the group, and logged.")
 
 @click.command()
 @_lighthouse
-@option("--job-id", envvar="TORCHFT_JOB_ID", default="", help="The training run.  [default: all]")
+@option(
+    "--job-id", envvar="TORCHFT_JOB_ID", default="", show_default="all", help="The training run."
+)
 @click.option("--all", "show_all", is_flag=True, help="Show all groups, however many.")
 @click.option("--json", "as_json", is_flag=True, help="Show everything, as JSON.")
 @security_options

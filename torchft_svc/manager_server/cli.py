@@ -9,6 +9,7 @@ import logging
 import click
 
 from torchft_svc.core.types import DEFAULT_JOB
+from torchft_svc.env import MANAGER_BIND_VARIABLE
 from torchft_svc.errors import UsageError
 from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
@@ -16,7 +17,15 @@ from torchft_svc.manager_server.life import show_life
 from torchft_svc.manager_server.orders import ORDERS
 from torchft_svc.manager_server.owner import end_owner, watch_owner
 from torchft_svc.rpc.address import HostPort
-from torchft_svc.rpc.cli import MILLISECONDS, Address, Addresses, option, run, security_options
+from torchft_svc.rpc.cli import (
+    MILLISECONDS,
+    Address,
+    Addresses,
+    log_level_option,
+    option,
+    run,
+    security_options,
+)
 from torchft_svc.rpc.commands import ServiceCommand
 from torchft_svc.rpc.security import Security
 
@@ -44,12 +53,18 @@ log = logging.getLogger(__name__)
     required=True,
     help="Address of the group's TCPStore, as other groups reach it.",
 )
-@option("--bind", type=Address(may_bind=True), default=":29512", help="Address to listen on.")
+@option(
+    "--bind",
+    type=Address(may_bind=True),
+    envvar=MANAGER_BIND_VARIABLE,
+    default=":29512",
+    help="Address to listen on.",
+)
 @option(
     "--advertise-host",
     default=None,
-    help="Host under which other groups reach this manager.  [default: the one that the route "
-    "to the lighthouse leaves from]",
+    show_default="the one that the route to the lighthouse leaves from",
+    help="Host under which other groups reach this manager.",
 )
 @option(
     "--heartbeat-interval-ms", type=MILLISECONDS, default=100, help="Time between signs of life."
@@ -72,19 +87,14 @@ log = logging.getLogger(__name__)
     type=int,
     envvar="TORCHFT_MIN_REPLICAS",
     default=0,
-    help="Fewest groups that the job trains with: the largest that its groups tell; 0: as the "
-    "lighthouse says.",
+    show_default="as the lighthouse says",
+    help="Fewest groups that the job trains with: the largest that its groups tell.",
 )
 @option(
     "--owner-pid", type=int, default=None, help="Process to die with; a Kill request ends it too."
 )
 @option("--life-descriptor", type=int, default=None, hidden=True)  # see `show_life`
-@option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="info",
-    help="What to log, to stderr.",
-)
+@log_level_option
 @security_options
 def main(
     lighthouse: str,

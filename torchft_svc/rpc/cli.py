@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import click
 import uvloop
 
-from torchft_svc.core.durations import MAX_DURATION_MS
-from torchft_svc.env import Environment
+from torchft_svc.core.durations import MAX_DURATION_MS, MAX_DURATION_S
+from torchft_svc.env import LOG_LEVELS, LOG_VARIABLE, Environment
 from torchft_svc.errors import UsageError
 from torchft_svc.rpc.address import HostPort, parse_address, split_addresses
 from torchft_svc.rpc.log_limit import LimitedLog
@@ -27,16 +27,23 @@ MAX_DESCRIPTORS = 32_768
 # By which an owner ends its service: nobody else sends this one.
 STOP_SIGNAL = signal.SIGUSR1
 
-# What is below zero is refused where it is known what it means.
-MILLISECONDS = click.IntRange(max=MAX_DURATION_MS)
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def option(name: str, **attrs: Any) -> Callable[[F], F]:
-    """A click option that is also known with underscores, as in the public release's scripts."""
-    spellings = [name, "--" + name[2:].replace("-", "_")]
-    return click.option(*sorted(set(spellings)), **attrs)
+    """A click option; its help tells which environment variable counts where it is not given."""
+    return click.option(name, **{"show_envvar": True, **attrs})
+
+
+def log_level_option(main: F) -> F:
+    """The flag for what a service logs, handed to ``main`` as ``log_level``."""
+    return option(
+        "--log-level",
+        type=click.Choice(LOG_LEVELS, case_sensitive=False),
+        envvar=LOG_VARIABLE,
+        default="info",
+        help="What to log, to stderr.",
+    )(main)
 
 
 def security_options(main: Callable[..., None]) -> Callable[..., None]:
@@ -79,6 +86,22 @@ def security_options(main: Callable[..., None]) -> Callable[..., None]:
         main(security=security, **others)
 
     return secured
+
+
+class _Milliseconds(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since 8.4
+    """A whole number; one below zero is refused where it is known what it means."""
+
+    name = "ms"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number: int = click.INT.convert(value, param, ctx)
+        if number > MAX_DURATION_MS:
+            days = MAX_DURATION_S / 86_400
+            self.fail(f"use {MAX_DURATION_MS} ({days:g} days) at most", param, ctx)
+        return number
+
+
+MILLISECONDS = _Milliseconds()
 
 
 class Addresses(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since 8.4
@@ -124,7 +147,7 @@ def run(
     send them to a trainer's children too, and it is the trainer that decides when they stop.
     """
     logging.basicConfig(
-        level=log_level.upper(),
+        level=logging.CRITICAL + 1 if log_level == "off" else log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
         handlers=[LimitedLog()],
     )

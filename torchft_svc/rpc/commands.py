@@ -16,6 +16,7 @@ from torchft_svc.rpc.codec import JOB_KEY
 from torchft_svc.rpc.route import Route
 from torchft_svc.rpc.security import Security
 from torchft_svc.rpc.status import to_error
+from torchft_svc.version import VERSION
 
 # An operator waits for so long for each address.
 ASK_TIMEOUT_S = 5.0
@@ -26,12 +27,14 @@ Answer = TypeVar("Answer", bound=Message)
 class ServiceCommand(click.Command):
     """A command that runs a service; an order as the first word asks one that runs instead.
 
-    A click group would want the service's own required options before each order.
+    A click group would want the service's own required options before each order. Options may be
+    written with underscores, too, as in the public release's scripts.
     """
 
     def __init__(self, *args: Any, orders: Sequence[click.Command], **attrs: Any) -> None:
         super().__init__(*args, **attrs)
         self._orders = {order.name: order for order in orders}
+        self.params.append(_version_option())
 
     def make_context(
         self,
@@ -40,6 +43,7 @@ class ServiceCommand(click.Command):
         parent: click.Context | None = None,
         **extra: Any,
     ) -> click.Context:
+        extra.setdefault("token_normalize_func", _with_dashes)
         order = self._orders.get(args[0]) if args else None
         if order is None:
             return super().make_context(info_name, args, parent, **extra)
@@ -51,8 +55,28 @@ class ServiceCommand(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Instead of the options, to one that runs"):
             formatter.write_dl(
-                [(str(name), order.get_short_help_str()) for name, order in self._orders.items()]
+                [(str(name), order.get_short_help_str(60)) for name, order in self._orders.items()]
             )
+
+
+def _version_option() -> click.Option:
+    def show(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
+        if is_given and not ctx.resilient_parsing:
+            click.echo(f"{ctx.info_name} {VERSION}")
+            ctx.exit()
+
+    return click.Option(
+        ["--version"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Show the version and exit.",
+    )
+
+
+def _with_dashes(word: str) -> str:
+    return word.replace("_", "-")
 
 
 def ask(
