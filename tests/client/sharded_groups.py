@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,13 +29,14 @@ class Cluster:
     layout: str
     num_workers: int
     device: str
+    quorum_timeout_s: float = 40.0
     groups: list[Group] = field(default_factory=list)
 
     def start(self, name: str) -> Group:
         group = Group(
             name=name,
             run=sharded_trainer.run,
-            arguments=(self.layout, self.folder / name, self.device),
+            arguments=(self.layout, self.folder / name, self.device, self.quorum_timeout_s),
             num_workers=self.num_workers,
             log=self.folder / f"{name}.log",
             lighthouse=self.lighthouse,
@@ -45,6 +48,10 @@ class Cluster:
         path = self.folder / name
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
+
+    def log(self, name: str) -> str:
+        path = self.folder / f"{name}.log"
+        return path.read_text() if path.exists() else ""
 
     def last_step(self, name: str) -> int:
         return max((line["step"] for line in self.told(name)), default=0)
@@ -84,3 +91,29 @@ def heal_part_by_part(folder: Path, layout: str, num_workers: int, device: str =
     assert all(hashes["a"][key] == hashes["b"][key] for key in common)
     assert {rank for step, rank in common if step > killed_at} == set(range(num_workers))
     assert cluster.told("a")[-1]["loss"] < cluster.told("a")[0]["loss"]
+
+
+def pause_a_worker(folder: Path, group_rank: int, *, as_a_whole: bool) -> None:
+    """One of two workers pauses before it asks for a quorum, for longer than its fellow waits.
+
+    The fellow goes on with the step, and waits for it in FSDP's collectives: assert that both train
+    on, in the same processes.
+    """
+    quorum_timeout_s = 40.0 if as_a_whole else 3.0  # a frozen worker is missed after 4 s
+    with lighthouse_process("--min-replicas=1") as lighthouse:
+        cluster = Cluster(lighthouse.address, folder, "fsdp", 2, "cpu", quorum_timeout_s)
+        with ending(cluster.groups):
+            worker = cluster.start("a").workers[group_rank]
+            eventually(lambda: cluster.last_step("a") > 3, WITHIN_S, "no start")
+            os.kill(worker.pid, signal.SIGUSR2 if as_a_whole else signal.SIGUSR1)
+            reason = "is gone" if as_a_whole else "gave up waiting"
+            eventually(
+                lambda: "cannot be committed" in cluster.log("a"), WITHIN_S, "it was not missed"
+            )
+            before = len(cluster.told("a"))
+            os.kill(worker.pid, signal.SIGCONT)
+            eventually(
+                lambda: len(cluster.told("a")) > before + 10, WITHIN_S, "the group trains no more"
+            )
+            assert reason in cluster.log("a")
+            assert len({line["pid"] for line in cluster.told("a")}) == 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
+import time
 import zlib
 from datetime import timedelta
 from pathlib import Path
@@ -118,13 +120,36 @@ def fingerprint(state: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def run(layout: str, file: Path, device: str) -> None:
+class Pauses:
+    """Between two steps, when a signal has asked for it: SIGUSR1 for a pause of the main thread
+    alone, SIGUSR2 for one of the whole process, until SIGCONT."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._due: int | None = None
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _: object) -> None:
+        self._due = number
+
+    def take(self) -> None:
+        due, self._due = self._due, None
+        if due == signal.SIGUSR1:
+            time.sleep(self._seconds)
+        elif due == signal.SIGUSR2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def run(layout: str, file: Path, device: str, quorum_timeout_s: float = 40.0) -> None:
     """Train until this process is ended.
 
     ``layout``: ``fsdp``, ``hsdp`` or ``fsdp+tp``. ``device``: ``cpu`` (gloo) or ``cuda`` (NCCL, and
     all workers of all groups are on one device). Appends to ``file`` one JSON object for every
     committed step, with a hash of this worker's part of the weights and of the optimizer's state.
+    A pause takes longer than ``quorum_timeout_s``.
     """
+    pauses = Pauses(2 * quorum_timeout_s)
     on_gpu = device == "cuda"
     if on_gpu:
         # NCCL refuses two workers on one device of one host, so each names a host of its own.
@@ -148,8 +173,9 @@ def run(layout: str, file: Path, device: str) -> None:
         state_dict=save,
         load_state_dict=load,
         hostname="127.0.0.1",
-        timeout=TIMEOUT,
-        quorum_timeout=timedelta(seconds=40),
+        timeout=min(TIMEOUT, timedelta(seconds=quorum_timeout_s)),
+        connect_timeout=min(TIMEOUT, timedelta(seconds=quorum_timeout_s)),
+        quorum_timeout=timedelta(seconds=quorum_timeout_s),
     )
     build(model, manager, layout, device)
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -158,6 +184,7 @@ def run(layout: str, file: Path, device: str) -> None:
     # Workers that share tensors share their data.
     data_rank = rank // TENSOR_PARALLEL if layout == "fsdp+tp" else rank
     while True:
+        pauses.take()
         optimizer.zero_grad()
         step, group = manager.current_step(), manager.participating_rank() or 0
         for part in range(2):  # two microbatches

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .sharded_groups import LIMIT_S, heal_part_by_part
+from .sharded_groups import LIMIT_S, heal_part_by_part, pause_a_worker
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -30,3 +30,13 @@ def test_i3_a_sharded_group_heals_part_by_part(
 ) -> None:
     """Mixed precision, accumulated and clipped gradients; tensors in parallel on a 2-D mesh."""
     heal_part_by_part(tmp_path, layout, num_workers)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("as_a_whole", [False, True], ids=["its main thread", "the process"])
+@pytest.mark.parametrize("group_rank", [0, 1])
+def test_a_worker_that_pauses_for_too_long_does_not_lock_its_group(
+    tmp_path: Path, group_rank: int, as_a_whole: bool
+) -> None:
+    pause_a_worker(tmp_path, group_rank, as_a_whole=as_a_whole)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from torchft_svc.core.ended import MAX_MISSED
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     AnswerVote,
     AnswerWorker,
     LeaveLighthouse,
+    RefuseWorker,
     StopAsking,
 )
 from torchft_svc.core.requests import WorkerRequest
-from torchft_svc.errors import ConfigError, QuorumFailed, RequestRefused, Unreachable
+from torchft_svc.errors import ConfigError, QuorumFailed, RequestRefused, TorchFTError, Unreachable
 
 from .barriers import QUORUM, asks, in_round, request, vote
 from .scenes import Refused, plain
@@ -302,3 +306,122 @@ def test_two_lines_with_one_rank() -> None:
     assert group.detached(0, "y", "it was refused") == ()
     group.detached(0, "x", "killed")
     group.attached(0, "y")
+
+
+def asked_in_time(world_size: int = 2) -> Group:
+    """A group whose workers are all there, and whose rank 1 has asked (caller 11)."""
+    group = Group(world_size)
+    for rank in range(world_size):
+        group.attached(rank, f"w{rank}")
+    group.quorum_requested(numbered(1, 1), 11)
+    return group
+
+
+def refused(caller: int, error: TorchFTError) -> Refused:
+    return Refused(caller, type(error).__name__, str(error))
+
+
+def numbered(group_rank: int, question: int, **fields: Any) -> WorkerRequest:
+    return request(group_rank, worker_id=f"w{group_rank}", question=question, **fields)
+
+
+def test_a_barrier_that_failed_fails_for_the_worker_that_comes_late() -> None:
+    """Rank 1 goes on with its step, and waits for rank 0 in a collective of the group."""
+    group = asked_in_time()
+    error = QuorumFailed("group rank 1 gave up waiting")
+    assert group.withdrawn(11) == ()
+    assert plain(group.quorum_requested(numbered(0, 1), 10)) == [refused(10, error)]
+    assert group.quorum_requested(numbered(0, 2), 12) == ()
+    assert group.quorum_requested(numbered(1, 2), 13) == (asks(),)
+
+
+def test_who_comes_late_is_told_of_each_barrier_that_it_missed() -> None:
+    group = asked_in_time()
+    group.withdrawn(11)
+    group.quorum_requested(numbered(1, 2), 12)
+    gone = QuorumFailed("group rank 1 is gone: it was frozen")
+    orders = group.detached(1, "w1", "it was frozen")
+    assert plain(orders[:1]) == [refused(12, gone)]
+    errors = [QuorumFailed("group rank 1 gave up waiting"), gone]
+    for question, error in enumerate(errors, 1):
+        late = group.quorum_requested(numbered(0, question), 20 + question)
+        assert plain(late) == [refused(20 + question, error)]
+    assert group.quorum_requested(numbered(0, 3), 23) == ()
+    assert group.quorum_requested(numbered(1, 3), 24) == (asks(new_incarnation=True),)
+
+
+def test_a_frozen_worker_that_is_back_is_told_what_it_missed() -> None:
+    group = asked_in_time()
+    gone = QuorumFailed("group rank 0 is gone: no sign of life")
+    assert plain(group.detached(0, "w0", "no sign of life")[:1]) == [refused(11, gone)]
+    group.attached(0, "w0")
+    assert plain(group.quorum_requested(numbered(0, 1), 12)) == [refused(12, gone)]
+
+
+def test_a_new_worker_has_missed_nothing() -> None:
+    """It begins with its first step, whatever the one before it at its rank has missed."""
+    group = asked_in_time()
+    group.detached(0, "w0", "killed")
+    group.quorum_requested(numbered(1, 2), 12)
+    group.withdrawn(12)
+    group.attached(0, "new")
+    assert group.quorum_requested(request(0, worker_id="new", question=1), 13) == ()
+    assert group.quorum_requested(numbered(1, 3), 14) == (asks(new_incarnation=True),)
+
+
+def test_workers_that_do_not_count_their_questions_wait_as_before() -> None:
+    group = asked_in_time()
+    group.withdrawn(11)
+    assert group.quorum_requested(request(0, worker_id="w0"), 12) == ()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_question_whose_answer_was_lost_is_answered_again(fails: bool) -> None:
+    group = asked_in_time()
+    group.quorum_requested(numbered(0, 1), 10)
+    error = Unreachable("lighthouse", "l:1", "refused")
+    if fails:
+        group.quorum_failed(1, error)
+        assert plain(group.quorum_requested(numbered(0, 1), 12)) == [refused(12, error)]
+    else:
+        group.quorum_formed(1, QUORUM)
+        again = group.quorum_requested(numbered(0, 1), 12)
+        assert again == (AnswerWorker(12, numbered(0, 1), QUORUM, 1),)
+        assert group.voted(vote(1, worker_id="w1"), 13) == ()
+        both = (AnswerVote(13, True), AnswerVote(14, True))
+        assert group.voted(vote(0, worker_id="w0"), 14) == both
+
+
+def test_an_answer_that_was_lost_is_no_more_when_the_round_is_over() -> None:
+    group = asked_in_time()
+    group.quorum_requested(numbered(0, 1), 10)
+    group.quorum_formed(1, QUORUM)
+    group.quorum_requested(numbered(1, 2), 12)
+    over = QuorumFailed("group rank 1 asked for a new quorum instead of voting")
+    assert plain(group.quorum_requested(numbered(0, 1), 13)) == [refused(13, over)]
+    assert group.quorum_requested(numbered(0, 2), 14) == (asks(2),)
+
+
+def test_the_next_question_of_a_worker_ends_the_one_before_for_all() -> None:
+    """That it has given up is on its way, and later than what it asks now."""
+    group = asked_in_time(3)
+    group.quorum_requested(numbered(0, 1), 10)
+    error = QuorumFailed("group rank 1 gave up waiting")
+    orders = group.quorum_requested(numbered(1, 2), 12)
+    assert plain(orders) == [refused(11, error), refused(10, error)]
+    assert group.withdrawn(11) == ()
+    assert plain(group.quorum_requested(numbered(2, 1), 13)) == [refused(13, error)]
+    assert group.quorum_requested(numbered(2, 2), 14) == ()
+    assert group.quorum_requested(numbered(0, 2), 15) == (asks(),)
+
+
+def test_missed_barriers_are_bounded() -> None:
+    group = asked_in_time()
+    group.withdrawn(11)
+    for question in range(2, 3 * MAX_MISSED):
+        group.quorum_requested(numbered(1, question), 100 + question)
+        group.withdrawn(100 + question)
+    for question in range(1, MAX_MISSED + 1):
+        (late,) = group.quorum_requested(numbered(0, question), 1000 + question)
+        assert isinstance(late, RefuseWorker)
+    assert group.quorum_requested(numbered(0, MAX_MISSED + 1), 2000) == ()

@@ -250,3 +250,102 @@ TestBarriers = Barriers.TestCase
 TestBarriers.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=BUSY
 )
+
+
+class Lockstep(RuleBasedStateMachine):
+    """Workers that meet in a collective of their own in each step, as those of a sharded model do.
+
+    Each asks for the quorum, goes on with an answer or with an error, and then waits for the others
+    in the collective. Answers get lost, workers give up, and lines break while both ends live.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.caller = 0
+        self.number = 0  # of the lighthouse's next answer
+        self.is_asked = False
+
+    @initialize(world_size=st.integers(2, 3))
+    def begin(self, world_size: int) -> None:
+        self.group = Group(world_size)
+        self.step = [1] * world_size  # of each worker's program
+        self.waits = [0] * world_size  # the caller that waits for the quorum
+        self.is_in_collective = [False] * world_size
+        self.loses_answer = [False] * world_size
+        for rank in range(world_size):
+            self.group.attached(rank, f"w{rank}")
+
+    @rule(rank=st.integers(0, 2))
+    def worker_asks(self, rank: int) -> None:
+        """Also once more, if the answer was lost."""
+        if rank >= len(self.step) or self.waits[rank] or self.is_in_collective[rank]:
+            return
+        self.caller += 1
+        self.waits[rank] = self.caller
+        request = WorkerRequest(
+            group_rank=rank, step=5, worker_id=f"w{rank}", question=self.step[rank]
+        )
+        self.carry_out(self.group.quorum_requested(request, self.caller))
+
+    @rule(rank=st.integers(0, 2))
+    def next_answer_gets_lost(self, rank: int) -> None:
+        if rank < len(self.step):
+            self.loses_answer[rank] = True
+
+    @rule(rank=st.integers(0, 2))
+    def worker_gives_up(self, rank: int) -> None:
+        if rank >= len(self.step) or not self.waits[rank]:
+            return
+        caller, self.waits[rank] = self.waits[rank], 0
+        self.is_in_collective[rank] = True
+        self.carry_out(self.group.withdrawn(caller))
+
+    @rule(rank=st.integers(0, 2))
+    def line_breaks_and_is_opened_again(self, rank: int) -> None:
+        if rank < len(self.step):
+            self.carry_out(self.group.detached(rank, f"w{rank}", "no sign of life"))
+            self.group.attached(rank, f"w{rank}")
+
+    @rule(fails=st.booleans())
+    def lighthouse_answers(self, fails: bool) -> None:
+        if self.is_asked:
+            self.is_asked = False
+            self.carry_out(
+                self.group.quorum_failed(self.number, QuorumFailed("no route"))
+                if fails
+                else self.group.quorum_formed(self.number, quorum(self.number, member("a", 5)))
+            )
+
+    @rule()
+    def collective_is_over(self) -> None:
+        if all(self.is_in_collective) and len(set(self.step)) == 1:
+            self.is_in_collective = [False] * len(self.step)
+            self.step = [step + 1 for step in self.step]
+
+    def carry_out(self, orders: tuple[Order, ...]) -> None:
+        for order in orders:
+            if isinstance(order, AskLighthouse):
+                self.is_asked, self.number = True, order.round
+            elif isinstance(order, StopAsking):
+                self.is_asked = False
+            elif isinstance(order, AnswerWorker | RefuseWorker):
+                rank = self.waits.index(order.caller)
+                self.waits[rank] = 0
+                self.is_in_collective[rank] = not self.loses_answer[rank]
+                self.loses_answer[rank] = False
+
+    @invariant()
+    def i5_no_worker_waits_for_one_that_waits_for_it(self) -> None:
+        for rank, caller in enumerate(getattr(self, "waits", ())):
+            others = [
+                other
+                for other, is_in in enumerate(self.is_in_collective)
+                if is_in and self.step[other] == self.step[rank]
+            ]
+            assert not (caller and others), f"{rank} waits in the quorum, {others} for it elsewhere"
+
+
+TestLockstep = Lockstep.TestCase
+TestLockstep.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=BUSY
+)

@@ -255,6 +255,7 @@ class Round:
             init_sync=self._rules.init_sync,
             draining=self._leaves_for is not None,
             unhealed=state.unhealed,
+            question=state.epoch,
         )
 
     def _meet(self, quorum: QuorumResult) -> Exception | None:

@@ -112,6 +112,7 @@ class ManagerClient(Client):
         init_sync: bool = True,
         draining: bool = False,
         unhealed: bool = False,
+        question: int = 0,
     ) -> QuorumResult:
         """Wait until every worker of the group has asked and there is a quorum.
 
@@ -119,6 +120,9 @@ class ManagerClient(Client):
 
         ``draining``: this worker has to end, so its group leaves when all have asked.
         ``unhealed``: the last quorum wanted it to heal, which has failed.
+        ``question``: the number of this question among those of this worker, from 1; the same when
+        it is repeated because the answer was lost. A barrier that failed before this worker came to
+        it then fails for it, too (0: it waits for the next one).
 
         Raises:
             GroupLeft: the group was drained, there will be no quorum any more.
@@ -137,6 +141,7 @@ class ManagerClient(Client):
             draining=draining,
             unhealed=unhealed,
             last_quorum_id=self._last_quorum_id,
+            question=question,
         )
         answer = self._ask_quorum(request, timeout)
         if not answer.store_address:

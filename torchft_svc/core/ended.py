@@ -1,13 +1,20 @@
-"""What a group remembers of its last commit barrier, for a worker that votes when it is over."""
+"""What a group remembers of barriers that are over, for a worker that comes late or asks again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+
+from torchft_svc.core.requests import WorkerRequest
+from torchft_svc.errors import TorchFTError
+
+# A worker that missed more barriers than this is told of the newest ones only.
+MAX_MISSED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class EndedBarrier:
-    """The barrier of ``round``, about one of ``steps``.
+    """The commit barrier of ``round``, about one of ``steps``.
 
     ``decision`` is None if there was none, because of ``reason``; then nobody was told yes.
     """
@@ -20,3 +27,27 @@ class EndedBarrier:
     def concerns(self, round_: int, step: int) -> bool:
         """Whether a vote belongs here; ``round_`` is 0 if the voter does not know rounds."""
         return round_ in (0, self.round) and step in self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class EndedQuestion:
+    """The last question of a worker that was answered: with the quorum (``error`` is None), or not.
+
+    Its answer may have been lost on the way, then the worker repeats the question.
+    """
+
+    worker_id: str
+    question: int
+    error: TorchFTError | None
+
+    def is_repeated_by(self, request: WorkerRequest) -> bool:
+        """Whether ``request`` is this question once more; questions without a number never are."""
+        return 0 < request.question == self.question and request.worker_id == self.worker_id
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """The errors of barriers that failed before ``worker_id`` came to them, the oldest first."""
+
+    worker_id: str
+    errors: deque[TorchFTError] = field(default_factory=lambda: deque(maxlen=MAX_MISSED))

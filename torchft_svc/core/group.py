@@ -4,11 +4,15 @@ Two barriers follow each other in every round: the *quorum* barrier (all workers
 the lighthouse once, all are answered) and the *commit* barrier (all workers vote, all get the same
 decision). A round has a number, told with the quorum and repeated in the vote, so that a late or
 repeated vote can not count in another round.
+
+A quorum barrier that fails has failed for the workers that have not come to it yet, too: each is
+told the same error when it comes. It would else wait for the others, which have gone on with the
+step and may wait for it in a collective of the group.
 """
 
 from __future__ import annotations
 
-from torchft_svc.core.ended import EndedBarrier
+from torchft_svc.core.ended import EndedBarrier, EndedQuestion, Missed
 from torchft_svc.core.group_orders import (
     AnswerVote,
     AnswerWorker,
@@ -28,6 +32,9 @@ from torchft_svc.errors import (
     RequestRefused,
     TorchFTError,
 )
+
+# Nobody need remember why.
+_OVER = "the round is over"
 
 
 class Group:
@@ -50,6 +57,9 @@ class Group:
         self._steps: frozenset[int] = frozenset()  # that a vote in this round may name
         self._decision: bool | None = None
         self._ended: EndedBarrier | None = None  # nobody has been told another quorum since
+        self._formed: Quorum | None = None  # that the workers were told last
+        self._ended_questions: dict[int, EndedQuestion] = {}  # the last one of each group rank
+        self._missed: dict[int, Missed] = {}  # by group ranks that have still to be told
         self._workers: dict[int, str] = {}
         self._attached: dict[int, str] = {}
         self._restarted = False
@@ -78,11 +88,12 @@ class Group:
         if self._attached.get(group_rank) != worker_id:
             return ()
         del self._attached[group_rank]
+        self._workers.setdefault(group_rank, worker_id)  # it may only have been frozen
         self._restarted = True
         gone = f"group rank {group_rank} is gone: {reason}"
         orders: list[Order] = [StopAsking(self._round)] if self._asking else []
         self._asking = False
-        orders += self._end_the_rest() or self._refuse_requests(QuorumFailed(gone))
+        orders += self._end_the_rest() or self._fail_barrier(QuorumFailed(gone))
         orders += self._drop_votes(gone)
         if not self._attached:
             self._drain_reason = None  # whoever comes after those that were told begins anew
@@ -134,9 +145,16 @@ class Group:
         waiting = self._requests.get(request.group_rank)
         if waiting and waiting[0].worker_id != request.worker_id:
             raise self._taken(request.group_rank)
+        late = self._answer_late_question(request, caller)
+        if late is not None:
+            return (late,)
         orders = self._end_inherited_votes(request) or self._drop_votes(
             f"group rank {request.group_rank} asked for a new quorum instead of voting"
         )
+        if waiting and request.question > waiting[0].question > 0:
+            # It has given up the question before, which was not heard yet.
+            orders += self._give_up_barrier(request.group_rank)
+            waiting = None
         if waiting:
             # The same worker asks again: its first call was lost on the way back.
             orders.append(RefuseWorker(waiting[1], QuorumFailed(_newer(request.group_rank))))
@@ -166,12 +184,14 @@ class Group:
         steps = {request.step for request, _ in self._requests.values()}
         if len(steps) > 1 and max(steps) > quorum.max_step:
             self._asking = False
-            return tuple(self._refuse_requests(_different_steps(self._requests)))
+            return tuple(self._fail_barrier(_different_steps(self._requests)))
         answers = [
             AnswerWorker(caller, request, quorum, round_)
             for request, caller in self._requests.values()
         ]
+        self._note_ended_questions(None)
         self._steps = frozenset({*steps, quorum.max_step})
+        self._formed = quorum
         self._ended = None
         self._asking = False
         self._requests = {}
@@ -184,17 +204,14 @@ class Group:
         self._asking = False
         if self._drain_reason is not None:
             return tuple(self._end_workers(self._drain_reason))
-        return tuple(self._refuse_requests(error))
+        return tuple(self._fail_barrier(error))
 
     def withdrawn(self, caller: int) -> tuple[Order, ...]:
         """A worker gave up waiting; the others must not wait for it."""
         for rank, (_, waiting) in list(self._requests.items()):
             if waiting == caller:
-                del self._requests[rank]
-                orders: list[Order] = [StopAsking(self._round)] if self._asking else []
-                self._asking = False
-                reason = QuorumFailed(f"group rank {rank} gave up waiting")
-                return (*orders, *self._refuse_requests(reason))
+                failed = self._give_up_barrier(rank)
+                return tuple(each for each in failed if getattr(each, "caller", None) != caller)
         for rank, (_, waiting) in list(self._votes.items()):
             if waiting == caller and self._decision is None:
                 del self._votes[rank]
@@ -335,6 +352,54 @@ class Group:
         )
         self._restarted = False
         return ask
+
+    def _give_up_barrier(self, group_rank: int) -> list[Order]:
+        """A worker that waits in it does so no longer; the others must not wait for it."""
+        orders: list[Order] = [StopAsking(self._round)] if self._asking else []
+        self._asking = False
+        return orders + self._fail_barrier(QuorumFailed(f"group rank {group_rank} gave up waiting"))
+
+    def _fail_barrier(self, error: TorchFTError) -> list[Order]:
+        """End the quorum barrier, if there is one, for those that wait and those still to come."""
+        if not self._requests:
+            return []
+        self._note_ended_questions(error)
+        for rank in range(self.world_size):
+            worker_id = self._attached.get(rank) or self._workers.get(rank)
+            if rank in self._requests or not worker_id:
+                continue  # a worker that was never there has begun no step
+            missed = self._missed.get(rank)
+            if missed is None or missed.worker_id != worker_id:
+                missed = self._missed[rank] = Missed(worker_id)
+            missed.errors.append(error)
+        return self._refuse_requests(error)
+
+    def _note_ended_questions(self, error: TorchFTError | None) -> None:
+        for rank, (request, _) in self._requests.items():
+            self._ended_questions[rank] = EndedQuestion(request.worker_id, request.question, error)
+
+    def _answer_late_question(self, request: WorkerRequest, caller: int) -> Order | None:
+        """What a worker is told that comes to a barrier which is over; None if it is not."""
+        rank = request.group_rank
+        ended = self._ended_questions.get(rank)
+        if ended is not None and ended.is_repeated_by(request):
+            if ended.error is not None:
+                return RefuseWorker(caller, ended.error)
+            if self._steps and self._formed is not None:
+                return AnswerWorker(caller, request, self._formed, self._round)
+            return RefuseWorker(caller, QuorumFailed(self._ended.reason if self._ended else _OVER))
+        missed = self._missed.get(rank)
+        if missed is None or not request.question:
+            return None
+        if missed.worker_id != request.worker_id:
+            del self._missed[rank]
+            return None
+        error = missed.errors.popleft()
+        if not missed.errors:
+            del self._missed[rank]
+        self._ended_questions[rank] = EndedQuestion(request.worker_id, request.question, error)
+        self._meet(request)
+        return RefuseWorker(caller, error)
 
     def _refuse_requests(self, error: TorchFTError) -> list[Order]:
         refused: list[Order] = [RefuseWorker(who, error) for _, who in self._requests.values()]

@@ -13,7 +13,9 @@ class WorkerRequest:
     """A worker asks for a quorum; ``worker_id`` is new at every start of its process.
 
     ``unhealed``: the last quorum wanted it to heal, which has failed. ``last_quorum_id``: the
-    highest that it has been told (0: none), maybe by the manager before this one.
+    highest that it has been told (0: none), maybe by the manager before this one. ``question``
+    counts the questions of this worker, and stays the same when one is repeated because its answer
+    was lost (0: the worker does not count).
     """
 
     group_rank: int
@@ -26,10 +28,11 @@ class WorkerRequest:
     draining: bool = False
     unhealed: bool = False
     last_quorum_id: int = 0
+    question: int = 0
 
     def check(self) -> None:
         """Raise `RequestRefused` if a field from the network is out of bounds."""
-        for field in ("step", "commit_failures"):
+        for field in ("step", "commit_failures", "question"):
             if not 0 <= getattr(self, field) <= MAX_INT64:
                 raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 or more")
         check_quorum_id("last_quorum_id", self.last_quorum_id)

@@ -193,6 +193,7 @@ def worker_request_from_wire(message: pb.ManagerQuorumRequest) -> WorkerRequest:
         draining=message.draining,
         unhealed=message.unhealed,
         last_quorum_id=message.last_quorum_id,
+        question=message.question,
     )
 
 
