@@ -130,6 +130,15 @@ def test_stores_are_spread_over_those_that_are_up_to_date() -> None:
     assert stores == ["a:2", "c:2", "a:2", "c:2"]
 
 
+@pytest.mark.parametrize(
+    ("failures", "store"), [(0, "a:2"), (1, "a:2"), (2, "b:2"), (3, "c:2"), (4, "a:2")]
+)
+def test_after_more_than_one_failure_another_store_is_tried(failures: int, store: str) -> None:
+    """All groups choose the same one, by the failures of whoever has the most."""
+    told = quorum(9, member("a"), member("b", commit_failures=failures), member("c"))
+    assert {assign(told, name, 0).store_address for name in "abc"} == {store}
+
+
 def test_who_is_not_a_member_gets_no_part() -> None:
     with pytest.raises(QuorumFailed) as refused:
         assign(MIXED, "f", 0)

@@ -118,6 +118,10 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) ->
             turn += 1
     targets = [i for i in range(len(ordered)) if source_of.get(i) == me]
     extras = {i: followers(up_to_date, source_of[i]) for i in source_of if top > 0}
+    turn = group_rank
+    for _ in range(1, max(member.commit_failures for member in ordered)):
+        turn += 1  # the stores before did not help
+    host = ordered[up_to_date[turn % len(up_to_date)]]
     return Assignment(
         quorum_id=quorum.quorum_id,
         replica_rank=me,
@@ -125,7 +129,7 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) ->
         max_step=top,
         max_replica_rank=up_to_date.index(me) if me in up_to_date else None,
         max_world_size=len(up_to_date),
-        store_address=ordered[up_to_date[group_rank % len(up_to_date)]].store_address,
+        store_address=host.store_address,
         heal_source=source_of.get(me),
         heal_source_address=ordered[source_of[me]].address if me in source_of else "",
         heal_targets=tuple(targets),

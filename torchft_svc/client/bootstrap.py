@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from datetime import timedelta
 
 from torchft_svc.client.config import GroupPlace, ServiceOptions, Timeouts
 from torchft_svc.client.leader import LeaderSign, LeaderWatch
-from torchft_svc.client.process_groups.store_line import store_at
+from torchft_svc.client.process_groups.store_line import Connection, call_store
 from torchft_svc.client.process_groups.stores import PrefixStore, Store, TCPStore
 from torchft_svc.coordination import ManagerServer, Whereabouts
 from torchft_svc.env import Environment
@@ -26,6 +25,8 @@ log = logging.getLogger(__name__)
 
 # A wait inside torch cannot be interrupted: nothing waits longer than this in one go.
 _SLICE_S = 0.1
+# For so long a thread looks for what another worker writes, before another one goes on with it.
+_LOOKS_S = 0.5
 # A manager that is started anew is back within a second, on a busy machine within a few; whoever
 # waits longer waits for a rank 0 whose machine is gone.
 RESTART_PATIENCE_S = 5.0
@@ -105,17 +106,17 @@ def open_services(
     """
     # A launcher's store outlives its workers: what an earlier attempt left there must not be read.
     prefix = f"torchft/services/{environment.restart_count}"
-    store = PrefixStore(prefix, group_store.store)
+    board = _Board(PrefixStore(prefix, group_store.store), str(group_store.address))
     if not place.leads:
         deadline = time.monotonic() + timeouts.connect_s
-        address = _read(store, "manager_address", deadline, timeouts.connect_s)
-        name = _read(store, "replica_name", deadline, timeouts.connect_s)
-        leader = _Leader(store)
+        address = board.wait_for("manager_address", deadline, timeouts.connect_s)
+        name = board.wait_for("replica_name", deadline, timeouts.connect_s)
+        leader = _Leader(board)
         whereabouts = Whereabouts(leader.find_manager, RESTART_PATIENCE_S)
         return GroupServices(address, whereabouts, name, leader.close)
 
     def publish(address: str) -> None:
-        store.set("manager_address", address)
+        board.write("manager_address", address)
 
     with contextlib.ExitStack() as stack:
         services = _start_manager(place, options, timeouts, group_store.address, publish)
@@ -124,8 +125,8 @@ def open_services(
             sign = LeaderSign()
             stack.callback(sign.close)
             host = parse_address(services.manager_address).host
-            store.set("leader_address", str(HostPort(host, sign.port)))
-        store.set("replica_name", options.replica_name)
+            board.write("leader_address", str(HostPort(host, sign.port)))
+        board.write("replica_name", options.replica_name)
         publish(services.manager_address)
         return replace(services, close=stack.pop_all().close)
 
@@ -207,34 +208,69 @@ def _host(where: HostPort, timeout_s: float) -> GroupStore:
 
 
 def _join(where: HostPort, timeout_s: float) -> GroupStore:
-    """Connect as a client; torch's own wait for the port could not be interrupted."""
+    """Connect as a client; who hosts it may be started later."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            socket.create_connection((where.host, where.port), timeout=1.0).close()
-            return GroupStore(store_at(where, timeout_s), where)
-        except (OSError, RuntimeError) as error:  # torch's errors are runtime errors
+            return GroupStore(Connection(str(where), timeout_s).store, where)
+        except Unreachable as error:
             if time.monotonic() + _SLICE_S > deadline:
-                reason = f"{error} (tried for {timeout_s:g} s)"
+                reason = f"{error.reason} (tried for {timeout_s:g} s)"
                 raise Unreachable("store", str(where), reason) from None
         time.sleep(_SLICE_S)
+
+
+class _Board:
+    """What the workers of a group tell one another in their ``store``, which is at ``where``."""
+
+    def __init__(self, store: Store, where: str) -> None:
+        self._store = store
+        self._where = where
+
+    def write(self, key: str, text: str) -> None:
+        """Raises `Unreachable` if the store does not answer, as everything here."""
+        call_store(lambda: self._store.set(key, text), self._where)
+
+    def read(self, key: str) -> str:
+        """What was written; it must be there."""
+        return call_store(lambda: str(self._store.get(key).decode()), self._where)
+
+    def wait_for(self, key: str, deadline: float, timeout_s: float) -> str:
+        """What rank 0 writes, or has written.
+
+        Raises:
+            DeadlineExceeded: it is not there at ``deadline``, ``timeout_s`` after the start.
+        """
+        while not call_store(lambda: self._comes(key, deadline), self._where):
+            if time.monotonic() > deadline:
+                reason = "the worker with rank 0 has not told the group's manager address"
+                raise DeadlineExceeded("joining the replica group", timeout_s, reason)
+        return self.read(key)
+
+    def _comes(self, key: str, deadline: float) -> bool:
+        until = min(deadline, time.monotonic() + _LOOKS_S)
+        while not self._store.check([key]):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_SLICE_S / 5)
+        return True
 
 
 class _Leader:
     """Rank 0, as another worker of the group sees it; a launcher may start it anew."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._address = store.get("leader_address").decode()
+    def __init__(self, board: _Board) -> None:
+        self._board = board
+        self._address = board.read("leader_address")
         self._watch = LeaderWatch(parse_address(self._address))
         self._lock = threading.Lock()
 
     def find_manager(self) -> str | None:
         """Where the present manager is; None if no other will come: rank 0 is gone."""
         try:
-            leader: str = self._store.get("leader_address").decode()
-            manager: str = self._store.get("manager_address").decode()
-        except RuntimeError:
+            leader = self._board.read("leader_address")
+            manager = self._board.read("manager_address")
+        except Unreachable:
             return None  # and the store with it
         with self._lock:
             if leader != self._address:
@@ -245,16 +281,6 @@ class _Leader:
     def close(self) -> None:
         with self._lock:
             self._watch.close()
-
-
-def _read(store: Store, key: str, deadline: float, timeout_s: float) -> str:
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            reason = "the worker with rank 0 has not told the group's manager address"
-            raise DeadlineExceeded("joining the replica group", timeout_s, reason)
-        time.sleep(_SLICE_S / 5)
-    text: str = store.get(key).decode()
-    return text
 
 
 def _nothing() -> None:

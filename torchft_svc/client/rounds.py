@@ -264,6 +264,9 @@ class Round:
             # Broken since this worker asked? The others keep their connections, and would not come
             # to meet it under this id. It says so when it asks again, which brings another one.
             return self._links.pg.errored()
+        # The manager takes a worker that has its quorum for one that trains. It still waits for
+        # others; who waits for a store that does not answer has not hung itself.
+        self._step.on_phase(Phase.QUORUM, self._step.state.step)
         self._membership.quorum = quorum  # from here on losses are told to the process group
         try:
             self._membership.check_losses(quorum)

@@ -60,7 +60,8 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool = T
     sources = heal_plan(len(members), current, group_rank, from_one)
     extras = {} if from_one else extra_plan(sources, current)
     source = sources.get(replica_rank)
-    store = members[current[group_rank % len(current)]].store_address
+    commit_failures = max(member.commit_failures for member in members)
+    store = members[store_host(current, group_rank, commit_failures)].store_address
     return Assignment(
         quorum_id=quorum.quorum_id,
         replica_rank=replica_rank,
@@ -76,9 +77,19 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool = T
             members[rank].address for rank in extras.get(replica_rank, ())
         ),
         extra_targets=tuple(sorted(key for key, ranks in extras.items() if replica_rank in ranks)),
-        commit_failures=max(member.commit_failures for member in members),
+        commit_failures=commit_failures,
         replica_ids=tuple(member.replica_id for member in members),
     )
+
+
+def store_host(current: list[int], group_rank: int, commit_failures: int) -> int:
+    """Whose store the workers with this group rank meet at, of those that are up to date.
+
+    Each group rank has another, so that the load spreads. After one failure they meet there again:
+    most have nothing to do with the store, and the connections to it are there. After more they go
+    on to the next one: a store that does not answer must not stop those that could meet elsewhere.
+    """
+    return current[(group_rank + max(0, commit_failures - 1)) % len(current)]
 
 
 def heal_plan(

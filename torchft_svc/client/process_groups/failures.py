@@ -7,7 +7,7 @@ import threading
 import time
 
 from torchft_svc.client.process_groups.members import Members
-from torchft_svc.client.process_groups.store_line import CONNECT_TIMEOUT_S, connect
+from torchft_svc.client.process_groups.store_line import CALL_TIMEOUT_S, Connection
 from torchft_svc.client.process_groups.stores import PrefixStore, Store
 from torchft_svc.client.strays import start_stray
 from torchft_svc.errors import PeerError, QuorumFailed, Unreachable
@@ -16,6 +16,8 @@ _KEY = "failed"
 # A backend that connects takes milliseconds. Who waits for longer looks whether there is a reason.
 _PATIENCE_S = 0.25
 _LOOK_S = 0.1
+# A sentence; whatever is longer does not come from us.
+_MAX_REASON_LENGTH = 1000
 
 
 def announce(members: Members, error: PeerError) -> None:
@@ -24,16 +26,21 @@ def announce(members: Members, error: PeerError) -> None:
         return
 
     def tell() -> None:
-        with contextlib.suppress(Unreachable, RuntimeError):
-            _open(members.store_addr).set(_KEY, f"{members.replica_id} has failed: {error}")
+        with contextlib.suppress(Unreachable):
+            connection, store = _open(members.store_addr)
+            connection.call(lambda: store.set(_KEY, f"{members.replica_id} has failed: {error}"))
 
     start_stray(tell, "torchft-failure")
 
 
 def check_failures(store: Store) -> None:
-    """Raise `QuorumFailed` if a member of those that meet in ``store`` has failed."""
+    """Raise `QuorumFailed` if a member of those that meet in ``store`` has failed.
+
+    What it says goes into errors and logs, and anybody can have put it there.
+    """
     if store.check([_KEY]):
-        raise QuorumFailed(store.get(_KEY).decode(errors="replace"))
+        said = store.get(_KEY)[:_MAX_REASON_LENGTH].decode(errors="replace")
+        raise QuorumFailed("".join(char if char.isprintable() else "?" for char in said))
 
 
 class FailureWatch:
@@ -47,10 +54,10 @@ class FailureWatch:
         self._begins_at = time.monotonic() + _PATIENCE_S
         self._looks = False
         self._closed = threading.Event()
-        self._error: QuorumFailed | None = None
+        self._error: PeerError | None = None
 
     def check(self) -> None:
-        """Raise `QuorumFailed` if a member has failed, as far as is known."""
+        """Raise if a member has failed, or the store does not answer, as far as is known."""
         if self._error is not None:
             raise self._error
         if not self._looks and time.monotonic() > self._begins_at:
@@ -62,16 +69,15 @@ class FailureWatch:
         self._closed.set()
 
     def _run(self) -> None:
-        with contextlib.suppress(Unreachable, RuntimeError):
-            store = _open(self._store_addr)
+        try:
+            connection, store = _open(self._store_addr)
             while not self._closed.wait(_LOOK_S):
-                try:
-                    check_failures(store)
-                except QuorumFailed as error:
-                    self._error = error
-                    return
+                connection.call(lambda: check_failures(store))
+        except PeerError as error:
+            self._error = error
 
 
-def _open(store_addr: str) -> Store:
+def _open(store_addr: str) -> tuple[Connection, Store]:
     address, _, prefix = store_addr.partition("/")
-    return PrefixStore(prefix, connect(address, CONNECT_TIMEOUT_S))
+    connection = Connection(address, CALL_TIMEOUT_S)
+    return connection, PrefixStore(prefix, connection.store)

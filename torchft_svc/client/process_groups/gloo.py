@@ -17,6 +17,8 @@ from torchft_svc.client.process_groups.stores import Store
 
 # The thread that connects.
 _NAME = "gloo-connect"
+# Of which gloo takes so many when it connects, and an end if the store does not answer meanwhile.
+_CONNECT_TIMEOUTS = 7
 # Gloo's own wait for one of these ends when connecting would have to.
 _BETWEEN_TWO = frozenset({"recv", "recv_anysource", "send"})
 
@@ -39,8 +41,12 @@ class ProcessGroupGloo(DelegatingProcessGroup):
         def connect() -> Any:
             return dist.ProcessGroupGloo(store, rank, world_size, connect_timeout)
 
-        alone = world_size == 1
-        backend = connect() if alone else Attempt(connect, _NAME).result(self._check_wanted)
+        if world_size == 1:
+            backend = connect()
+        else:
+            attempt = Attempt(connect, _NAME, self._line.cutter())
+            limit_s = connect_timeout.total_seconds() * _CONNECT_TIMEOUTS
+            backend = attempt.result(self._check_wanted, limit_s, "connecting over gloo")
         backend._set_default_timeout(self._timeout)
         return _Link(backend, store, rank, world_size)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import collections
 import time
 from collections.abc import Callable
 
@@ -16,7 +16,12 @@ SLICE_S = 0.05
 # Members come within a few milliseconds of one another, or not soon.
 _FIRST_LOOK_S = 0.001
 _LAST_LOOK_S = 0.02
-_MAX_DOUBLINGS = 16  # more than lead to the last; a float ends at 1024
+# For so long a thread looks whether they have come, before another one goes on with it.
+_LOOKS_S = 0.25
+# Of strangers, or of a cleaning that has failed for long: listing them would take too long.
+_MAX_KEYS = 100_000
+_CLEANING_S = 1.0
+_MAX_DIGITS = 19
 _PRESENT = "1"
 
 
@@ -36,31 +41,47 @@ def meet(
 
     Raises:
         DeadlineExceeded: not all came within ``timeout_s``; the sentence names who is missing.
-        Unreachable: nobody answers at the address.
+        Unreachable: no store answers at the address.
         QuorumFailed: a member that is missing says that it will not come.
     """
     if world_size == 1:
         return HashStore()
     address, _, prefix = store_addr.partition("/")
     deadline = time.monotonic() + timeout_s
-    shared = line.to(address, timeout_s)
+    connection = line.to(address, timeout_s, check)
+    shared = connection.store
     store = PrefixStore(prefix, shared)
-    store.set(_key(rank), _PRESENT)
-    for other in range(world_size):
-        for attempt in itertools.count():
-            if store.check([_key(other)]):
-                break
-            check()
-            check_failures(store)
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    "meeting the other groups", timeout_s, f"replica rank {other} did not come"
-                )
-            time.sleep(min(_FIRST_LOOK_S * 2 ** min(attempt, _MAX_DOUBLINGS), _LAST_LOOK_S))
+    missing = collections.deque(range(world_size))
+
+    def look() -> bool:
+        store.set(_key(rank), _PRESENT)
+        return _all_come(store, missing, min(deadline, time.monotonic() + _LOOKS_S))
+
+    while not connection.call(look, check):
+        check()
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                "meeting the other groups", timeout_s, f"replica rank {missing[0]} did not come"
+            )
     check()
     if rank == 0:
-        _forget_earlier(shared, prefix)
+        connection.call(lambda: _forget_earlier(shared, prefix), check)
     return store
+
+
+def _all_come(store: Store, missing: collections.deque[int], until: float) -> bool:
+    """Whether all have come at ``until``; takes those that have out of ``missing``."""
+    pause_s = _FIRST_LOOK_S
+    while True:
+        while missing and store.check([_key(missing[0])]):
+            missing.popleft()
+        if not missing:
+            return True
+        check_failures(store)
+        if time.monotonic() > until:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LAST_LOOK_S)
 
 
 def _key(rank: int) -> str:
@@ -70,14 +91,30 @@ def _key(rank: int) -> str:
 def _forget_earlier(store: TCPStore, prefix: str) -> None:
     """Delete what earlier quorums left in the store, which lives as long as its group.
 
-    A prefix is ``torchft/{quorum_id}/{group_rank}``, and ids only grow. Torch 2.7 does not tell
-    which keys there are: there they stay, a few for each quorum.
+    A prefix is ``torchft/{quorum_id}/{group_rank}``, and ids only grow. Anybody may have put
+    anything there: what cannot be understood stays, and so does all if torch cannot tell the keys
+    (torch 2.7 does not, nor does any where one is no UTF-8). A few of each quorum stay then.
     """
     parts = prefix.split("/")
-    if len(parts) != 3 or not parts[1].isdecimal() or not hasattr(store, "list_keys"):
+    this_id = _quorum_id(parts[1]) if len(parts) == 3 else None
+    if this_id is None or not hasattr(store, "list_keys") or store.num_keys() > _MAX_KEYS:
         return
-    for key in store.list_keys():
+    try:
+        keys = store.list_keys()
+    except UnicodeDecodeError:
+        return
+    until = time.monotonic() + _CLEANING_S
+    for key in keys:
         place = key.lstrip("/").split("/")
         ours = len(place) > 3 and place[0] == parts[0] and place[2] == parts[2]
-        if ours and place[1].isdecimal() and int(place[1]) < int(parts[1]):
+        quorum_id = _quorum_id(place[1]) if ours else None
+        if quorum_id is not None and quorum_id < this_id:
             store.delete_key(key)
+            if time.monotonic() > until:  # the next quorum goes on with it
+                return
+
+
+def _quorum_id(text: str) -> int | None:
+    """None: it is no id; they travel as int64, Python reads no number of some thousand digits."""
+    is_id = text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
+    return int(text) if is_id else None

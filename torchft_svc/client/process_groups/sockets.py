@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torchft_svc.client.forks import drop_after_fork
 
@@ -49,6 +49,31 @@ class BackendSockets:
         for fd, inode in self._known.items():
             if _socket_at(fd) == inode:  # else it was closed, and the number is another's
                 os.close(fd)
+
+
+def connected_to(hosts: Collection[str], port: int) -> dict[int, int]:
+    """The sockets of this process that are connected to ``port`` of one of ``hosts`` (numbers)."""
+    wanted = {(host, port) for host in hosts}
+    return {fd: inode for fd, inode in _sockets().items() if _peer(fd) in wanted}
+
+
+def cut(sockets: dict[int, int]) -> None:
+    """End these connections, so that whatever waits for them fails."""
+    for fd, inode in sockets.items():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+            if _socket_at(copy.fileno()) == inode:  # else it was closed, the number is another's
+                copy.shutdown(socket.SHUT_RDWR)
+
+
+def _peer(fd: int) -> tuple[str, int] | None:
+    try:
+        with socket.socket(fileno=os.dup(fd)) as copy:
+            if copy.family not in _FAMILIES:
+                return None
+            host, port = copy.getpeername()[:2]
+    except OSError:  # it is closed by now, or not connected
+        return None
+    return host.removeprefix("::ffff:"), port
 
 
 def _sockets() -> dict[int, int]:

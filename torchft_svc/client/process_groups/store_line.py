@@ -1,16 +1,37 @@
-"""Connections to the stores at which members meet."""
+"""Connections to the stores at which members meet, which keep every deadline.
+
+A store is in another process, which may be frozen, or not be a store at all. Torch's own client
+waits for it without an end, whatever its timeout. So each of its calls has a thread of its own, and
+is given up if it takes too long.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
+import struct
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
+from torchft_svc.client.process_groups.attempt import Attempt, nothing
+from torchft_svc.client.process_groups.sockets import connected_to, cut
 from torchft_svc.client.process_groups.stores import TCPStore
-from torchft_svc.errors import Unreachable
+from torchft_svc.errors import DeadlineExceeded, PeerError, Unreachable
 from torchft_svc.rpc.address import HostPort, parse_address
+
+T = TypeVar("T")
 
 # Connecting to what is there takes milliseconds; this is for a lost packet.
 CONNECT_TIMEOUT_S = 5.0
+# So does any call.
+CALL_TIMEOUT_S = 5.0
+
+# A client's first word to torch's store, and a ping, which it answers with the same number.
+_HELLO = struct.pack("=BI", 0, 0x3C85F7CE)
+_NUMBER = struct.Struct("=I")
+_PING = 13
 
 
 class StoreLine:
@@ -21,45 +42,114 @@ class StoreLine:
     """
 
     def __init__(self) -> None:
-        self._address = ""
-        self._store: TCPStore | None = None
+        self._connection: Connection | None = None
 
-    def to(self, address: str, timeout_s: float) -> TCPStore:
-        """The store at ``address``.
+    def to(self, address: str, timeout_s: float, check: Callable[[], None]) -> Connection:
+        """The store at ``address``; ``check`` raises to end the wait for it.
 
         Raises:
-            Unreachable: nobody answers there.
+            Unreachable: no store answers there.
         """
-        if self._store is None or self._address != address:
+        if self._connection is None or self._connection.address != address:
             self.drop()
-            self._store = connect(address, timeout_s)
-            self._address = address
-        return self._store
+            self._connection = Connection(address, timeout_s, check)
+        return self._connection
 
     def drop(self) -> None:
         """Forget the connection, because it does not work."""
-        self._store = None
+        self._connection = None
+
+    def cutter(self) -> Callable[[], None]:
+        """Has whatever waits for the present connection fail; may be called on any thread."""
+        return nothing if self._connection is None else self._connection.cut
 
 
-def connect(address: str, timeout_s: float) -> TCPStore:
-    """The store has been there since before the quorum: if it does not answer now, it is gone.
+class Connection:
+    """To the store at ``address``, which has been there since before the quorum.
 
-    Torch's own connecting would try for all of its timeout, and could not be interrupted.
+    If it does not answer now, it is gone. ``timeout_s`` is for those of the store's operations that
+    wait for another member. ``check`` raises to end the wait for the connection.
+
+    Raises:
+        Unreachable: no store answers there.
     """
-    where = parse_address(address)
+
+    def __init__(self, address: str, timeout_s: float, check: Callable[[], None] = nothing) -> None:
+        self.address = address
+        self._where = parse_address(address)
+        # Its sockets, once they are known; before, all that this process did not have then.
+        self._others: dict[int, int] = {}
+        self._mine: dict[int, int] | None = None
+        self._hosts: set[str] = set()
+        self.store = self.call(lambda: self._open(timeout_s), check)
+
+    def call(self, action: Callable[[], T], check: Callable[[], None] = nothing) -> T:
+        """What ``action`` returns, which uses the store on another thread.
+
+        After an error the connection is of no use any more.
+
+        Raises:
+            Unreachable: the store does not answer within `CALL_TIMEOUT_S`, or fails.
+        """
+        return _call(action, self.address, check, self.cut)
+
+    def cut(self) -> None:
+        """Have whatever waits for the store fail; may be called on any thread."""
+        cut(self._opened() if self._mine is None else self._mine)
+
+    def _opened(self) -> dict[int, int]:
+        now = connected_to(self._hosts, self._where.port)
+        return dict(now.items() - self._others.items())
+
+    def _open(self, timeout_s: float) -> TCPStore:
+        host, port = self._where.host, self._where.port
+        self._hosts = {str(each[4][0]) for each in socket.getaddrinfo(host, port)}
+        _check_answers(self._where)
+        self._others = connected_to(self._hosts, port)
+        store = TCPStore(
+            host,
+            port,
+            is_master=False,
+            timeout=timedelta(seconds=CALL_TIMEOUT_S),  # it tries again for so long
+            wait_for_workers=False,
+        )
+        self._mine = self._opened()
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
+
+
+def call_store(action: Callable[[], T], where: str) -> T:
+    """What ``action`` returns, which uses the replica group's own store, at ``where``.
+
+    Raises:
+        Unreachable: the store does not answer within `CALL_TIMEOUT_S`, or fails.
+    """
+    return _call(action, where, nothing, nothing)
+
+
+def _call(
+    action: Callable[[], T], where: str, check: Callable[[], None], release: Callable[[], None]
+) -> T:
     try:
-        socket.create_connection((where.host, where.port), CONNECT_TIMEOUT_S).close()
-        return store_at(where, timeout_s)
-    except (OSError, RuntimeError) as error:
-        raise Unreachable("store", address, str(error)) from error
+        return Attempt(action, "torchft-store", release).result(check, CALL_TIMEOUT_S)
+    except DeadlineExceeded:
+        reason = f"it does not answer within {CALL_TIMEOUT_S:g} s"
+        raise Unreachable("store", where, reason) from None
+    except PeerError:  # what ``check`` has to say, or the action itself
+        raise
+    except (OSError, RuntimeError) as error:  # torch's errors are runtime errors
+        raise Unreachable("store", where, str(error)) from error
 
 
-def store_at(where: HostPort, timeout_s: float) -> TCPStore:
-    """As a client of somebody else's; ``timeout_s`` is for each of its operations."""
-    return TCPStore(
-        where.host,
-        where.port,
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )
+def _check_answers(where: HostPort) -> None:
+    """Raise OSError unless a store answers at ``where``, in waits that have an end."""
+    number = _NUMBER.pack(os.getpid() & 0xFFFFFFFF)
+    with socket.create_connection((where.host, where.port), CONNECT_TIMEOUT_S) as line:
+        line.settimeout(CALL_TIMEOUT_S)
+        line.sendall(_HELLO + bytes([_PING]) + number)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while len(answer) < len(number) and (more := line.recv(len(number) - len(answer))):
+                answer += more
+    if answer != number:
+        raise ConnectionError("what answers there is no store")

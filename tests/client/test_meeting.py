@@ -1,0 +1,241 @@
+"""Tests that a store which is frozen, filled, or none at all holds up nobody, nor misleads them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from bounds import check
+from running import END_S, START_S, environment, eventually, silent
+
+from torchft_svc.client import Manager, ProcessGroupGloo
+from torchft_svc.client.process_groups import attempt, store_line
+from torchft_svc.client.process_groups.attempt import MAX_GIVEN_UP, Attempt
+from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, Unreachable
+
+from .meeting_place import MeetingPlace
+from .training import lighthouse, together
+
+TIMEOUT = timedelta(seconds=60)
+CALL_S = 0.5
+ENOUGH_S = 1.0
+# Of one process, which may have 1024 descriptors.
+NUM_IDLE = 600
+
+# Prints its port, and hosts a store until its standard input ends.
+_HOST = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def store_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A store in a process of its own, and its port."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOST],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+
+@pytest.fixture
+def short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_line, "CALL_TIMEOUT_S", CALL_S)
+
+
+@pytest.fixture
+def group() -> Iterator[ProcessGroupGloo]:
+    made = ProcessGroupGloo(TIMEOUT)
+    yield made
+    made.shutdown()
+
+
+def test_a_store_that_accepts_and_never_answers(group: ProcessGroupGloo, short_calls: None) -> None:
+    with silent() as nowhere:
+        began_at = time.monotonic()
+        with pytest.raises(Unreachable, match=f"store at {nowhere} .* (timed out|not answer)"):
+            group.configure(f"{nowhere}/torchft/1/0", "a", 0, 2, quorum_id=1)
+        check("a store that never answers", time.monotonic() - began_at, CALL_S + ENOUGH_S)
+
+
+def test_news_of_its_host_ends_the_wait_for_a_store(group: ProcessGroupGloo) -> None:
+    with silent() as nowhere:
+        news = threading.Timer(0.1, group.lose_member, [1, "b is out: no sign of life"])
+        news.start()
+        began_at = time.monotonic()
+        with pytest.raises(QuorumFailed, match="b is out: no sign of life"):
+            group.configure(f"{nowhere}/torchft/1/0", "a", 0, 2, quorum_id=1)
+        check("news of the store's host", time.monotonic() - began_at, ENOUGH_S)
+        news.join()
+
+
+def test_a_service_that_is_no_store_is_said_to_be_none(group: ProcessGroupGloo) -> None:
+    with lighthouse() as address:
+        where = address.removeprefix("http://")
+        with pytest.raises(Unreachable, match="what answers there is no store"):
+            group.configure(f"{where}/torchft/1/0", "a", 0, 2, quorum_id=1)
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_the_host_of_a_store_is_frozen(
+    group: ProcessGroupGloo, connected: bool, short_calls: None
+) -> None:
+    """Its kernel still takes connections, and what is sent over them."""
+    with store_process() as (host, port):
+        if connected:
+            other = ProcessGroupGloo(TIMEOUT)
+            where = f"127.0.0.1:{port}/torchft/1/0"
+            together(
+                lambda: group.configure(where, "a", 0, 2, quorum_id=1),
+                lambda: other.configure(where, "b", 1, 2, quorum_id=1),
+            )
+            other.shutdown()
+        os.kill(host.pid, signal.SIGSTOP)
+        for quorum_id in range(2, 5):
+            where = f"127.0.0.1:{port}/torchft/{quorum_id}/0"
+            began_at = time.monotonic()
+            with pytest.raises(Unreachable, match=r"not answer|timed out"):
+                group.configure(where, "a", 0, 2, quorum_id=quorum_id)
+            check("a frozen store", time.monotonic() - began_at, CALL_S + ENOUGH_S)
+        os.kill(host.pid, signal.SIGCONT)
+        eventually(lambda: "torchft-store" not in {each.name for each in threading.enumerate()})
+
+
+def test_what_is_given_up_too_often_is_made_to_end() -> None:
+    """A connection to a store that stays frozen is cut, and its thread ends."""
+    attempt._given_up.clear()
+    with store_process() as (host, port):
+        connections = [
+            store_line.Connection(f"127.0.0.1:{port}", 60.0) for _ in range(MAX_GIVEN_UP + 3)
+        ]
+        os.kill(host.pid, signal.SIGSTOP)
+        for connection in connections:
+            with pytest.raises(QuorumFailed):
+                connection.call(connection.store.num_keys, _not_wanted)
+
+        def stuck() -> int:
+            return sum(each.name == "torchft-store" for each in threading.enumerate())
+
+        eventually(lambda: stuck() == MAX_GIVEN_UP)
+        for connection in connections:
+            connection.cut()
+        eventually(lambda: stuck() == 0)
+
+
+def _not_wanted() -> None:
+    raise QuorumFailed("nobody wants this any more")
+
+
+def test_an_attempt_has_a_deadline() -> None:
+    may_end = threading.Event()
+    with pytest.raises(DeadlineExceeded, match=r"waiting for nothing timed out after 0\.05 s"):
+        Attempt(may_end.wait, "waits").result(lambda: None, 0.05, "waiting for nothing")
+    may_end.set()
+
+
+def test_idle_connections_do_not_keep_members_from_meeting(group: ProcessGroupGloo) -> None:
+    """Torch's server looks up the name of each, so whoever comes later waits for that."""
+    other = ProcessGroupGloo(TIMEOUT)
+    with contextlib.ExitStack() as idle, store_process() as (_, port):
+        for _ in range(NUM_IDLE):
+            idle.enter_context(socket.create_connection(("127.0.0.1", port), START_S))
+        began_at = time.monotonic()
+        where = f"127.0.0.1:{port}/torchft/1/0"
+        with contextlib.suppress(PeerError):
+            together(
+                lambda: group.configure(where, "a", 0, 2, quorum_id=1),
+                lambda: other.configure(where, "b", 1, 2, quorum_id=1),
+            )
+        check(
+            "meeting at a filled store",
+            time.monotonic() - began_at,
+            4 * store_line.CALL_TIMEOUT_S + ENOUGH_S,
+        )
+    other.shutdown()
+
+
+def test_workers_of_a_group_whose_store_never_answers_say_so() -> None:
+    with silent() as nowhere, lighthouse() as address:
+        host, port = nowhere.split(":")
+        began_at = time.monotonic()
+        with pytest.raises(Unreachable, match="store at"):
+            Manager(
+                lighthouse_addr=address,
+                store_addr=host,
+                store_port=int(port),
+                rank=1,
+                world_size=2,
+                connect_timeout=timedelta(seconds=1),
+                in_process=True,
+            )
+        took_s = time.monotonic() - began_at
+        check("a group's store that never answers", took_s, 1.0 + store_line.CALL_TIMEOUT_S)
+
+
+def _put(port: int, key: bytes, value: bytes = b"x") -> None:
+    """As torch's client would, if it took a key that is not UTF-8."""
+    with socket.create_connection(("127.0.0.1", port), END_S) as line:
+        line.sendall(struct.pack("=BI", 0, 0x3C85F7CE))
+        line.sendall(b"\x01" + struct.pack("=Q", len(key)) + key)
+        line.sendall(struct.pack("=Q", len(value)) + value)
+        line.sendall(struct.pack("=BI", 13, 7))  # a ping: what was sent has been read
+        assert line.recv(4) == struct.pack("=I", 7)
+
+
+# Torch puts a slash before each key of its own.
+STRANGE_KEYS = [
+    b"/torchft/\xff\xfe/0/present/0",
+    b"/torchft/" + b"9" * 5000 + b"/0/present/0",
+    "/torchft/\u0663/0/present/0".encode(),
+    b"/torchft//0/present/0",
+    b"/torchft/-1/0/present/0",
+]
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.TCPStore, "list_keys"), reason="this torch tells no keys of a store"
+)
+@pytest.mark.parametrize("key", STRANGE_KEYS, ids=lambda key: repr(key[:24]))
+def test_strange_keys_in_a_store_end_no_meeting(group: ProcessGroupGloo, key: bytes) -> None:
+    place, other = MeetingPlace(), ProcessGroupGloo(TIMEOUT)
+    for _ in range(2):
+        place.configure(group, other)
+    _put(place.store.port, key)
+    for _ in range(2):
+        place.configure(group, other)
+    other.shutdown()
+
+
+def test_what_a_store_says_of_a_failure_is_one_printable_line(group: ProcessGroupGloo) -> None:
+    place = MeetingPlace()
+    lie = b"\x1b[31mfine\n2026-01-01 00:00:00 CRITICAL all is lost\xff" + b"x" * 100_000
+    place.store.set("torchft/1/0/failed", lie)
+    with pytest.raises(QuorumFailed) as told:
+        group.configure(place.place(1), "a", 0, 2, quorum_id=1)
+    assert re.search("fine.2026", str(told.value))
+    assert str(told.value).isprintable()
+    assert len(str(told.value)) < 2000
