@@ -8,7 +8,7 @@ SEED ?= 0
 MINUTES ?= 10
 SECONDS ?= 60
 
-.PHONY: demo test check proto proto-check bench soak soak-rounds sim chaos clean
+.PHONY: demo test check proto proto-check bench soak soak-rounds sim programs chaos clean
 
 demo: $(READY)
 	$(BIN)/python -m demo $(DEMO_FLAGS)
@@ -34,6 +34,10 @@ soak-rounds: $(READY)
 # Explores fresh seeds, unless SEED names the first one.
 sim: $(READY)
 	$(BIN)/python -m torchft_svc.sim --seconds $(SECONDS) $(if $(filter 0,$(SEED)),,--seed $(SEED))
+
+# Draws fresh programs, unless SEED names the first one.
+programs: $(READY)
+	$(BIN)/python -m matrix --seconds $(SECONDS) $(if $(filter 0,$(SEED)),,--seed $(SEED))
 
 chaos: $(READY)
 	$(BIN)/python -m chaos --minutes $(MINUTES) --seed $(SEED)

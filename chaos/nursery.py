@@ -6,6 +6,7 @@ each worker that was started or has ended. `Nursery` is its other side.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ START_S = 120.0
 FORK_S = 10.0
 END_S = 5.0
 
+Run = Callable[[WorkerOptions], None]
+
 
 class NurseryError(Exception):
     """The nursery did not start, or has ended."""
@@ -34,12 +38,13 @@ class NurseryError(Exception):
 class Nursery:
     """The process that forks; a context manager, which kills all workers at its end.
 
-    ``variables`` are added to the environment that its workers inherit.
+    ``trainer`` is the module whose ``run`` is a worker's life, and whose ``warm_up`` is called once
+    before the first fork. ``variables`` are added to the environment that its workers inherit.
     """
 
-    def __init__(self, **variables: str) -> None:
+    def __init__(self, trainer: str = "chaos.trainer", **variables: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "chaos.nursery"],
+            [sys.executable, "-m", "chaos.nursery", trainer],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -120,11 +125,11 @@ class Nursery:
 # -- the program ---------------------------------------------------------------------------------
 
 
-def main() -> None:
+def main(module: str) -> None:
     """Fork for each line of the input, until it ends."""
-    from chaos.trainer import warm_up  # to be in memory before the first fork
-
-    warm_up()
+    # The nursery has torch, and so have those that it forks; who talks to it does not need it.
+    trainer = importlib.import_module(module)
+    trainer.warm_up()
     wake, waker = os.pipe()
     for end in (wake, waker):
         os.set_blocking(end, False)
@@ -145,7 +150,7 @@ def main() -> None:
             break
         *lines, unread = (unread + more).split(b"\n")
         for line in lines:
-            pid = _fork(decode(line.decode()))
+            pid = _fork(trainer.run, decode(line.decode()))
             living.add(pid)
             _say(pid=pid)
     for pid in living:
@@ -165,18 +170,18 @@ def _say(**what: Any) -> None:
     os.write(1, json.dumps(what).encode() + b"\n")
 
 
-def _fork(options: WorkerOptions) -> int:
+def _fork(run: Run, options: WorkerOptions) -> int:
     pid = os.fork()
     if pid:
         return pid
     status = 1
     try:
-        status = _live(options)
+        status = _live(run, options)
     finally:
         os._exit(status)
 
 
-def _live(options: WorkerOptions) -> int:
+def _live(run: Run, options: WorkerOptions) -> int:
     """In the child: be a process like one that was started by itself; its exit status."""
     die_with_parent()
     os.setsid()
@@ -186,8 +191,6 @@ def _live(options: WorkerOptions) -> int:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, nothing), (1, output), (2, output)):
         os.dup2(source, target)
-    from chaos.trainer import run  # the nursery has torch; who talks to it does not need it
-
     try:
         run(options)
     except SystemExit as error:
@@ -201,4 +204,4 @@ def _live(options: WorkerOptions) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

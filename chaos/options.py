@@ -16,7 +16,8 @@ class WorkerOptions:
     ``folder`` takes its event log, its output and its orders. ``step_s`` is how long the forward
     pass takes, ``ballast`` the bytes of state beyond the model's, for heals that take a while.
     ``manager`` are keywords of `torchft_svc.client.Manager`; those that end in ``_s`` are seconds,
-    and ``world_size_mode`` is given by its name.
+    and ``world_size_mode`` is given by its name. ``program`` is for trainers that can be told what
+    to train: plain values, too.
     """
 
     folder: Path
@@ -31,6 +32,7 @@ class WorkerOptions:
     step_s: float = 0.02
     ballast: int = 0
     manager: dict[str, Any] = field(default_factory=dict)
+    program: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -24,13 +24,20 @@ from demo.orphans import MARK, die_with_parent
 LIGHTHOUSE_START_S = 20.0
 # Ports below those that the system gives to connections: a restarted lighthouse gets its own again.
 _PORTS = range(15_000, 32_000)
+_FLAGS = (
+    f"--heartbeat-timeout-ms={HEARTBEAT_TIMEOUT_S * 1000:.0f}",
+    f"--join-timeout-ms={JOIN_TIMEOUT_S * 1000:.0f}",
+    f"--hang-timeout-ms={HANG_TIMEOUT_S * 1000:.0f}",
+    "--on-hang=evict",
+)
 
 
 class Lighthouse:
     """One lighthouse on a port of its own, which can be killed and started again."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, *flags: str) -> None:
         self._log = folder / f"{name}.log"
+        self._flags = flags
         self.address = _steady_address()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -41,10 +48,7 @@ class Lighthouse:
                 [
                     *(sys.executable, "-m", "torchft_svc.lighthouse_server"),
                     f"--bind={self.address}",
-                    f"--heartbeat-timeout-ms={HEARTBEAT_TIMEOUT_S * 1000:.0f}",
-                    f"--join-timeout-ms={JOIN_TIMEOUT_S * 1000:.0f}",
-                    f"--hang-timeout-ms={HANG_TIMEOUT_S * 1000:.0f}",
-                    "--on-hang=evict",
+                    *self._flags,
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -111,7 +115,7 @@ class Stage:
     def _open(self) -> None:
         self.nursery = self._stack.enter_context(Nursery())
         for number in range(1, self.num_lighthouses + 1):
-            lighthouse = Lighthouse(self.folder, f"lighthouse-{number}")
+            lighthouse = Lighthouse(self.folder, f"lighthouse-{number}", *_FLAGS)
             self._stack.callback(lighthouse.kill)
             lighthouse.start(wait=True)
             self.lighthouses.append(lighthouse)

@@ -174,7 +174,7 @@ def _manager(options: WorkerOptions, state: State, log: EventLog, orders: Orders
         "world_size": options.num_workers,
     }
     if options.num_workers > 1:
-        settings |= {"store_addr": "localhost", "store_port": _group_store(options)}
+        settings |= {"store_addr": "localhost", "store_port": group_store(options)}
     return Manager(
         state_dict=state.state_dict,
         load_state_dict=state.load_state_dict,
@@ -187,7 +187,7 @@ def _manager(options: WorkerOptions, state: State, log: EventLog, orders: Orders
 _stores: list[TCPStore] = []  # for as long as this process lives
 
 
-def _group_store(options: WorkerOptions) -> int:
+def group_store(options: WorkerOptions) -> int:
     """The port of the group's store, which its first worker hosts, as a launcher would."""
     if options.worker == 0:
         _stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))

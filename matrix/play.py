@@ -1,0 +1,185 @@
+"""Runs a program with real processes: starts its groups, brings back who is killed, ends them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos.bounds import allowance_s
+from chaos.crew import Crew
+from chaos.nursery import Nursery
+from chaos.stage import Lighthouse
+from demo.events import Committed, Discarded, Event, Exited, Killed
+from matrix.program import Moment, Program
+from matrix.verdicts import Run
+
+# Longer than any of it takes; far less than a trainer's timeouts, which nothing should wait for.
+_JOIN_TIMEOUT_S = 3.0
+_HEARTBEAT_TIMEOUT_S = 3.0
+_STEP_S = 0.01
+_LOOK_S = 0.01
+# From the start to the last kill, from there until all train, from there to the last end.
+_PART_S = 40.0
+# So many steps all groups do together after everybody is back, and so many more to the end.
+_TOGETHER = 4
+_AHEAD = 15
+# Steps that a worker discards without a commit in between; each takes a few hundredths of a second.
+_TOO_MANY = 100
+
+
+class Theatre:
+    """A lighthouse and a nursery for any number of programs, each a job; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers = itertools.count()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Theatre:
+        with ExitStack() as stack:
+            self._nursery = stack.enter_context(Nursery("matrix.trainer"))
+            self._lighthouse = Lighthouse(
+                self._folder,
+                "lighthouse",
+                f"--heartbeat-timeout-ms={_HEARTBEAT_TIMEOUT_S * 1000:.0f}",
+                f"--join-timeout-ms={_JOIN_TIMEOUT_S * 1000:.0f}",
+            )
+            stack.callback(self._lighthouse.kill)
+            self._lighthouse.start(wait=True)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def play(self, program: Program) -> Run:
+        """The whole life of a program, to the end of its last process."""
+        job = f"program-{program.seed}-{next(self._numbers)}"
+        folder = self._folder / job
+        folder.mkdir()
+        settings = {
+            "job": job,
+            "seed": program.seed,
+            "step_s": _STEP_S,
+            "num_workers": program.num_workers,
+            "program": program.encode(),
+        }
+        crew = Crew(self._nursery, folder, self._lighthouse.address, settings)
+        played = _Play(program, crew)
+        try:
+            missed = played.run()
+        finally:
+            crew.end()
+        crew.read()
+        return Run(
+            program=program,
+            events=sorted(crew.events, key=lambda event: event.at),
+            missed=missed,
+            words={worker.options.life: worker.said() for worker in crew.lives},
+        )
+
+
+@dataclass(slots=True)
+class _Play:
+    """Says what was missed, if anything: the reason why a part of the play did not end."""
+
+    program: Program
+    crew: Crew
+    _dead: set[int] = field(default_factory=set)  # groups that ended by themselves, with an error
+
+    def run(self) -> str:
+        groups = range(self.program.num_groups)
+        for group in groups:
+            self.crew.start(group)
+        for is_over, what in self._parts():
+            if not self._wait(is_over):
+                return what
+            if self._dead:
+                return ""  # its exit status says it all
+        return ""
+
+    def _parts(self) -> Iterator[tuple[Callable[[], bool], str]]:
+        if self.program.is_refused:
+            yield self._all_have_ended, "not everybody had been refused"
+            return
+        yield self._kills_are_done, "the worker to be killed did not get so far"
+        back_at = time.monotonic()
+        yield lambda: self._all_commit(since=back_at), "not everybody trained together"
+        last = max(each.step for each in self.crew.events if isinstance(each, Committed)) + _AHEAD
+        for worker in self.crew.lives:
+            if worker.is_running:
+                worker.order(f"last {last}")
+        yield self._all_have_ended, f"not everybody had ended after step {last}"
+
+    def _wait(self, is_over: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + _PART_S + 10 * allowance_s()
+        while not is_over() and not self._dead:
+            if time.monotonic() > deadline or self._discards_for_ever():
+                return False
+            for event in self.crew.read():
+                if isinstance(event, Exited):
+                    self._hear_end(event)
+            time.sleep(_LOOK_S)
+        return True
+
+    def _hear_end(self, end: Exited) -> None:
+        """As a launcher does: a group that lost one of its workers is started anew as a whole."""
+        workers = self.crew.lives_of(end.group)
+        if workers[0].options.incarnation != end.incarnation or end.status == 0:
+            return
+        kills = [each for each in self.crew.of(end.group, Killed) if each.life == end.life]
+        if not kills:
+            if not self.program.is_refused:
+                self._dead.add(end.group)
+            return
+        for worker in workers:
+            if worker.is_running:
+                self.crew.kill(worker, with_manager=True)
+        self.crew.start(end.group)
+
+    def _discards_for_ever(self) -> bool:
+        """Whether a worker has discarded its last so many steps: it will never commit any."""
+        in_a_row: Counter[tuple[int, int, int]] = Counter()
+        for event in self.crew.events:
+            life = (*event.life, event.worker)
+            if isinstance(event, Discarded):
+                in_a_row[life] += 1
+            elif isinstance(event, (Committed, Exited)):
+                in_a_row.pop(life, None)
+        return any(number > _TOO_MANY for number in in_a_row.values())
+
+    # -- what is waited for ----------------------------------------------------------------------
+
+    def _kills_are_done(self) -> bool:
+        """All but those of groups that serve a state, which another one may do."""
+        killed = {(each.group, each.incarnation) for each in self.crew.events if _is_kill(each)}
+        sure = [kill for kill in self.program.kills if kill.moment is not Moment.SERVE]
+        return all((kill.group, kill.life) in killed for kill in sure)
+
+    def _all_commit(self, since: float) -> bool:
+        """Whether every worker has committed some steps together with all others."""
+        num_groups = self.program.num_groups
+        for group in range(num_groups):
+            for worker in self.crew.lives_of(group):
+                mine = [
+                    each
+                    for each in self.crew.of(group, Committed, since=since)
+                    if each.life == (group, worker.options.incarnation)
+                    and each.worker == worker.options.worker
+                    and len(each.members.split()) == num_groups
+                ]
+                if len(mine) < _TOGETHER:
+                    return False
+        return True
+
+    def _all_have_ended(self) -> bool:
+        return not any(worker.is_running for worker in self.crew.lives)
+
+
+def _is_kill(event: Event) -> bool:
+    return isinstance(event, Killed)

@@ -1,0 +1,110 @@
+"""Decides whether a program did what is promised to it: pure rules over what its workers told."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from chaos import verdicts as chaos
+from demo.events import Committed, Event, Exited, Finished, Killed, PhaseBegan
+from demo.promises import Outcome, Verdict
+from matrix.program import Program
+
+# A kill costs the others milliseconds, a busy machine some seconds, and what waits for a timeout
+# that nothing should wait for 20.
+MAX_STALL_S = 12.0
+# How much of what was seen is shown.
+_NUM_EVENTS = 12
+_NUM_LINES = 5
+_REFUSAL = "ConfigError"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What was seen of a program; ``events`` in order of time.
+
+    ``missed``: what did not come in time, if something did not; ``words``: the output of each life.
+    """
+
+    program: Program
+    events: Sequence[Event]
+    missed: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
+
+
+def judge(run: Run) -> list[Verdict]:
+    """The verdicts that are not good; none: the program works."""
+    if run.program.is_refused:
+        verdicts = [judge_refusal(run)]
+    else:
+        seen = chaos.Run(seen=[("", event) for event in run.events], incidents=())
+        verdicts = [
+            judge_end(run),
+            judge_stalls(run),
+            chaos.judge_ids(seen),
+            chaos.judge_identity(seen),
+            chaos.judge_progress(seen),
+            chaos.judge_discards(seen),
+        ]
+    return [verdict for verdict in verdicts if verdict.outcome is Outcome.FAIL]
+
+
+def judge_end(run: Run) -> Verdict:
+    """All heal and reach the last step, and nobody dies of anything but his kill."""
+    killed: set[tuple[int, int]] = set()
+    faults = []
+    for event in run.events:
+        if isinstance(event, Killed):
+            killed.add(event.life)  # all workers of a group end with one of them
+        elif isinstance(event, Exited) and event.status != 0 and event.life not in killed:
+            faults.append(f"group {event.group} ended with status {event.status}")
+    if run.missed:
+        faults.append(run.missed)
+    ends = {event.step for event in run.events if isinstance(event, Finished)}
+    if not faults and not ends:
+        faults.append("nobody finished")
+    return Verdict.of("all train together, and end", faults, f"at step {ends}")
+
+
+def judge_stalls(run: Run) -> Verdict:
+    """Nobody stands still for long between two steps."""
+    last: dict[tuple[int, int, int], float] = {}
+    faults = []
+    longest: dict[int, float] = defaultdict(float)
+    for event in run.events:
+        if isinstance(event, (Committed, Finished)):
+            life = (*event.life, event.worker)
+            gap_s = event.at - last.get(life, event.at)
+            longest[event.group] = max(longest[event.group], gap_s)
+            last[life] = event.at
+            if gap_s > MAX_STALL_S:
+                step = event.step
+                faults.append(f"group {event.group} stood still for {gap_s:.1f} s before {step}")
+    proof = f"longest stall {max(longest.values(), default=0.0):.2f} s"
+    return Verdict.of("nobody stands still", faults, proof)
+
+
+def judge_refusal(run: Run) -> Verdict:
+    faults = [run.missed] if run.missed else []
+    faults += [
+        f"{life} was not refused" for life, said in run.words.items() if _REFUSAL not in said
+    ]
+    if any(isinstance(event, Committed) for event in run.events):
+        faults.append("steps were committed")
+    return Verdict.of("what cannot work is refused", faults, _REFUSAL)
+
+
+def tell(run: Run) -> str:
+    """What is wrong, the last that happened, and the last words of every life."""
+    last = [event for event in run.events if not isinstance(event, PhaseBegan)][-_NUM_EVENTS:]
+    said = [
+        f"    -- {life}\n" + "\n".join(f"    {line[:300]}" for line in lines[-_NUM_LINES:])
+        for life, words in run.words.items()
+        if (lines := words.strip().splitlines())
+    ]
+    return "\n".join(
+        [f"  {verdict.promise}: NO: {verdict.detail}" for verdict in judge(run)]
+        + [f"    {str(event)[:300]}" for event in last]
+        + said
+    )

@@ -1,0 +1,92 @@
+"""Tests the rules that judge a program: each falls when what it promises is broken."""
+
+from __future__ import annotations
+
+import pytest
+
+from demo.events import Committed, Event, Exited, Finished, Killed
+from matrix.program import Feature, Program
+from matrix.verdicts import MAX_STALL_S, Run, judge, tell
+
+PROGRAM = Program(seed=0)
+REFUSED = Program(seed=0, features=frozenset({Feature.SPARSE}))
+
+
+def commit(group: int, step: int, at: float, digest: str = "") -> Committed:
+    return Committed(
+        group=group,
+        incarnation=0,
+        at=at,
+        step=step,
+        loss=0.0,
+        digest=digest or f"bits of {step}",
+        num_participants=2,
+        participating=True,
+        quorum_id=1,
+        members="a b",
+    )
+
+
+def finished(group: int, at: float) -> Finished:
+    return Finished(group=group, incarnation=0, at=at, step=2)
+
+
+def ended(group: int, at: float, status: int) -> Exited:
+    return Exited(group=group, incarnation=0, at=at, status=status, expected=False)
+
+
+def killed(group: int, at: float) -> Killed:
+    return Killed(group=group, incarnation=0, at=at, whole_group=False)
+
+
+GOOD: tuple[Event, ...] = (
+    commit(0, 1, 1.0),
+    commit(1, 1, 1.1),
+    killed(1, 1.2),
+    ended(1, 1.3, -9),
+    commit(0, 2, 2.0),
+    finished(0, 2.1),
+    ended(0, 2.2, 0),
+)
+
+
+def faults(*events: Event, program: Program = PROGRAM, missed: str = "", **words: str) -> str:
+    run = Run(program=program, events=events, missed=missed, words=words)
+    return " ".join(verdict.detail for verdict in judge(run))
+
+
+def test_a_good_run_has_no_faults() -> None:
+    assert not faults(*GOOD)
+
+
+@pytest.mark.parametrize(
+    ("events", "told"),
+    [
+        ([*GOOD, commit(1, 2, 3.0, "others")], "step 2: groups 0 and 1 differ"),
+        ([*GOOD[:2], ended(1, 1.2, 1), *GOOD[4:]], "group 1 ended with status 1"),
+        ([*GOOD[:2], ended(1, 1.2, 70), killed(1, 1.3), *GOOD[4:]], "ended with status 70"),
+        (GOOD[:5], "nobody finished"),
+        ([*GOOD[:4], commit(0, 2, 2.0 + MAX_STALL_S), finished(0, 30.0)], "stood still for"),
+    ],
+)
+def test_what_is_broken_is_found(events: list[Event], told: str) -> None:
+    assert told in faults(*events)
+
+
+def test_what_did_not_come_in_time_is_found() -> None:
+    assert faults(*GOOD, missed="not everybody trained together") == (
+        "not everybody trained together"
+    )
+
+
+def test_what_is_refused_names_its_reason_and_commits_nothing() -> None:
+    assert not faults(program=REFUSED, a="errors.ConfigError: table.sparse=True cannot work")
+    assert faults(program=REFUSED, a="errors.ConfigError: ...", b="") == "b was not refused"
+    told = faults(commit(0, 1, 1.0), program=REFUSED, a="errors.ConfigError: ...")
+    assert told == "steps were committed"
+
+
+def test_a_failure_is_told_with_the_last_words() -> None:
+    told = tell(Run(program=PROGRAM, events=GOOD[:5], words={"group-0.0.0": "one\ntwo\n"}))
+    assert "nobody finished" in told
+    assert "two" in told

@@ -1,0 +1,38 @@
+"""Runs a fixed set of drawn programs, in which every choice meets nearly every other one."""
+
+from __future__ import annotations
+
+import pytest
+from bounds import Late
+
+from demo.promises import Outcome
+from matrix.play import Theatre
+from matrix.program import draw, pairs
+from matrix.verdicts import judge, judge_stalls, tell
+
+# `covering(map(draw, range(1500)), 20)`: those that show the most pairs of choices for their time.
+SEEDS = (525, 1340, 370, 743, 478, 281, 228, 701, 101, 117)
+SEEDS += (926, 234, 237, 906, 162, 885, 1007, 88, 490, 107)
+_ENOUGH = 0.85
+# Each of its parts has less time; an isolated one imports torch in every life, on a busy machine.
+_LIMIT_S = 240
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(_LIMIT_S)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_program_with_kills_keeps_its_promises(seed: int, theatre: Theatre) -> None:
+    run = theatre.play(draw(seed))
+    failed = judge(run)
+    if failed == [verdict for verdict in [judge_stalls(run)] if verdict.outcome is Outcome.FAIL]:
+        if failed:
+            raise Late(tell(run))
+        return
+    pytest.fail(f"{run.program}\n{tell(run)}\nagain: make programs SECONDS=0 SEED={seed}")
+
+
+def test_the_programs_show_nearly_all_pairs_of_choices() -> None:
+    possible = set().union(*(pairs(draw(seed)) for seed in range(1500)))
+    shown = set().union(*(pairs(draw(seed)) for seed in SEEDS))
+    assert len(shown) > _ENOUGH * len(possible), sorted(possible - shown)
+    assert {name for pair in shown for name in pair} == {name for pair in possible for name in pair}
