@@ -56,6 +56,7 @@ EVERY_ERROR = [
         (errors.PeerError, TimeoutError),
     ),
     (errors.QuorumFailed("b is out"), "no quorum: b is out", (errors.PeerError,)),
+    (errors.MemberLost("b is out"), "no quorum: b is out", (errors.QuorumFailed,)),
     (errors.CommitFailed("b gave up"), "no commit decision: b gave up", (errors.PeerError,)),
     (errors.GroupLeft("told so"), "this group has left: told so", (errors.PeerError,)),
     (

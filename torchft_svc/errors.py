@@ -11,6 +11,7 @@
         ├── NotLeader               another lighthouse leads; its address is told if it is known
         ├── DeadlineExceeded        an answer did not come in time                 (TimeoutError)
         ├── QuorumFailed            this round has no quorum; the reason is told
+        │   └── MemberLost          a member of a quorum that was formed is gone
         ├── CommitFailed            this vote has no answer; the reason is told
         ├── GroupLeft               the group was drained: it takes part in no quorum any more
         └── CheckpointError         a checkpoint that is missing, truncated or corrupt
@@ -135,6 +136,10 @@ class QuorumFailed(PeerError):
 
     def __str__(self) -> str:
         return f"no quorum: {self.reason}"
+
+
+class MemberLost(QuorumFailed):
+    """A member of the quorum is gone; what it had sent by then is good."""
 
 
 @dataclass(eq=False)

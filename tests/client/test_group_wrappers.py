@@ -60,7 +60,7 @@ def test_a_fault_comes_where_it_was_asked_for(pair: list[FakeProcessGroupWrapper
     assert all(work.wait() for work in works)  # each fault comes once
 
 
-def test_after_an_error_collectives_succeed_and_do_nothing(
+def test_after_an_error_collectives_succeed_and_leave_zeros(
     pair: list[FakeProcessGroupWrapper],
 ) -> None:
     place, (a, b) = MeetingPlace(), pair
@@ -70,15 +70,16 @@ def test_after_an_error_collectives_succeed_and_do_nothing(
     first = [each.allreduce([torch.ones(1)]) for each in (group, b)]
     assert group.error() is None
     assert all(work.wait() for work in first)
-    assert [tensor.item() for tensor in first[0].result()] == [2]
+    assert [tensor.item() for tensor in first[0].result()] == [0]
     assert str(group.error()) == "a peer died"
     assert group.errored() is group.error()
 
     kept, filled = torch.full((2,), 5.0), torch.full((4,), 5.0)
     assert group.allreduce([kept]).wait()  # b takes no part in it
     assert group._allgather_base(filled, kept).get_future().wait() is not None
-    assert group.broadcast([kept]).result()[0] is kept
-    assert (kept.tolist(), filled.tolist()) == ([5.0] * 2, [0.0] * 4)
+    sent = torch.full((2,), 5.0)
+    assert group.broadcast([sent]).result()[0] is sent
+    assert (kept.tolist(), filled.tolist(), sent.tolist()) == ([0.0] * 2, [0.0] * 4, [5.0] * 2)
     group.report_error(RuntimeError("a second one"))
     assert str(group.error()) == "a peer died"
 

@@ -218,7 +218,7 @@ class Member:
             self.group.allreduce([tensor], options),
             20.0,
             on_error=lambda error: self.errors.append(str(error)),
-            is_given_up=lambda: self.group.errored() is not None,
+            pg=self.group,
             on_wait=lambda _: None,
             watchdog=Watchdog(None),
         )

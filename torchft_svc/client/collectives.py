@@ -74,8 +74,8 @@ class Collectives:
             tensor,
             work,
             self._timeout_s,
+            pg=self._pg,
             on_error=lambda error: self._latch(error, epoch),
-            is_given_up=lambda: self._pg.errored() is not None,
             on_wait=self._on_wait,
             watchdog=self._watchdog,
         )

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
+from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.meeting import SLICE_S
+from torchft_svc.client.process_groups.operations import ends_within
 from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
 
@@ -25,10 +27,11 @@ class Reducing(Protocol):
 
 
 class Reduction:
-    """A sum under way in ``tensor``.
+    """A sum of ``pg`` that is under way in ``tensor``.
 
     ``on_error`` hears why it failed, once, ``on_wait`` that a wait gets long (True) and is over
-    (False). ``is_given_up`` ends the wait early. Until `wait` has returned True nobody may read the
+    (False). An error of ``pg`` ends the wait early, and one that it has swallowed is a failure of
+    the sum, though its work ended well. Until `wait` has returned True nobody may read the
     tensor; after False nobody may ever use its memory again, because the abandoned operation may
     still write to it.
     """
@@ -39,8 +42,8 @@ class Reduction:
         work: Any,
         timeout_s: float,
         *,
+        pg: ProcessGroup,
         on_error: Callable[[Exception], None],
-        is_given_up: Callable[[], bool],
         on_wait: Callable[[bool], None],
         watchdog: Watchdog,
     ) -> None:
@@ -48,7 +51,7 @@ class Reduction:
         self._on_wait = on_wait
         self.tensor = tensor
         self._work = work
-        self._is_given_up = is_given_up
+        self._pg = pg
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._on_error: Callable[[Exception], None] | None = on_error
@@ -62,7 +65,11 @@ class Reduction:
             left_s = max(0.0, self._deadline - time.monotonic())
             with self._watchdog.watching("a collective to end", left_s):
                 self._wait_in_slices()
-            self._ok = True
+            swallowed = self._pg.failure()
+            if swallowed is None:
+                self._ok = True
+            else:
+                self._fail(swallowed)
         except (RuntimeError, PeerError) as error:
             self._fail(error)
         finally:
@@ -90,15 +97,10 @@ class Reduction:
 
     def _is_over_after_a_slice(self) -> bool:
         left_s = self._deadline - time.monotonic()
-        try:
-            # A wait of no time would be taken for "no limit".
-            self._work.wait(timedelta(seconds=max(0.001, min(SLICE_S, left_s))))
+        # A wait of no time would be taken for "no limit".
+        if ends_within(self._work, timedelta(seconds=max(0.001, min(SLICE_S, left_s)))):
             return True
-        except RuntimeError:
-            if self._work.is_completed():
-                _raise_failure(self._work)
-                return True
-        if self._is_given_up():
+        if self._pg.errored() is not None:
             raise QuorumFailed("the step was given up")
         if left_s <= 0:
             raise DeadlineExceeded(
@@ -110,8 +112,3 @@ class Reduction:
         report, self._on_error = self._on_error, None
         if report is not None:
             report(error)
-
-
-def _raise_failure(work: Any) -> None:
-    """A work may end between the end of a slice and the look at it: its failure decides."""
-    work.wait(timedelta(seconds=SLICE_S))

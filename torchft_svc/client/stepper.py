@@ -166,6 +166,7 @@ class Stepper:
         round_.check_left()
         self._settle()
         self._averages.finish()
+        self._check_group()
         self._apply_heal()
         self._protect_state()
         with self._step.changing() as machine:
@@ -223,6 +224,12 @@ class Stepper:
         """A backward pass that was not finished is an error of the step."""
         problems = [reducer.settle() for reducer in self.reducers()]
         for error in filter(None, [*problems, self._averages.collectives.unfinished()]):
+            self._fail(error)
+
+    def _check_group(self) -> None:
+        """An error that the process group did not raise is one of the step."""
+        error = self._links.pg.failure()
+        if error is not None and self.state.error is None:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:

@@ -15,7 +15,7 @@ from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import OLDER_NAMES
 from torchft_svc.client.process_groups.recorder import FlightRecorder
 from torchft_svc.core.durations import check_length
-from torchft_svc.errors import ConfigError, QuorumFailed
+from torchft_svc.errors import ConfigError, MemberLost, QuorumFailed
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
@@ -125,6 +125,15 @@ class ProcessGroup(dist.ProcessGroup):
     def errored(self) -> Exception | None:
         """Why the group cannot be used until it is configured again, or None."""
         return None
+
+    def failure(self) -> Exception | None:
+        """Why results since `configure` may be wrong, or None; asked before each vote.
+
+        It is what `errored` tells, except that a member is gone: a result that came before that is
+        good. A group, or a wrapper, that does not raise its errors has to tell them by `errored`.
+        """
+        error = self.errored()
+        return None if isinstance(error, MemberLost) else error
 
     def shutdown(self) -> None:
         """Leave the members and release everything; may be called twice."""

@@ -19,8 +19,6 @@ from torchft_svc.client.process_groups.stores import Store
 _NAME = "gloo-connect"
 # Of which gloo takes so many when it connects, and an end if the store does not answer meanwhile.
 _CONNECT_TIMEOUTS = 7
-# Gloo's own wait for one of these ends when connecting would have to.
-_BETWEEN_TWO = frozenset({"recv", "recv_anysource", "send"})
 
 
 class ProcessGroupGloo(DelegatingProcessGroup):
@@ -52,7 +50,7 @@ class ProcessGroupGloo(DelegatingProcessGroup):
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
         work = super()._launch(name, args, kwargs)
-        return _Transfer(work, self._timeout) if name in _BETWEEN_TWO else work
+        return _Transfer(work, self._timeout) if name in self._hidden else work
 
     def _has_failed(self, work: Any) -> bool:
         try:
@@ -72,24 +70,39 @@ class _Link(WholeBackend):
 
 
 class _Transfer(dist.Work):
-    """Between two members, with the ``timeout`` of the group's other operations."""
+    """An operation of whose end gloo tells only who waits, with the ``timeout`` of the others.
+
+    Gloo's own wait would end when connecting has to. One that ends in vain also ends the operation:
+    gloo closes the connection.
+    """
 
     def __init__(self, work: Any, timeout: timedelta) -> None:
         super().__init__()
         self._work = work
         self._timeout = timeout
+        self._waited = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; raises RuntimeError if it failed or is not over in time."""
-        return bool(self._work.wait(timeout or self._timeout))
+        try:
+            return bool(self._work.wait(timeout or self._timeout))
+        finally:
+            self._waited = True
 
     def is_completed(self) -> bool:
-        """Gloo's word: False until it was waited for."""
-        return bool(self._work.is_completed())
+        """False until it was waited for."""
+        return self._waited or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
         """Whether it was waited for and has not failed."""
         return bool(self._work.is_success())
+
+    def synchronize(self) -> None:
+        """Nothing: no device is behind it."""
+
+    def result(self) -> Any:
+        """The tensors."""
+        return self._work.result()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Raises RuntimeError: gloo tells of the end only to who waits."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from torchft_svc.errors import QuorumFailed
+from torchft_svc.errors import MemberLost
 
 # A member that left in good order has sent everything; what it sent arrives within this time.
 LOSS_GRACE_S = 0.1
@@ -17,12 +17,12 @@ class Loss:
 
     quorum_id: int
     final_at: float
-    error: QuorumFailed
+    error: MemberLost
 
     @classmethod
     def now(cls, quorum_id: int, reason: str) -> Loss:
         """It has just been told."""
-        return cls(quorum_id, time.monotonic() + LOSS_GRACE_S, QuorumFailed(reason))
+        return cls(quorum_id, time.monotonic() + LOSS_GRACE_S, MemberLost(reason))
 
     def is_final(self) -> bool:
         """Whether the moment of grace is over."""

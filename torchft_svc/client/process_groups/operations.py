@@ -1,11 +1,14 @@
-"""Every collective that a process group of torch offers, and where its result goes."""
+"""Every collective that torch offers: where its result goes, and whether it has ended."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+
+from torchft_svc.client.process_groups.meeting import SLICE_S
 
 # The result is in the first argument, which also is what this member brings.
 IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce", "send", "barrier"})
@@ -60,3 +63,20 @@ def flat(tensors: Any) -> list[torch.Tensor]:
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     return [tensor for part in tensors or () for tensor in flat(part)]
+
+
+def ends_within(work: Any, timeout: timedelta) -> bool:
+    """Whether ``work`` is over; False: the wait is, and the work goes on.
+
+    Raises:
+        RuntimeError: it failed; so does any other error of its own.
+    """
+    try:
+        work.wait(timeout)
+        return True
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+    # It may have ended between the end of the wait and the look at it: its failure decides.
+    work.wait(timedelta(seconds=SLICE_S))
+    return True

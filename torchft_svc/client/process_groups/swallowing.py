@@ -12,20 +12,31 @@ import torch.distributed as dist
 
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.members import Members
-from torchft_svc.client.process_groups.operations import IN_PLACE, result_of
+from torchft_svc.client.process_groups.operations import ends_within, result_of
 from torchft_svc.client.process_groups.wrapper import ProcessGroupWrapper
 from torchft_svc.client.work import CompletedWork
 from torchft_svc.errors import TorchFTError
 
 log = logging.getLogger(__name__)
 
+# One member alone writes, or all but one.
+_FROM_OR_TO_ROOT = frozenset({"broadcast", "reduce"})
+
 
 class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
-    """After the first error every collective succeeds at once, until the group is configured again.
+    """Collectives that fail without raising; for programs that must not raise within a step.
 
-    Such a collective leaves a tensor that is reduced or sent as it is, and fills one that is only
-    written to with zeros. For programs that call ``torch.distributed`` themselves and must not
-    raise in the middle of a step: look at `error` before its result is used.
+    The collective that fails, and all that follow until the group is configured again, end well,
+    and what they would have written their results to holds zeros, in place: also a tensor that is
+    reduced, or that a broadcast would have filled. What is only read stays as it is: what is sent,
+    also by the root of a broadcast, and by who is not the root of a reduction. `error` tells the
+    first error. Under a `Manager` it is one of the step, which is then discarded, whoever called
+    the collective.
+
+    A ``wait(timeout)`` that ends before the operation does is no failure of the operation: it
+    raises RuntimeError, as for any group, and the operation goes on. (Gloo gives up a receive, a
+    send and a reduce-scatter then, so there it is one.) A ``wait()`` ends with the operation, at
+    the group's own timeout at the latest.
     """
 
     def __init__(self, pg: ProcessGroup) -> None:
@@ -54,7 +65,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
         def skip() -> CompletedWork:
             result = result_of(name, args, kwargs)
-            if name not in IN_PLACE:
+            if _writes(name, args, kwargs, self.rank()):
                 for tensor in result:
                     tensor.detach().zero_()
             return CompletedWork(result)
@@ -66,7 +77,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         except (RuntimeError, TorchFTError) as error:
             self.report_error(error)
             return skip()
-        return _SwallowingWork(work, self.report_error, skip)
+        return _SwallowingWork(work, result_of(name, args, kwargs), self.report_error, skip)
 
 
 class _SwallowingWork(dist.Work):
@@ -75,20 +86,33 @@ class _SwallowingWork(dist.Work):
     def __init__(
         self,
         work: Any,
+        results: list[torch.Tensor],
         report: Callable[[Exception], None],
         skip: Callable[[], CompletedWork],
     ) -> None:
         super().__init__()
         self._work = work
+        self._results = results
         self._report = report
         self._skip = skip
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end, whatever it is; always True."""
+        """Wait for the end, whatever it is; always True.
+
+        Raises:
+            RuntimeError: ``timeout`` is over, and the operation is not.
+        """
         try:
-            self._work.wait(timeout) if timeout else self._work.wait()
+            if not timeout:
+                self._work.wait()
+                return True
+            is_over = ends_within(self._work, timeout)
         except (RuntimeError, TorchFTError) as error:
-            self._report(error)
+            self._fail(error)
+            return True
+        if not is_over:
+            limit_s = timeout.total_seconds()
+            raise dist.DistBackendError(f"a collective is not over after {limit_s:.3g} s")
         return True
 
     def is_completed(self) -> bool:
@@ -104,19 +128,40 @@ class _SwallowingWork(dist.Work):
         try:
             return self._work.result()
         except (RuntimeError, TorchFTError) as error:
-            self._report(error)
-            return self._skip().result()
+            return self._fail(error).result()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that never fails: after an error it holds what a skipped collective does."""
+        """A future that never fails: after an error it holds what a skipped collective does.
+
+        Of an operation that has none, as gloo's reduce-scatter, it waits for the end.
+        """
         done: torch.futures.Future[Any] = torch.futures.Future()
 
         def settle(source: torch.futures.Future[Any]) -> None:
             try:
                 done.set_result(source.value())
             except (RuntimeError, TorchFTError) as error:
-                self._report(error)
-                done.set_result(self._skip().get_future().value())
+                done.set_result(self._fail(error).result())
 
-        self._work.get_future().add_done_callback(settle)
+        try:
+            future = self._work.get_future()
+        except (RuntimeError, TorchFTError):
+            self.wait()
+            done.set_result(self._results)
+        else:
+            future.add_done_callback(settle)
         return done
+
+    def _fail(self, error: Exception) -> CompletedWork:
+        """The operation has failed: what a skipped one leaves."""
+        self._report(error)
+        return self._skip()
+
+
+def _writes(name: str, args: Any, kwargs: Any, rank: int) -> bool:
+    """Whether collective ``name`` writes to its first argument on the member of this ``rank``."""
+    if name not in _FROM_OR_TO_ROOT:
+        return name != "send"
+    given = args[1] if len(args) > 1 else kwargs.get("opts", kwargs.get("root", 0))
+    is_root = getattr(given, "rootRank", given) == rank
+    return bool(is_root == (name == "reduce"))
