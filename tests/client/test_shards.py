@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchft_svc.client import (
     PGTransport,
@@ -25,7 +28,8 @@ from torchft_svc.client import (
 )
 from torchft_svc.client.checkpointing.serialization import describe, parse
 from torchft_svc.client.shards import put_together, take_apart
-from torchft_svc.errors import CheckpointError, ConfigError, RequestRefused
+from torchft_svc.client.state import StateRegistry
+from torchft_svc.errors import CheckpointError, ConfigError, RequestRefused, TornState
 
 from .meeting_place import MeetingPlace
 from .training import TIMEOUT
@@ -256,3 +260,76 @@ def test_without_shards_nothing_is_asked() -> None:
         raise AssertionError("asked for nothing")
 
     assert put_together(state, own_state, "a")["w"] is state["w"]
+
+
+def pieces(**saved: Any) -> tuple[StateRegistry, dict[str, Any]]:
+    """A registry of these pieces, and what was loaded into them."""
+    registry, loaded = StateRegistry(), {}
+    for key, state in saved.items():
+        registry.register(key, functools.partial(loaded.__setitem__, key), lambda s=state: s)
+    return registry, loaded
+
+
+def test_a_mesh_may_be_found_in_another_piece(mesh: DeviceMesh) -> None:
+    moment = distribute_tensor(torch.randn(3), mesh, [Shard(0)])
+    weight = distribute_tensor(torch.randn(3), mesh, [Shard(0)])
+    healthy, _ = pieces(model={"w": weight}, optim={"state": {0: {"exp_avg": moment}}})
+    joiner, loaded = pieces(model={"w": weight.clone()}, optim={"state": {}})
+    joiner.load(sent(healthy.collect({}, 1.0)))
+    got = loaded["optim"]["state"][0]["exp_avg"]
+    assert got.device_mesh is mesh
+    assert torch.equal(got.to_local(), moment.to_local())
+
+
+def test_i6_no_piece_is_loaded_if_the_mesh_of_one_is_not_here(mesh: DeviceMesh) -> None:
+    weight = distribute_tensor(torch.randn(3), mesh, [Shard(0)])
+    healthy, _ = pieces(first={"n": 1}, second={"w": weight})
+    joiner, loaded = pieces(first={"n": 2}, second={"w": torch.zeros(3)})
+    with pytest.raises(CheckpointError, match=r"'shard'.*registered here there is none") as told:
+        joiner.load(sent(healthy.collect({}, 1.0)))
+    assert not isinstance(told.value, TornState)
+    assert loaded == {}
+
+
+def test_meshes_of_equal_names_and_sizes_are_told_apart_by_their_ranks() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        meshes = [DeviceMesh("cpu", ranks, mesh_dim_names=("x",)) for ranks in ([0, 1], [0, 2])]
+        state = {
+            str(n): DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+            for n, mesh in enumerate(meshes)
+        }
+        back = put_together(sent(take_apart(state)), lambda: state, "a")
+        assert [back[key].device_mesh for key in "01"] == meshes
+        with pytest.raises(CheckpointError, match=r"'0,2'.*'0,1'"):
+            put_together(sent(take_apart(state)), lambda: {"0": state["0"]}, "a")
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass
+class Held:
+    weight: Any
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_a_sharded_tensor_survives_the_way_in_any_container(mesh: DeviceMesh) -> None:
+    tensor = distribute_tensor(torch.randn(3), mesh, [Shard(0)])
+    state = {
+        "deque": deque([tensor], maxlen=3),
+        "default": defaultdict(dict, a={"b": tensor}),
+        "pair": Pair(tensor, 1),
+        "held": Held([tensor]),
+        "model": nn.BatchNorm1d(2).state_dict(),
+    }
+    back = put_together(sent(take_apart(state)), lambda: state, "a")
+    found = [back["deque"][0], back["default"]["a"]["b"], back["pair"].left, back["held"].weight[0]]
+    for got in found:
+        assert isinstance(got, DTensor)
+        assert torch.equal(got.to_local(), tensor.to_local())
+    assert back["deque"].maxlen == 3
+    assert back["default"]["new"] == {}
+    assert back["model"]._metadata == state["model"]._metadata
+    assert state["held"].weight[0] is tensor

@@ -83,7 +83,8 @@ class Manager:
             ended badly (``TORCHFT_FLIGHT_RECORDER``; default: nothing is recorded).
 
     Raises:
-        ConfigError: a value, or a pair of values, that cannot work.
+        ConfigError: a value, or a pair of values, that cannot work; or ``state_dict`` returns what
+            cannot be sent (if it raises, that is found out in the first step).
         PeerError: the group's store, or its manager, cannot be reached.
     """
 
@@ -165,6 +166,11 @@ class Manager:
         run = self._runtime = start_runtime(self._rules, services, environment, brought)
         self._stepper = Stepper(run.links, self._rules, self._step, run.membership, run.thread)
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), run)
+        try:
+            self._registry.check_with(run.links.transport.check_state)
+        except Exception:
+            self.shutdown(wait=False)
+            raise
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -296,7 +302,11 @@ class Manager:
         load_state_dict: Callable[[Any], None] | None,
         state_dict: Callable[[], Any] | None,
     ) -> None:
-        """Add a piece of state that groups heal by; every group must register the same keys."""
+        """Add a piece of state that groups heal by; every group must register the same keys.
+
+        Raises:
+            ConfigError: ``state_dict`` returns what cannot be sent; the sentence names its path.
+        """
         self._registry.register(key, load_state_dict, state_dict)
 
     def set_state_dict_fns(

@@ -218,6 +218,7 @@ class Round:
         """A worker that has just started is most likely behind: prepare while the quorum forms."""
         try:
             state = self._links.registry.collect({}, self._rules.timeouts.quorum_s)
+            self._links.transport.check_state(state)
             self._links.transport.expect_checkpoint(state)
         except UsageError:
             raise  # it will not heal others either: better told now than when it is needed

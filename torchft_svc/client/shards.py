@@ -6,11 +6,12 @@ description of the whole. The device mesh does not: the receiver has one like it
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torchft_svc.client.checkpointing.tree import map_nodes
 from torchft_svc.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 # The only key of a dict that stands for a DTensor.
 _MARK = "torchft.dtensor"
 
-MeshKey = tuple[str, tuple[str, ...], tuple[int, ...]]
+MeshKey = tuple[str, tuple[str, ...], tuple[int, ...], str]
 
 
 def take_apart(state: Any) -> Any:
@@ -32,18 +33,18 @@ def take_apart(state: Any) -> Any:
     def describe(value: Any) -> Any:
         if not isinstance(value, DTensor):
             return value
-        kind, names, sizes = mesh_key(value.device_mesh)
+        kind, names, sizes, ranks = mesh_key(value.device_mesh)
         return {
             _MARK: {
                 "local": value._local_tensor.detach(),
                 "shape": tuple(value.shape),
                 "stride": tuple(value.stride()),
                 "placements": [_placement_to_plain(place) for place in value.placements],
-                "mesh": [kind, list(names), list(sizes)],
+                "mesh": [kind, list(names), list(sizes), ranks],
             }
         }
 
-    return _map(state, describe)
+    return map_nodes(state, describe)
 
 
 def put_together(state: Any, own_state: Callable[[], Any], source: str) -> Any:
@@ -65,30 +66,31 @@ def put_together(state: Any, own_state: Callable[[], Any], source: str) -> Any:
             meshes = _meshes_of(own_state())
         return _rebuild(value[_MARK], meshes, source)
 
-    return _map(state, rebuild)
+    return map_nodes(state, rebuild)
 
 
 def mesh_key(mesh: DeviceMesh) -> MeshKey:
-    """What is the same on all groups: device type, names and sizes of the dimensions."""
-    return mesh.device_type, tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.shape)
+    """What is the same on all groups: device type, names and sizes of the dimensions, and ranks.
+
+    Those are ranks in a group, so workers of the same group rank have meshes of the same ranks.
+    """
+    names, sizes = tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.shape)
+    return mesh.device_type, names, sizes, _ranks_text(mesh.mesh.flatten().tolist())
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    """Short, as every sharded tensor carries it: there may be thousands of ranks."""
+    text = ",".join(map(str, ranks))
+    return (
+        text
+        if len(text) <= 40
+        else f"{text[:20]}... {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    )
 
 
 def _has_dtensors() -> bool:
     """Nobody has a DTensor without its module; importing it here would cost time for nothing."""
     return "torch.distributed.tensor" in sys.modules
-
-
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with ``change`` made to every node; containers are copied, leaves are not."""
-    changed = change(value)
-    if changed is not value:
-        return changed
-    kind = type(value)
-    if kind in (dict, OrderedDict):
-        return kind((key, _map(item, change)) for key, item in value.items())
-    if kind in (list, tuple):
-        return kind(_map(item, change) for item in value)
-    return value
 
 
 def _meshes_of(state: Any) -> dict[MeshKey, DeviceMesh]:
@@ -103,14 +105,14 @@ def _meshes_of(state: Any) -> dict[MeshKey, DeviceMesh]:
             meshes[mesh_key(value.device_mesh)] = value.device_mesh
         return value
 
-    _map(state, note)
+    map_nodes(state, note)
     return meshes
 
 
 def _rebuild(part: Any, meshes: dict[MeshKey, DeviceMesh], source: str) -> DTensor:
     try:
-        kind, names, sizes = part["mesh"]
-        key = (kind, tuple(names), tuple(sizes))
+        kind, names, sizes, ranks = part["mesh"]
+        key = (kind, tuple(names), tuple(sizes), ranks)
         shape, stride, local = part["shape"], part["stride"], part["local"]
         placements = [_placement_from_plain(place) for place in part["placements"]]
     except (KeyError, TypeError, ValueError) as error:
@@ -118,7 +120,9 @@ def _rebuild(part: Any, meshes: dict[MeshKey, DeviceMesh], source: str) -> DTens
     if key not in meshes:
         ours = ", ".join(map(str, meshes)) or "none"
         raise CheckpointError(
-            source, f"it is sharded over a mesh {key}, here there is {ours}: use equal meshes"
+            source,
+            f"it is sharded over a mesh {key}, in what is registered here there is {ours}: use "
+            "equal meshes",
         )
     from torch.distributed.tensor import DTensor
 

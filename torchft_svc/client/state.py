@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 
 from torchft_svc.client.shards import put_together, take_apart
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, TornState
+
+log = logging.getLogger(__name__)
 
 DEFAULT_KEY = "default"
 MANAGER_KEY = "torchft"
@@ -79,6 +82,7 @@ class StateRegistry:
         self, load: Callable[[Any], None] | None = None, save: Callable[[], Any] | None = None
     ) -> None:
         self._pieces: dict[str, _Piece] = {}
+        self._check: Callable[[object], None] | None = None
         self.gate = ReadGate()
         if load is not None or save is not None:
             self.register(DEFAULT_KEY, load, save)
@@ -89,7 +93,8 @@ class StateRegistry:
         """Add a piece.
 
         Raises:
-            ConfigError: the key is taken, empty, or a function cannot be called.
+            ConfigError: the key is taken, empty, or a function cannot be called; or the state
+                holds what cannot be sent.
         """
         if not isinstance(key, str) or not key:
             raise ConfigError("key", key, "a piece of state is registered under a name")
@@ -100,13 +105,38 @@ class StateRegistry:
                 raise ConfigError(name, function, "a function is needed")
         assert load is not None
         assert save is not None
-        self._pieces[key] = _Piece(load, save)
+        piece = _Piece(load, save)
+        self._look_at(key, piece)
+        self._pieces[key] = piece
+
+    def check_with(self, check: Callable[[object], None]) -> None:
+        """From here on every piece is looked at when it is registered; those here already are now.
+
+        Raises:
+            ConfigError: from ``check``; the sentence names the path.
+        """
+        self._check = check
+        for key, piece in self._pieces.items():
+            self._look_at(key, piece)
+
+    def _look_at(self, key: str, piece: _Piece) -> None:
+        if self._check is None:
+            return
+        try:
+            state = take_apart({key: piece.save()})
+        except Exception:  # what it saves may not be there yet; the first round looks again
+            log.debug("the state %r cannot be looked at yet", key, exc_info=True)
+            return
+        self._check(state)
 
     def collect(self, counters: dict[str, int], timeout_s: float) -> dict[str, Any]:
         """The whole state, as others heal by it; its tensors are the live ones, not copies."""
         with self.gate.reading(timeout_s):
-            pieces = {key: take_apart(piece.save()) for key, piece in self._pieces.items()}
+            pieces = take_apart(self._save_all())
         return {USER_KEY: pieces, MANAGER_KEY: counters}
+
+    def _save_all(self) -> dict[str, Any]:
+        return {key: piece.save() for key, piece in self._pieces.items()}
 
     def check(self, state: Any, source: str) -> dict[str, int]:
         """The counters in a ``state`` that was fetched from ``source``.
@@ -128,13 +158,16 @@ class StateRegistry:
     def load(self, state: dict[str, Any]) -> None:
         """Put a checked state in place.
 
+        Every piece is looked at before the first one is loaded.
+
         Raises:
-            TornState: a load function raised, as torch's do after they have loaded what fits; or
-                it is sharded in another way than this worker's.
+            CheckpointError: it is sharded in another way than this worker's; nothing was loaded.
+            TornState: a load function raised, as torch's do after they have loaded what fits.
         """
+        pieces = put_together(state[USER_KEY], self._save_all, _SOURCE)
         for key, piece in self._pieces.items():
             try:
-                piece.load(put_together(state[USER_KEY][key], piece.save, _SOURCE))
+                piece.load(pieces[key])
             except Exception as error:
                 raise TornState(_SOURCE, f"{key!r} cannot be loaded: {error!r}") from error
 

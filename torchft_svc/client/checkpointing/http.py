@@ -18,7 +18,7 @@ from torchft_svc.client.checkpointing.feed import (
     Order,
 )
 from torchft_svc.client.checkpointing.fetch import Fetch
-from torchft_svc.client.checkpointing.serialization import describe, estimate_bytes
+from torchft_svc.client.checkpointing.serialization import check_state, describe, estimate_bytes
 from torchft_svc.client.checkpointing.served import Offer, ServedState
 from torchft_svc.client.checkpointing.server import CheckpointServer
 from torchft_svc.client.checkpointing.staging import Staging
@@ -96,6 +96,9 @@ class HTTPTransport(CheckpointTransport[T]):
         host = f"[{self._host}]" if ":" in self._host else self._host
         scheme = "https" if self._security.serves_tls else "http"
         return f"{scheme}://{host}:{self._server.port}/{self._server.secret}"
+
+    def check_state(self, state: object) -> None:
+        check_state(state)
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta | None = None

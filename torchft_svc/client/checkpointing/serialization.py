@@ -102,6 +102,11 @@ def describe(state: object) -> Described:
     return Described(description, _memory_of([blobs[number] for number in order]))
 
 
+def check_state(state: object) -> None:
+    """Raise the `ConfigError` that `describe` would raise for a value in ``state``."""
+    encode(state, TensorTable().take)
+
+
 def estimate_bytes(state: object) -> int:
     """About how many bytes ``state`` would be sent as; nothing is copied.
 

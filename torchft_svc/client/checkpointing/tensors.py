@@ -58,7 +58,7 @@ class TensorTable:
         known = self._numbers.get(id(tensor))
         if known is not None:
             return known
-        if reason := _why_not(tensor):
+        if reason := why_not(tensor):
             raise ConfigError(field=path, value=type(tensor).__name__, reason=reason)
         number = len(self._tensors)
         self._tensors.append(tensor)
@@ -103,7 +103,8 @@ class _Run:
     numbers: list[int] = field(default_factory=list)
 
 
-def _why_not(tensor: torch.Tensor) -> str:
+def why_not(tensor: torch.Tensor) -> str:
+    """Why ``tensor`` cannot be sent; empty if it can."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return f"{type(tensor).__name__} tensors cannot be sent"
     if tensor.layout != torch.strided or tensor.is_nested:

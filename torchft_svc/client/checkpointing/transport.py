@@ -27,6 +27,15 @@ class CheckpointTransport(ABC, Generic[T]):
     def metadata(self) -> str:
         """What a receiver needs in order to reach this worker; it stays the same for life."""
 
+    def check_state(self, state: object) -> None:
+        """Look whether ``state``, or a part of one, can be sent; this one takes anything.
+
+        Called when the manager starts, and for what is registered later.
+
+        Raises:
+            ConfigError: it holds a value that cannot be sent; the sentence names its path.
+        """
+
     @abstractmethod
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta
