@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from running import eventually
 
-from torchft_svc.client import PGTransport, ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
+from torchft_svc.client import (
+    ErrorSwallowingProcessGroupWrapper,
+    PGTransport,
+    ProcessGroup,
+    ProcessGroupBabyGloo,
+    ProcessGroupGloo,
+)
 from torchft_svc.client.checkpointing import pg as module
 from torchft_svc.client.process_groups.wrapper import ProcessGroupWrapper
-from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, TornState
+from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, PeerError, TornState
 
 from .meeting_place import MeetingPlace
 from .training import Trainer, assert_identical, bits, in_step, lighthouse, together
@@ -44,6 +53,35 @@ def state() -> dict[str, Any]:
         ),
         "others": [1, 2.5, None, "x", (True, b"y")],
     }
+
+
+def test_every_array_arrives_as_itself(pair: list[ProcessGroup]) -> None:
+    value = {f"a{n}": np.full(50, n, dtype=np.float32) for n in range(20)}
+    received = sent(pair, value)
+    assert [received[key].tolist() for key in value] == [array.tolist() for array in value.values()]
+
+
+@dataclass
+class Record:
+    step: int
+    weights: torch.Tensor
+
+
+def test_known_types_arrive_as_they_were(pair: list[ProcessGroup]) -> None:
+    value = {
+        "queue": deque([torch.randn(2), torch.randn(3)], maxlen=4),
+        "records": [Record(3, torch.randn(4))],
+        "seen": {1, Path("x")},
+        "strings": np.array(["x", "yz"]),
+        "model": torch.nn.BatchNorm1d(2).state_dict(),
+    }
+    received = sent(pair, value)
+    assert bits(list(received["queue"])) == bits(list(value["queue"]))
+    assert received["queue"].maxlen == 4
+    assert bits(received["records"][0].weights) == bits(value["records"][0].weights)
+    assert received["seen"] == value["seen"]
+    assert received["strings"].tolist() == ["x", "yz"]
+    assert received["model"]._metadata == value["model"]._metadata
 
 
 def sent(pair: list[ProcessGroup], value: Any, step: int = 3, **options: Any) -> Any:
@@ -103,13 +141,109 @@ def test_in_place_if_the_layout_is_the_same(pair: list[ProcessGroup]) -> None:
     assert other["w"].tolist() == [0] * 6
 
 
+def test_in_place_by_place_in_the_tree_whatever_its_order(pair: list[ProcessGroup]) -> None:
+    value = {"user": {"model": {"a": torch.randn(5), "b": torch.randn(5)}}, "step": 1}
+    own = {"b": torch.zeros(5), "a": torch.zeros(5)}
+    received = sent(pair, value, state_dict=lambda: own)["user"]["model"]
+    assert bits(received) == bits(value["user"]["model"])
+    assert bits(own) == bits(received)
+    assert own["a"].data_ptr() == received["a"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"a": torch.zeros(5), "c": torch.zeros(5)},
+        {"a": torch.zeros(5)},
+        {"a": torch.zeros(5), "b": torch.zeros(5), "c": torch.zeros(5)},
+        [torch.zeros(5), torch.zeros(5)],
+        dict.fromkeys("ab", torch.zeros(5)),
+        {"x": {"a": torch.zeros(5), "b": torch.zeros(5)}},
+        {"a": torch.zeros(5), "b": torch.zeros(5, dtype=torch.float64)},
+    ],
+)
+def test_not_in_place_if_the_tree_differs(pair: list[ProcessGroup], own: Any) -> None:
+    value = {"model": {"a": torch.randn(5), "b": torch.randn(5)}}
+    before = bits(own)
+    assert bits(sent(pair, value, state_dict=lambda: own)) == bits(value)
+    assert bits(own) == before
+
+
+class Damages(ProcessGroupWrapper):
+    """One bit of the operation with this number is another one."""
+
+    def __init__(self, pg: ProcessGroup, number: int) -> None:
+        super().__init__(pg)
+        self._number = number
+
+    def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
+        self._number -= 1
+        if self._number == 0:
+            args[0][0].view(torch.uint8)[3] ^= 16
+        return super()._launch(name, args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("number", "what"), [(2, "the description"), (3, "tensor 0 of 2"), (4, "tensor 1 of 2")]
+)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_arrives_damaged_is_refused(
+    pair: list[ProcessGroup], number: int, what: str, in_place: bool
+) -> None:
+    value = {"a": torch.randn(5), "b": torch.randn(5, dtype=torch.float64)}
+    own = {"a": torch.zeros(5), "b": torch.zeros(5, dtype=torch.float64)}
+    pair[0] = Damages(pair[0], number)
+    torn = in_place and number > 2
+    with pytest.raises(TornState if torn else CheckpointError, match=f"{what} arrived damaged"):
+        sent(pair, value, **({"state_dict": lambda: own} if in_place else {}))
+    if not torn:
+        assert not own["a"].any()
+        assert not own["b"].any()
+
+
+def test_a_sum_on_a_device_tells_any_bit_and_any_place() -> None:
+    data = torch.randint(256, (1001,), dtype=torch.uint8)
+    digest = module._sum(data)
+    for place, bit in ((0, 0), (7, 7), (8, 7), (500, 3), (1000, 7)):
+        other = data.clone()
+        other[place] ^= 1 << bit
+        assert module._sum(other) != digest
+    assert module._sum(data.roll(8)) != digest
+    assert module._sum(data[:1000]) != digest
+    assert module._sum(torch.cat([data, torch.zeros(1, dtype=torch.uint8)])) != digest
+    assert module._sum(data.clone()) == digest
+
+
+@pytest.mark.parametrize("num_operations", [0, 1, 2, 3])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_receive_that_failed_in_a_group_that_swallows_errors_heals_nobody(
+    pair: list[ProcessGroup], num_operations: int, in_place: bool
+) -> None:
+    source = PGTransport(OutOfMemory(pair[0], num_operations), TIMEOUT)
+    with pytest.raises(MemoryError):
+        source.send_checkpoint([1], 3, {"a": torch.zeros(3), "b": torch.zeros(3)}, TIMEOUT)
+    own = {"a": torch.ones(3), "b": torch.ones(3)}
+    receiver = PGTransport(
+        ErrorSwallowingProcessGroupWrapper(pair[1]), TIMEOUT, state_dict=lambda: own
+    )
+    if not in_place:
+        receiver._own_state = None
+    torn = in_place and num_operations > 1
+    soon = timedelta(seconds=0.2)
+    with pytest.raises(TornState if torn else PeerError):
+        receiver.recv_checkpoint(0, "", 3, soon)
+    with pytest.raises(PeerError):  # nor does a later one, until the group is configured again
+        receiver.recv_checkpoint(0, "", 3, soon)
+    assert own["a"].all() or torn
+
+
 def test_another_step_is_refused(pair: list[ProcessGroup]) -> None:
     with pytest.raises(CheckpointError, match=r"replica rank 0.*step 3 instead of step 4"):
         sent(pair, {"n": 1}, step=4)
 
 
 def test_something_else_is_refused(pair: list[ProcessGroup]) -> None:
-    work = pair[0].send([torch.zeros(3, dtype=torch.int64)], 1, module._TAG)
+    work = pair[0].send([torch.zeros(4, dtype=torch.int64)], 1, module._TAG)
     with pytest.raises(CheckpointError, match="not the beginning of a state"):
         PGTransport(pair[1], TIMEOUT).recv_checkpoint(0, "", 3, TIMEOUT)
     work.wait()
@@ -124,13 +258,16 @@ def test_something_else_is_refused(pair: list[ProcessGroup]) -> None:
         b'{"tree": null, "tensors": [["float32", 4611686018427387904, 8]]}',
         b'{"tree": null, "tensors": [["pickle", 1]]}',
         b'{"tree": ["T", 5], "tensors": []}',
+        b'{"tree": ["T", 5], "tensors": [], "digests": [], "digest": "xxh3"}',
+        b'{"tree": null, "tensors": [["float32", 1]], "digests": [], "digest": "xxh3"}',
+        b'{"tree": null, "tensors": [["float32", 1]], "digests": [1], "digest": "crc"}',
     ],
 )
 def test_a_hostile_description_is_refused(document: bytes) -> None:
     groups = [ProcessGroupGloo(TIMEOUT) for _ in range(2)]
     MeetingPlace().configure(*groups)
-    header = torch.tensor([module._MAGIC, 3, len(document)])
     body = torch.frombuffer(bytearray(document), dtype=torch.uint8)
+    header = torch.tensor([module._MAGIC, 3, len(document), module._xxh3(body)])
     works = [groups[0].send([part], 1, module._TAG) for part in (header, body)]
     with pytest.raises(CheckpointError, match="malformed description"):
         PGTransport(groups[1], TIMEOUT).recv_checkpoint(0, "", 3, TIMEOUT)
@@ -160,13 +297,15 @@ def test_a_source_that_cannot_offer_its_state_says_why(pair: list[ProcessGroup],
 
 
 class OutOfMemory(ProcessGroupWrapper):
-    """The third operation does not begin."""
+    """The third operation does not begin, or another one."""
 
-    num_launched = 0
+    def __init__(self, pg: ProcessGroup, num_good: int = 2) -> None:
+        super().__init__(pg)
+        self._num_good = num_good
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
-        self.num_launched += 1
-        if self.num_launched == 3:
+        self._num_good -= 1
+        if self._num_good < 0:
             raise MemoryError
         return super()._launch(name, args, kwargs)
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import xxhash
 
 from torchft_svc.client.checkpointing.reasons import (
     MAX_REASON_BYTES,
@@ -23,10 +24,18 @@ from torchft_svc.client.checkpointing.reasons import (
 from torchft_svc.client.checkpointing.serialization import (
     MAX_DESCRIPTION_BYTES,
     MAX_STATE_BYTES,
+    check_state,
 )
-from torchft_svc.client.checkpointing.tensors import MAX_DIMS
+from torchft_svc.client.checkpointing.tensors import MAX_DIMS, why_not
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
-from torchft_svc.client.checkpointing.tree import DTYPES, BadTree, Json, decode, encode
+from torchft_svc.client.checkpointing.tree import (
+    DTYPES,
+    BadTree,
+    Json,
+    decode,
+    encode,
+    tensor_places,
+)
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.shards import take_apart
 from torchft_svc.client.strays import start_stray
@@ -41,9 +50,9 @@ from torchft_svc.errors import (
 
 log = logging.getLogger(__name__)
 
-# What begins a state: this, the step, and the length of the description.
+# What begins a state: this, the step, and the length and the digest of the description.
 _MAGIC = 0x746F7263686674
-# What comes in place of a state: this, the step, and the length of the reason.
+# What comes in place of a state: this, the step, and the length and the digest of the reason.
 _REFUSAL = 0x746F7263686E6F
 # The longest that may follow.
 _LIMITS = {_MAGIC: MAX_DESCRIPTION_BYTES, _REFUSAL: MAX_REASON_BYTES}
@@ -54,26 +63,36 @@ MAX_PART_BYTES = 1 << 30
 _LONGEST = timedelta(hours=1)
 # Other sends and receives of a program keep to small tags.
 _TAG = 0x70670000
+# What is added up at once on a device: eight bytes of it take as many again for the factors.
+_SUM_BYTES = 64 << 20
+# Odd, so that no factor loses a bit of what it is multiplied with.
+_FACTOR = 0x1E3779B97F4A7C15
+
+Spec = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """The nesting, and dtype and shape of each tensor."""
+    """The nesting, and dtype, shape and digest of each tensor."""
 
     tree: Json
-    specs: list[tuple[torch.dtype, tuple[int, ...]]]
+    specs: list[Spec]
+    digests: list[int]
+    digest: str  # by what: a name in _DIGESTS
 
     def encode(self) -> bytes:
         tensors = [[str(dtype).removeprefix("torch."), *shape] for dtype, shape in self.specs]
-        return json.dumps({"tree": self.tree, "tensors": tensors}).encode()
+        document = {"tree": self.tree, "tensors": tensors, "digests": self.digests}
+        return json.dumps(document | {"digest": self.digest}).encode()
 
 
 class PGTransport(CheckpointTransport[Any]):
     """Sends a state's tensors over ``pg``, which must be the manager's own process group.
 
     Every state is copied before it is sent, so the healthy side goes on with its step at once; it
-    needs that memory until the receiver has everything. There are no checksums, and no second
-    source: use `HTTPTransport` unless the network of the group is much faster than TCP. Over
+    needs that memory until the receiver has everything. Every buffer is checked against a digest
+    (xxh3; on a device, a sum that is computed there). There is no second source: use
+    `HTTPTransport` unless the network of the group is much faster than TCP. Over
     `ProcessGroupBabyGloo` a whole state has to arrive within that group's timeout: its process
     gives up what nobody takes for so long, and the connection with it.
 
@@ -81,8 +100,9 @@ class PGTransport(CheckpointTransport[Any]):
         pg: the process group that the manager configures.
         timeout: longest time for one of its operations.
         device: where the group's tensors are.
-        state_dict: this worker's own state. If what is received has the same layout, it is
-            received in place, without memory for a second copy. The weights change while it
+        state_dict: this worker's own state, or the part that holds all its tensors. If what is
+            received has the same tensors at the same places of the tree, they are received in
+            place, without memory for a second copy. The weights change while it
             arrives, and are lost if it does not arrive completely; then the group can only heal
             again, or restart if no other is left. For a worker that computes nothing meanwhile,
             which means ``use_async_quorum=False``.
@@ -110,17 +130,24 @@ class PGTransport(CheckpointTransport[Any]):
         """Nothing: receivers know the rank."""
         return "process group"
 
+    def check_state(self, state: object) -> None:
+        """See `CheckpointTransport.check_state`."""
+        check_state(state)
+
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
     ) -> None:
         """See `CheckpointTransport.send_checkpoint`."""
-        description, tensors = _describe(state_dict)
-        encoded = description.encode()
+        tree, tensors = _describe(state_dict)
+        copies = [tensor.to(self._device, copy=True).contiguous() for tensor in tensors]
+        digest = "xxh3" if self._device.type == "cpu" else "sum"
+        digests = [_DIGESTS[digest](_bytes_of(copy)) for copy in copies]
+        encoded = _Description(tree, list(map(_spec_of, tensors)), digests, digest).encode()
         if len(encoded) > MAX_DESCRIPTION_BYTES:
             raise ConfigError("state_dict", f"{len(tensors)} tensors", "too many to be described")
         parts = self._headed(_MAGIC, step, encoded)
-        for tensor in tensors:
-            parts += _parts(tensor.to(self._device, copy=True).contiguous())
+        for copy in copies:
+            parts += _parts(copy)
         self._begun = set()
         for rank in dst_ranks:
             self._begun.add(rank)
@@ -159,25 +186,17 @@ class PGTransport(CheckpointTransport[Any]):
                 self._receive_part(part, src_rank, timeout)
             return tensor
 
-        header = receive(torch.zeros(3, dtype=torch.int64, device=self._device)).tolist()
-        kind, sent_step, length = header
-        if not 0 <= length <= _LIMITS.get(kind, -1):
-            raise CheckpointError(source, "what it sent is not the beginning of a state")
-        if kind == _MAGIC and sent_step != step:
-            raise CheckpointError(source, f"it sent step {sent_step} instead of step {step}")
-        body = receive(torch.empty(length, dtype=torch.uint8, device=self._device))
-        encoded = body.cpu().numpy().tobytes()
-        if kind == _REFUSAL:
-            raise CheckpointError(source, why_not_offered(sent_step, decode_reason(encoded)))
-        description = _parse(encoded, source)
+        description = self._receive_description(receive, step, source)
         own = self._own_tensors(description)
         tensors = own or [
             torch.empty(shape, dtype=dtype, device=self._device)
             for dtype, shape in description.specs
         ]
         try:
-            for tensor in tensors:
-                receive(tensor)
+            for number, tensor in enumerate(tensors):
+                data = _bytes_of(receive(tensor))
+                if _DIGESTS[description.digest](data) != description.digests[number]:
+                    raise self._damaged(source, f"tensor {number} of {len(tensors)}")
             return decode(description.tree, tensors)
         except (BadTree, TorchFTError) as error:
             if own:
@@ -186,15 +205,54 @@ class PGTransport(CheckpointTransport[Any]):
                 raise
             raise CheckpointError(source, f"malformed description: {error}") from error
 
+    def _receive_description(
+        self, receive: Callable[[torch.Tensor], torch.Tensor], step: int, source: str
+    ) -> _Description:
+        """What comes before the tensors.
+
+        Raises:
+            CheckpointError: it is damaged, malformed, of another step, or a refusal.
+        """
+        header = receive(torch.zeros(4, dtype=torch.int64, device=self._device)).tolist()
+        kind, sent_step, length, digest = header
+        if not 0 <= length <= _LIMITS.get(kind, -1):
+            self._check_connection(source)
+            raise CheckpointError(source, "what it sent is not the beginning of a state")
+        if kind == _MAGIC and sent_step != step:
+            raise CheckpointError(source, f"it sent step {sent_step} instead of step {step}")
+        body = receive(torch.empty(length, dtype=torch.uint8, device=self._device)).cpu()
+        if _xxh3(body) != digest:
+            raise self._damaged(source, "the description")
+        self._check_connection(source)
+        encoded = body.numpy().tobytes()
+        if kind == _REFUSAL:
+            raise CheckpointError(source, why_not_offered(sent_step, decode_reason(encoded)))
+        return _parse(encoded, source)
+
+    def _check_connection(self, source: str) -> None:
+        """A group that swallows errors lets a receive that has failed look like one that has not.
+
+        Raises:
+            CheckpointError: it has failed.
+        """
+        error = self._pg.errored()
+        if error is not None:
+            raise CheckpointError(source, f"the process group has failed: {error}") from error
+
+    def _damaged(self, source: str, what: str) -> CheckpointError:
+        error = self._pg.errored()
+        why = "" if error is None else f": the process group has failed: {error}"
+        return CheckpointError(source, f"{what} arrived damaged{why}")
+
     def shutdown(self, wait: bool = True) -> None:
         """See `CheckpointTransport.shutdown`; the group's own end ends what is under way."""
         self._sending = []
 
     def _headed(self, kind: int, step: int, encoded: bytes) -> list[torch.Tensor]:
         """``encoded``, behind a header that says what it is."""
-        header = torch.tensor([kind, step, len(encoded)], device=self._device)
-        body = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self._device)
-        return [header, body]
+        body = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        header = torch.tensor([kind, step, len(encoded), _xxh3(body)], device=self._device)
+        return [header, body.to(self._device)]
 
     def _send(self, parts: list[torch.Tensor], rank: int) -> None:
         self._forget_completed()
@@ -213,26 +271,57 @@ class PGTransport(CheckpointTransport[Any]):
             self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
 
     def _receive_part(self, part: torch.Tensor, src_rank: int, timeout: timedelta) -> None:
+        limit = min(timeout, self._timeout)
         try:
             work = self._pg.recv([part], src_rank, _TAG)
-            work.wait(min(timeout, self._timeout))
+            is_over = work.wait(limit)
         except TorchFTError:
             raise
         except RuntimeError as error:
             if "timed out" in str(error).lower() or not work.is_completed():
-                limit_s = min(timeout, self._timeout).total_seconds()
-                raise DeadlineExceeded("receiving a state", limit_s, str(error)) from error
+                raise self._too_late(limit, str(error)) from error
             raise CheckpointError(f"replica rank {src_rank}", str(error)) from error
+        # Elsewhere a wait is for the stream alone, which the digest waits for.
+        if not is_over or (self._device.type == "cpu" and not work.is_completed()):
+            raise self._too_late(limit, str(self._pg.errored() or ""))
+
+    def _too_late(self, limit: timedelta, reason: str) -> DeadlineExceeded:
+        return DeadlineExceeded("receiving a state", limit.total_seconds(), reason)
 
     def _own_tensors(self, description: _Description) -> list[torch.Tensor]:
         """Those of this worker, if what is described can be received into them."""
         if self._own_state is None:
             return []
-        own, tensors = _describe(take_apart(self._own_state()))
-        fits = own.specs == description.specs and all(
-            tensor.is_contiguous() and tensor.device.type == self._device.type for tensor in tensors
+        tree, tensors = _describe(take_apart(self._own_state()))
+        places = _match(tensor_places(description.tree), tensor_places(tree))
+        if places is None or len(places) != len(description.specs):
+            return []
+        chosen = [tensors[places[number]] for number in range(len(places))]
+        fits = [_spec_of(tensor) for tensor in chosen] == description.specs and all(
+            tensor.is_contiguous() and tensor.device.type == self._device.type for tensor in chosen
         )
-        return tensors if fits else []
+        return chosen if fits else []
+
+
+def _match(
+    theirs: list[tuple[tuple[str, ...], int]], ours: list[tuple[tuple[str, ...], int]]
+) -> dict[int, int] | None:
+    """Our number for each of their tensors, if ours are at the same places of the tree.
+
+    Our tree may be a part of theirs, so their paths may all begin with the same steps before it.
+    """
+    own = dict(ours)
+    if not theirs or len(theirs) != len(own):
+        return None
+    first = theirs[0][0]
+    for length in range(len(first) + 1):
+        above = first[:length]
+        if all(path[:length] == above and path[length:] in own for path, _ in theirs):
+            pairs = {(number, own[path[length:]]) for path, number in theirs}
+            numbers = dict(pairs)
+            # What is one tensor there is one here, and the other way round.
+            return numbers if len(pairs) == len(numbers) == len(set(numbers.values())) else None
+    return None
 
 
 def _wait_for(works: list[Any]) -> None:
@@ -246,27 +335,61 @@ def _wait_for(works: list[Any]) -> None:
     start_stray(run, "torchft-sent")
 
 
-def _describe(state: Any) -> tuple[_Description, list[torch.Tensor]]:
-    tensors: list[torch.Tensor] = []
+def _describe(state: Any) -> tuple[Json, list[torch.Tensor]]:
+    """The nesting, and the tensors by number; each is dense, and its own place in memory."""
+    taken: list[torch.Tensor] = []  # kept, as the number goes by which object it is
     numbers: dict[int, int] = {}
 
     def take(tensor: torch.Tensor, path: str) -> int:
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-            raise ConfigError(path, str(tensor.layout), "only dense tensors with data can be sent")
-        number = numbers.setdefault(id(tensor), len(tensors))
-        if number == len(tensors):
-            tensors.append(tensor.detach())
+        if reason := why_not(tensor):
+            raise ConfigError(path, type(tensor).__name__, reason)
+        number = numbers.setdefault(id(tensor), len(taken))
+        if number == len(taken):
+            taken.append(tensor)
         return number
 
     tree = encode(state, take)
-    return _Description(tree, [(t.dtype, tuple(t.shape)) for t in tensors]), tensors
+    return tree, [tensor.detach().resolve_conj().resolve_neg() for tensor in taken]
+
+
+def _spec_of(tensor: torch.Tensor) -> Spec:
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Those of a contiguous tensor, as a view of it."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _xxh3(data: torch.Tensor) -> int:
+    buffer: Any = data.cpu().numpy()
+    return _signed(xxhash.xxh3_64_intdigest(buffer))
+
+
+def _sum(data: torch.Tensor) -> int:
+    """A digest that is computed where the bytes are: words times factors by their place."""
+    total, words_at = 0, 0
+    for part in torch.split(data, _SUM_BYTES):
+        padded = torch.nn.functional.pad(part, (0, -len(part) % 8))
+        words = padded.clone().view(torch.int64)
+        places = torch.arange(words_at, words_at + len(words), device=words.device)
+        total += int((words * (places * _FACTOR * 2 + 1)).sum().item())
+        words_at += len(words)
+    return _signed((total + len(data)) % (1 << 64))
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+_DIGESTS: dict[str, Callable[[torch.Tensor], int]] = {"xxh3": _xxh3, "sum": _sum}
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The bytes of a contiguous tensor in pieces that a backend can carry."""
-    if not tensor.numel():
-        return []
-    return list(torch.split(tensor.reshape(-1).view(torch.uint8), MAX_PART_BYTES))
+    return list(torch.split(_bytes_of(tensor), MAX_PART_BYTES)) if tensor.numel() else []
 
 
 def _parse(encoded: bytes, source: str) -> _Description:
@@ -276,12 +399,15 @@ def _parse(encoded: bytes, source: str) -> _Description:
         size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs)
         if size > MAX_STATE_BYTES:
             raise ValueError(f"it claims {size} bytes")
-        return _Description(document["tree"], specs)
+        digests = document["digests"]
+        if document["digest"] not in _DIGESTS or len(digests) != len(specs):
+            raise ValueError("the digests are missing")
+        return _Description(document["tree"], specs, digests, document["digest"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(source, f"malformed description: {error!r}") from error
 
 
-def _spec(entry: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+def _spec(entry: Any) -> Spec:
     name, *shape = entry
     if not all(type(size) is int and 0 <= size <= MAX_STATE_BYTES for size in shape):
         raise ValueError("a shape holds something else than sizes")
