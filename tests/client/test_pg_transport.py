@@ -221,8 +221,8 @@ def test_a_receive_that_failed_in_a_group_that_swallows_errors_heals_nobody(
 ) -> None:
     source = PGTransport(OutOfMemory(pair[0], num_operations), TIMEOUT)
     with pytest.raises(MemoryError):
-        source.send_checkpoint([1], 3, {"a": torch.zeros(3), "b": torch.zeros(3)}, TIMEOUT)
-    own = {"a": torch.ones(3), "b": torch.ones(3)}
+        source.send_checkpoint([1], 3, {"a": torch.arange(3), "b": torch.arange(3)}, TIMEOUT)
+    own = {"a": torch.full((3,), 7), "b": torch.full((3,), 7)}
     receiver = PGTransport(
         ErrorSwallowingProcessGroupWrapper(pair[1]), TIMEOUT, state_dict=lambda: own
     )

@@ -28,14 +28,8 @@ from torchft_svc.client.checkpointing.serialization import (
 )
 from torchft_svc.client.checkpointing.tensors import MAX_DIMS, why_not
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
-from torchft_svc.client.checkpointing.tree import (
-    DTYPES,
-    BadTree,
-    Json,
-    decode,
-    encode,
-    tensor_places,
-)
+from torchft_svc.client.checkpointing.tree import decode, encode, tensor_places
+from torchft_svc.client.checkpointing.values import DTYPES, BadTree, Json
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.shards import take_apart
 from torchft_svc.client.strays import start_stray

@@ -26,7 +26,8 @@ from torchft_svc.client.checkpointing.tensors import (
     make_tensor,
     parse_spec,
 )
-from torchft_svc.client.checkpointing.tree import BadTree, Json, decode, encode
+from torchft_svc.client.checkpointing.tree import decode, encode
+from torchft_svc.client.checkpointing.values import BadTree, Json
 from torchft_svc.errors import CheckpointError, ConfigError
 
 VERSION = 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchft_svc.client.checkpointing.tree import DTYPES, BadTree
+from torchft_svc.client.checkpointing.values import DTYPES, BadTree
 from torchft_svc.errors import ConfigError
 
 MAX_DIMS = 64  # torch's own limit

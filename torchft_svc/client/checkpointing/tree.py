@@ -19,19 +19,11 @@ has defined or imported; nothing is imported, and no constructor is called.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import datetime as dt
-import decimal
 import enum
-import fractions
 import json
-import math
-import pathlib
-import re
 import sys
-import uuid
-import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -40,31 +32,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchft_svc.client.checkpointing.values import (
+    SCALAR_TAGS,
+    SCALARS,
+    SMALL_INT,
+    BadTree,
+    Json,
+    encode_numpy,
+    make_array,
+    make_scalar,
+    refused,
+    sizes,
+)
 from torchft_svc.errors import ConfigError
 
 # Deeper nesting is a mistake (a list that holds itself) or an attack on the reader's stack.
 MAX_DEPTH = 64
-# Beyond 64 bits integers are written in hexadecimal, which has no limit on the number of digits.
-_SMALL_INT = 1 << 63
 
-Json = Any
 TakeTensor = Callable[[torch.Tensor, str], int]
-
-# Tensor dtypes that this build of torch has, by the name that is sent.
-DTYPES: dict[str, torch.dtype] = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
-_LAYOUTS: dict[str, Any] = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.layout | torch.memory_format)
-}
-
-
-class BadTree(ValueError):
-    """A description that no sender of ours writes; the text says where it goes wrong."""
 
 
 def encode(
@@ -80,17 +65,17 @@ def encode(
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
-    if kind in _SCALARS:
-        tag, write_plain, _ = _SCALARS[kind]
+    if kind in SCALARS:
+        tag, write_plain, _ = SCALARS[kind]
         plain = write_plain(value)
         return [tag, *plain] if isinstance(plain, list) else plain
     if depth >= MAX_DEPTH:
-        raise _refused(value, path[:200], f"it is nested more than {MAX_DEPTH} levels deep")
+        raise refused(value, path[:200], f"it is nested more than {MAX_DEPTH} levels deep")
     write = _WRITERS.get(kind)
     if write is not None:
         return write(value, take_tensor, path, depth)
     if isinstance(value, np.generic | np.ndarray):
-        return _encode_numpy(value, take_tensor, path)
+        return encode_numpy(value, take_tensor, path)
     return _encode_typed(value, take_tensor, path, depth)
 
 
@@ -112,8 +97,8 @@ def decode(node: Json, tensors: Sequence[torch.Tensor], depth: int = 0) -> Any:
     try:
         if tag in _READERS:
             return _READERS[tag](items, tensors, depth)
-        if tag in _SCALAR_TAGS:
-            return _SCALAR_TAGS[tag](*items)
+        if tag in SCALAR_TAGS:
+            return SCALAR_TAGS[tag](*items)
     except BadTree:
         raise
     except (
@@ -161,8 +146,8 @@ def tensor_places(node: Json) -> list[tuple[tuple[str, ...], int]]:
     if not isinstance(node, list) or not node:
         return []
     tag, items = node[0], node[1:]
-    if tag in ("T", "n"):
-        return [((), _index(items, _SMALL_INT))]
+    if tag in ("T", "n", "array"):
+        return [((), _index(items[-1:], SMALL_INT))]
     steps: list[str] = [f"{tag}{place}" for place in range(len(items))]
     if tag in _KEYED:
         first = _KEYED[tag]
@@ -172,148 +157,6 @@ def tensor_places(node: Json) -> list[tuple[tuple[str, ...], int]]:
         for step, item in zip(steps, items, strict=True)
         for path, number in tensor_places(item)
     ]
-
-
-# -- plain values --------------------------------------------------------------------------------
-
-
-def _float(value: float) -> Json:
-    return value if math.isfinite(value) else ["f", repr(value)]
-
-
-def _base64(value: bytes | bytearray) -> list[Json]:
-    return [base64.b64encode(value).decode("ascii")]
-
-
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
-
-
-def _complex(real: Json, imag: Json) -> complex:
-    parts = [decode(part, (), MAX_DEPTH) for part in (real, imag)]
-    if not all(isinstance(part, float) for part in parts):
-        raise BadTree("a complex number is not made of two floats")
-    return complex(*parts)
-
-
-def _name(value: Any) -> list[Json]:
-    return [str(value).removeprefix("torch.")]
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise BadTree(f"this build of torch has no dtype {name[:40]!r}")
-    return DTYPES[name]
-
-
-def _timezone(days: int, seconds: int, microseconds: int, name: str | None) -> dt.timezone:
-    offset = dt.timedelta(days, seconds, microseconds)
-    return dt.timezone(offset) if name is None else dt.timezone(offset, name)
-
-
-def _write_timezone(value: dt.timezone) -> list[Json]:
-    offset = value.utcoffset(None)
-    name = value.tzname(None)
-    return [*_write_timedelta(offset), None if repr(value) == repr(dt.timezone(offset)) else name]
-
-
-def _write_timedelta(value: dt.timedelta) -> list[Json]:
-    return [value.days, value.seconds, value.microseconds]
-
-
-def _write_zone(value: zoneinfo.ZoneInfo) -> list[Json]:
-    return [value.key]
-
-
-def _hexes(*values: int) -> list[Json]:
-    return [hex(value) for value in values]
-
-
-def _from_hex(kind: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *texts: kind(*(int(text, 16) for text in texts))
-
-
-_Scalar = tuple[str, Callable[[Any], Json], Callable[..., Any]]
-# By type: its tag, how it is written (plain, or as a list of plain values) and how it is read.
-_SCALARS: dict[type, _Scalar] = {
-    int: ("i", lambda v: v if abs(v) < _SMALL_INT else _hexes(v), _from_hex(int)),
-    float: ("f", lambda v: v if math.isfinite(v) else [repr(v)], lambda text: float(text)),
-    complex: ("c", lambda v: [_float(v.real), _float(v.imag)], _complex),
-    bytes: ("b", _base64, _bytes),
-    bytearray: ("bytearray", _base64, lambda text: bytearray(_bytes(text))),
-    range: ("range", lambda v: _hexes(v.start, v.stop, v.step), _from_hex(range)),
-    torch.dtype: ("y", _name, _dtype),
-    torch.layout: ("layout", _name, _LAYOUTS.__getitem__),
-    torch.memory_format: ("memory_format", _name, _LAYOUTS.__getitem__),
-    torch.device: ("device", _name, torch.device),
-    decimal.Decimal: ("decimal", _name, decimal.Decimal),
-    fractions.Fraction: (
-        "fraction",
-        lambda v: _hexes(v.numerator, v.denominator),
-        _from_hex(fractions.Fraction),
-    ),
-    uuid.UUID: ("uuid", _name, lambda text: uuid.UUID(text)),
-    dt.date: ("date", _name, dt.date.fromisoformat),
-    dt.timedelta: ("timedelta", _write_timedelta, dt.timedelta),
-    dt.timezone: ("timezone", _write_timezone, _timezone),
-    zoneinfo.ZoneInfo: ("zone", _write_zone, zoneinfo.ZoneInfo),
-    type(pathlib.Path()): ("path", _name, pathlib.Path),
-    pathlib.PurePosixPath: ("posix_path", _name, pathlib.PurePosixPath),
-    pathlib.PureWindowsPath: ("windows_path", _name, pathlib.PureWindowsPath),
-}
-_SCALAR_TAGS = {tag: read for tag, _, read in _SCALARS.values()}
-
-
-# -- numpy ---------------------------------------------------------------------------------------
-
-# Booleans, numbers, text and times; no objects, and no records.
-_NUMPY_KINDS = "biufcSUmM"
-_NUMPY_TYPE = re.compile(rf"[<>|=][{_NUMPY_KINDS}]\d{{1,9}}(\[\d{{0,9}}[A-Za-z]{{1,7}}\])?")
-
-
-def _encode_numpy(value: np.generic | np.ndarray[Any, Any], take: TakeTensor, path: str) -> Json:
-    dtype = value.dtype
-    if dtype.kind not in _NUMPY_KINDS:
-        raise _refused(value, path, f"numpy values of dtype {dtype} cannot be sent")
-    if isinstance(value, np.generic):
-        return [
-            "scalar",
-            dtype.str,
-            *_base64(value.tobytes()[: dtype.itemsize]),
-        ]  # an empty text has some
-    if type(value) is not np.ndarray:
-        raise _refused(value, path, f"{type(value).__name__} arrays cannot be sent")
-    try:
-        return ["n", take(torch.from_numpy(value.copy()), path)]
-    except (TypeError, ValueError):  # not a dtype, or not an order of bytes, that torch has
-        raw = torch.frombuffer(bytearray(value.tobytes() or b"\0"), dtype=torch.uint8)
-        return ["array", dtype.str, list(value.shape), ["T", take(raw, path)]]
-
-
-def _numpy_type(text: Json) -> np.dtype[Any]:
-    if not isinstance(text, str) or not _NUMPY_TYPE.fullmatch(text):
-        raise BadTree("a numpy value has a dtype that is not sent")
-    return np.dtype(text)
-
-
-def _read_array(items: list[Json], tensors: Sequence[torch.Tensor], depth: int) -> Any:
-    text, shape, node = items
-    raw = decode(node, tensors, depth + 1)
-    if not isinstance(raw, torch.Tensor) or raw.dtype != torch.uint8:
-        raise BadTree("an array is not made of bytes")
-    dtype, count = _numpy_type(text), math.prod(_sizes(shape))
-    data = raw.cpu().numpy().tobytes()
-    if count * dtype.itemsize > len(data):
-        raise BadTree("an array reaches outside of its bytes")
-    return np.ndarray(shape, dtype, data[: count * dtype.itemsize] or b"\0").copy()
-
-
-def _read_scalar(items: list[Json], tensors: Sequence[torch.Tensor], depth: int) -> Any:
-    text, encoded = items
-    dtype, data = _numpy_type(text), _bytes(encoded)
-    if len(data) != dtype.itemsize:
-        raise BadTree("a numpy value has another size than its dtype")
-    return np.ndarray((), dtype, data or b"\0")[()]
 
 
 # -- containers ----------------------------------------------------------------------------------
@@ -361,14 +204,14 @@ def _encode_dict(value: dict[Any, Any], take: TakeTensor, path: str, depth: int)
         name = getattr(factory, "__name__", "")
         if factory is not None and _FACTORIES.get(name) is not factory:
             known = ", ".join(sorted(_FACTORIES))
-            raise _refused(value, path, f"its default_factory is {factory!r}; use one of {known}")
+            raise refused(value, path, f"its default_factory is {factory!r}; use one of {known}")
         node.append(None if factory is None else name)
     for key, item in value.items():
         node.append(_encode_key(key, path, depth))
         node.append(encode(item, take, f"{path}[{key!r}]", depth + 1))
     attributes = vars(value) if isinstance(value, OrderedDict) else {}
     if attributes.keys() - {"_metadata"}:
-        raise _refused(value, path, f"it has attributes of its own: {', '.join(attributes)}")
+        raise refused(value, path, f"it has attributes of its own: {', '.join(attributes)}")
     if attributes:
         metadata = encode(attributes["_metadata"], take, f"{path}._metadata", depth + 1)
         return ["metadata", metadata, node]
@@ -382,11 +225,11 @@ def _encode_key(key: object, path: str, depth: int) -> Json:
         return encode(key, _take_no_tensor, path, depth + 1)
     except ConfigError as error:
         reason = f"the key {str(key)[:40]!r} cannot be sent: {error.reason}"
-        raise _refused(key, path, reason) from error
+        raise refused(key, path, reason) from error
 
 
 def _take_no_tensor(tensor: torch.Tensor, path: str) -> int:
-    raise _refused(tensor, path, "a tensor is no key")
+    raise refused(tensor, path, "a tensor is no key")
 
 
 def _fill(result: Any, items: list[Json], tensors: Sequence[torch.Tensor], depth: int) -> Any:
@@ -418,6 +261,11 @@ def _read_defaultdict(items: list[Json], tensors: Sequence[torch.Tensor], depth:
     name, *rest = items
     factory = None if name is None else _FACTORIES[name]
     return _fill(defaultdict(factory), rest, tensors, depth)
+
+
+def _read_array(items: list[Json], tensors: Sequence[torch.Tensor], depth: int) -> Any:
+    text, shape, number = items
+    return make_array(text, shape, tensors[_index([number], len(tensors))])
 
 
 def _read_metadata(items: list[Json], tensors: Sequence[torch.Tensor], depth: int) -> Any:
@@ -468,18 +316,18 @@ def _encode_typed(value: Any, take: TakeTensor, path: str, depth: int) -> Json:
     kind = type(value)
     is_enum, is_dataclass = isinstance(value, enum.Enum), dataclasses.is_dataclass(kind)
     if not (is_enum or is_dataclass or _is_namedtuple(kind)):
-        raise _refused(value, path, f"{kind.__name__} objects cannot be sent")
+        raise refused(value, path, f"{kind.__name__} objects cannot be sent")
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _find_type(name) is not kind:
         reason = f"the type {kind.__qualname__} has to be defined at the top of a module, by name"
-        raise _refused(value, path, reason)
+        raise refused(value, path, reason)
     if isinstance(value, enum.Flag):
         return ["flag", name, encode(value.value, take, path, depth + 1)]
     if is_enum:
         return ["enum", name, value.name]
     reason = _why_not_dataclass(value) if is_dataclass else _beside(value, ())
     if reason:
-        raise _refused(value, path, reason)
+        raise refused(value, path, reason)
     if not is_dataclass:
         return ["namedtuple", name, *_encode_items(value, take, path, depth)]
     node: list[Json] = ["dataclass", name]
@@ -577,9 +425,9 @@ _READERS: dict[str, Callable[[list[Json], Sequence[torch.Tensor], int], Any]] = 
     "l": _read_sequence(list),
     "t": _read_sequence(tuple),
     "n": lambda items, tensors, _: tensors[_index(items, len(tensors))].cpu().numpy().copy(),
-    "z": lambda items, tensors, _: torch.Size(_sizes(items)),
+    "z": lambda items, tensors, _: torch.Size(sizes(items)),
     "array": _read_array,
-    "scalar": _read_scalar,
+    "scalar": lambda items, tensors, depth: make_scalar(*items),
     "defaultdict": _read_defaultdict,
     "metadata": _read_metadata,
     "deque": _read_deque,
@@ -594,17 +442,7 @@ _READERS: dict[str, Callable[[list[Json], Sequence[torch.Tensor], int], Any]] = 
 }
 
 
-def _refused(value: object, path: str, reason: str) -> ConfigError:
-    return ConfigError(field=path, value=type(value).__name__, reason=reason)
-
-
 def _index(items: list[Json], count: int) -> int:
     if len(items) == 1 and type(items[0]) is int and 0 <= items[0] < count:
         return items[0]
     raise BadTree("a tensor is named that is not in the table")
-
-
-def _sizes(items: list[Json]) -> list[int]:
-    if all(type(item) is int and 0 <= item < _SMALL_INT for item in items):
-        return items
-    raise BadTree("a torch.Size holds something else than sizes")
