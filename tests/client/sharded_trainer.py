@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
@@ -63,6 +64,7 @@ def build(model: nn.Module, manager: Manager, layout: str, device: str) -> None:
             manager=manager,
         )
     elif layout == "fsdp":
+        model[1] = checkpoint_wrapper(model[1])  # type: ignore[index,operator]
         mesh = init_device_mesh(device, (workers,), mesh_dim_names=("shard",))
     else:
         shape = (workers // TENSOR_PARALLEL, TENSOR_PARALLEL)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -333,3 +334,59 @@ def test_a_sharded_tensor_survives_the_way_in_any_container(mesh: DeviceMesh) ->
     assert back["default"]["new"] == {}
     assert back["model"]._metadata == state["model"]._metadata
     assert state["held"].weight[0] is tensor
+
+
+class Renames(nn.Module):
+    """Has hooks of both kinds, and a version."""
+
+    _version = 3
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+        fully_shard(self.inner, mesh=mesh)
+        self.calls: list[str] = []
+        self.register_state_dict_pre_hook(lambda *_: self.calls.append("before"))
+        self.register_state_dict_post_hook(rename)
+
+
+def rename(_: Any, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
+    metadata["renamed"] = True
+    assert isinstance(state[f"{prefix}inner.weight"], DTensor)
+    state[f"{prefix}other"] = state.pop(f"{prefix}inner.weight")
+
+
+def test_modules_own_hooks_run_and_their_versions_are_kept(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(Renames(mesh), checkpoint_wrapper(nn.Linear(2, 2)))
+    fully_shard(model[1], mesh=mesh)
+    ours = sharded_state_dict(model)
+    calls = list(model[0].calls)  # type: ignore[arg-type]
+    theirs = model.state_dict()
+    assert calls == ["before"]
+    assert list(ours) == list(theirs)
+    assert "1.weight" in ours
+    assert isinstance(ours["1.weight"], DTensor)
+    assert ours._metadata == theirs._metadata  # type: ignore[attr-defined]
+    assert ours._metadata["0"] == {"version": 3, "renamed": True}  # type: ignore[attr-defined]
+
+
+class Own(nn.Module):
+    """Has a ``state_dict`` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(2, 2)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **_: Any) -> Any:
+        destination[f"{prefix}mine"] = 1
+        return destination
+
+
+def test_a_state_dict_of_a_module_s_own_is_called_where_it_can_be(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Own())
+    fully_shard(model[0], mesh=mesh)
+    assert list(sharded_state_dict(model)) == ["0.weight", "0.bias", "1.mine"]
+    fully_shard(model[1].part, mesh=mesh)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"1\.Own.*its own state_dict\(\) cannot be called"):
+        sharded_state_dict(model)

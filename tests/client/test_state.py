@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchft_svc.client import HTTPTransport, PGTransport, ProcessGroupGloo
+from torchft_svc.client import CheckpointTransport, HTTPTransport, PGTransport, ProcessGroupGloo
 from torchft_svc.errors import ConfigError
 
 from .training import TIMEOUT, Trainer, lighthouse
@@ -20,13 +20,15 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture(params=["http", "pg"])
-def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+def options(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """Those of a manager, for either transport."""
-    if request.param == "http":
-        transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, hostname="127.0.0.1")
-        return {"checkpoint_transport": transport}
     group = ProcessGroupGloo(TIMEOUT)
-    return {"pg": group, "checkpoint_transport": PGTransport(group, TIMEOUT)}
+    transport: CheckpointTransport[Any] = PGTransport(group, TIMEOUT)
+    if request.param == "http":
+        transport = HTTPTransport(TIMEOUT, hostname="127.0.0.1")
+    yield {"pg": group, "checkpoint_transport": transport}
+    transport.shutdown()
+    group.shutdown()
 
 
 class Unknown:

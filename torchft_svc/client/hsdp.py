@@ -58,7 +58,9 @@ def replicate_across_groups(manager: Manager, model: nn.Module) -> None:
 def sharded_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
     """``model.state_dict()`` with the sharded parameters, on any thread, at any moment.
 
-    The values are the live parameters (DTensors) and buffers. For ``model.load_state_dict``.
+    The values are the live parameters (DTensors) and buffers. For ``model.load_state_dict``. The
+    modules' own hooks run, such as those of torch's ``checkpoint_wrapper``, which take its name out
+    of the keys.
     """
     sharded = {
         (id(owner), name): param.sharded_param
@@ -68,17 +70,60 @@ def sharded_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
         for owner, name in _places(param)
     }
     state: OrderedDict[str, Any] = OrderedDict()
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                state[dot + name] = sharded.get((id(module), name), parameter)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                state[dot + name] = buffer
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            state[f"{dot}_extra_state"] = module.get_extra_state()
+    state._metadata = OrderedDict()  # type: ignore[attr-defined]
+    _collect(model, "", state, sharded)
     return state
+
+
+def _collect(
+    module: nn.Module,
+    prefix: str,
+    state: OrderedDict[str, Any],
+    sharded: dict[tuple[int, str], nn.Parameter],
+) -> None:
+    """What ``module.state_dict(destination=state, prefix=prefix, keep_vars=True)`` does.
+
+    But for FSDP's hooks, which would take the weights away from a forward pass: the sharded
+    parameters are put in their places here, and are there when the module's own hooks run.
+
+    Raises:
+        ConfigError: a module has a ``state_dict`` of its own around parts that FSDP shards.
+    """
+    if type(module).state_dict is not nn.Module.state_dict:
+        _check_unsharded(module, prefix, sharded)
+        module.state_dict(destination=state, prefix=prefix, keep_vars=True)
+        return
+    local_metadata = {"version": module._version}
+    state._metadata[prefix[:-1]] = local_metadata  # type: ignore[attr-defined]
+    for before in module._state_dict_pre_hooks.values():
+        if not _is_about_sharding(before):
+            before(module, prefix, True)
+    module._save_to_state_dict(state, prefix, True)
+    for name in module._parameters:
+        if (id(module), name) in sharded and prefix + name in state:
+            state[prefix + name] = sharded[id(module), name]
+    for name, child in module._modules.items():
+        if child is not None:
+            _collect(child, f"{prefix}{name}.", state, sharded)
+    for after in module._state_dict_hooks.values():
+        after(module, state, prefix, local_metadata)
+
+
+def _check_unsharded(
+    module: nn.Module, prefix: str, sharded: dict[tuple[int, str], nn.Parameter]
+) -> None:
+    for part in module.modules():
+        if any((id(part), name) in sharded for name in part._parameters):
+            raise ConfigError(
+                "model",
+                f"{prefix}{type(module).__name__}",
+                "its own state_dict() cannot be called while FSDP may use the model",
+            )
+
+
+def _is_about_sharding(hook: Any) -> bool:
+    """Whether FSDP, or `_guard`, has registered it."""
+    return getattr(hook, "__module__", "").startswith(("torch.distributed.fsdp.", __name__))
 
 
 def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:

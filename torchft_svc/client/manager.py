@@ -166,11 +166,6 @@ class Manager:
         run = self._runtime = start_runtime(self._rules, services, environment, brought)
         self._stepper = Stepper(run.links, self._rules, self._step, run.membership, run.thread)
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), run)
-        try:
-            self._registry.check_with(run.links.transport.check_state)
-        except Exception:
-            self.shutdown(wait=False)
-            raise
 
     # -- a step ----------------------------------------------------------------------------------
 

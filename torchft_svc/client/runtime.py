@@ -127,6 +127,7 @@ def start_runtime(
                 timeout, hostname=_host(options, environment), security=options.security
             )
             undo.callback(transport.shutdown, False)
+        brought.registry.check_with(transport.check_state)
         pg = ProcessGroupGloo(timeout=timeout) if brought.pg is None else brought.pg
         if recorder is not None:
             pg.record_to(recorder)
