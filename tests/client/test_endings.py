@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 from bounds import Late, check
+from running import eventually, lighthouse_process
+
+from torchft_svc.coordination import LighthouseClient
 
 from .programs import END_S, running
 from .training import lighthouse
@@ -72,3 +77,55 @@ def test_an_unreachable_lighthouse_is_an_error_that_names_it(address: str) -> No
         if "lighthouse at 127.0.0.1:1" not in told:
             raise Late(told)
         assert trainer.ends() == 0, trainer.errors()
+
+
+ENDS = {
+    "it returns": ("returns", None, "left", "group rank 0 is gone: it has shut down"),
+    "it raises": (
+        "raises",
+        None,
+        "lost",
+        "group rank 0 is gone: it ends with RuntimeError: on purpose",
+    ),
+    "Ctrl-C": ("trains", signal.SIGINT, "left", "group rank 0 is gone: it has shut down"),
+    "SIGTERM": ("trains", signal.SIGTERM, "left", "SIGTERM"),
+    "SIGKILL": ("trains", signal.SIGKILL, "lost", ""),
+    "lighthouse kill": ("trains", "kill", "left", "killed: wanted"),
+}
+
+
+@pytest.mark.parametrize(("name", "by", "what", "reason"), ENDS.values(), ids=ENDS)
+def test_the_lighthouse_tells_an_orderly_end_from_a_loss(
+    name: str, by: signal.Signals | str | None, what: str, reason: str
+) -> None:
+    """And knows that the job is finished, or is not; after that another run begins at step 0."""
+    with (
+        lighthouse_process("--min-replicas=1") as house,
+        LighthouseClient(house.address, timedelta(seconds=10)) as client,
+    ):
+        with running(name, house.address) as trainer:
+            trainer.read_until("training")
+            if by == "kill":
+                (job,) = client.status()
+                client.kill(job.groups[0].replica_id, "wanted")
+                trainer.process.wait()
+            elif isinstance(by, signal.Signals):
+                trainer.end(by)
+            else:
+                trainer.ends()
+            trainer.check_children()
+        (job,) = eventually(lambda: [each for each in client.status() if each.ended_s is not None])
+        assert (job.finished, job.gone[0].orderly) == (what == "left", what == "left"), job
+        assert reason in job.gone[0].reason
+        told = [line for line in house.errors().splitlines() if f"group {what} " in line]
+        level = logging.getLevelName(logging.INFO if what == "left" else logging.WARNING)
+        assert len(told) == 1, house.errors()
+        assert f" {level} " in told[0]
+        assert reason in told[0]
+        with running("returns", house.address) as trainer:
+            trainer.read_until("training")
+            assert trainer.ends() == 0, trainer.errors()
+        if name == "trains":  # else it had committed no more than the first step
+            expected = {"left": "job begins anew", "lost": "job went back"}[what]
+            assert expected in house.errors()
+        assert ("job went back" in house.errors()) == (name == "trains" and what == "lost")

@@ -147,8 +147,8 @@ def test_only_the_latest_phase_is_told_and_goodbye_is_the_last_word() -> None:
     reader.start()
     for step in range(100):
         outgoing.tell(pb.AttachPhase(phase=pb.PHASE_VOTING, step=step))
-    outgoing.end(detaches=True)
-    outgoing.end(detaches=False)
+    outgoing.end(pb.AttachDetach())
+    outgoing.end()
     reader.join(10.0)
     assert not reader.is_alive()
     assert [each.WhichOneof("kind") for each in told] == ["detach"], "too soon for another phase"

@@ -194,6 +194,8 @@ class Naive:
         self.log.append(("quorum", now, self.previous, tuple(callers), lost_from))
 
     def _has_come(self, member: Member, now: float) -> None:
+        if member.has_history:
+            self.veterans.add(member.replica_id)
         if self.previous is None and member.last_num_groups > 1:
             self.told_num_groups.append((member.last_num_groups, now))
         if member.step >= self.newest.max_step:

@@ -52,9 +52,13 @@ def quorum(quorum_id: int, *members: Member) -> Quorum:
 
 
 def answer(
-    quorum_id: int, *members: Member, callers: tuple[int, ...], lost_from: int | None = None
+    quorum_id: int,
+    *members: Member,
+    callers: tuple[int, ...],
+    lost_from: int | None = None,
+    begins_anew: bool = False,
 ) -> AnswerQuorum:
-    return AnswerQuorum(JOB, callers, quorum(quorum_id, *members), lost_from)
+    return AnswerQuorum(JOB, callers, quorum(quorum_id, *members), lost_from, begins_anew)
 
 
 @dataclass(frozen=True)

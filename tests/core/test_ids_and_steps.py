@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from torchft_svc.core.gathering import GATHER_S
@@ -152,6 +154,72 @@ def test_rule_7_hold_waits_in_either_case(all_gone: bool) -> None:
     assert scene.take() == []
     scene.ask("c", step=7)
     assert scene.take_quorums() == [(2, ["b", "c"])]
+
+
+def test_rule_7_who_was_frozen_while_the_others_went_on_never_takes_the_job_back() -> None:
+    """As another incarnation, which does not tell of the quorum that it was in: nobody waits for it
+    there."""
+    scene = formed("a:1", "b:1", step=62)
+    scene.leave("b:1", "no sign of life")
+    scene.ask("a:1", step=210)
+    scene.leave("a:1")
+    scene.take()
+    scene.ask("b:2", step=62, last_num_groups=2, has_history=True)
+    scene.until(scene.now + 99)
+    assert scene.take() == []
+    assert scene.why().startswith("the job has committed step 210, the groups that ask have at")
+    scene.ask("c:1", step=200)  # a restart from a checkpoint beside it decides nothing either
+    assert scene.take() == []
+    scene.accept_loss()
+    assert scene.take_quorums() == [(3, ["b:2", "c:1"])]
+
+
+@pytest.mark.parametrize("policy", ["auto", "hold", "warn"])
+def test_rule_7_after_a_finished_job_another_run_begins(policy: str) -> None:
+    scene = formed("a", "b", step=7, settings=config(on_step_regression=policy))
+    scene.leave("a", ends=True)
+    scene.leave("b", ends=True)
+    scene.withdraw(scene.ask("d", step=0, min_replicas=2))  # somebody who looks in changes nothing
+    scene.leave("d")
+    scene.take()
+    caller = scene.ask("c")
+    group = member("c")
+    assert scene.take() == [answer(2, group, callers=(caller,), lost_from=7, begins_anew=True)]
+    caller = scene.ask("c", step=1)
+    assert scene.take() == [answer(2, member("c", 1), callers=(caller,))]
+    scene.leave("c", ends=False)
+    scene.take()
+    caller = scene.ask("e")
+    told = [answer(3, member("e"), callers=(caller,), lost_from=1)]
+    assert scene.take() == ([] if policy == "hold" else told), "that run had not finished"
+
+
+def test_rule_7_who_belongs_to_a_finished_job_does_not_begin_it_anew() -> None:
+    scene = formed("a:1", "b:1", step=62)
+    scene.leave("b:1", "no sign of life")
+    scene.ask("a:1", step=210)
+    scene.leave("a:1", ends=True)
+    scene.take()
+    scene.ask("b:2", step=62, has_history=True)
+    assert scene.take() == []
+    assert scene.why().startswith("the job has finished after step 210, the groups that ask have")
+
+
+def test_rule_7_a_job_is_finished_only_if_all_its_groups_ended_on_purpose() -> None:
+    scene = formed("a", "b", step=7)
+    scene.leave("a", ends=True)
+    scene.leave("b")
+    scene.take()
+    scene.ask("c")
+    assert scene.take() == [answer(2, member("c"), callers=(3,), lost_from=7)]
+
+
+def test_who_is_killed_by_an_operator_ends_on_purpose_however_it_goes() -> None:
+    scene = formed("a", step=7)
+    scene.house.killed(JOB, "a", "killed: wanted")
+    scene.leave("a", "its session ended")
+    assert scene.take() == [replace(loss("a", "killed: wanted"), is_orderly=True)]
+    assert scene.house.status(JOB, scene.now)[0].finished
 
 
 def test_rule_7_a_held_quorum_is_let_go_when_the_last_veteran_dies() -> None:

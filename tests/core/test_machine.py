@@ -116,6 +116,24 @@ class Groups(RuleBasedStateMachine):
             self.world.kill(group, noticed)
 
     @rule(data=st.data())
+    def a_group_ends_on_purpose(self, data: st.DataObject) -> None:
+        group = self.pick(data, lambda g: True)
+        if group is not None:
+            self.world.kill(group, noticed=True, ends=True)
+
+    @rule(job=st.sampled_from(JOBS))
+    def a_job_ends_on_purpose(self, job: str) -> None:
+        for group in list(self.world.groups.values()):
+            if group.job == job and (group.job, group.replica_id) in self.world.groups:
+                self.world.kill(group, noticed=True, ends=True)
+
+    @rule(data=st.data())
+    def a_group_is_followed_by_another_incarnation(self, data: st.DataObject) -> None:
+        group = self.pick(data, lambda g: g.caller is None)
+        if group is not None:
+            self.world.succeed(group)
+
+    @rule(data=st.data())
     def a_manager_moves(self, data: st.DataObject) -> None:
         group = self.pick(data, lambda g: g.caller is None)
         if group is not None:

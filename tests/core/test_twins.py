@@ -71,6 +71,7 @@ def views(draw: st.DrawFn) -> JobView:
         committed_step=draw(st.integers(0, 4)),
         told_min_replicas=max((each.member.min_replicas for each in waiting.values()), default=0),
         loss_accepted=draw(st.sampled_from([False, False, True])),
+        is_finished=draw(st.sampled_from([False, False, True])),
         gathering=draw(st.sampled_from([Gathering(), Gathering(), Gathering(3, 15.0)])),
         heals={
             name: Heal(0.0, draw(st.sampled_from([None, 4, 9, 12])))
@@ -102,6 +103,7 @@ members = st.builds(
     seen_quorum_id=st.sampled_from([0, 0, 0, 3, 9]),
     min_replicas=st.sampled_from([0, 0, 0, 1, 3]),
     last_num_groups=st.sampled_from([0, 0, 0, 0, 1, 2, 3]),
+    has_history=st.sampled_from([False, False, False, True]),
     address=st.sampled_from(["x:1", "x:1", "x:1", "y:1"]),
 )
 last_quorums = st.builds(LastQuorum, st.sampled_from([0, 1, 3, 9]), st.integers(0, 3))

@@ -83,9 +83,11 @@ def decide(
     if all(member.step < view.committed_step for member in asking):
         if view.loss_accepted:
             return asking, view.committed_step
-        if config.on_step_regression == "hold":
+        if config.on_step_regression == "warn":
+            return asking, view.committed_step
+        if len(view.veterans) > 0:  # who trained in this job does not take it back
             return math.inf
-        if config.on_step_regression == "auto" and len(view.veterans) > 0:
+        if config.on_step_regression == "hold" and not view.is_finished:
             return math.inf
         return asking, view.committed_step
     return asking, None

@@ -65,6 +65,7 @@ class Group:
             commit_failures=self.commit_failures,
             seen_quorum_id=self.seen_quorum_id,
             min_replicas=self.min_replicas,
+            has_history=self.seen_quorum_id > 0,
         )
 
 
@@ -80,6 +81,8 @@ class JobBooks:
     announced: set[str] = field(default_factory=set)
     evicted: set[str] = field(default_factory=set)  # from the last quorum, and has not asked since
     loss_accepted: bool = False  # by an operator, since the last quorum
+    remaining: set[str] = field(default_factory=set)  # of the last quorum: not ended on purpose
+    is_finished: bool = False
 
 
 @dataclass
@@ -120,6 +123,7 @@ class World:
         if group.last.quorum_id:
             books.took_part.add(group.replica_id)
             if not books.has_published:
+                books.is_finished &= group.last <= books.last
                 books.last = max(books.last, group.last)
         self.live(group)
         self.carry_out(self.house.opened(group.job, group.replica_id, group.last, self.now))
@@ -138,7 +142,10 @@ class World:
         group.quorum, group.asked = None, group.request(shrink_only)
         waits = Activity(Phase.QUORUM, group.asked.step, self.now)
         self.beats[group.job, group.replica_id] = waits
-        self.books.setdefault(group.job, JobBooks()).evicted.discard(group.replica_id)
+        books = self.books.setdefault(group.job, JobBooks())
+        books.evicted.discard(group.replica_id)
+        if group.asked.has_history:
+            books.took_part.add(group.replica_id)
         self.live(group)
         orders = self.house.request(group.job, group.asked, self.callers, self.now)
         if replaced is not None:
@@ -166,13 +173,25 @@ class World:
         group.commit_failures = 0 if commits else group.commit_failures + 1
         group.quorum, group.is_healing = None, False
 
-    def kill(self, group: Group, noticed: bool) -> None:
-        """The group is dead; its caller withdraws with its connection if that is noticed."""
-        del self.groups[group.job, group.replica_id]
+    def kill(self, group: Group, noticed: bool, ends: bool = False) -> None:
+        """The group is dead; its caller withdraws with its connection if that is noticed. ``ends``:
+        it ends on purpose, and says so."""
+        job, replica_id = group.job, group.replica_id
+        del self.groups[job, replica_id]
         if noticed:
-            self.seen_at.pop((group.job, group.replica_id), None)
-            orders = self.house.leave(group.job, group.replica_id, "its session ended", self.now)
+            if ends and (job, replica_id) in self.seen_at:
+                self.books.setdefault(job, JobBooks()).remaining.discard(replica_id)
+            orders = self.house.leave(job, replica_id, "its session ended", self.now, ends=ends)
             self.carry_out(orders)
+
+    def succeed(self, group: Group) -> None:
+        """It leaves, and comes back as another incarnation: with what it has, but without a word of
+        the quorum that it was in."""
+        self.kill(group, noticed=True)
+        self.start(group.job, group.replica_id.split(":")[0], group.step, group.min_replicas)
+        self.groups[
+            group.job, f"{group.replica_id.split(':')[0]}:{self.num_starts}"
+        ].seen_quorum_id = group.seen_quorum_id
 
     def accept_loss(self, job: str) -> None:
         """An operator gives up what those who ask do not have; refused if one of them has it.
@@ -208,6 +227,8 @@ class World:
         for books in self.books.values():
             books.last = NO_QUORUM
             books.has_published = False
+            books.remaining.clear()
+            books.is_finished = False
             books.loss_accepted = False
             books.took_part.clear()
             books.announced.clear()
@@ -263,6 +284,8 @@ class World:
         books.took_part.discard(order.replica_id)
         books.announced.discard(order.replica_id)
         books.evicted.discard(order.replica_id)
+        if not self.living(order.job):
+            books.is_finished |= books.last_id > 0 and not books.remaining
 
     def hang(self, order: ReportHang) -> None:
         told = self.hangs_told.setdefault((order.job, order.replica_id), set())
@@ -370,13 +393,16 @@ class World:
         if max_step < books.last.max_step:
             assert order.lost_from == books.last.max_step, "I4: a loss is told"
             policy = "warn" if books.loss_accepted else self.config.on_step_regression
-            assert policy != "hold", "I4"
-            if policy == "auto":
+            assert policy != "hold" or books.is_finished, "I4"
+            if policy != "warn":
                 assert not books.took_part & living, "I4: a group of the job is alive"
+            assert order.begins_anew == books.is_finished
         else:
             assert order.lost_from is None
+            assert not order.begins_anew
         books.last, books.has_published = LastQuorum(order.quorum.quorum_id, max_step), True
-        books.loss_accepted = False
+        books.loss_accepted = books.is_finished = False
+        books.remaining = {each.replica_id for each in order.quorum.participants}
         books.took_part &= living
         books.took_part |= {each.replica_id for each in order.quorum.participants}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -55,6 +56,29 @@ def test_without_a_group_that_is_up_to_date_the_job_waits(make_crew: Callable[..
         workers[1].order("wake")
         eventually(lambda: "waiting for a group with the newer" in lighthouse.errors(), LONG_S)
         eventually(lambda: "waiting for a group with the newer" in status(lighthouse))
+        crew.read()
+        assert workers[1].is_running
+        assert not crew.of(1, Committed, since=killed_at)
+
+
+def test_a_group_that_was_frozen_and_is_the_last_one_left_does_not_take_the_job_back(
+    make_crew: Callable[..., Crew],
+) -> None:
+    """It wakes when its fellow, which went on without it, is dead: the job waits, whatever becomes
+    of the frozen group's lines meanwhile."""
+    with lighthouse_process("--min-replicas=1", "--heartbeat-timeout-ms=600") as lighthouse:
+        crew = make_crew(lighthouse.address)
+        workers = [crew.start(group)[0] for group in range(2)]
+        crew.all_meet({0, 1})
+        since = workers[1].signal_all(signal.SIGSTOP)
+        for _ in range(3):
+            since = crew.await_commits({0}, LONG_S, since=since, num_members=1)
+        killed_at = crew.kill(workers[0])
+        # Long enough for its connections to be given up: by it, by its manager, by the lighthouse.
+        eventually(lambda: time.monotonic() > killed_at + 8.0)
+        workers[1].signal_all(signal.SIGCONT)
+        eventually(lambda: "waiting for a group with the newer" in status(lighthouse), LONG_S)
+        assert "job went back" not in lighthouse.errors()
         crew.read()
         assert workers[1].is_running
         assert not crew.of(1, Committed, since=killed_at)

@@ -17,6 +17,7 @@ from torchft_svc.core import (
     lighthouse,
     membership,
     names,
+    overview,
     quorum,
 )
 from torchft_svc.core.group import Group
@@ -107,6 +108,20 @@ def veterans_are_forgotten(plant: pytest.MonkeyPatch) -> None:
         return callers
 
     plant.setattr(Membership, "publish", publish)
+
+
+def a_survivor_counts_as_a_restart(plant: pytest.MonkeyPatch) -> None:
+    """If it does not tell of the quorum that it was in."""
+    real = Membership.asked
+
+    def asked(self: Any, member: Member, caller: int, now: float) -> Any:
+        return real(self, dataclasses.replace(member, has_history=False), caller, now)
+
+    plant.setattr(Membership, "asked", asked)
+
+
+def every_job_that_ends_has_finished(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(overview.History, "end", lambda self: True)
 
 
 def what_groups_tell_is_ignored(plant: pytest.MonkeyPatch) -> None:
@@ -341,6 +356,8 @@ PLANTS: dict[Plant, int] = {
     lost_steps_are_not_noticed: 1,
     a_loss_is_told_where_there_is_none: 0,
     veterans_are_forgotten: 20,
+    a_survivor_counts_as_a_restart: 40,
+    every_job_that_ends_has_finished: 0,
     what_groups_tell_is_ignored: 2882,
     heal_from_the_wrong_source: 7,
     at_step_0_nobody_heals: 4,

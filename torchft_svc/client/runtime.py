@@ -18,7 +18,7 @@ from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.config import ServiceOptions
 from torchft_svc.client.deadlines import Timer
 from torchft_svc.client.draining import Draining, TermSignal
-from torchft_svc.client.ending import LAST_WORDS_S, end_now
+from torchft_svc.client.ending import LAST_WORDS_S, end_now, failure
 from torchft_svc.client.membership import Membership
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
@@ -74,7 +74,7 @@ class Runtime:
         self.links.pg.interrupt()
         endings: list[Callable[[], object]] = [
             *([] if self.term_signal is None else [self.term_signal.close]),
-            self.links.client.close,
+            functools.partial(self.links.client.close, failure()),
             lambda: self.links.transport.shutdown(wait),
             lambda: self.thread.close(_JOIN_S),
             lambda: self.timer.close(_JOIN_S),

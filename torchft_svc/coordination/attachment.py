@@ -85,12 +85,13 @@ class Attachment:
         self._phase = phase  # first, for a stream that is being opened
         self._outgoing.tell(phase)
 
-    def close(self) -> None:
-        """Tell the manager that this worker stops in good order; may be called twice."""
+    def close(self, failure: str = "") -> None:
+        """Tell the manager that this worker stops, on purpose or with the error ``failure``; may be
+        called twice."""
         if self._closing.is_set():
             return
         self._closing.set()
-        self._outgoing.end(detaches=True)
+        self._outgoing.end(pb.AttachDetach(failure=failure))
         self._thread.join(JOIN_TIMEOUT_S)
         stream = self._stream
         if stream is not None and self._thread.is_alive():
@@ -148,4 +149,4 @@ class Attachment:
                 self._failing = False
                 self._listeners.hear(news)
         finally:
-            outgoing.end(detaches=False)  # or the thread that sends would wait for more
+            outgoing.end()  # or the thread that sends would wait for more

@@ -110,7 +110,8 @@ class LighthouseClient(Client):
         self, replica_id: str, reason: str = "", timeout: timedelta = timedelta(seconds=5)
     ) -> None:
         """Tell that the group is gone for good, so that nobody waits for it."""
-        self._leave(pb.LighthouseLeaveRequest(replica_id=replica_id, reason=reason), timeout)
+        request = pb.LighthouseLeaveRequest(replica_id=replica_id, reason=reason, ends=True)
+        self._leave(request, timeout)
 
     def kill(
         self, replica_id: str, reason: str = "", timeout: timedelta = timedelta(seconds=5)

@@ -80,10 +80,14 @@ class ManagerClient(Client):
         """For a call that is to be repeated while the manager is being started anew."""
         return Patience(Whereabouts(self._find, self._whereabouts.patience_s), deadline)
 
-    def close(self) -> None:
-        """Detach, cancel what is under way, close the connection; may be called twice."""
+    def close(self, failure: str = "") -> None:
+        """Detach, cancel what is under way, close the connection; may be called twice.
+
+        ``failure``: the error that this worker's program ends with, in one line; the group then
+        counts as lost.
+        """
         if self._attachment is not None:
-            self._attachment.close()
+            self._attachment.close(failure)
         super().close()
 
     def _lost_contact(self) -> None:

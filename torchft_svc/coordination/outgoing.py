@@ -23,17 +23,17 @@ class Outgoing:
         self._phase: pb.AttachPhase | None = None
         self._changed = threading.Event()
         self._over = threading.Event()
-        self._detaches = False
+        self._goodbye: pb.AttachDetach | None = None
 
     def tell(self, phase: pb.AttachPhase) -> None:
         """Send ``phase`` soon; only the latest one counts."""
         self._phase = phase
         self._changed.set()
 
-    def end(self, detaches: bool) -> None:
-        """Say no more, at the most goodbye; may be called twice, the first time counts."""
+    def end(self, goodbye: pb.AttachDetach | None = None) -> None:
+        """Say no more, at the most ``goodbye``; may be called twice, the first time counts."""
         if not self._over.is_set():
-            self._detaches = detaches
+            self._goodbye = goodbye
             self._over.set()
         self._changed.set()
 
@@ -46,5 +46,5 @@ class Outgoing:
             if self._phase is not None and not self._over.is_set():
                 yield pb.AttachRequest(phase=self._phase)
                 self._over.wait(PHASE_INTERVAL_S)
-        if self._detaches:
-            yield pb.AttachRequest(detach=pb.AttachDetach())
+        if self._goodbye is not None:
+            yield pb.AttachRequest(detach=self._goodbye)

@@ -80,10 +80,13 @@ class Group:
             raise self._taken(group_rank)
         self._attached[group_rank] = worker_id
 
-    def detached(self, group_rank: int, worker_id: str, reason: str) -> tuple[Order, ...]:
+    def detached(
+        self, group_rank: int, worker_id: str, reason: str, *, ends: bool = False
+    ) -> tuple[Order, ...]:
         """A worker's line has ended: those that wait for it are told, and the group leaves.
 
-        Whoever takes the rank next makes this another incarnation of the group.
+        ``ends``: its program ends on purpose. Whoever takes the rank next makes this another
+        incarnation of the group.
         """
         if self._attached.get(group_rank) != worker_id:
             return ()
@@ -97,7 +100,7 @@ class Group:
         orders += self._drop_votes(gone)
         if not self._attached:
             self._drain_reason = None  # whoever comes after those that were told begins anew
-        return (*orders, LeaveLighthouse(gone))
+        return (*orders, LeaveLighthouse(gone, ends=ends))
 
     def drain(self, reason: str) -> tuple[Order, ...]:
         """The group has to leave, for good, when all workers have finished their step."""
@@ -126,7 +129,7 @@ class Group:
 
     def _leave(self) -> LeaveLighthouse:
         assert self._drain_reason is not None
-        return LeaveLighthouse(self._drain_reason, between_steps=True)
+        return LeaveLighthouse(self._drain_reason, between_steps=True, ends=True)
 
     # -- the quorum barrier ----------------------------------------------------------------------
 
@@ -349,6 +352,7 @@ class Group:
             new_incarnation=self._restarted,
             unhealed=any(request.unhealed for request in requests),
             seen_quorum_id=max(request.last_quorum_id for request in requests),
+            has_history=all(request.last_quorum_id for request in requests),
         )
         self._restarted = False
         return ask

@@ -15,7 +15,7 @@ class AskLighthouse:
 
     ``new_incarnation``: a worker was restarted, so to the others this is another group now.
     ``unhealed``: a worker of it should have healed, and has not. ``seen_quorum_id``: the highest
-    that a worker of it has been told.
+    that a worker of it has been told. ``has_history``: all of them have been told one.
     """
 
     round: int
@@ -25,6 +25,7 @@ class AskLighthouse:
     new_incarnation: bool
     unhealed: bool = False
     seen_quorum_id: int = 0
+    has_history: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,13 @@ class StopAsking:
 class LeaveLighthouse:
     """The other groups must not wait for this one any more.
 
-    ``between_steps``: it has finished its last step, so nobody has to give one up.
+    ``between_steps``: it has finished its last step, so nobody has to give one up. ``ends``: its
+    program ends on purpose.
     """
 
     reason: str
     between_steps: bool = False
+    ends: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ class _Job:
     size: GroupSize = field(default_factory=GroupSize)
     heard_id: int = 0  # the highest id that a group was told, maybe by another lighthouse
     spent_id: int = 0  # a quorum that somebody was told to leave
+    killed: dict[str, str] = field(default_factory=dict)  # living groups, and why they end
     # Requests of groups whose name is still held by an earlier incarnation.
     held: dict[str, tuple[Member, int]] = field(default_factory=dict)
 
@@ -81,11 +82,15 @@ class _Departure:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A job without a living group, since ``at``: a restart of it can be told from a start."""
+    """A job without a living group, since ``at``: a restart of it can be told from a start.
+
+    ``is_finished``: every group of its last quorum ended on purpose, so the next is another run.
+    """
 
     last: LastQuorum
     history: History
     at: float
+    is_finished: bool = False
 
 
 class Lighthouse:
@@ -185,6 +190,10 @@ class Lighthouse:
         orders = self._remove(job, state, replica_id, how, now)
         return self._settle(job, state, orders, now)
 
+    def killed(self, job: str, replica_id: str, reason: str) -> None:
+        """An operator ends a living group: however it goes now, that is on purpose."""
+        self._jobs[job].killed[replica_id] = reason
+
     def accept_loss(self, job: str, now: float) -> tuple[Order, ...]:
         """An operator lets the next quorum through although it loses committed steps.
 
@@ -251,7 +260,7 @@ class Lighthouse:
                 committed_step=ended.last.max_step,
                 min_replicas=self._config.min_replicas,
                 ended_s=now - ended.at,
-                finished=ended.history.is_finished,
+                finished=ended.is_finished,
             )
             return ended.history.add_to(status, now)
         state, why = self._jobs[job], self.why(job, now)
@@ -323,9 +332,11 @@ class Lighthouse:
             self.check_room(name)
         if state is None:
             ended = self._ended.pop(name, None) or _Ended(NO_QUORUM, History(now), now)
-            members = Membership(self._config, ended.last)
+            history = History(now) if ended.is_finished else ended.history
+            last = ended.last if ended.last.max_step else NO_QUORUM  # there is nothing to lose
+            members = Membership(self._config, last, is_finished=ended.is_finished)
             hangs = HangWatch(self._config.hang_timeout_s)
-            state = _Job(members, hangs, ended.history, self._first_id)
+            state = _Job(members, hangs, history, self._first_id)
             self._jobs[name] = state
         state.heard_id = max(state.heard_id, told_id)
         return state
@@ -349,6 +360,8 @@ class Lighthouse:
     def _remove(
         self, job: str, state: _Job, replica_id: str, how: _Departure, now: float
     ) -> list[Order]:
+        if replica_id in state.killed:
+            how = _Departure(state.killed.pop(replica_id), how.between_steps, ends=True)
         quorum_id = state.members.last.quorum_id
         # The news would make its fellows give up a step that it has finished.
         told = () if how.between_steps else state.members.mourners(replica_id)
@@ -432,17 +445,19 @@ class Lighthouse:
             participants=formed.members,
             joining=state.members.joining(formed.members),
         )
+        begins_anew = state.members.is_finished and formed.lost_from is not None
         callers = state.members.publish(quorum)
         if formed.lost_from is not None:
             state.history.went_back()
         state.history.published(quorum, now)
-        return AnswerQuorum(job, callers, quorum, formed.lost_from)
+        return AnswerQuorum(job, callers, quorum, formed.lost_from, begins_anew)
 
     def _end(self, job: str, state: _Job, now: float) -> None:
         del self._jobs[job]
         self._first_id = max(self._first_id, state.last_id, state.heard_id)
-        if state.members.committed_step:
-            self._ended[job] = _Ended(state.members.last, state.history, now)
+        if state.members.last.quorum_id:
+            is_finished = state.history.end() or state.members.is_finished
+            self._ended[job] = _Ended(state.members.last, state.history, now, is_finished)
         while len(self._ended) > self._config.max_jobs:
             self._ended.popitem(last=False)
 

@@ -11,12 +11,17 @@ from torchft_svc.errors import TorchFTError
 
 @dataclass(frozen=True, slots=True)
 class AnswerQuorum:
-    """Send ``quorum`` to ``callers``, one for each member, in member order."""
+    """Send ``quorum`` to ``callers``, one for each member, in member order.
+
+    ``lost_from`` is the committed step of the job if it goes back with this quorum, else None;
+    ``begins_anew``: that step is the one of a run that had finished.
+    """
 
     job: str
     callers: tuple[int, ...]
     quorum: Quorum
     lost_from: int | None = None
+    begins_anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)

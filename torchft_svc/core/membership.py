@@ -34,8 +34,12 @@ from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, Quorum
 class Membership:
     """The groups of one job. ``now`` is monotonic seconds and never goes back."""
 
-    def __init__(self, config: QuorumConfig, last: LastQuorum = NO_QUORUM) -> None:
+    def __init__(
+        self, config: QuorumConfig, last: LastQuorum = NO_QUORUM, *, is_finished: bool = False
+    ) -> None:
+        """``is_finished``: the run that ``last`` was the last quorum of has ended on purpose."""
         self._config = config
+        self.is_finished = is_finished
         self._seen_at: OrderedDict[str, float] = OrderedDict()  # the longest silent first
         self._waiting: dict[str, Waiter] = {}
         self._told_min_replicas: Counter[int] = Counter()  # by those who wait; few different ones
@@ -89,6 +93,7 @@ class Membership:
             self._evicted.clear()
         if last > self.last:
             self.last = last
+            self.is_finished = False
             self._loss_accepted = False  # it was about an earlier step
         self._previous_ids.add(replica_id)
         if replica_id not in self._waiting and replica_id not in self._straggling:
@@ -109,6 +114,9 @@ class Membership:
             asked_at = self._no_longer_waits(member.replica_id).asked_at
         self._waiting[member.replica_id] = Waiter(member, asked_at)
         self._told_min_replicas[member.min_replicas] += 1
+        if member.has_history and member.replica_id not in self._veterans:
+            self._veterans.add(member.replica_id)
+            self._outlook.crowd_changed()
         self._callers[member.replica_id] = caller
         self._replica_of[caller] = member.replica_id
         self._straggling.discard(member.replica_id)
@@ -218,6 +226,7 @@ class Membership:
         self._announcements = Announcements()
         # Its step is lower than before only if that is accepted (7).
         self.last = LastQuorum(quorum.quorum_id, quorum.max_step)
+        self.is_finished = False
         self._loss_accepted = False  # once
         self._gathering = NOBODY_IS_TO_COME
         return tuple(callers)
@@ -377,6 +386,7 @@ class Membership:
             committed_step=self.committed_step,
             told_min_replicas=max(self._told_min_replicas, default=0),
             loss_accepted=self._loss_accepted,
+            is_finished=self.is_finished,
             gathering=self._gathering,
             heals=self.heals.known,
         )

@@ -98,10 +98,11 @@ class History:
         self._num_heals = 0
         self._gone: deque[tuple[GoneGroup, float]] = deque(maxlen=MAX_GONE_KEPT)
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether every group of the last quorum has ended on purpose."""
-        return self._quorum is not None and not self._remaining
+    def end(self) -> bool:
+        """The last group is gone: whether every one of the last quorum has ended on purpose."""
+        is_finished = self._quorum is not None and not self._remaining
+        self._quorum, self._remaining, self._behind = None, set(), set()
+        return is_finished
 
     def asked(self, member: Member) -> None:
         """A group asks for the next quorum: its part in the last one is over."""

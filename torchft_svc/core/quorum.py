@@ -33,7 +33,8 @@ class JobView:
     tells that it was in the newest one. ``veterans`` took part in a quorum of this job,
     ``straggling`` were waited for in vain (and are not in ``waiting``). ``told_min_replicas`` is
     the largest that those who wait tell (0: none). ``loss_accepted``: an operator gave up the steps
-    that those who wait do not have.
+    that those who wait do not have. ``is_finished``: that step is the one of a run that has ended
+    on purpose.
     ``gathering`` matters until this lighthouse has published a quorum. ``heals`` are those of
     groups since the last quorum.
     """
@@ -46,6 +47,7 @@ class JobView:
     committed_step: int
     told_min_replicas: int = 0
     loss_accepted: bool = False
+    is_finished: bool = False
     gathering: Gathering = NOBODY_IS_TO_COME
     heals: Mapping[str, Heal] = field(default_factory=dict)
 
@@ -165,17 +167,20 @@ def _check_progress(
         return Formed(members)
     if view.loss_accepted or _is_loss_allowed(view, config):
         return Formed(members, lost_from=view.committed_step)
+    done = "finished after" if view.is_finished else "committed"
     return Waiting(
-        f"the job has committed step {view.committed_step}, the groups that ask have at most "
+        f"the job has {done} step {view.committed_step}, the groups that ask have at most "
         f"step {max_step}: waiting for a group with the newer state "
         "(or for `lighthouse accept-loss`, which gives it up)"
     )
 
 
 def _is_loss_allowed(view: JobView, config: QuorumConfig) -> bool:
-    """Without asking an operator."""
+    """Without asking an operator. Who took part in the job never takes it back: it was frozen, or
+    cut off, and the others went on."""
     policy = config.on_step_regression
-    return policy == "warn" or (policy == "auto" and not view.veterans)
+    is_restart = not view.veterans and (policy == "auto" or view.is_finished)
+    return policy == "warn" or is_restart
 
 
 def has_loss_to_accept(view: JobView, config: QuorumConfig, now: float) -> bool:

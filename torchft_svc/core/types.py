@@ -32,6 +32,7 @@ class Member:
     ``min_replicas`` the fewest groups that its job trains with (0: the lighthouse knows),
     ``last_num_groups`` how many were in the last quorum that it has been told (0: none).
     ``unhealed``: that quorum wanted it to heal, which has failed; its step need not show that.
+    ``has_history``: all its workers have been told a quorum, so that it is no restart.
     ``unknown`` is what a newer client says about itself, encoded; its fellows get it as it came.
     """
 
@@ -47,6 +48,7 @@ class Member:
     min_replicas: int = 0
     last_num_groups: int = 0
     unhealed: bool = False
+    has_history: bool = False
     unknown: bytes = b""
 
     def check(self) -> None:

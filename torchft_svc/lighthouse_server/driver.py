@@ -136,10 +136,22 @@ class LighthouseDriver:
         self._carry_out(self._core.heartbeat(job, replica_id, now, activity))
         return self._core.beat_interval_s(job)
 
-    def leave(self, job: str, replica_id: str, reason: str, *, between_steps: bool = False) -> None:
-        """The group is gone for good; ``between_steps``: its fellows lose nothing by that."""
+    def leave(
+        self,
+        job: str,
+        replica_id: str,
+        reason: str,
+        *,
+        between_steps: bool = False,
+        ends: bool = False,
+    ) -> None:
+        """The group is gone; ``between_steps``: its fellows lose nothing by that. ``ends``: its
+        program ends on purpose."""
         now = self._clock.now()
-        self._carry_out(self._core.leave(job, replica_id, reason, now, between_steps=between_steps))
+        orders = self._core.leave(
+            job, replica_id, reason, now, between_steps=between_steps, ends=ends
+        )
+        self._carry_out(orders)
 
     def open_session(self, job: str, replica_id: str, last: LastQuorum, outbox: Outbox) -> None:
         """``outbox`` is the session, from now on, of a group that tells of the ``last`` quorum it
@@ -162,11 +174,12 @@ class LighthouseDriver:
         reason: str,
         *,
         between_steps: bool = False,
+        ends: bool = False,
     ) -> None:
         """The stream has ended: the group is out, unless it has another session already."""
         if self._sessions.get((job, replica_id)) is outbox:
             del self._sessions[job, replica_id]
-            self.leave(job, replica_id, reason, between_steps=between_steps)
+            self.leave(job, replica_id, reason, between_steps=between_steps, ends=ends)
 
     def tell(self, job: str, name: str, news: bytes) -> str:
         """Tell ``news`` to the group with this replica id or name; its replica id.
@@ -182,6 +195,16 @@ class LighthouseDriver:
                 "it cannot be told anything, so ask its manager instead"
             )
         session.tell(news)
+        return replica_id
+
+    def kill(self, job: str, name: str, reason: str) -> str:
+        """An operator ends the group with this replica id or name; its replica id.
+
+        Raises:
+            RequestRefused: there is no such group, or it has no session to be told over.
+        """
+        replica_id = self.tell(job, name, kill_news(reason))
+        self._core.killed(job, replica_id, f"killed: {reason}")
         return replica_id
 
     def check_room(self, job: str) -> None:
@@ -246,10 +269,12 @@ class LighthouseDriver:
         self._arm()
 
     def _tell_loss(self, loss: ReportLoss) -> None:
-        if loss.between_steps:
+        if loss.is_orderly:
             log.info("group left job=%s replica=%s: %s", loss.job, loss.replica_id, loss.reason)
+        else:
+            log.warning("group lost job=%s replica=%s: %s", loss.job, loss.replica_id, loss.reason)
+        if loss.between_steps:
             return
-        log.warning("group lost job=%s replica=%s: %s", loss.job, loss.replica_id, loss.reason)
         news = member_lost(loss.replica_id, loss.reason, loss.quorum_id)
         self._tell_all(loss.job, loss.told, news)
 
@@ -291,7 +316,14 @@ class LighthouseDriver:
             if question is not None:
                 question.hear(encoded)
         quorum = order.quorum
-        if order.lost_from is not None:
+        if order.lost_from is not None and order.begins_anew:
+            log.info(
+                "job begins anew job=%s at step %d: it had finished after step %d",
+                order.job,
+                quorum.max_step,
+                order.lost_from,
+            )
+        elif order.lost_from is not None:
             log.warning(
                 "job went back job=%s from step %d to step %d: no group has the newer state",
                 order.job,

@@ -12,7 +12,7 @@ from torchft_svc.core.types import DEFAULT_JOB, check_name, check_text
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.session import MAX_REASON_LENGTH, Session
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import JOB_KEY, drain_news, kill_news, member_from_wire
+from torchft_svc.rpc.codec import JOB_KEY, drain_news, member_from_wire
 from torchft_svc.rpc.codec_status import status_to_wire
 from torchft_svc.rpc.deadline import remaining_s
 from torchft_svc.rpc.health import ALWAYS_READY, Readiness
@@ -41,6 +41,7 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
             request.replica_id,
             _reason(request.reason, "it has left"),
             between_steps=request.between_steps,
+            ends=request.ends,
         )
         return b""
 
@@ -50,7 +51,7 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
 
     async def kill(request: pb.LighthouseKillRequest, context: Context) -> bytes:
         reason = _reason(request.reason, "killed by an operator")
-        replica_id = driver.tell(_job(context), request.replica_id, kill_news(reason))
+        replica_id = driver.kill(_job(context), request.replica_id, reason)
         log.warning("kill job=%s replica=%s: %s", _job(context), replica_id, reason)
         return b""
 

@@ -107,6 +107,7 @@ class Session:
             self._outbox,
             reason,
             between_steps=leave.between_steps,
+            ends=leave.ends,
         )
 
     def _withdraw(self) -> None:

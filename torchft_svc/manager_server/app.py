@@ -68,7 +68,11 @@ async def _end(driver: ManagerDriver, link: LighthouseLink, *, has_owner: bool) 
     will have no successor, and the workers need not look for one."""
     if has_owner:
         driver.tell_over("the process of group rank 0, which had started it, stops or is dead")
-    reason = "the process of group rank 0 stops or is dead" if has_owner else "its manager stops"
-    await link.leave(reason)
+    if driver.kill_reason is not None:
+        await link.leave(driver.kill_reason, ends=True)
+    elif has_owner:  # who stops on purpose has detached before, so that the group has left
+        await link.leave("the process of group rank 0 stops or is dead")
+    else:
+        await link.leave("its manager stops", ends=True)
     if has_owner:
         await driver.news_left()

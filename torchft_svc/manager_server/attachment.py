@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 # A connection that says nothing is not a worker.
 HELLO_TIMEOUT_S = 5.0
+# An error is shown in one log line.
+MAX_FAILURE_LENGTH = 500
 
 
 async def attach(
@@ -27,7 +29,8 @@ async def attach(
     requests: AsyncIterator[pb.AttachRequest],
     context: grpc.aio.ServicerContext[Any, Any],
 ) -> None:
-    """Serve the stream to its end; an end without a word is the worker's death.
+    """Serve the stream to its end; an end without a word is the worker's death, and one with an
+    error is no orderly end.
 
     Raises:
         RequestRefused: the client breaks the protocol.
@@ -43,33 +46,36 @@ async def attach(
     outbox = Outbox()
     outbox.tell(pb.AttachNews(welcome=pb.AttachWelcome()).SerializeToString())
     driver.attach(group_rank, worker_id, outbox)
-    level, reason = logging.WARNING, "its process ended, or does not answer"
-    hung_up = asyncio.Event()
+    reason, ends = "its process ended, or does not answer", False
+    goodbyes: list[pb.AttachDetach] = []
     try:
-        await outbox.exchange(_read(driver, group_rank, requests, hung_up), context)
-        if not hung_up.is_set():
-            level, reason = logging.INFO, "it has shut down"
+        await outbox.exchange(_read(driver, group_rank, requests, goodbyes), context)
+        for goodbye in goodbyes:
+            ends = not goodbye.failure
+            reason = "it has shut down" if ends else f"it ends with {goodbye.failure}"
     finally:
+        level = logging.INFO if ends else logging.WARNING
         log.log(level, "worker gone group_rank=%d: %s", group_rank, reason)
-        driver.detach(group_rank, worker_id, outbox, reason)
+        driver.detach(group_rank, worker_id, outbox, reason, ends=ends)
 
 
 async def _read(
     driver: ManagerDriver,
     group_rank: int,
     requests: AsyncIterator[pb.AttachRequest],
-    hung_up: asyncio.Event,
+    goodbyes: list[pb.AttachDetach],
 ) -> None:
-    """Until the worker detaches; ``hung_up`` is set if it goes without a word.
+    """Until the worker detaches, with what is then in ``goodbyes``, or goes without a word.
 
     gRPC may end the requests of a connection that has broken as if they had ended in good order.
     """
     async for message in requests:
         kind = message.WhichOneof("kind")
         if kind == "detach":
+            check_text("failure", message.detach.failure, MAX_FAILURE_LENGTH)
+            goodbyes.append(message.detach)
             return
         if kind == "phase":
             driver.hear_phase(group_rank, message.phase)
         elif kind is not None or not is_of_a_newer_kind(message):
             raise RequestRefused(f"an attachment has no place for {kind or 'an empty message'}")
-    hung_up.set()

@@ -109,11 +109,11 @@ class Connection:
         except asyncio.TimeoutError:
             raise self._why_not from None
 
-    async def leave(self, reason: str, *, between_steps: bool = False) -> None:
+    async def leave(self, reason: str, *, between_steps: bool = False, ends: bool = False) -> None:
         """See `Line.leave`."""
         self._left = True
         if self._line is not None:
-            await self._line.leave(reason, between_steps=between_steps)
+            await self._line.leave(reason, between_steps=between_steps, ends=ends)
         self._settled.set()
 
     async def _hold(self, address: str) -> TorchFTError | None:

@@ -63,7 +63,7 @@ class ManagerDriver:
         self._num_asking: collections.Counter[int] = collections.Counter()  # by group rank
         self._clock = AttentiveClock(MAX_LOOK_S)  # of the activities
         self._last_order: bytes | None = None
-        self._is_ending = False
+        self.kill_reason: str | None = None  # this group ends because of it
         self.killed = asyncio.Event()
 
     async def quorum(self, request: WorkerRequest, timeout_s: float) -> bytes:
@@ -101,14 +101,17 @@ class ManagerDriver:
         if self._last_order is not None:
             outbox.tell(self._last_order)
 
-    def detach(self, group_rank: int, worker_id: str, outbox: Outbox, reason: str) -> None:
-        """The worker's stream has ended; nothing, if it has another one already."""
+    def detach(
+        self, group_rank: int, worker_id: str, outbox: Outbox, reason: str, *, ends: bool
+    ) -> None:
+        """The worker's stream has ended; nothing, if it has another one already. ``ends``: its
+        program ends on purpose."""
         if self._workers.get(group_rank) is outbox:
             del self._workers[group_rank]
             self._activities.gone(group_rank)
-            if not self._workers and not self._is_ending:
+            if not self._workers and self.kill_reason is None:
                 self._last_order = None  # whoever comes after those that were told begins anew
-            self._carry_out(self._core.detached(group_rank, worker_id, reason))
+            self._carry_out(self._core.detached(group_rank, worker_id, reason, ends=ends))
 
     def hear_phase(self, group_rank: int, message: pb.AttachPhase) -> None:
         """An attached worker does something else now.
@@ -158,8 +161,8 @@ class ManagerDriver:
         """The group has to end at once: every worker hears of it, then ``killed`` is set."""
         log.warning("killed by request: %r", reason)
         self._order(kill_news(reason))
-        if not self._is_ending:
-            self._is_ending = True
+        if self.kill_reason is None:
+            self.kill_reason = f"killed: {reason}"
             self._tasks.start(self._end(), "end")
 
     def drain(self, reason: str) -> None:
@@ -244,7 +247,10 @@ class ManagerDriver:
             # here wait for their sums, and NCCL does so in any case.
             me, quorum_id = self._link.replica_id, self._link.seen_quorum_id
             self._tell_workers(member_lost(me, order.reason, quorum_id))
-        leaving = self._link.leave(order.reason, between_steps=order.between_steps)
+        reason, ends = order.reason, order.ends
+        if self.kill_reason is not None:  # of which the worker that is gone has died
+            reason, ends = self.kill_reason, True
+        leaving = self._link.leave(reason, between_steps=order.between_steps, ends=ends)
         self._tasks.start(leaving, "leave the lighthouse")
 
     def _answer_worker(self, order: AnswerWorker) -> None:

@@ -49,12 +49,12 @@ class Line(Protocol):
                 `QuorumFailed` if its answer is not to be taken.
         """
 
-    async def leave(self, reason: str, *, between_steps: bool) -> None:
+    async def leave(self, reason: str, *, between_steps: bool, ends: bool = False) -> None:
         """Tell the lighthouse that nobody has to wait for this group any more; never raises.
 
         A sign of life that follows would bring the group back, so this ends `hold` too. A question
         under way gets its answer or its error before this returns. ``between_steps``: the group has
-        finished its last step, so nobody has to give one up.
+        finished its last step, so nobody has to give one up. ``ends``: its program ends on purpose.
         """
 
 

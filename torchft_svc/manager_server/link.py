@@ -94,17 +94,18 @@ class LighthouseLink:
                 log.warning("quorum failed, asking again: %s", error)
         raise AssertionError("the last attempt returns or raises")
 
-    async def leave(self, reason: str, *, between_steps: bool = False) -> None:
+    async def leave(self, reason: str, *, between_steps: bool = False, ends: bool = False) -> None:
         """Tell the lighthouse that nobody has to wait for this group any more.
 
-        ``between_steps``: nor has anybody to give up the step that it is in.
+        ``between_steps``: nor has anybody to give up the step that it is in. ``ends``: its program
+        ends on purpose.
         """
         async with self._moving:
-            await self._leave(reason, between_steps=between_steps)
+            await self._leave(reason, between_steps=between_steps, ends=ends)
 
-    async def _leave(self, reason: str, *, between_steps: bool) -> None:
+    async def _leave(self, reason: str, *, between_steps: bool, ends: bool = False) -> None:
         self._left = True
-        await self._connection.leave(reason, between_steps=between_steps)
+        await self._connection.leave(reason, between_steps=between_steps, ends=ends)
         if self._holding is not None:
             self._holding.cancel()
 
@@ -208,6 +209,7 @@ class LighthouseLink:
             min_replicas=self._config.min_replicas,
             last_num_groups=self._last_num_groups,
             unhealed=question.unhealed,
+            has_history=question.has_history,
         )
         quorum = await self._connection.ask(member, timeout_s)
         self._seen_quorum_id = max(self._seen_quorum_id, quorum.quorum_id)

@@ -160,13 +160,13 @@ class SessionLine:
             withdrawal = pb.SessionWithdrawal(number=number)
             await self._send(stream, pb.SessionRequest(withdrawal=withdrawal))
 
-    async def leave(self, reason: str, *, between_steps: bool) -> None:
+    async def leave(self, reason: str, *, between_steps: bool, ends: bool = False) -> None:
         """See `Line.leave`; without a session the group is out already."""
         self._left = True
         if self._stream is None:
             return
         request = pb.SessionRequest(
-            leave=pb.SessionLeave(reason=reason, between_steps=between_steps)
+            leave=pb.SessionLeave(reason=reason, between_steps=between_steps, ends=ends)
         )
         stream = self._stream
         with contextlib.suppress(*_BROKEN):

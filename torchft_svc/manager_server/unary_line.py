@@ -86,11 +86,11 @@ class UnaryLine:
             spent_s = time.monotonic() - began_at
             await asyncio.sleep(max(wanted_s * random.uniform(0.9, 1.0) - spent_s, 0))  # noqa: S311
 
-    async def leave(self, reason: str, *, between_steps: bool) -> None:
+    async def leave(self, reason: str, *, between_steps: bool, ends: bool = False) -> None:
         """See `Line.leave`."""
         self._left = True
         request = pb.LighthouseLeaveRequest(
-            replica_id=self._replica_id, reason=reason, between_steps=between_steps
+            replica_id=self._replica_id, reason=reason, between_steps=between_steps, ends=ends
         )
         with contextlib.suppress(grpc.aio.AioRpcError):  # also: a lighthouse without Leave
             await self._leave(request, timeout=LEAVE_TIMEOUT_S, metadata=self._metadata)

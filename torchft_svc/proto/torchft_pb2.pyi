@@ -24,7 +24,7 @@ PHASE_TRAINING: Phase
 PHASE_VOTING: Phase
 
 class QuorumMember(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "seen_quorum_id", "joining", "min_replicas", "last_num_groups")
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "seen_quorum_id", "joining", "min_replicas", "last_num_groups", "has_history")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class QuorumMember(_message.Message):
     JOINING_FIELD_NUMBER: _ClassVar[int]
     MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     LAST_NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    HAS_HISTORY_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -49,7 +50,8 @@ class QuorumMember(_message.Message):
     joining: bool
     min_replicas: int
     last_num_groups: int
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., seen_quorum_id: _Optional[int] = ..., joining: bool = ..., min_replicas: _Optional[int] = ..., last_num_groups: _Optional[int] = ...) -> None: ...
+    has_history: bool
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., seen_quorum_id: _Optional[int] = ..., joining: bool = ..., min_replicas: _Optional[int] = ..., last_num_groups: _Optional[int] = ..., has_history: bool = ...) -> None: ...
 
 class Quorum(_message.Message):
     __slots__ = ("quorum_id", "participants", "created")
@@ -222,12 +224,10 @@ class MemberWaiting(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
 
 class Kill(_message.Message):
-    __slots__ = ("reason", "hangs")
+    __slots__ = ("reason",)
     REASON_FIELD_NUMBER: _ClassVar[int]
-    HANGS_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    hangs: bool
-    def __init__(self, reason: _Optional[str] = ..., hangs: bool = ...) -> None: ...
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("reason",)

@@ -32,6 +32,7 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         min_replicas=message.min_replicas,
         last_num_groups=message.last_num_groups,
         unhealed=message.joining,
+        has_history=message.has_history,
         unknown=_unknown_fields(message),
     )
 
@@ -61,6 +62,7 @@ def member_to_wire(member: Member) -> pb.QuorumMember:
         min_replicas=member.min_replicas,
         last_num_groups=member.last_num_groups,
         joining=member.unhealed,
+        has_history=member.has_history,
     )
     if member.unknown:
         message.MergeFromString(member.unknown)

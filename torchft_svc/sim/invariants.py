@@ -13,7 +13,7 @@ from typing import Any
 from torchft_svc.core.assignment import Assignment
 from torchft_svc.core.lighthouse_orders import AnswerQuorum, ReportEviction, ReportHang, ReportLoss
 from torchft_svc.core.step import StepState
-from torchft_svc.core.types import Quorum
+from torchft_svc.core.types import Member, Quorum
 from torchft_svc.sim.world import Process, World
 
 # A timer of the world is exact; what it starts may still need a few messages.
@@ -207,6 +207,7 @@ class Progress:
         self._accepted: set[str] = set()
         self._last_ids: dict[str, int] = {}  # of the jobs
         self._told: dict[str, tuple[int, int]] = {}  # each group's last quorum id, and max_step
+        self._remaining: dict[str, set[str]] = {}  # of the last quorum: has not ended on purpose
 
     def told(self, replica_id: str, quorum: Quorum) -> None:
         """A group has got this answer."""
@@ -222,6 +223,11 @@ class Progress:
             took_part.add(replica_id)
             self._heard[job] = max(self._heard.get(job, 0), max_step)
 
+    def asked(self, job: str, member: Member) -> None:
+        """A group asks, maybe as another incarnation of the one that has told."""
+        if member.has_history:
+            self._took_part.setdefault(job, set()).add(member.replica_id)
+
     def accepted(self, job: str) -> None:
         """An operator gives up what the groups that ask do not have."""
         self._accepted.add(job)
@@ -232,9 +238,12 @@ class Progress:
         self._heard.clear()
         self._accepted.clear()
         self._took_part.clear()
+        self._remaining.clear()
 
     def lost(self, order: ReportLoss) -> None:
         self._took_part.get(order.job, set()).discard(order.replica_id)
+        if order.is_orderly:
+            self._remaining.get(order.job, set()).discard(order.replica_id)
 
     def published(self, order: AnswerQuorum) -> None:
         step = order.quorum.max_step
@@ -243,13 +252,16 @@ class Progress:
             before = self._committed[order.job]
             is_told = order.lost_from is not None and order.lost_from >= before
         else:  # some of those who told more may have died since
-            before = max((self._told[each] for each in took_part), default=(0, 0))[1]
+            before = max((self._told.get(each, (0, 0)) for each in took_part), default=(0, 0))[1]
             is_told = order.lost_from is not None
         if step < before:
             must(is_told, "I4", f"from step {before} to {step}, and not told")
+        remaining = self._remaining.get(order.job, {"not known"})
+        must(not (order.begins_anew and remaining), "I4", f"{remaining} had not ended on purpose")
         if step < before and order.job not in self._accepted:
-            must(self._policy != "hold", "I4", f"from step {before} to {step} in spite of hold")
-            alive = sorted(took_part) if self._policy == "auto" else []
+            is_held = self._policy == "hold" and not order.begins_anew
+            must(not is_held, "I4", f"from step {before} to {step} in spite of hold")
+            alive = sorted(took_part) if self._policy != "warn" else []
             must(not alive, "I4", f"from step {before} to {step}, though {alive[:4]} live")
         newest = max(before, self._heard.pop(order.job, 0))
         if order.job in self._committed:
@@ -259,6 +271,7 @@ class Progress:
         self._committed[order.job] = step
         self._last_ids[order.job] = order.quorum.quorum_id
         self._accepted.discard(order.job)
+        self._remaining[order.job] = {member.replica_id for member in order.quorum.participants}
         took_part.update(member.replica_id for member in order.quorum.participants)
 
 

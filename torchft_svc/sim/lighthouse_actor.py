@@ -136,6 +136,7 @@ class LighthouseActor:
         self._invariants.waits.begin(caller, self.process, member.replica_id, timeout_s)
         self.process.after(timeout_s, self._expire, caller, timeout_s)
         self.heard_at[session.key] = self._world.now
+        self._invariants.progress.asked(session.key[0], member)
         self.lookout.asked(session.key, member, self._world.now)
         self._carry_out(self.core.request(session.key[0], member, caller, self._world.now))
         return caller
@@ -147,18 +148,23 @@ class LighthouseActor:
             self.lookout.withdrew(session.key, self._world.now)
             self._carry_out(self.core.withdraw(session.key[0], caller, self._world.now))
 
-    def close_session(self, session: Session, reason: str, between_steps: bool = False) -> None:
+    def close_session(
+        self, session: Session, reason: str, between_steps: bool = False, ends: bool = False
+    ) -> None:
         self.withdraw(session)
         if self.sessions.get(session.key) is session:
             del self.sessions[session.key]
-            self.leave(session, reason, between_steps)
+            self.leave(session, reason, between_steps, ends)
 
-    def leave(self, session: Session, reason: str, between_steps: bool) -> None:
+    def leave(self, session: Session, reason: str, between_steps: bool, ends: bool) -> None:
         job, replica_id = session.key
         now = self._world.now
         if between_steps:
             self._invariants.discards.left(replica_id)
-        self._carry_out(self.core.leave(job, replica_id, reason, now, between_steps=between_steps))
+        orders = self.core.leave(
+            job, replica_id, reason, now, between_steps=between_steps, ends=ends
+        )
+        self._carry_out(orders)
 
     def accept_loss(self, job: str) -> None:
         """An operator accepts that ``job`` goes back, if it is held back for that."""
@@ -322,10 +328,10 @@ class Session:
         if number == self.number:  # or it has been overtaken
             self._house.withdraw(self)
 
-    def _on_leave(self, reason: str, between_steps: bool) -> None:
+    def _on_leave(self, reason: str, between_steps: bool, ends: bool) -> None:
         if self._is_unary:
-            self._house.leave(self, reason, between_steps)
-        self._house.close_session(self, reason, between_steps)
+            self._house.leave(self, reason, between_steps, ends)
+        self._house.close_session(self, reason, between_steps, ends)
         self.end.is_open = False  # what else was on its way is not read
         self.stream.end("it has left")
 

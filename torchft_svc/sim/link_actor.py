@@ -99,7 +99,7 @@ class SessionActor:
             if self._stream is not None:
                 self._stream.to_server("withdrawal", self._number)
 
-    def leave(self, reason: str, between_steps: bool, then: Callable[[], None]) -> None:
+    def leave(self, reason: str, between_steps: bool, ends: bool, then: Callable[[], None]) -> None:
         """Say so, and wait a moment for the lighthouse to end the session."""
         if self._on_left is not None:  # it is leaving
             then()
@@ -111,7 +111,7 @@ class SessionActor:
             then()
             return
         self._on_left = then
-        self._stream.to_server("leave", reason, between_steps)
+        self._stream.to_server("leave", reason, between_steps, ends)
         self._process.after(LEAVE_TIMEOUT_S, self._has_left)
 
     def _has_left(self) -> None:
@@ -226,7 +226,7 @@ class LinkActor:
             self._last = NO_QUORUM
             left = self._session
             begin_again = lambda: self._begin_again(question, left)  # noqa: E731
-            left.leave("a worker was restarted", False, begin_again)
+            left.leave("a worker was restarted", False, False, begin_again)
         else:
             self._attempt(question)
 
@@ -235,9 +235,9 @@ class LinkActor:
         self._question = None
         self._session.withdraw()
 
-    def leave(self, reason: str, between_steps: bool) -> None:
+    def leave(self, reason: str, between_steps: bool, ends: bool) -> None:
         self._has_left = True
-        self._session.leave(reason, between_steps, lambda: None)
+        self._session.leave(reason, between_steps, ends, lambda: None)
 
     def _begin_again(self, question: _Question, left: SessionActor) -> None:
         if self._session is left:
@@ -270,6 +270,7 @@ class LinkActor:
             min_replicas=self._config.min_replicas,
             last_num_groups=self._last_num_groups,
             unhealed=question.ask.unhealed,
+            has_history=question.ask.has_history,
         )
         self._session.ask(
             member, timeout_s, lambda outcome: self._told(question, self._check(member, outcome))

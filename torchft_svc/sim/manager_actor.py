@@ -167,7 +167,7 @@ class ManagerActor:
                 self._story.tell(self.process.name, f"leaves: {order.reason}")
                 if not order.between_steps:
                     self._tell_workers("lost", self.link.replica_id, self.link.seen_quorum_id)
-                self.link.leave(order.reason, order.between_steps)
+                self.link.leave(order.reason, order.between_steps, order.ends)
             elif isinstance(order, AnswerWorker):
                 self._answer_worker(order)
             elif isinstance(order, AnswerVote):

@@ -206,9 +206,9 @@ class Site:
         self._start_workers()
 
     def leave(self, down_s: float) -> None:
-        """Its manager is shut down, so the group leaves in the middle of its step; back later."""
+        """It is shut down, so the group leaves in the middle of its step; back later."""
         if self.manager is not None and not self.manager.process.is_dead:
-            self.manager.link.leave("it wants to", between_steps=False)
+            self.manager.link.leave("it wants to", between_steps=False, ends=True)
         self._launcher.after(NOTICE_S, self.crash, down_s)
 
     def drain(self, by_signal: bool) -> None:
