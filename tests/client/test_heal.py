@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,9 +15,12 @@ import torch
 from bounds import Late
 from running import eventually
 
-from torchft_svc.client import CheckpointTransport, HTTPTransport
-from torchft_svc.coordination import LighthouseClient
-from torchft_svc.errors import CheckpointError
+from torchft_svc.client import CheckpointTransport, HTTPTransport, ProcessGroupDummy
+from torchft_svc.client.heal import fetch_state
+from torchft_svc.client.membership import Membership
+from torchft_svc.coordination import LighthouseClient, QuorumResult
+from torchft_svc.errors import CheckpointError, QuorumFailed
+from torchft_svc.rpc.security import PLAIN
 
 from .training import (
     DEADLINE_S,
@@ -28,6 +32,25 @@ from .training import (
     lighthouse,
     together,
     trainers,
+)
+
+A_QUORUM = QuorumResult(
+    quorum_id=7,
+    replica_rank=0,
+    replica_world_size=2,
+    recover_src_manager_address="",
+    recover_src_replica_rank=1,
+    recover_dst_replica_ranks=[],
+    recover_extra_src_manager_addresses=[],
+    recover_extra_dst_replica_ranks=[],
+    store_address="",
+    max_step=5,
+    max_replica_rank=None,
+    max_world_size=1,
+    heal=True,
+    commit_failures=0,
+    replica_ids=["a:1", "b:1"],
+    store_prefix="",
 )
 
 
@@ -388,3 +411,23 @@ def test_healing_can_be_put_off(address: str) -> None:
 
             together(without_healing, veteran)
             assert bits(b.model.state_dict()) != bits(a.model.state_dict())
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["dead", "frozen"])
+def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> None:
+    """Its manager cannot be reached, or takes connections and says nothing."""
+    membership = Membership(ProcessGroupDummy())
+    with socket.create_server(("127.0.0.1", 0)) as listener, HTTPTransport[Any](TIMEOUT) as mine:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        if not answers:
+            listener.close()
+        quorum = dataclasses.replace(A_QUORUM, recover_src_manager_address=address)
+        lost = threading.Timer(0.2, membership.lose, ["b:1", "its session ended", 7])
+        lost.start()
+        began_at = time.monotonic()
+        with pytest.raises(QuorumFailed, match="b:1 is out: its session ended"):
+            fetch_state(
+                mine, quorum, 0, 10 * DEADLINE_S, PLAIN, lambda: membership.check_losses(quorum)
+            )
+        lost.join()
+        assert time.monotonic() - began_at < DEADLINE_S

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.coordination import ManagerClient, QuorumResult, Security
+from torchft_svc.errors import DeadlineExceeded, Unreachable
 
 # Who takes longer is no help.
 _EXTRA_TIMEOUT = timedelta(seconds=5)
+# A source that dies, or is frozen, is out of the quorum long before the timeout: look after so long
+# for the first time, and then ever later, since a busy machine may need longer to answer.
+_FIRST_LOOK_S = 1.0
 log = logging.getLogger(__name__)
 
 
@@ -21,10 +27,12 @@ def fetch_state(
     group_rank: int,
     timeout_s: float,
     security: Security,
+    check: Callable[[], None],
 ) -> Any:
     """The state of ``quorum.max_step``, from the group that the quorum assigned, and others.
 
-    ``timeout_s`` is the longest time without progress.
+    ``timeout_s`` is the longest time without progress. ``check`` raises to end the wait for a
+    manager that does not answer: its group is out of the quorum.
 
     Raises:
         PeerError: the source is gone, does not serve that step, or its data is damaged.
@@ -33,8 +41,19 @@ def fetch_state(
     timeout = timedelta(seconds=timeout_s)
 
     def look_up(address: str, timeout: timedelta) -> str:
-        with ManagerClient(address, timeout, security=security) as source:
-            return source._checkpoint_metadata(group_rank, timeout)
+        deadline = time.monotonic() + timeout.total_seconds()
+        limit_s = _FIRST_LOOK_S
+        while True:
+            left_s = max(0.001, deadline - time.monotonic())
+            limit = timedelta(seconds=min(left_s, limit_s))
+            try:
+                with ManagerClient(address, limit, security=security) as source:
+                    return source._checkpoint_metadata(group_rank, limit)
+            except (DeadlineExceeded, Unreachable):
+                check()
+                if left_s <= limit_s:
+                    raise
+                limit_s *= 2
 
     metadata = look_up(quorum.recover_src_manager_address, timeout)
     log.info(

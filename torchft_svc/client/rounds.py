@@ -334,8 +334,14 @@ class Round:
     def _fetch(self, quorum: QuorumResult) -> None:
         group_rank = self._rules.place.group_rank
         timeout_s = self._rules.timeouts.collective_s
-        security = self._links.client.security
-        state = fetch_state(self._links.transport, quorum, group_rank, timeout_s, security)
+        state = fetch_state(
+            self._links.transport,
+            quorum,
+            group_rank,
+            timeout_s,
+            self._links.client.security,
+            lambda: self._membership.check_losses(quorum),
+        )
         self._links.registry.check(state, quorum.recover_src_manager_address)
         self.state = state
         with self._step.changing() as machine:
