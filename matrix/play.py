@@ -73,12 +73,12 @@ class Theatre:
         played = _Play(program, crew)
         try:
             missed = played.run()
+            events = sorted(crew.events, key=lambda event: event.at)
         finally:
             crew.end()
-        crew.read()
         return Run(
             program=program,
-            events=sorted(crew.events, key=lambda event: event.at),
+            events=events,
             missed=missed,
             words={worker.options.life: worker.said() for worker in crew.lives},
         )

@@ -47,6 +47,7 @@ from torchft_svc.client import (
     replicate_across_groups,
     sharded_state_dict,
 )
+from torchft_svc.coordination import QuorumResult
 
 TIMEOUT = timedelta(seconds=20)
 QUORUM_TIMEOUT = timedelta(seconds=40)
@@ -66,11 +67,15 @@ class Bomb:
         ]
         self._log = log
         self._num_groups = program.num_groups
+        self._quorum_id = 0
         self._step = 0
 
-    def count(self, num_groups: int) -> None:
-        """One more step was committed, with so many groups; only those with all of them count."""
-        self._step += num_groups == self._num_groups
+    def count(self, quorum: QuorumResult) -> None:
+        """One more step was committed. It counts if all groups have committed the one before in the
+        same quorum: then the others have a state to go on with."""
+        is_whole = len(quorum.replica_ids) == self._num_groups
+        self._step += is_whole and quorum.quorum_id == self._quorum_id
+        self._quorum_id = quorum.quorum_id
 
     def at(self, moment: Moment) -> None:
         """Here the training is now; may be called on any thread."""
@@ -393,7 +398,7 @@ def _one_step(training: Training, options: WorkerOptions, log: EventLog) -> None
     quorum = manager.last_quorum()
     if committed and quorum is not None:
         training.bomb.at(Moment.AFTER)
-        training.bomb.count(len(quorum.replica_ids))
+        training.bomb.count(quorum)
         log.write(
             Committed,
             step=manager.current_step(),
