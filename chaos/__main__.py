@@ -33,8 +33,8 @@ _LEFTOVER_GRACE_S = 5.0
 @click.option(
     "--groups",
     type=click.IntRange(2),
-    default=2,
-    help="Replica groups of one worker, the first job.",
+    default=3,
+    help="Replica groups of one worker, the first job; a few faults need three.",
 )
 @click.option(
     "--pairs",
@@ -96,7 +96,7 @@ def perform(
     mark = uuid.uuid4().hex
     _say(0.0, f"seed {seed}; logs and events: {folder}")
     stage = Stage(folder, jobs, sizes, seed, mark, num_lighthouses)
-    faults = islice(draw_faults(seed, sizes, num_lighthouses), max_faults)
+    faults = islice(draw_faults(seed, jobs, sizes, num_lighthouses), max_faults)
     director = Director(stage, faults, seconds, _say)
     failure, interrupted = "", False
     try:

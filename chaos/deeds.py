@@ -5,16 +5,28 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 
-from chaos.faults import LIGHTHOUSE_AWAY_S, Fault, Kind
+from chaos.faults import (
+    HEARTBEAT_TIMEOUT_S,
+    HOLD_S,
+    JOIN_TIMEOUT_S,
+    LIGHTHOUSE_AWAY_S,
+    SETTLE_S,
+    TRAIN_ON_S,
+    Fault,
+    Kind,
+)
 from chaos.stage import Stage
 
 # Has an action done after so many seconds.
 Later = Callable[[float, Callable[[], object]], None]
+# Until it is woken.
+_FOR_LONG_S = 30.0
 
 
 def carry_out(fault: Fault, stage: Stage, later: Later) -> float:
-    """Do it now; the instant at which it began."""
+    """Begin now; the instant from which on it can be felt, which may be yet to come."""
     return _DEEDS[fault.kind](fault, stage, later)
 
 
@@ -85,6 +97,35 @@ def _kill_lighthouse(fault: Fault, stage: Stage, later: Later) -> float:
     return at
 
 
+def _freeze_store_host(fault: Fault, stage: Stage, later: Later) -> float:
+    """It has asked, and waits for others; the quorum with a newcomer then meets at its store."""
+    *others, newcomer = stage.fellows(fault.group)
+    stage.order(newcomer, f"hang {_FOR_LONG_S}")  # it is left out, and comes back as a newcomer
+    left_out_s = JOIN_TIMEOUT_S + SETTLE_S
+    frozen_s = left_out_s + SETTLE_S
+    woken_s = frozen_s + SETTLE_S
+    for other in others:
+        later(left_out_s, partial(stage.order, other, f"hang {_FOR_LONG_S}"))
+        later(woken_s, partial(stage.order, other, "wake"))
+    later(frozen_s, partial(stage.signal, fault.group, signal.SIGSTOP))
+    later(frozen_s, partial(stage.order, newcomer, "wake"))
+    later(woken_s + fault.length_s, partial(stage.signal, fault.group, signal.SIGCONT))
+    return time.monotonic() + frozen_s
+
+
+def _leave_stale_survivor(fault: Fault, stage: Stage, later: Later) -> float:
+    """An operator lets it go back, who comes late: it must not have done so by itself."""
+    stage.signal(fault.group, signal.SIGSTOP)
+    gone_s = HEARTBEAT_TIMEOUT_S + TRAIN_ON_S
+    accepted_s = gone_s + SETTLE_S + HOLD_S
+    others = stage.fellows(fault.group)
+    later(gone_s, partial(stage.end_for_good, others))
+    later(gone_s + SETTLE_S, partial(stage.signal, fault.group, signal.SIGCONT))
+    later(accepted_s, partial(stage.accept_loss, stage.job_of(fault.group)))
+    later(accepted_s + TRAIN_ON_S, partial(stage.bring_back, others))
+    return time.monotonic() + accepted_s
+
+
 _DEEDS: dict[Kind, Callable[[Fault, Stage, Later], float]] = {
     Kind.WORKER_KILLED: _kill_worker,
     Kind.GROUP_KILLED: _kill_group,
@@ -97,4 +138,6 @@ _DEEDS: dict[Kind, Callable[[Fault, Stage, Later], float]] = {
     Kind.CUT_OFF: _cut_off,
     Kind.DRAINED: _drain,
     Kind.LIGHTHOUSE_KILLED: _kill_lighthouse,
+    Kind.STORE_HOST_FROZEN: _freeze_store_host,
+    Kind.STALE_SURVIVOR: _leave_stale_survivor,
 }

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from chaos.bounds import allowance_s
 from chaos.deeds import carry_out
-from chaos.faults import BOUNDS_S, ENDING, EVERYBODY, Fault, Kind
+from chaos.faults import ALONE, BOUNDS_S, ENDING, EVERYBODY, Fault, Kind
 from chaos.stage import Stage
 from chaos.track import Place, Track
 from demo.events import Event, Exited
+from torchft_svc.errors import TorchFTError
 
 _LOOK_S = 0.005
 _PROGRESS_EVERY_S = 3.0
@@ -26,7 +27,7 @@ class RunFailed(Exception):
 
 @dataclass(slots=True)
 class Incident:
-    """A fault that was carried out at ``at``, and what it cost, in seconds.
+    """A fault that could be felt from ``at`` on, and what it cost, in seconds.
 
     ``stall_s``: until all that have to had committed an update begun after it; ``back_s``: until
     the whole job had, with everybody in the quorum. ``allowed_s``: the bound, and what the machine,
@@ -101,6 +102,8 @@ class Director:
         """Whether all that have to have committed again, and if so, when the last had."""
         fault = incident.fault
         exempt = set() if fault.kind in EVERYBODY else {fault.group}
+        if fault.kind in ALONE:
+            exempt = set(self.stage.fellows(fault.group))
         jobs = self.stage.jobs if fault.kind is Kind.LIGHTHOUSE_KILLED else [incident.job]
         places = [place for job in jobs for place in self._places(job) if place[0] not in exempt]
         first = [self._track.first_after(place, incident.at) for place in places]
@@ -164,7 +167,10 @@ class Director:
         due = [each for each in self._later if each[0] <= now]
         self._later = [each for each in self._later if each[0] > now]
         for _, action in due:
-            action()
+            try:
+                action()
+            except TorchFTError as error:
+                raise RunFailed(f"an operator had nothing to do: {error}") from error
         if now - self._progress_at > _PROGRESS_EVERY_S:
             self._progress_at = now
             steps = (
@@ -185,7 +191,8 @@ class Director:
     def _restart(self, event: Exited) -> None:
         """A group without one of its workers is ended and started again, as a launcher would."""
         workers = self.stage.workers(event.group)
-        if workers[0].options.incarnation != event.incarnation:
+        is_over = workers[0].options.incarnation != event.incarnation
+        if is_over or event.group in self.stage.gone:
             return
         if not event.expected and not any(worker.told_to_go for worker in workers):
             said = workers[event.worker].said().strip()[-2000:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -18,6 +18,12 @@ HANG_TIMEOUT_S = 1.5
 # that is busy with everything else.
 LIGHTHOUSE_AWAY_S = 0.5
 LIGHTHOUSE_START_S = 1.0
+# Longer than a living group needs to ask for its next quorum, shorter than it is waited for.
+SETTLE_S = 0.3
+# So long the others train on without a frozen group, before they end; and so long that group may
+# not go back by itself, which is longer than the lighthouse remembers who has gone.
+TRAIN_ON_S = 1.0
+HOLD_S = 4.0
 # What lasts is drawn from here: from a hiccup that nobody has to notice to a loss.
 _LENGTHS_S = (0.3, 1.0, 3.0, 5.0)
 
@@ -36,6 +42,8 @@ class Kind(Enum):
     CUT_OFF = "a manager is cut off from the lighthouses"
     DRAINED = "a worker gets SIGTERM"
     LIGHTHOUSE_KILLED = "a lighthouse is killed"
+    STORE_HOST_FROZEN = "the store's host is frozen while it asks and another joins"
+    STALE_SURVIVOR = "a frozen group wakes when all others have ended"
 
 
 # From the fault until all groups that it did not hit have committed an update begun after it.
@@ -51,6 +59,8 @@ BOUNDS_S: Mapping[Kind, float] = {
     Kind.CUT_OFF: HEARTBEAT_TIMEOUT_S + NEWS_S,
     Kind.DRAINED: NEWS_S,
     Kind.LIGHTHOUSE_KILLED: LIGHTHOUSE_AWAY_S + LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S,
+    Kind.STORE_HOST_FROZEN: HEARTBEAT_TIMEOUT_S + NEWS_S,
+    Kind.STALE_SURVIVOR: NEWS_S,  # from the operator's word on
 }
 LASTING = frozenset(
     {
@@ -59,10 +69,13 @@ LASTING = frozenset(
         Kind.WORKER_HANGS,
         Kind.STEP_HANGS,
         Kind.CUT_OFF,
+        Kind.STORE_HOST_FROZEN,
     }
 )
 # After these the group that was hit has to commit again within the same bound: it was not ended.
 EVERYBODY = frozenset({Kind.MANAGER_KILLED, Kind.SUM_FAILS, Kind.LIGHTHOUSE_KILLED})
+# After this one only the group that was hit has to: all others have ended.
+ALONE = frozenset({Kind.STALE_SURVIVOR})
 ENDING = frozenset({Kind.WORKER_KILLED, Kind.GROUP_KILLED, Kind.DRAINED})
 
 
@@ -80,16 +93,21 @@ class Fault:
     pause_s: float
 
 
-def draw_faults(seed: int, sizes: Mapping[int, int], num_lighthouses: int) -> Iterator[Fault]:
+def draw_faults(
+    seed: int, jobs: Mapping[str, Sequence[int]], sizes: Mapping[int, int], num_lighthouses: int
+) -> Iterator[Fault]:
     """An endless row, in which kinds and groups come up equally often.
 
-    ``sizes`` are the numbers of workers, by group.
+    ``jobs`` are the groups, by job; ``sizes`` the numbers of workers, by group.
     """
     dice = random.Random(seed)
-    kinds = _shuffled_for_ever(dice, list(Kind))
+    # The one of the lowest name, of three: another goes on, and one more joins.
+    hosts = [min(groups) for groups in jobs.values() if len(groups) > 2]
+    left_out = set() if hosts else {Kind.STORE_HOST_FROZEN}
+    kinds = _shuffled_for_ever(dice, [kind for kind in Kind if kind not in left_out])
     groups = _shuffled_for_ever(dice, list(sizes))
     for kind in kinds:
-        group = next(groups)
+        group = dice.choice(hosts) if kind is Kind.STORE_HOST_FROZEN else next(groups)
         choices = num_lighthouses if kind is Kind.LIGHTHOUSE_KILLED else sizes[group]
         yield Fault(
             kind=kind,

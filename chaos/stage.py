@@ -9,9 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from chaos.faults import HANG_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, JOIN_TIMEOUT_S
 from chaos.gateway import Gateway
 from chaos.nursery import Nursery
 from demo.orphans import MARK, die_with_parent
+from torchft_svc.coordination import LighthouseClient
 
 LIGHTHOUSE_START_S = 20.0
+_OPERATOR_WAITS = timedelta(seconds=10)
 # Ports below those that the system gives to connections: a restarted lighthouse gets its own again.
 _PORTS = range(15_000, 32_000)
 _FLAGS = (
@@ -97,6 +100,7 @@ class Stage:
     nursery: Nursery = field(init=False)
     lighthouses: list[Lighthouse] = field(default_factory=list)
     crews: dict[str, Crew] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)  # groups that nobody is to start again
     _gateways: dict[int, list[Gateway]] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
 
@@ -144,6 +148,43 @@ class Stage:
     def workers(self, group: int) -> list[Worker]:
         """Those of the group's latest life."""
         return self.crew_of(group).lives_of(group)
+
+    def fellows(self, group: int) -> list[int]:
+        """The other groups of its job, in order."""
+        return [each for each in self.jobs[self.job_of(group)] if each != group]
+
+    def order(self, group: int, order: str) -> None:
+        """Have all workers of the group do something to themselves."""
+        for worker in self.workers(group):
+            worker.order(order)
+
+    def signal(self, group: int, number: int) -> None:
+        """Send it to all workers of the group and to its manager."""
+        for worker in self.workers(group):
+            worker.signal_all(number)
+
+    def end_for_good(self, groups: Sequence[int]) -> None:
+        """Kill the groups with their managers; nobody starts them again but `bring_back`."""
+        self.gone.update(groups)
+        for group in groups:
+            for worker in self.workers(group):
+                if worker.is_running:
+                    self.crew_of(group).kill(worker, with_manager=True)
+
+    def bring_back(self, groups: Sequence[int]) -> None:
+        self.gone.difference_update(groups)
+        for group in groups:
+            self.start(group)
+
+    def accept_loss(self, job: str) -> None:
+        """As an operator who knows that the newest state of the job is gone for good.
+
+        Raises:
+            RequestRefused: no quorum of the job is held back.
+        """
+        addresses = ",".join(lighthouse.address for lighthouse in self.lighthouses)
+        with LighthouseClient(addresses, _OPERATOR_WAITS, job_id=job) as operator:
+            operator.accept_loss(_OPERATOR_WAITS)
 
     def cut(self, group: int) -> None:
         for gateway in self._gateways[group]:

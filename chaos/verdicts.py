@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from chaos.director import Incident
+from chaos.faults import Kind
 from demo.events import Committed, Discarded, Event, Exited, Healed, Killed, PhaseBegan, Started
 from demo.promises import Verdict
 
@@ -35,6 +36,15 @@ class Run:
     def jobs(self) -> list[str]:
         return sorted({job for job, _ in self.seen})
 
+    def histories(self, job: str) -> Iterator[Sequence[Event]]:
+        """The job's events by time; where an operator let it go back, another history begins."""
+        events = sorted(self.events(Event, job), key=lambda event: event.at)
+        for incident in self.incidents:
+            if incident.job == job and incident.fault.kind is Kind.STALE_SURVIVOR:
+                yield [event for event in events if event.at < incident.at]
+                events = [event for event in events if event.at >= incident.at]
+        yield events
+
 
 def judge(run: Run) -> list[Verdict]:
     """The verdict on every promise, in the order in which the report shows them."""
@@ -60,6 +70,14 @@ def judge_bounds(run: Run) -> Verdict:
     return Verdict.of("the others went on within the bound of each fault", late, "see the table")
 
 
+def _histories(run: Run) -> Iterator[tuple[str, Sequence[Event]]]:
+    return ((job, events) for job in run.jobs() for events in run.histories(job))
+
+
+def _commits(events: Sequence[Event]) -> Iterator[Committed]:
+    return (event for event in events if isinstance(event, Committed))
+
+
 def judge_ids(run: Run) -> Verdict:
     """I1: per job, one id names one list of members; per worker's place, ids do not go back."""
     faults, num_ids = [], 0
@@ -80,11 +98,11 @@ def judge_ids(run: Run) -> Verdict:
 def judge_identity(run: Run) -> Verdict:
     """I3: equal steps, equal bits; a commit that was nobody else's is set apart (`lone_ends`)."""
     faults, num_compared, num_lone = [], 0, 0
-    for job in run.jobs():
-        lone = lone_ends(run, job)
+    for job, events in _histories(run):
+        lone = lone_ends(events)
         num_lone += len(lone)
         first: dict[tuple[int, int], Committed] = {}
-        for commit in run.events(Committed, job):
+        for commit in _commits(events):
             if commit in lone:
                 continue
             other = first.setdefault((commit.worker, commit.step), commit)
@@ -98,7 +116,7 @@ def judge_identity(run: Run) -> Verdict:
     return Verdict.of(promise, faults, f"{num_compared} comparisons{aside}")
 
 
-def lone_ends(run: Run, job: str) -> set[Committed]:
+def lone_ends(events: Sequence[Event]) -> set[Committed]:
     """Commits that differ from everybody else's, and that nothing was built on.
 
     A group decides its commit alone. If it is lost, or cut off, before the others commit that step,
@@ -106,14 +124,14 @@ def lone_ends(run: Run, job: str) -> set[Committed]:
     """
     ends: set[Committed] = set()
     last: dict[Life, Committed] = {}
-    for event in run.events(Event, job):
+    for event in events:
         life = (*event.life, event.worker)
         if isinstance(event, Committed):
             last[life] = event
         elif isinstance(event, (Healed, Exited)) and life in last:
             ends.add(last.pop(life))
     others: dict[tuple[int, int], list[Committed]] = defaultdict(list)
-    for commit in run.events(Committed, job):
+    for commit in _commits(events):
         if commit not in ends:
             others[commit.worker, commit.step].append(commit)
     return {end for end in ends if _is_lone(end, others[end.worker, end.step])}
@@ -129,11 +147,10 @@ def judge_progress(run: Run) -> Verdict:
     """I4: a step that two groups have committed is never begun again, nor one that one has gone on
     from: the quorum for that has shown it to the lighthouse."""
     faults, top_of_all = [], 0
-    for job in run.jobs():
+    for job, events in _histories(run):
         begun: dict[Life, float] = {}
         done_by: dict[int, set[int]] = defaultdict(set)  # the groups, by step
         final: list[tuple[float, int]] = []  # from when on a step is not to be done again
-        events = sorted(run.events(Event, job), key=lambda event: event.at)
         for event in events:
             life = (*event.life, event.worker)
             if isinstance(event, PhaseBegan) and event.phase == "forward":

@@ -24,7 +24,7 @@ MAX_S = 200.0
 
 @pytest.mark.timeout(3 * MAX_S)
 def test_everything_goes_wrong_and_every_promise_is_kept(tmp_path: Path) -> None:
-    jobs, sizes = cast(groups=2, pairs=0)
+    jobs, sizes = cast(groups=3, pairs=0)
     folder = Path(mkdtemp(dir=tmp_path))
     run = perform(folder, MAX_S, SEED, jobs, sizes, max_faults=len(Kind))
     failed = [verdict for verdict in judge(run) if verdict.outcome is Outcome.FAIL]
@@ -35,8 +35,10 @@ def test_everything_goes_wrong_and_every_promise_is_kept(tmp_path: Path) -> None
 
 
 def test_the_seed_draws_the_faults() -> None:
-    sizes = {0: 1, 1: 2}
-    first, again, other = (list(islice(draw_faults(seed, sizes, 1), 40)) for seed in (1, 1, 2))
+    jobs, sizes = cast(groups=3, pairs=2)
+    first, again, other = (
+        list(islice(draw_faults(seed, jobs, sizes, 1), 40)) for seed in (1, 1, 2)
+    )
     assert first == again != other
     assert {fault.kind for fault in first} == set(Kind)
     assert all(fault.worker < sizes[fault.group] for fault in first)

@@ -161,6 +161,19 @@ def test_jobs_are_judged_apart() -> None:
         assert rule(Run(seen=seen, incidents=[])).outcome is Outcome.PASS
 
 
+def test_what_an_operator_gave_up_may_be_done_again() -> None:
+    """By whoever was let go back, and by those who heal from it."""
+    lost = [begins(0, 0, 0.0), commit(0, 1, 1), commit(1, 1, 1.1), commit(0, 2, 2), commit(1, 2, 2)]
+    again = [begins(2, 1, 4.0), commit(2, 2, 5, "others", quorum_id=2)]
+    stale = Fault(kind=Kind.STALE_SURVIVOR, group=2, worker=0, length_s=0.0, pause_s=0.0)
+    accepted = [Incident(1, stale, "job", 3.0, 0.5)]
+    for rule in (judge_identity, judge_progress):
+        assert rule(run(*lost, *again)).outcome is Outcome.FAIL
+        assert rule(run(*lost, *again, incidents=accepted)).outcome is Outcome.PASS
+        too_soon = [begins(2, 1, 2.5), commit(2, 2, 2.9, "others", quorum_id=2)]
+        assert rule(run(*lost, *too_soon, incidents=accepted)).outcome is Outcome.FAIL
+
+
 def test_a_fellow_of_a_killed_worker_may_end_with_an_error() -> None:
     killed = Killed(**who(0, 1.0), worker=1, whole_group=False)
     assert judge_exits(run(killed, ended(0, 1.1, 1))).outcome is Outcome.PASS
