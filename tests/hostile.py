@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import psutil
 from bounds import check
+from google.protobuf.message import Message
 from running import Process, attach, eventually, lighthouse_process, manager_process
 
 from torchft_svc.coordination import ManagerClient
@@ -30,13 +31,13 @@ def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
     )
 
 
-def call_head(path: str, port: int) -> bytes:
+def call_head(path: str, port: int, **metadata: str) -> bytes:
     """The frames that begin the gRPC call ``path``, on a fresh connection's stream 1."""
-    return PREFACE + frame(4, 0, 0) + frame(1, 4, 1, call_fields(path, port))
+    return PREFACE + frame(4, 0, 0) + frame(1, 4, 1, call_fields(path, port, **metadata))
 
 
-def call_fields(path: str, port: int) -> bytes:
-    """The header fields of the gRPC call ``path``, encoded."""
+def call_fields(path: str, port: int, **metadata: str) -> bytes:
+    """The header fields of the gRPC call ``path``, encoded; in ``metadata`` ``_`` stands for -."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
@@ -44,6 +45,7 @@ def call_fields(path: str, port: int) -> bytes:
         ":authority": f"127.0.0.1:{port}",
         "content-type": "application/grpc",
         "te": "trailers",
+        **{name.replace("_", "-"): value for name, value in metadata.items()},
     }
     return b"".join(
         b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
@@ -59,6 +61,12 @@ def many_descriptors(wanted: int) -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, given), hard))
     yield max(soft, given)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def packed(request: Message) -> bytes:
+    """A gRPC message, as it stands in the data of a call."""
+    body = request.SerializeToString()
+    return b"\x00" + len(body).to_bytes(4, "big") + body
 
 
 class Usage:

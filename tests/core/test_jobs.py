@@ -108,6 +108,35 @@ def test_a_group_too_many_is_refused() -> None:
     assert scene.take_quorums() == [(1, ["a", "b"])]
 
 
+def test_a_quorum_that_would_be_too_long_is_refused_to_who_makes_it_so() -> None:
+    scene = Scene(config(min_replicas=4, max_quorum_bytes=1500, heartbeat_timeout_s=100))
+    caller = scene.ask("a:1", data="x" * 400)
+    scene.ask("a:2", data="x" * 400)  # held until the name is free
+    limit = r"would have \d+ bytes, and the limit of this lighthouse is 1500 \(--max-quorum-b"
+    with pytest.raises(RequestRefused, match=limit):
+        scene.ask("b:1", data="x" * 600)
+    scene.ask("a:2", data="x" * 400)  # asked again, it counts once
+    with pytest.raises(RequestRefused, match=limit):
+        scene.ask("b:1", data="\N{SNOWMAN}" * 200)  # three bytes each
+    scene.leave("a:2")
+    scene.ask("b:1", data="x" * 600)
+    scene.leave("b:1")
+    scene.withdraw(caller)
+    for name in ("c:1", "d:1"):
+        scene.ask(name, data="x" * 600)
+    with pytest.raises(RequestRefused, match=limit):
+        scene.ask("first:1", job="other", data="x" * 1500)
+    with pytest.raises(RequestRefused, match="serves no job 'other'"):
+        scene.house.status("other", scene.now)
+
+
+def test_what_was_published_leaves_room_for_the_next_quorum() -> None:
+    scene = Scene(config(max_quorum_bytes=1000))
+    for step in range(5):
+        scene.ask("a", step=step, data="x" * 600)
+    assert len(scene.take_quorums()) == 5
+
+
 @pytest.mark.parametrize("job", ["", "x" * 257, "a\nb"])
 def test_a_job_with_a_bad_name_is_refused(job: str) -> None:
     scene = Scene()

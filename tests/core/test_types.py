@@ -41,7 +41,7 @@ ABOVE_IT: list[tuple[dict[str, Any], str]] = [
     ({"address": "x" * 513}, "address has 513 characters, 512 are allowed"),
     ({"address": "\x1b[2J"}, "address '\\x1b[2J' holds characters that cannot be printed"),
     ({"store_address": "x" * 513}, "store_address has 513 characters, 512 are allowed"),
-    ({"data": "x" * 16385}, "data has 16385 characters, 16384 are allowed"),
+    ({"data": "x" * 16385}, "data has 16385 bytes, 16384 are allowed"),
     ({"step": -1}, "step is -1, must be 0 or more"),
     ({"commit_failures": -1}, "commit_failures is -1, must be 0 or more"),
     ({"last_num_groups": -1}, "last_num_groups is -1, must be 0 to 1000000"),
@@ -118,6 +118,16 @@ def test_max_step_is_the_highest_of_the_members() -> None:
             "on_step_regression='ignore' cannot work: use auto, hold or warn",
         ),
         ({"max_jobs": 0}, "max_jobs=0 cannot work: a limit is at least 1"),
+        ({"max_quorum_bytes": 0}, "max_quorum_bytes=0 cannot work: a limit is at least 1"),
+        (
+            {"max_quorum_bytes": 2**27},
+            "max_quorum_bytes=134217728 cannot work: use 67108864 at most",
+        ),
+        ({"max_jobs": 10**9}, "max_jobs=1000000000 cannot work: use 1000000 at most"),
+        (
+            {"min_replicas": 10**22},
+            "min_replicas=10000000000000000000000 cannot work: use 1000000 at most",
+        ),
         ({"max_members_per_job": 0}, "max_members_per_job=0 cannot work: a limit is at least 1"),
     ],
 )

@@ -17,6 +17,7 @@ from hostile import (
     call_head,
     frame,
     many_descriptors,
+    packed,
     training,
 )
 from running import Process, eventually, failure, line_to
@@ -121,7 +122,7 @@ def test_a_group_that_reads_nothing_loses_its_session(steady: Training) -> None:
     usage = Usage(steady.lighthouse)
     why = f"{MAX_UNREAD_NEWS} pieces of news were not read"
     head = call_head("/torchft.LighthouseService/Session", steady.lighthouse.port)
-    said = b"".join(map(_packed, _questions()))
+    said = b"".join(map(packed, _questions()))
     assert len(said) < 65_535, "more than may be said without reading"
     with socket.create_connection(("127.0.0.1", steady.lighthouse.port), 10) as raw:
         raw.sendall(head)
@@ -131,11 +132,6 @@ def test_a_group_that_reads_nothing_loses_its_session(steady: Training) -> None:
         assert usage.grown_mb() < MAX_GROWTH_MB
     eventually(usage.descriptors_are_back)
     steady.goes_on_in_time()
-
-
-def _packed(request: pb.SessionRequest | pb.ManagerQuorumRequest) -> bytes:
-    body = request.SerializeToString()
-    return b"\x00" + len(body).to_bytes(4, "big") + body
 
 
 def _questions() -> Iterator[pb.SessionRequest]:
@@ -174,7 +170,7 @@ def _read_all(raw: socket.socket) -> None:
 
 def _reset_call(path: str, service: Process, stream: int) -> bytes:
     """A question of a worker that the service does not know, and nobody waits for the answer."""
-    question = _packed(pb.ManagerQuorumRequest(rank=5))
+    question = packed(pb.ManagerQuorumRequest(rank=5))
     cancel = (8).to_bytes(4, "big")
     asked = frame(1, 4, stream, call_fields(path, service.port)) + frame(0, 1, stream, question)
     return asked + frame(3, 0, stream, cancel)

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from torchft_svc.errors import RequestRefused
+from torchft_svc.errors import RequestRefused, Unreachable
+from torchft_svc.rpc import outbox
+from torchft_svc.rpc.heavy_writes import HEAVY_BYTES, HeavyWrites
 from torchft_svc.rpc.outbox import MAX_UNREAD_BYTES, MAX_UNREAD_NEWS, Outbox
 
 
@@ -21,6 +23,9 @@ class _Vanished:
 
     def break_off(self) -> None:
         self._broken.set()
+
+    def peer(self) -> str:
+        return "somewhere"
 
     async def write(self, news: bytes) -> None:
         self.is_written_to.set()
@@ -77,6 +82,37 @@ def test_a_stream_that_is_cancelled_twice_while_it_writes_leaves_no_task_behind(
 def test_what_nobody_reads_is_bounded_in_number_and_weight(piece: bytes, num_taken: int) -> None:
     told = f"{num_taken} pieces of news were not read ({num_taken * len(piece)} bytes)"
     assert asyncio.run(_tell_the_deaf(piece, num_taken + 1)) == told
+
+
+def test_long_news_that_are_not_taken_in_time_end_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox, "HEAVY_WRITE_S", 0.1)
+
+    async def story() -> None:
+        heavy = HeavyWrites()
+        told, call = Outbox(heavy, "job"), _Vanished()
+        told.tell(bytes(HEAVY_BYTES), b"more")
+        context: Any = call
+        with pytest.raises(RequestRefused, match=r"not read within 0.1 s \(65540 bytes\)"):
+            await told.exchange(_never(), context)
+        await asyncio.wait_for(heavy.begin("other", 1 << 40), 10)
+
+    asyncio.run(story())
+
+
+def test_a_client_that_goes_while_it_is_written_to_is_not_our_fault() -> None:
+    async def story() -> None:
+        told, call = Outbox(), _Vanished()
+        told.tell(b"news")
+        context: Any = call
+        stream = asyncio.create_task(told.exchange(_never(), context))
+        await call.is_written_to.wait()
+        call.break_off()
+        with pytest.raises(Unreachable, match=r"client at somewhere .* it has gone"):
+            await stream
+
+    asyncio.run(story())
 
 
 async def _tell_the_deaf(piece: bytes, count: int) -> str:

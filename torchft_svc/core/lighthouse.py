@@ -113,6 +113,7 @@ class Lighthouse:
     def request(self, job: str, member: Member, caller: int, now: float) -> tuple[Order, ...]:
         """``caller`` waits for a quorum that contains ``member``."""
         member.check()
+        self._check_weight(job, member)
         state = self._job(job, member.replica_id, now, member.seen_quorum_id)
         state.size.check(member, state.members)
         orders = self._sign_of_life(state, member.replica_id, now)
@@ -340,6 +341,21 @@ class Lighthouse:
             self._jobs[name] = state
         state.heard_id = max(state.heard_id, told_id)
         return state
+
+    def _check_weight(self, job: str, member: Member) -> None:
+        """All members get the whole quorum: one of 200 that tell 64 KB each would be 2.5 GB."""
+        num_bytes, state = member.num_bytes, self._jobs.get(job)
+        if state is not None:
+            num_bytes += state.members.num_bytes_of_others(member.replica_id)
+            held = [each for each, _ in state.held.values()] if state.held else []
+            others = (each for each in held if each.replica_id != member.replica_id)
+            num_bytes += sum(each.num_bytes for each in others)
+        if num_bytes > self._config.max_quorum_bytes:
+            raise RequestRefused(
+                f"with the {member.num_bytes} bytes of {member.replica_id!r} the quorum of job "
+                f"{job!r} would have {num_bytes} bytes, and the limit of this lighthouse is "
+                f"{self._config.max_quorum_bytes} (--max-quorum-bytes)"
+            )
 
     def _sign_of_life(self, state: _Job, replica_id: str, now: float) -> list[Order]:
         """An incarnation that lives keeps its name: later ones that wait for it are refused."""

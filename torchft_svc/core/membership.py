@@ -42,6 +42,7 @@ class Membership:
         self.is_finished = is_finished
         self._seen_at: OrderedDict[str, float] = OrderedDict()  # the longest silent first
         self._waiting: dict[str, Waiter] = {}
+        self._waiting_bytes = 0  # of their requests, in a quorum
         self._told_min_replicas: Counter[int] = Counter()  # by those who wait; few different ones
         self._gave_up: dict[str, tuple[float, float]] = {}  # since when it asked, until when
         self._callers: dict[str, int] = {}
@@ -113,6 +114,7 @@ class Membership:
             del self._replica_of[replaced]
             asked_at = self._no_longer_waits(member.replica_id).asked_at
         self._waiting[member.replica_id] = Waiter(member, asked_at)
+        self._waiting_bytes += member.num_bytes
         self._told_min_replicas[member.min_replicas] += 1
         if member.has_history and member.replica_id not in self._veterans:
             self._veterans.add(member.replica_id)
@@ -240,6 +242,7 @@ class Membership:
 
     def _no_longer_waits(self, replica_id: str) -> Waiter:
         waiter = self._waiting.pop(replica_id)
+        self._waiting_bytes -= waiter.member.num_bytes
         told = waiter.member.min_replicas
         self._told_min_replicas[told] -= 1
         if not self._told_min_replicas[told]:
@@ -342,6 +345,11 @@ class Membership:
     def asking(self) -> list[Member]:
         """The requests that wait for an answer."""
         return [waiter.member for waiter in self._waiting.values()]
+
+    def num_bytes_of_others(self, replica_id: str) -> int:
+        """Of a quorum of all who ask, without this group."""
+        own = self._waiting.get(replica_id)
+        return self._waiting_bytes - (own.member.num_bytes if own else 0)
 
     def silences(self, now: float) -> list[tuple[str, float]]:
         """The living groups, and for how many seconds each has been silent."""

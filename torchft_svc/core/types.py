@@ -14,11 +14,20 @@ from torchft_svc.errors import ConfigError, RequestRefused
 MAX_NAME_LENGTH = 256
 # Two addresses and a small JSON document; anything larger is not a member but a mistake.
 MAX_ADDRESS_LENGTH = 512
-MAX_DATA_LENGTH = 16 * 1024
+MAX_DATA_LENGTH = 16 * 1024  # bytes
+# Numbers, flags and field tags of a member, encoded.
+MAX_NUMBERS_LENGTH = 80
+# A quorum goes to each of its members: ten of twice the size are four times the work. 20,000 groups
+# need 4 MB; clients of the public release take no more in one message either.
+DEFAULT_QUORUM_BYTES = 4 << 20
+# The most that a lighthouse may be told to allow: managers take no longer answer.
+MAX_QUORUM_BYTES = 64 << 20
 # Steps and ids travel as int64.
 MAX_INT64 = 2**63 - 1
 # More workers than the largest cluster has.
 MAX_WORLD_SIZE = 1_000_000
+# More jobs or groups than a lighthouse can serve.
+MAX_LIMIT = 1_000_000
 
 DEFAULT_JOB = "default"
 
@@ -56,9 +65,9 @@ class Member:
         check_name("replica_id", self.replica_id)
         for field in ("address", "store_address"):
             check_text(field, getattr(self, field), MAX_ADDRESS_LENGTH)
-        if len(self.data) > MAX_DATA_LENGTH:
+        if utf8_length(self.data) > MAX_DATA_LENGTH:
             raise RequestRefused(
-                f"data has {len(self.data)} characters, {MAX_DATA_LENGTH} are allowed"
+                f"data has {utf8_length(self.data)} bytes, {MAX_DATA_LENGTH} are allowed"
             )
         if len(self.unknown) > MAX_DATA_LENGTH:
             raise RequestRefused(
@@ -73,6 +82,12 @@ class Member:
                 raise RequestRefused(
                     f"{field} is {getattr(self, field)}, must be 0 to {MAX_WORLD_SIZE}"
                 )
+
+    @property
+    def num_bytes(self) -> int:
+        """At most so many are needed for it in an encoded quorum."""
+        texts = (self.replica_id, self.address, self.store_address, self.data)
+        return MAX_NUMBERS_LENGTH + len(self.unknown) + sum(map(utf8_length, texts))
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -146,6 +161,8 @@ class QuorumConfig:
     # One lighthouse serves many jobs, but a client that invents names must not fill its memory.
     max_jobs: int = 1000
     max_members_per_job: int = 20_000
+    # Of a job's quorum, encoded: each of its members gets that.
+    max_quorum_bytes: int = DEFAULT_QUORUM_BYTES
 
     def __post_init__(self) -> None:
         if self.min_replicas < 1:
@@ -180,9 +197,20 @@ class QuorumConfig:
             raise ConfigError(
                 "on_step_regression", self.on_step_regression, "use auto, hold or warn"
             )
-        for field in ("max_jobs", "max_members_per_job"):
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        if self.min_replicas > MAX_WORLD_SIZE:
+            raise ConfigError("min_replicas", self.min_replicas, f"use {MAX_WORLD_SIZE} at most")
+        for field, most in (
+            ("max_jobs", MAX_LIMIT),
+            ("max_members_per_job", MAX_LIMIT),
+            ("max_quorum_bytes", MAX_QUORUM_BYTES),
+        ):
             if getattr(self, field) < 1:
                 raise ConfigError(field, getattr(self, field), "a limit is at least 1")
+            if getattr(self, field) > most:
+                raise ConfigError(field, getattr(self, field), f"use {most} at most")
 
     def _check_heal(self) -> None:
         if self.heal_timeout_s is not None and self.heal_timeout_s < self.join_timeout_s:
@@ -219,6 +247,11 @@ def check_step(step: int) -> None:
     """Refuse a step that cannot be."""
     if not 0 <= step <= MAX_INT64:
         raise RequestRefused(f"step is {step}, must be 0 or more")
+
+
+def utf8_length(text: str) -> int:
+    """How many bytes it has on the wire."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def check_text(field: str, value: str, limit: int) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import click
 
-from torchft_svc.core.types import QuorumConfig
+from torchft_svc.core.types import DEFAULT_QUORUM_BYTES, QuorumConfig
 from torchft_svc.env import LIGHTHOUSE_BIND_VARIABLE
 from torchft_svc.errors import UsageError
 from torchft_svc.lighthouse_server.app import run_lighthouse
@@ -89,6 +89,12 @@ from torchft_svc.rpc.security import Security
 )
 @option("--max-jobs", type=int, default=1000, help="Most jobs that are served at a time.")
 @option("--max-members-per-job", type=int, default=20_000, help="Most groups that a job may have.")
+@option(
+    "--max-quorum-bytes",
+    type=int,
+    default=DEFAULT_QUORUM_BYTES,
+    help="Most bytes that a job's quorum may have; each of its groups gets them all.",
+)
 @option("--quorum-tick-ms", type=int, default=None, hidden=True)
 @log_level_option
 @election_options
@@ -105,6 +111,7 @@ def main(
     on_hang: str,
     max_jobs: int,
     max_members_per_job: int,
+    max_quorum_bytes: int,
     quorum_tick_ms: int | None,
     log_level: str,
     security: Security,
@@ -125,6 +132,7 @@ def main(
             on_hang=on_hang,  # type: ignore[arg-type]  # click checked it
             max_jobs=max_jobs,
             max_members_per_job=max_members_per_job,
+            max_quorum_bytes=max_quorum_bytes,
         )
     except UsageError as error:
         raise click.UsageError(str(error)) from None

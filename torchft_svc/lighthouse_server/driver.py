@@ -34,6 +34,7 @@ from torchft_svc.rpc.codec import (
     quorum_answer,
     welcome_news,
 )
+from torchft_svc.rpc.heavy_writes import HeavyWrites
 from torchft_svc.rpc.outbox import Outbox
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class LighthouseDriver:
         self._timer_at = math.inf
         self._quorum_ids: dict[str, int] = {}  # the last one logged, by job
         self._sessions: dict[tuple[str, str], Outbox] = {}
+        self.heavy_writes = HeavyWrites()
 
     def _why(self, job: str) -> str:
         return self._core.why(job, self._clock.now())

@@ -27,7 +27,9 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
 
     async def quorum(request: pb.LighthouseQuorumRequest, context: Context) -> bytes:
         member = member_from_wire(request.requester)
-        return await driver.quorum(_job(context), member, remaining_s(context))
+        job = _job(context)
+        answer = await driver.quorum(job, member, remaining_s(context))
+        return await driver.heavy_writes.answer(job, answer, context)
 
     async def heartbeat(request: pb.LighthouseHeartbeatRequest, context: Context) -> bytes:
         interval_s = driver.heartbeat(_job(context), request.replica_id)

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from torchft_svc.core.types import LastQuorum, check_text
-from torchft_svc.errors import NotLeader, RequestRefused, TorchFTError
+from torchft_svc.errors import NotLeader, RequestRefused, TorchFTError, Unreachable
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.questions import Outcome
 from torchft_svc.proto import torchft_pb2 as pb
@@ -36,7 +36,7 @@ class Session:
         self._reason = "its session ended"
         self._number = 0  # of the last question
         self._caller: int | None = None  # who asked it at the driver
-        self._outbox = Outbox()
+        self._outbox = Outbox(driver.heavy_writes, job)
 
     async def run(self, requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
         """Serve the stream to its end.
@@ -50,6 +50,8 @@ class Session:
         self._driver.open_session(self._job, self._replica_id, last, self._outbox)
         try:
             await self._outbox.exchange(self._read(requests), context)
+        except Unreachable:
+            raise
         except TorchFTError as error:
             self._reason = f"its session was refused: {error}"
             raise
@@ -116,7 +118,7 @@ class Session:
 
     def _answer(self, outcome: Outcome) -> None:
         if isinstance(outcome, bytes):
-            self._outbox.tell(outcome + answers(self._number))
+            self._outbox.tell(outcome, answers(self._number))
         elif not isinstance(outcome, NotLeader):  # the stream's end says who leads
             news = pb.SessionNews(refusal=refusal(outcome, self._number))
             self._outbox.tell(news.SerializeToString())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import grpc
 
+from torchft_svc.core.types import MAX_QUORUM_BYTES
 from torchft_svc.rpc.address import parse_address
 from torchft_svc.rpc.security import PLAIN, Security
 from torchft_svc.rpc.tls import TlsFiles
 
-# A quorum of 10,000 groups takes about 2 MB; what is larger is not an answer of ours.
-MAX_ANSWER_BYTES = 64 * 1024 * 1024
+# A quorum of 10,000 groups takes about 2 MB; what is larger than a lighthouse may be told to allow,
+# and a few numbers, is not an answer of ours.
+MAX_ANSWER_BYTES = MAX_QUORUM_BYTES + 1024
 # A blip must be over long before the heartbeat timeout (5 s by default) takes a group for dead.
 MIN_RECONNECT_MS = 20
 MAX_RECONNECT_MS = 500

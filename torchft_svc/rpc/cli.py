@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import logging
 import resource
 import signal
@@ -21,6 +20,7 @@ from torchft_svc.errors import UsageError
 from torchft_svc.rpc.address import HostPort, parse_address, split_addresses
 from torchft_svc.rpc.log_limit import LimitedLog
 from torchft_svc.rpc.security import resolve_security
+from torchft_svc.rpc.upkeep import UPKEEP
 
 # Three connections for each of ten thousand groups; at 30 KB each that is 1 GB at the most.
 MAX_DESCRIPTORS = 32_768
@@ -151,7 +151,7 @@ def run(
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
         handlers=[LimitedLog()],
     )
-    _spare_the_collector()
+    UPKEEP.switch_on()
     _allow_descriptors()
     try:
         status = uvloop.run(_until_stopped(service, has_owner))
@@ -159,15 +159,6 @@ def run(
         click.echo(f"Error: {error}", err=True)
         status = 2
     sys.exit(status)
-
-
-def _spare_the_collector() -> None:
-    """What was imported stays, and a round of a thousand groups makes many objects but few cycles:
-    looking through all of them again and again costs a lighthouse a tenth of its time. Young ones
-    are looked at often, because gRPC leaves a cycle of five objects behind every call."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(5_000, 50, 100)
 
 
 def _allow_descriptors() -> None:

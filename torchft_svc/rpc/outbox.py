@@ -10,7 +10,9 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.errors import RequestRefused, TorchFTError
+from torchft_svc.errors import RequestRefused, TorchFTError, Unreachable
+from torchft_svc.rpc.heavy_writes import HEAVY_BYTES, HEAVY_WRITE_S, HeavyWrites
+from torchft_svc.rpc.upkeep import UPKEEP
 
 # News for a client that does not read; one that is so far behind is treated as gone.
 MAX_UNREAD_NEWS = 1000
@@ -23,10 +25,15 @@ WRITE_GRACE_S = 1.0
 
 
 class Outbox:
-    """Bounded: a client that does not read loses its stream instead of filling the memory."""
+    """Bounded: a client that does not read loses its stream instead of filling the memory.
 
-    def __init__(self) -> None:
-        self._news: deque[bytes] = deque()
+    ``heavy`` says when long news of ``job`` may be written; None: there are none.
+    """
+
+    def __init__(self, heavy: HeavyWrites | None = None, job: str = "") -> None:
+        self._heavy = heavy
+        self._job = job
+        self._news: deque[tuple[bytes, bytes]] = deque()
         self._num_bytes = 0  # of the news
         self._writer: asyncio.Future[None] | None = None  # waits for news
         self._flushed = asyncio.Event()  # all that was told is on its way
@@ -38,14 +45,15 @@ class Outbox:
         self._is_writing = False
         self._is_ending = False
 
-    def tell(self, news: bytes) -> None:
-        """Queue encoded news, without waiting."""
+    def tell(self, news: bytes, more: bytes = b"") -> None:
+        """Queue encoded news, without waiting; ``more`` follows it, so that ``news`` can be kept
+        once for many streams."""
         if len(self._news) >= MAX_UNREAD_NEWS or self._num_bytes > MAX_UNREAD_BYTES:
             told = f"{len(self._news)} pieces of news were not read ({self._num_bytes} bytes)"
             self.fail(RequestRefused(told))
             return
-        self._news.append(news)
-        self._num_bytes += len(news)
+        self._news.append((news, more))
+        self._num_bytes += len(news) + len(more)
         self._flushed.clear()
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
@@ -73,6 +81,7 @@ class Outbox:
             RequestRefused: the client does not read.
             TorchFTError: what `fail` was told.
         """
+        UPKEEP.stream_began()
         writing = asyncio.create_task(self._write(context))
         ends = [
             asyncio.create_task(reading),
@@ -95,6 +104,8 @@ class Outbox:
                 for end in ends:
                     end.cancel()
                 self._ended.set()
+                self._news.clear()
+                UPKEEP.stream_ended()
                 await asyncio.gather(*ends, return_exceptions=True)
 
     async def _write(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -105,11 +116,31 @@ class Outbox:
                 self._writer = loop.create_future()
                 await self._writer
                 continue
-            self._is_writing = True
-            news = self._news.popleft()
-            self._num_bytes -= len(news)
+            await self._write_next(context)
+
+    async def _write_next(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        news, more = self._news.popleft()
+        num_bytes = len(news) + len(more)
+        self._num_bytes -= num_bytes
+        if self._heavy is None or num_bytes < HEAVY_BYTES:
+            await self._hand_over(context, news + more)
+            return
+        await self._heavy.begin(self._job, num_bytes)
+        try:
+            await asyncio.wait_for(self._hand_over(context, news + more), HEAVY_WRITE_S)
+        except asyncio.TimeoutError:
+            told = f"a piece of news was not read within {HEAVY_WRITE_S:g} s ({num_bytes} bytes)"
+            raise RequestRefused(told) from None
+        finally:
+            self._heavy.end(self._job, num_bytes)
+
+    async def _hand_over(self, context: grpc.aio.ServicerContext[Any, Any], news: bytes) -> None:
+        self._is_writing = True
+        try:
             await context.write(news)
-            self._is_writing = False
+        except Exception as error:  # noqa: BLE001 - whatever gRPC calls it: the stream has ended
+            raise Unreachable("client", context.peer(), f"it has gone: {error}") from None
+        self._is_writing = False
 
     async def _raise_failure(self) -> None:
         await self._failed.wait()

@@ -1,0 +1,55 @@
+"""The short version of `quorum_load`: a heavy job beside a training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hostile import Training, Usage, training
+from quorum_load import JOB, MAX_LEFT_MB, MAX_PEAK_MB, load
+from running import eventually, line_to
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def steady() -> Iterator[Training]:
+    with training() as steady:
+        yield steady
+        for process in (steady.lighthouse, *steady.managers):
+            assert "Traceback" not in process.errors(), process.errors()
+
+
+def test_i7_two_hundred_groups_with_a_large_quorum(steady: Training) -> None:
+    result = load(steady, groups=200, num_bytes=8 * 1024)
+    assert all(isinstance(each, int) and each > 1_600_000 for each in result.told), result.told
+    result.check()
+
+
+def test_i7_two_hundred_groups_with_more_than_a_quorum_may_have(steady: Training) -> None:
+    result = load(steady, groups=200, num_bytes=31 * 1024)
+    refused = [each for each in result.told if isinstance(each, str)]
+    assert refused
+    assert all("the limit of this lighthouse is 4194304 (--max-quorum-bytes)" in e for e in refused)
+    result.check()
+
+
+def test_i7_groups_that_do_not_read_their_large_quorum(steady: Training) -> None:
+    """They lose their streams, if not by their silence then after `HEAVY_WRITE_S`."""
+    result = load(steady, groups=0, deaf=100, num_bytes=15 * 1024)
+    result.check()
+
+
+def test_i7_the_same_quorum_for_callers_without_a_session(steady: Training) -> None:
+    usage = Usage(steady.lighthouse)
+    data = "x" * 16_000
+    with line_to(steady.lighthouse.address) as line:
+        asked = [
+            line.quorum(f"unary{n}:1", 60, JOB, address="a:1", store_address="a:2", data=data)
+            for n in range(100)
+        ]
+        sizes = [each.result().ByteSize() for each in asked]
+        assert usage.grown_mb() < MAX_PEAK_MB
+    assert max(sizes) > 1_500_000
+    eventually(lambda: usage.grown_mb() < MAX_LEFT_MB, 10, f"{usage.grown_mb():.0f} MB are left")
+    steady.goes_on_in_time()

@@ -1,0 +1,183 @@
+"""Many groups of one job, each with much to tell: what does the lighthouse hold, and for how long?
+
+PYTHONPATH=tests:. python -m quorum_load --groups 200 --kilobytes 8 --rounds 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from bounds import check
+from hostile import Training, Usage, call_head, frame, packed, training
+from running import Process, eventually
+
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.channel import open_aio_channel
+from torchft_svc.rpc.codec import JOB_KEY
+
+JOB = "load"
+ROUND_S = 60.0
+# A field that no version knows, 15 KB: ``data`` may have no more than 16.
+UNKNOWN = b"\xfa\x7f\x80\x78" + bytes(15 * 1024)
+# Before there were bounds: 3.9 GB, and nobody was served for 8 s.
+MAX_PEAK_MB, MAX_LEFT_MB, MAX_GAP_S = 150.0, 20.0, 0.5
+
+
+def question(number: int, num_bytes: int) -> pb.SessionRequest:
+    """Of group ``number``, which tells so much."""
+    asker = pb.QuorumMember(replica_id=f"load{number}:1", address="a:1", store_address="a:2")
+    asker.data = "x" * min(num_bytes, 16 * 1024)
+    if num_bytes > len(asker.data):
+        asker.MergeFromString(UNKNOWN)
+    wait_ms = int(ROUND_S * 1000)
+    return pb.SessionRequest(question={"requester": asker, "number": 1, "timeout_ms": wait_ms})
+
+
+def hello(number: int) -> pb.SessionRequest:
+    return pb.SessionRequest(hello={"replica_id": f"load{number}:1"})
+
+
+class Group:
+    """One that reads what it gets."""
+
+    def __init__(self, address: str, number: int, num_bytes: int) -> None:
+        self._number, self._num_bytes = number, num_bytes
+        self._channel = open_aio_channel(address)
+        metadata = ((JOB_KEY, JOB),)
+        path = "/torchft.LighthouseService/Session"
+        self._stream: Any = self._channel.stream_stream(path)(metadata=metadata)
+
+    async def join(self) -> None:
+        await self._stream.write(hello(self._number).SerializeToString())
+        await self._stream.read()
+
+    async def ask(self) -> int | str:
+        """The bytes of the answer, or why there is none."""
+        asked = question(self._number, self._num_bytes)
+        await self._stream.write(asked.SerializeToString())
+        while True:
+            raw = await self._stream.read()
+            assert raw is not grpc.aio.EOF, await self._stream.details()
+            if len(raw) > 64 * 1024:
+                return len(raw)
+            news = pb.SessionNews.FromString(raw)
+            if news.WhichOneof("kind") == "refusal":
+                return str(news.refusal.reason)
+            if news.WhichOneof("kind") == "quorum":
+                return len(raw)
+
+    async def end(self) -> None:
+        self._stream.cancel()
+        await self._channel.close()
+
+
+async def _rounds(lighthouse: Process, count: int, num_bytes: int, rounds: int) -> list[int | str]:
+    groups = [Group(lighthouse.address, number, num_bytes) for number in range(count)]
+    try:
+        for group in groups:
+            await group.join()
+        for _ in range(rounds):
+            told = await asyncio.gather(*(group.ask() for group in groups))
+        return told
+    finally:
+        await asyncio.gather(*(group.end() for group in groups))
+
+
+@contextlib.contextmanager
+def deaf_groups(lighthouse: Process, count: int, num_bytes: int) -> Iterator[None]:
+    """They ask, beat, and read nothing at all; gRPC's first window is all that they take."""
+    with contextlib.ExitStack() as stack:
+        head = call_head("/torchft.LighthouseService/Session", lighthouse.port, torchft_job=JOB)
+        for number in range(count):
+            raw = stack.enter_context(socket.create_connection(("127.0.0.1", lighthouse.port), 10))
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.sendall(head)
+            said = packed(hello(number)) + packed(question(number, num_bytes))
+            for start in range(0, len(said), 16_000):
+                raw.sendall(frame(0, 0, 1, said[start : start + 16_000]))
+        yield
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the lighthouse held at the most, and held in the end, in MB above what it held before;
+    the longest step of a training beside it; and what the groups were told in the last round."""
+
+    peak_mb: float
+    left_mb: float
+    worst_step_s: float
+    told: list[int | str]
+
+    def check(self) -> None:
+        assert self.peak_mb < MAX_PEAK_MB, f"{self.peak_mb:.0f} MB more under load"
+        assert self.left_mb < MAX_LEFT_MB, f"{self.left_mb:.0f} MB more after the load"
+        check("a step beside the load", self.worst_step_s, MAX_GAP_S)
+
+
+class _Peak:
+    def __init__(self, usage: Usage) -> None:
+        self._usage = usage
+        self._over = threading.Event()
+        self.mb = 0.0
+        self._thread = threading.Thread(target=self._watch, name="memory watch")
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.01):
+            self.mb = max(self.mb, self._usage.grown_mb())
+
+    def end(self) -> float:
+        self._over.set()
+        self._thread.join()
+        return self.mb
+
+
+def load(steady: Training, *, groups: int, num_bytes: int, rounds: int = 1, deaf: int = 0) -> Load:
+    """Put it on the lighthouse of a training."""
+    steady.goes_on_in_time()
+    usage = Usage(steady.lighthouse)
+    peak = _Peak(usage)
+    told: list[int | str] = []
+    try:
+        if deaf:
+            with deaf_groups(steady.lighthouse, deaf, num_bytes):
+                published = f"job={JOB} id="
+                eventually(lambda: published in steady.lighthouse.errors(), ROUND_S)
+                steady.goes_on()
+        if groups:
+            told = asyncio.run(_rounds(steady.lighthouse, groups, num_bytes, rounds))
+        steady.goes_on()
+    finally:
+        mb = peak.end()
+    with contextlib.suppress(AssertionError):  # the number says more
+        eventually(lambda: usage.grown_mb() < MAX_LEFT_MB / 2, 10)
+    worst_s, steady.worst_s = steady.worst_s, 0.0
+    return Load(mb, usage.grown_mb(), worst_s, told)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--groups", type=int, default=200)
+    parser.add_argument("--kilobytes", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    began_at = time.monotonic()
+    with training() as steady:
+        result = load(
+            steady,
+            groups=options.groups,
+            num_bytes=options.kilobytes * 1024,
+            rounds=options.rounds,
+        )
+    print(f"{time.monotonic() - began_at:.0f} s: {result.told[0]}")
+    print(f"{result.peak_mb=:.0f} {result.left_mb=:.0f} {result.worst_step_s=:.2f}")
+    result.check()
