@@ -104,7 +104,7 @@ def test_underscores_work_and_the_help_shows_dashes(main: click.Command) -> None
     for parameter in main.params:
         for name in parameter.opts:
             flag = "--" + name[2:].replace("-", "_")
-            told = CliRunner().invoke(main, [flag, "--nonsense"]).output
+            told = CliRunner().invoke(main, [flag, "--nonsense", "--log-level=loud"]).output
             assert f"No such option '{flag}'" not in told, told
 
 
