@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 from torchft_svc.client import Optimizer, OptimizerWrapper
 from torchft_svc.errors import ConfigError, DeadlineExceeded, RequestRefused
 
-from .training import Trainer, bits, lighthouse
+from .training import Trainer, assert_identical, bits, in_step, lighthouse, together, trainers
 
 
 @pytest.fixture
@@ -158,3 +159,156 @@ def test_closures_are_refused(trainer: Trainer) -> None:
 def test_what_is_not_an_optimizer(trainer: Trainer) -> None:
     with pytest.raises(ConfigError, match="optim='Linear'"):
         Optimizer(trainer.manager, nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def split(trainer: Trainer) -> list[torch.optim.Optimizer]:
+    """Two optimizers, each for one layer of the trainer's model."""
+    first, last = (trainer.model.get_submodule(name).parameters() for name in ("0", "2"))
+    return [torch.optim.Adam(first, lr=0.01), torch.optim.SGD(last, lr=0.1, momentum=0.9)]
+
+
+def test_a_list_of_optimizers_has_one_vote(trainer: Trainer) -> None:
+    adam, sgd = split(trainer)
+    optimizer = Optimizer(trainer.manager, [adam, sgd])
+    schedulers = [StepLR(adam, 1, gamma=0.5), StepLR(sgd, 1, gamma=0.1)]
+    before = bits(trainer.model.state_dict())
+    optimizer.zero_grad()
+    trainer.loss().backward()
+    assert optimizer.step()
+    for scheduler in schedulers:
+        scheduler.step()
+    assert trainer.manager.current_step() == 1
+    after = bits(trainer.model.state_dict())
+    assert all(before[name] != after[name] for name in before)
+    assert optimizer.param_groups == adam.param_groups + sgd.param_groups
+    assert [group["lr"] for group in optimizer.param_groups] == [0.005, 0.1 * 0.1]
+    saved = optimizer.state_dict()
+    assert bits(saved["optimizers"]) == bits([adam.state_dict(), sgd.state_dict()])
+    optimizer.load_state_dict(saved)
+    optimizer.zero_grad()
+    trainer.manager.report_error(RuntimeError("a bad batch"))
+    assert not optimizer.step()
+    assert bits(trainer.model.state_dict()) == after
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_scaled_gradients_of_several_optimizers(trainer: Trainer, fused: bool) -> None:
+    weights = [trainer.model.get_submodule(name).get_parameter("weight") for name in ("0", "2")]
+    optims = [torch.optim.SGD([each], lr=1.0, fused=fused) for each in weights]
+    optimizer = Optimizer(trainer.manager, optims)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = [each.detach().clone() for each in weights]
+    for loss_of_one in (0.5, float("inf")):
+        optimizer.zero_grad()
+        scaler.scale(sum((each * loss_of_one).sum() for each in weights)).backward()
+        assert scaler.step(optimizer)
+        scaler.update()
+    for each, was in zip(weights, before, strict=True):
+        torch.testing.assert_close(each.detach(), was - 0.5)
+
+
+def test_what_a_list_of_optimizers_cannot_do_says_so(trainer: Trainer) -> None:
+    adam, sgd = split(trainer)
+    optimizer = Optimizer(trainer.manager, [adam, sgd])
+    with pytest.raises(ConfigError, match=r"add_param_group.*turn to the one that is meant"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(ConfigError, match="param_groups"):
+        optimizer.param_groups = []
+    with pytest.raises(AttributeError, match="of 2 optimizers has no 'defaults'"):
+        _ = optimizer.defaults
+    with pytest.raises(ConfigError, match="each of 2 optimizers"):
+        optimizer.load_state_dict(adam.state_dict())
+    for optims, problem in (
+        ([], "one optimizer or more"),
+        ([adam, adam], "twice"),
+        ([adam, trainer.model], r"optim\[1\]='Sequential'"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            Optimizer(trainer.manager, optims)  # type: ignore[arg-type]
+
+
+Loop = Callable[[Trainer, list[torch.optim.Optimizer]], bool]
+
+
+def by_the_wrapper(trainer: Trainer, optims: list[torch.optim.Optimizer]) -> bool:
+    optimizer = Optimizer(trainer.manager, optims)
+    optimizer.zero_grad()
+    trainer.loss().backward()
+    return optimizer.step()
+
+
+def by_hand(trainer: Trainer, optims: list[torch.optim.Optimizer]) -> bool:
+    trainer.manager.start_quorum()
+    for optim in optims:
+        optim.zero_grad()
+    trainer.loss().backward()
+    with trainer.manager.commit() as committed:
+        if committed:
+            for optim in optims:
+                optim.step()
+    return committed
+
+
+@pytest.mark.parametrize("loop", [by_the_wrapper, by_hand], ids=["wrapped", "by hand"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
+def test_i3_an_update_whose_second_part_raises_is_healed(
+    loop: Loop, error: type[BaseException]
+) -> None:
+    with lighthouse(min_replicas=2) as address, trainers(address, 2) as (a, b):
+        optims = {group: split(group) for group in (a, b)}
+        for group in (a, b):
+            wrapped = Optimizer(group.manager, optims[group])
+            group.manager.register_state_dict_fn(
+                "optimizers", wrapped.load_state_dict, wrapped.state_dict
+            )
+
+        def fails_once() -> bool:
+            def fails(*_: object) -> None:
+                hook.remove()
+                raise error("once")
+
+            hook = optims[a][1].register_step_pre_hook(fails)
+            step = a.manager.current_step()
+            with contextlib.suppress(error):
+                loop(a, optims[a])
+            assert a.manager.current_step() == step, "the step does not count here"
+            with pytest.raises(RequestRefused, match=f"step {step + 1} was not applied whole"):
+                a.manager.state_dict()
+            return loop(a, optims[a])
+
+        together(lambda: loop(a, optims[a]), lambda: loop(b, optims[b]))
+        together(fails_once, lambda: loop(b, optims[b]) and loop(b, optims[b]))
+        in_step(5, a, b)
+        assert_identical([a, b])
+
+
+def test_a_block_that_applies_an_update(trainer: Trainer) -> None:
+    manager = trainer.manager
+    trainer.backward()
+    with manager.commit() as committed:
+        assert committed
+        assert manager.current_step() == 1, "hooks and schedules see the step that is being made"
+        with pytest.raises(DeadlineExceeded), manager._registry.gate.reading(0.0):
+            pass
+        trainer.inner.step()
+    with manager._registry.gate.reading(0.0):
+        pass
+    trainer.backward()
+    manager.report_error(RuntimeError("a bad batch"))
+    with manager.commit() as committed:
+        assert not committed
+    assert manager.current_step() == 1
+    with pytest.raises(RequestRefused, match="no step under way"), manager.commit():
+        pass
+
+
+def test_a_vote_that_nobody_follows_up_counts_with_the_next_step(trainer: Trainer) -> None:
+    for _ in range(2):
+        trainer.backward()
+        assert trainer.manager.should_commit()
+        trainer.inner.step()
+    assert trainer.manager.state_dict() == {"step": 2, "batches_committed": 2}
+    trainer.manager.allow_state_dict_read()
+    trainer.manager.report_spoiled_update(RuntimeError("found too late"))
+    with pytest.raises(RequestRefused, match="step 2 was not applied whole"):
+        trainer.step()

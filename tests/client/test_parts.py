@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from torchft_svc.client.background import BackgroundThread
+from torchft_svc.client.background import BackgroundThread, Task
 from torchft_svc.client.deadlines import Timer, guard_future
 from torchft_svc.client.state import ReadGate, StateRegistry
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded
@@ -16,12 +17,30 @@ from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded
 DEADLINE_S = 10.0
 
 
+def submitted(thread: BackgroundThread, action: Callable[[], None]) -> Task:
+    task = Task(action)
+    thread.submit(task)
+    return task
+
+
+def test_a_task_is_run_or_abandoned_and_not_both() -> None:
+    seen: list[str] = []
+    run, abandoned = Task(lambda: seen.append("run")), Task(lambda: seen.append("abandoned"))
+    run.run()
+    assert not run.abandon(RuntimeError("too late"))
+    assert run.error is None
+    assert abandoned.abandon(RuntimeError("in time"))
+    abandoned.run()
+    assert seen == ["run"]
+    assert abandoned.done
+
+
 def test_tasks_run_in_order_on_a_thread_with_a_name() -> None:
     thread = BackgroundThread("torchft-test")
     seen: list[str] = []
     tasks = [
-        thread.submit(lambda: seen.append(threading.current_thread().name)),
-        thread.submit(lambda: seen.append("second")),
+        submitted(thread, lambda: seen.append(threading.current_thread().name)),
+        submitted(thread, lambda: seen.append("second")),
     ]
     assert all(task.wait(DEADLINE_S) for task in tasks)
     assert seen == ["torchft-test", "second"]
@@ -35,7 +54,7 @@ def test_an_error_is_kept_for_who_waits() -> None:
     def fails() -> None:
         raise error
 
-    failed, good = thread.submit(fails), thread.submit(lambda: None)
+    failed, good = submitted(thread, fails), submitted(thread, lambda: None)
     assert failed.wait(DEADLINE_S)
     assert good.wait(DEADLINE_S)
     assert (failed.error, good.error) == (error, None)
@@ -46,7 +65,7 @@ def test_a_closed_thread_abandons_what_comes_late() -> None:
     thread = BackgroundThread("torchft-test")
     assert thread.close(DEADLINE_S)
     assert thread.close(DEADLINE_S)
-    late = thread.submit(lambda: None)
+    late = submitted(thread, lambda: None)
     assert late.done
     assert "shut down" in str(late.error)
 
@@ -54,7 +73,7 @@ def test_a_closed_thread_abandons_what_comes_late() -> None:
 def test_closing_does_not_wait_for_ever() -> None:
     thread = BackgroundThread("torchft-test")
     may_end = threading.Event()
-    thread.submit(lambda: may_end.wait(DEADLINE_S) and None)
+    submitted(thread, lambda: may_end.wait(DEADLINE_S) and None)
     assert not thread.close(0.01)
     may_end.set()
     assert thread.close(DEADLINE_S)

@@ -44,6 +44,7 @@ def test_a_committed_step() -> None:
     assert machine.state == StepState(phase=Phase.TRAINING, epoch=1, participation=TWO)
     assert machine.begin_vote()
     machine.decide(True)
+    machine.end_update()
     assert machine.state == StepState(
         phase=Phase.IDLE, epoch=1, step=1, batches_committed=2, participation=TWO
     )
@@ -64,6 +65,8 @@ def test_a_commit_clears_the_failures() -> None:
     for committed in (False, False, True):
         machine.begin_vote()
         machine.decide(committed)
+        if committed:
+            machine.end_update()
         machine.start()
         machine.form(TWO)
     assert (machine.state.step, machine.state.failures) == (1, 0)
@@ -197,8 +200,10 @@ def in_phase(phase: Phase) -> StepMachine:
         machine.form(HEALING, heal_to=7)
     elif phase is not Phase.QUORUM:
         machine.form(TWO)
-    if phase is Phase.VOTING:
+    if phase in (Phase.VOTING, Phase.APPLYING):
         machine.begin_vote()
+    if phase is Phase.APPLYING:
+        machine.decide(True)
     return machine
 
 
@@ -211,7 +216,10 @@ ACTIONS = {
     Event.HEAL_APPLIED: lambda machine: machine.apply_heal(1),
     Event.HEAL_FAILED: lambda machine: machine.fail_heal(OOPS),
     Event.VOTE_BEGAN: lambda machine: machine.begin_vote(),
-    Event.DECIDED: lambda machine: machine.decide(True),
+    Event.COMMITTED: lambda machine: machine.decide(True),
+    Event.DISCARDED: lambda machine: machine.decide(False),
+    Event.UPDATE_APPLIED: lambda machine: machine.end_update(),
+    Event.UPDATE_LOST: lambda machine: machine.lose_update(),
     Event.RESTORED: lambda machine: machine.restore(3, 6),
 }
 # Only after a state was received; the stories above cover it.
@@ -280,19 +288,81 @@ def test_bad_counters_are_refused(value: int) -> None:
     assert machine.state == StepState()
 
 
-def test_spoiled_weights_are_no_step_s() -> None:
-    machine = StepMachine()
-    machine.start()
-    machine.form(Participation(participating_rank=0, num_participants=1))
+def applying() -> StepMachine:
+    machine = training()
     assert machine.begin_vote()
     machine.decide(True)
-    machine.spoil("out of memory")
+    return machine
+
+
+def test_a_step_whose_update_is_lost_does_not_count() -> None:
+    machine = applying()
+    assert (machine.state.step, machine.state.batches_committed) == (1, 2)
+    machine.lose_update()
+    assert machine.state == StepState(phase=Phase.IDLE, epoch=1, participation=TWO)
+    machine.start()
+
+
+def test_an_interrupted_vote_is_none() -> None:
+    machine = training()
+    machine.begin_vote()
+    machine.interrupt()
+    assert machine.state == StepState(phase=Phase.IDLE, epoch=1, failures=1, participation=TWO)
+
+
+def test_an_interrupt_between_decision_and_update_takes_the_step_back() -> None:
+    machine = applying()
+    machine.interrupt()
+    assert machine.state == StepState(phase=Phase.IDLE, epoch=1, participation=TWO)
+
+
+@pytest.mark.parametrize("phase", [Phase.IDLE, Phase.QUORUM, Phase.HEALING, Phase.TRAINING])
+def test_an_interrupt_elsewhere_changes_nothing(phase: Phase) -> None:
+    machine = in_phase(phase)
+    before = machine.state
+    machine.interrupt()
+    assert machine.state == before
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["in time", "after its end"])
+def test_spoiled_weights_are_no_step_s(is_late: bool) -> None:
+    machine = applying()
+    if is_late:
+        machine.end_update()
+    machine.lose_update("out of memory")
+    assert machine.state.step == int(is_late)
+    machine.start()
+    assert machine.state.unhealed, "it asks for somebody to heal from"
+    machine.form(TWO)  # nobody
+    assert not machine.begin_vote()
+    machine.decide(False)
     before = machine.state
     with pytest.raises(RequestRefused, match=r"step 1 was not applied whole \(out of memory\)"):
         machine.start()
     assert machine.state == before
     machine.restore(1, 1)
     machine.start()
+
+
+def test_spoiled_weights_are_healed() -> None:
+    machine = applying()
+    machine.lose_update("out of memory")
+    machine.start()
+    machine.form(HEALING, heal_to=1)
+    machine.receive_state()
+    machine.apply_heal(batches_committed=2)
+    assert (machine.state.step, machine.state.spoiled, machine.state.unhealed) == (1, "", False)
+    assert machine.begin_vote()
+
+
+def test_a_heal_that_is_put_off_is_owed() -> None:
+    machine = StepMachine()
+    machine.start()
+    machine.form(HEALING, heal_to=7, may_heal=False)
+    assert machine.state.phase is Phase.TRAINING
+    assert machine.state.unhealed
+    assert "from step 0 to the state of step 7" in str(machine.state.error)
+    assert not machine.begin_vote()
 
 
 def test_weights_that_a_heal_has_torn_can_be_healed_again_and_nothing_else() -> None:

@@ -100,11 +100,10 @@ class Life(RuleBasedStateMachine):
     def vote(self, others_agree: bool) -> None:
         vote = self.machine.begin_vote()
         assert not (vote and self.machine.state.error)
-        assert not (vote and self.is_torn)
+        assert not (vote and (self.is_torn or self.machine.state.unhealed))
         committed = vote and others_agree
         self.machine.decide(committed)
         if committed:
-            self.weights += 1
             assert self.machine.state.failures == 0
         else:
             assert self.machine.state.failures == self.before.failures + 1
@@ -112,9 +111,39 @@ class Life(RuleBasedStateMachine):
             assert self.machine.state.step == self.before.step
             assert self.machine.state.batches_committed == self.before.batches_committed
 
+    @precondition(lambda self: self.phase is Phase.APPLYING)
+    @rule()
+    def update(self) -> None:
+        self.weights += 1
+        self.machine.end_update()
+
+    @precondition(lambda self: self.phase is Phase.APPLYING)
+    @rule(is_begun=st.booleans())
+    def lose_the_update(self, is_begun: bool) -> None:
+        self.machine.lose_update("it ran out of memory" if is_begun else "")
+        self.is_torn = is_begun
+
+    @rule()
+    def interrupt(self) -> None:
+        self.machine.interrupt()
+        assert self.phase not in (Phase.VOTING, Phase.APPLYING)
+
+    @precondition(lambda self: self.phase is Phase.QUORUM)
+    @rule(ahead=st.integers(0, 3))
+    def put_the_heal_off(self, ahead: int) -> None:
+        where = Participation(num_participants=1)
+        self.machine.form(where, self.weights + ahead, may_heal=False)
+        assert self.machine.state.unhealed
+
     @invariant()
     def i4_the_step_is_that_of_the_weights(self) -> None:
-        assert self.machine.state.step == self.weights
+        begun = int(self.phase is Phase.APPLYING)
+        assert self.machine.state.step == self.weights + begun
+
+    @invariant()
+    def no_vote_while_a_heal_is_owed(self) -> None:
+        state = self.machine.state
+        assert not (state.phase is Phase.APPLYING and (state.unhealed or state.spoiled))
 
     @invariant()
     def nothing_pending_outside_a_heal(self) -> None:

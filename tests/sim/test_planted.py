@@ -202,8 +202,8 @@ def a_late_vote_counts(plant: pytest.MonkeyPatch) -> None:
 def a_healed_step_counts_at_once(plant: pytest.MonkeyPatch) -> None:
     real = StepMachine.form
 
-    def form(self: Any, participation: Any, heal_to: int | None = None) -> None:
-        real(self, participation, heal_to)
+    def form(self: Any, participation: Any, heal_to: int | None = None, **how: Any) -> None:
+        real(self, participation, heal_to, **how)
         if heal_to is not None:
             self.state = dataclasses.replace(self.state, step=heal_to)
 

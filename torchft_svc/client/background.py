@@ -11,15 +11,21 @@ log = logging.getLogger(__name__)
 
 
 class Task:
-    """Something that the thread does; its outcome is an error or nothing."""
+    """Something that the thread does, once, if nobody abandons it before.
+
+    Its outcome is an error or nothing.
+    """
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action
+        self._begun = threading.Lock()  # whoever gets it runs the task, or abandons it
         self._done = threading.Event()
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """To be called once, by the thread."""
+        """To be called by the thread."""
+        if not self._begun.acquire(blocking=False):
+            return
         assert self._action is not None
         try:
             self._action()
@@ -29,11 +35,14 @@ class Task:
             self._action = None  # a finished task keeps nothing alive
             self._done.set()
 
-    def abandon(self, error: BaseException) -> None:
-        """It will not run any more."""
+    def abandon(self, error: BaseException) -> bool:
+        """Whether it will not run any more, because of ``error``; False: it runs, or has run."""
+        if not self._begun.acquire(blocking=False):
+            return False
         self.error = error
         self._action = None
         self._done.set()
+        return True
 
     @property
     def done(self) -> bool:
@@ -53,14 +62,12 @@ class BackgroundThread:
         self._thread = threading.Thread(target=_run, args=(self._tasks,), name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, action: Callable[[], None]) -> Task:
-        """Run ``action`` after what was submitted before."""
-        task = Task(action)
+    def submit(self, task: Task) -> None:
+        """Run ``task`` after what was submitted before."""
         if self._closed:
             task.abandon(RuntimeError("the manager has been shut down"))
         else:
             self._tasks.put(task)
-        return task
 
     def close(self, timeout_s: float) -> bool:
         """End after the task under way; False if it is not over within ``timeout_s`` seconds."""

@@ -28,7 +28,7 @@ from torchft_svc.client.reduction import Reducing, Reduction
 from torchft_svc.client.rounds import RoundRequest, RoundRules, SharedStep
 from torchft_svc.client.runtime import Brought, Runtime, start_runtime
 from torchft_svc.client.state import DEFAULT_KEY, StateRegistry
-from torchft_svc.client.stepper import Stepper
+from torchft_svc.client.stepper import Stepper, Update
 from torchft_svc.coordination import QuorumResult, Security
 from torchft_svc.core.durations import limited_s
 from torchft_svc.core.step import StepMachine
@@ -177,7 +177,8 @@ class Manager:
         Returns at once with ``use_async_quorum``, else, and at step 0, when this worker is ready.
 
         Args:
-            allow_heal: whether a group that is behind may be brought up to date in this step.
+            allow_heal: whether a group that is behind may be brought up to date in this step; the
+                same on every group. One that would have to heal, and may not, commits nothing.
             shrink_only: keep groups that are new out of this quorum.
             timeout: longest wait for the quorum (default: the manager's).
 
@@ -218,7 +219,8 @@ class Manager:
         """End the step: whether its update is to be applied.
 
         Waits for the step's collectives, puts a healed state in place, and votes. After True nobody
-        may read the state until `allow_state_dict_read` or the next `start_quorum`.
+        may read the state until `allow_state_dict_read` or the next `start_quorum`, and the caller
+        has to apply the update: what happens if that fails, `commit` knows and this does not.
 
         Args:
             timeout: longest wait for the other workers of the group (default: the manager's).
@@ -230,6 +232,22 @@ class Manager:
         """
         limit = self._rules.timeouts.collective_s if timeout is None else limited_s(timeout)
         return self._stepper.decide(limit)
+
+    def commit(self, timeout: timedelta | None = None) -> Update:
+        """`should_commit` for a with statement, in whose block the update is applied::
+
+            with manager.commit() as committed:
+                if committed:
+                    adam.step()
+                    muon.step()
+
+        A block that an exception leaves, a KeyboardInterrupt included, has not applied the update:
+        the step does not count here, no step goes on with these weights, and this worker heals in
+        the next one. If nobody is ahead of it then, `start_quorum` is refused, until
+        `load_state_dict`. At the end of the block the state may be read again.
+        """
+        limit = self._rules.timeouts.collective_s if timeout is None else limited_s(timeout)
+        return Update(self._stepper, limit)
 
     def reduction_scale(self) -> float | None:
         """What this group's gradients are multiplied by before they are summed.
@@ -263,10 +281,15 @@ class Manager:
     def report_spoiled_update(self, e: BaseException) -> None:
         """The update of a committed step was not applied whole, because of ``e``.
 
-        No step can begin with such weights: `start_quorum` is refused, until `load_state_dict`.
+        For those who call `should_commit`; `commit` does it by itself. No step goes on with such
+        weights: this worker heals in the next one, or, if nobody can heal it, `start_quorum` is
+        refused until `load_state_dict`.
+
+        Raises:
+            RequestRefused: the next step has begun already.
         """
         with self._step.changing() as machine:
-            machine.spoil(repr(e))
+            machine.lose_update(repr(e))
 
     def errored(self) -> Exception | None:
         """The first error of this step, or None."""
@@ -312,14 +335,20 @@ class Manager:
 
     def allow_state_dict_read(self) -> None:
         """The state is whole again: others may read it."""
-        self._registry.gate.open()
+        self._stepper.allow_read()
 
     def disallow_state_dict_read(self) -> None:
         """The state is about to change: wait for readers, and let no other in."""
         self._registry.gate.shut(self._rules.timeouts.collective_s)
 
     def state_dict(self) -> dict[str, int]:
-        """The manager's own state; it belongs into every periodic checkpoint."""
+        """The manager's own state; it belongs into every periodic checkpoint.
+
+        Raises:
+            RequestRefused: the weights are those of no step, and not worth a checkpoint.
+        """
+        with self._step.changing() as machine:
+            machine.check_whole()
         state = self._step.state
         return {"step": state.step, "batches_committed": state.batches_committed}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torchft_svc.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
+    from torchft_svc.client.stepper import Update
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -19,21 +20,31 @@ class Optimizer(torch.optim.Optimizer):
     It is an optimizer itself: learning-rate schedulers take it, and its state, parameter groups and
     hooks are those of ``optim``. Step hooks therefore run only for updates that are applied.
 
+    ``optim`` may also be a list of optimizers, such as one for each kind of parameter: one vote
+    decides on all their updates, which are applied in this order. ``param_groups`` are those of all
+    then, ``state_dict()`` holds one for each, and hooks, ``state`` and schedulers are the business
+    of the single optimizers.
+
     A scheduler should follow the committed steps: step it where `step` returned True.
 
     A `torch.amp.GradScaler` takes it, too: a step with infinite gradients is voted on as any other,
     and its update changes nothing. See "Training loops" in docs/operations.md.
+
+    Raises:
+        ConfigError: ``optim`` is no optimizer, or a list that is empty or has one twice.
     """
 
     # A GradScaler then calls `step` in any case, and tells scale and finding by attributes.
     _step_supports_amp_scaling = True
 
-    def __init__(self, manager: Manager, optim: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, manager: Manager, optim: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    ) -> None:
         # Not torch's constructor: it would make groups and state of its own.
-        if not isinstance(optim, torch.optim.Optimizer):
-            raise ConfigError("optim", type(optim).__name__, "a torch.optim.Optimizer is needed")
         self.manager = manager
-        self.optim = optim
+        self.optims = _checked(optim)
+        if isinstance(optim, torch.optim.Optimizer):
+            self.optim = optim
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step, once, and clear the gradients.
@@ -45,10 +56,14 @@ class Optimizer(torch.optim.Optimizer):
         """
         if not self.manager.has_fresh_step():
             self.manager.start_quorum()
-        self.optim.zero_grad(set_to_none)
+        for optim in self.optims:
+            optim.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> bool:  # type: ignore[override]
         """Apply the update if the step is committed; whether it was.
+
+        After an exception in the update itself this worker is behind the others: it heals in the
+        next step, and ends if nobody is left to heal from.
 
         Raises:
             ConfigError: a closure was given; it could run the backward pass several times.
@@ -56,71 +71,126 @@ class Optimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ConfigError("closure", closure, "a step has one backward pass, before step()")
-        if not self.manager.should_commit():
-            return False
+        update = self.manager.commit()
+        update.begun = False
         try:
-            self._apply()
+            with update as committed:
+                if committed:
+                    self._apply(update)
         except BaseException as error:
-            self.manager.report_spoiled_update(error)
+            update.end(error)  # if an interrupt came before the block's own end
             raise
-        finally:
-            self.manager.allow_state_dict_read()
-        return True
+        return committed
 
-    def _apply(self) -> None:
-        """The wrapped optimizer's step; what a GradScaler has told this one is for that."""
+    def _apply(self, update: Update) -> None:
+        """The wrapped optimizers' steps; what a GradScaler has told this one is for those."""
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-        if found_inf is not None and getattr(self.optim, "_step_supports_amp_scaling", False):
-            self.optim.grad_scale, self.optim.found_inf = scale, found_inf  # type: ignore[attr-defined]
-            try:
-                self.optim.step()
-            finally:
-                del self.optim.grad_scale, self.optim.found_inf  # type: ignore[attr-defined]
-        elif found_inf is None or not found_inf.item():
-            if scale is not None:
-                self._unscale(scale)
-            self.optim.step()
-
-    def _unscale(self, scale: torch.Tensor) -> None:
-        inverse = scale.double().reciprocal().float()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(inverse.to(parameter.grad.device))
+        for optim in self.optims:
+            if found_inf is not None and getattr(optim, "_step_supports_amp_scaling", False):
+                optim.grad_scale, optim.found_inf = scale, found_inf  # type: ignore[attr-defined]
+                try:
+                    update.begun = True
+                    optim.step()
+                finally:
+                    del optim.grad_scale, optim.found_inf  # type: ignore[attr-defined]
+            elif found_inf is None or not found_inf.item():
+                if scale is not None:
+                    _unscale(optim, scale)
+                update.begun = True
+                optim.step()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's."""
-        return self.optim.param_groups
+        """The wrapped optimizer's; of several, those of all, in a list of its own."""
+        if len(self.optims) == 1:
+            return self.optims[0].param_groups
+        return [group for optim in self.optims for group in optim.param_groups]
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = groups
+        self._only("param_groups").param_groups = groups
 
     def __getattr__(self, name: str) -> Any:
         """What is not decided here, is the wrapped optimizer's."""
-        if name == "optim":
+        if name == "optims":
             raise AttributeError(name)
+        if "optim" not in self.__dict__:
+            raise AttributeError(
+                f"an Optimizer of {len(self.optims)} optimizers has no {name!r}: use that of the "
+                "single ones"
+            )
         return getattr(self.optim, name)
 
+    def _only(self, what: str) -> torch.optim.Optimizer:
+        if "optim" not in self.__dict__:
+            reason = "a list of optimizers is wrapped: turn to the one that is meant"
+            raise ConfigError(what, f"of {len(self.optims)} optimizers", reason)
+        return self.optim
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.optim!r})"
+        return f"{type(self).__name__}({self.optims if len(self.optims) > 1 else self.optims[0]!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("save state_dict() instead: the manager cannot be pickled")
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
-        return self.optim.state_dict()
+        """The wrapped optimizer's; of a list ``{"optimizers": [...]}``, with one for each."""
+        if "optim" in self.__dict__:
+            return self.optim.state_dict()
+        return {"optimizers": [optim.state_dict() for optim in self.optims]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the wrapped optimizer."""
-        self.optim.load_state_dict(state_dict)
+        """Into the wrapped optimizer, or each of them.
+
+        Raises:
+            ConfigError: a state for another number of optimizers; nothing was loaded.
+        """
+        if "optim" in self.__dict__:
+            self.optim.load_state_dict(state_dict)
+            return
+        states = state_dict.get("optimizers", [state_dict])
+        if len(states) != len(self.optims):
+            reason = f"a state for each of {len(self.optims)} optimizers is needed"
+            raise ConfigError("state_dict", f"for {len(states)}", reason)
+        for optim, state in zip(self.optims, states, strict=True):
+            optim.load_state_dict(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """To the wrapped optimizer."""
-        self.optim.add_param_group(param_group)
+        """To the wrapped optimizer.
+
+        Raises:
+            ConfigError: several are wrapped.
+        """
+        self._only("add_param_group").add_param_group(param_group)
+
+
+def _checked(
+    optim: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> list[torch.optim.Optimizer]:
+    if isinstance(optim, torch.optim.Optimizer):
+        return [optim]
+    if not isinstance(optim, Sequence):
+        reason = "a torch.optim.Optimizer is needed, or a list of them"
+        raise ConfigError("optim", type(optim).__name__, reason)
+    optims = list(optim)
+    if not optims:
+        raise ConfigError("optim", optims, "a list needs one optimizer or more")
+    for index, each in enumerate(optims):
+        if not isinstance(each, torch.optim.Optimizer):
+            reason = "a torch.optim.Optimizer is needed"
+            raise ConfigError(f"optim[{index}]", type(each).__name__, reason)
+    if len({id(each) for each in optims}) < len(optims):
+        raise ConfigError("optim", optims, "an optimizer is in the list twice")
+    return optims
+
+
+def _unscale(optim: torch.optim.Optimizer, scale: torch.Tensor) -> None:
+    inverse = scale.double().reciprocal().float()
+    for group in optim.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(inverse.to(parameter.grad.device))
 
 
 OptimizerWrapper = Optimizer

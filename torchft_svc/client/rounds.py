@@ -163,6 +163,14 @@ class Round:
         if isinstance(self.error, ConfigError | RequestRefused):
             raise self.error
 
+    def withdraw(self, error: Exception) -> None:
+        """It will not be run, because of ``error``: nobody was asked."""
+        self.error = error
+        with self._step.changing() as machine:
+            if machine.state.phase is Phase.QUORUM:
+                machine.fail_quorum(error)
+        self.ready.set()
+
     def run(self) -> None:
         """Carry the round out; raises nothing."""
         try:
@@ -183,11 +191,16 @@ class Round:
         if not heals:
             self._links.transport.expect_checkpoint(None)
         with self._step.changing() as machine:
-            machine.form(self._participation(quorum), quorum.max_step if heals else None)
+            heal_to = quorum.max_step if quorum.heal else None
+            machine.form(self._participation(quorum), heal_to, may_heal=self._request.allow_heal)
             if problem is not None:
                 machine.latch(problem)
             broken = machine.state.error
-        if broken is not None:
+            contributes = machine.state.participation.participating_rank is not None
+        if broken is not None and not heals and quorum.heal:
+            log.warning("step %d cannot be committed: %s", self._step.state.step, broken)
+        # Whoever puts a heal off and contributes nothing does the others no harm.
+        if broken is not None and (contributes or heals or not quorum.heal or problem is not None):
             self._links.leave_members(broken)
         self.ready.set()
         if self._request.allow_heal:

@@ -23,13 +23,14 @@ from torchft_svc.client.rounds import (
 from torchft_svc.client.state import MANAGER_KEY
 from torchft_svc.client.vote import ask_decision
 from torchft_svc.core.step import Phase, StepState
-from torchft_svc.errors import QuorumFailed, RequestRefused, Unauthorized
+from torchft_svc.errors import QuorumFailed, RequestRefused, TornState, Unauthorized
 
 log = logging.getLogger(__name__)
 
 # How long a wait goes on before abandoned process groups are looked at.
 _LOOK_S = 0.05
 _TRAINING = (Phase.TRAINING, Phase.HEALING)
+_BETWEEN_STEPS = (Phase.IDLE, Phase.APPLYING)
 
 
 class Stepper:
@@ -62,6 +63,7 @@ class Stepper:
         self._reducers: list[weakref.ref[Reducing]] = []
         self._round: Round | None = None
         self._task: Task | None = None
+        self._ends_update = False  # whether somebody will say what has become of an update
 
     @property
     def state(self) -> StepState:
@@ -72,23 +74,47 @@ class Stepper:
 
     def start(self, request: RoundRequest) -> None:
         """See `Manager.start_quorum`."""
-        self._wait_for_task()
+        self._end_last_step()
         for reducer in self.reducers():  # what they left unfinished ends with its step
             reducer.settle()
         self._give_up()
-        with self._step.changing() as machine:
-            epoch = machine.start()
-        self._averages.begin(epoch)
-        self._links.registry.gate.open()
         round_ = Round(self._links, self._rules, self._step, self._membership, request)
-        self._round = round_
-        self._task = self._thread.submit(round_.run)
+        task = Task(round_.run)
+        try:
+            self._round, self._task = round_, task
+            with self._step.changing() as machine:
+                epoch = machine.start()
+            self._averages.begin(epoch)
+            self._links.registry.gate.open()
+            self._thread.submit(task)
+            if task.done and task.error is not None:
+                raise task.error
+        except BaseException as error:
+            self._withdraw(round_, task, error)
+            raise
         fresh = self._rules.init_sync and self.state.step == 0
         if fresh or self._ends_alone() or not self._rules.use_async_quorum:
             self.wait_for_quorum()
             if round_.heals_first:
                 self._wait_for_task()
                 self._apply_heal()
+
+    def _end_last_step(self) -> None:
+        """Wait for its round, and clean up after an interrupt that came while that was done."""
+        round_, task = self._round, self._task
+        if round_ is not None and task is not None:
+            self._withdraw(round_, task, QuorumFailed("another step was begun"))
+        self._wait_for_task()
+        if self.state.phase is Phase.APPLYING and not self._ends_update:
+            self.end_update()
+        elif self.state.phase in (Phase.APPLYING, Phase.VOTING):
+            self.lose_update("it was interrupted")
+
+    def _withdraw(self, round_: Round, task: Task, error: BaseException) -> None:
+        """A round that has not begun never will; one that runs goes on, and so does its step."""
+        if task.abandon(error) or task.error is not None:
+            self._task = None
+            round_.withdraw(QuorumFailed(f"the step was not begun ({error!r})"))
 
     def _give_up(self) -> None:
         """A step under way ends without a vote, such as one whose backward pass has raised.
@@ -122,6 +148,8 @@ class Stepper:
         """
         while self._round is not None and not self._round.ready.wait(_LOOK_S):
             self._links.pg.tidy()
+            if self._task is None or self._task.done:
+                return  # it will never be: the manager was shut down meanwhile
 
     def allreduce(self, tensor: torch.Tensor, quantized: bool, op: ReduceOp.RedOpType) -> dist.Work:
         """See `Manager.allreduce`."""
@@ -156,11 +184,59 @@ class Stepper:
 
     def is_fresh(self) -> bool:
         """See `Manager.has_fresh_step`."""
-        begun = self.state.phase not in (Phase.IDLE, Phase.VOTING)
+        begun = self.state.phase not in (*_BETWEEN_STEPS, Phase.VOTING)
         return begun and not self._averages.collectives.launched
 
-    def decide(self, timeout_s: float) -> bool:
-        """See `Manager.should_commit`."""
+    def decide(self, timeout_s: float, *, ends_update: bool = False) -> bool:
+        """See `Manager.should_commit`.
+
+        ``ends_update``: the caller says what has become of the update, by `end_update` or
+        `lose_update`. Otherwise it counts as applied, unless `lose_update` says that it is not.
+        """
+        self._ends_update = ends_update
+        try:
+            return self._decide(timeout_s)
+        except BaseException as error:
+            self._interrupt(error)
+            raise
+
+    def end_update(self) -> None:
+        """The update that is under way, if one is, is in the weights, which may be read again."""
+        with self._step.changing() as machine:
+            if machine.state.phase is Phase.APPLYING:
+                machine.end_update()
+        self._links.registry.gate.open()
+
+    def allow_read(self) -> None:
+        """See `Manager.allow_state_dict_read`; it ends an update that nobody else ends."""
+        if self._ends_update:
+            self._links.registry.gate.open()
+        else:
+            self.end_update()
+
+    def lose_update(self, spoiled_by: str = "") -> None:
+        """The update that is under way, if one is, is not in the weights; see `StepMachine`."""
+        with self._step.changing() as machine:
+            step, phase = machine.state.step, machine.state.phase
+            if phase is Phase.APPLYING:
+                machine.lose_update(spoiled_by)
+            else:
+                machine.interrupt()
+        if phase is Phase.APPLYING:
+            log.warning(
+                "the update to step %d was not applied: %s", step, spoiled_by or "interrupted"
+            )
+        self._links.registry.gate.open()
+
+    def _interrupt(self, error: BaseException) -> None:
+        """A vote was ended by an exception: nobody hears its decision, nor applies an update."""
+        with self._step.changing() as machine:
+            if machine.state.phase in _TRAINING:
+                machine.latch(QuorumFailed(f"the vote was interrupted ({error!r})"))
+            machine.interrupt()
+        self._links.registry.gate.open()
+
+    def _decide(self, timeout_s: float) -> bool:
         round_ = self._current_round()
         self._wait_for_task()
         round_.check_left()
@@ -171,19 +247,18 @@ class Stepper:
         self._protect_state()
         with self._step.changing() as machine:
             vote = machine.begin_vote()
-        committed = False
-        try:
-            committed = ask_decision(
-                self._links.client, self._rules.place, self.state.step, vote, timeout_s
-            )
-        finally:
-            with self._step.changing() as machine:
-                machine.decide(committed)
-            if not committed:
-                self._links.registry.gate.open()
+        client, place = self._links.client, self._rules.place
+        committed = ask_decision(client, place, self.state.step, vote, timeout_s)
+        with self._step.changing() as machine:
+            machine.decide(committed)
+        if committed:
+            return True
+        self._links.registry.gate.open()
         self._check_trust()
         round_.check_refused()
-        return committed
+        with self._step.changing() as machine:
+            machine.check_healable()
+        return False
 
     def hear_error(self, error: Exception, epoch: int) -> None:
         """Latch an error of the step with this ``epoch``; one of an earlier step is ignored."""
@@ -205,7 +280,7 @@ class Stepper:
     # -- inside ----------------------------------------------------------------------------------
 
     def _current_round(self) -> Round:
-        if self._round is None or self.state.phase is Phase.IDLE:
+        if self._round is None or self.state.phase in _BETWEEN_STEPS:
             raise RequestRefused(
                 "there is no step under way: begin it with zero_grad or start_quorum"
             )
@@ -277,9 +352,10 @@ class Stepper:
 
     def _apply_heal(self) -> None:
         """Put a fetched state in place, and only then take over its step."""
-        if self._round is None or self._round.state is None:
+        round_ = self._round
+        if round_ is None or round_.state is None:
             return
-        state, self._round.state = self._round.state, None
+        state = round_.state
         try:
             self._links.transport.retract_checkpoint()
             self._links.registry.load(state)
@@ -287,6 +363,46 @@ class Stepper:
                 machine.apply_heal(state[MANAGER_KEY]["batches_committed"])
         except Exception as error:
             log.exception("the healed state cannot be put in place")
-            with self._step.changing() as machine:
-                machine.fail_heal(error)
+            self._fail_heal(error)
             self.hear_error(error, self.state.epoch)
+        except BaseException as error:
+            self._fail_heal(TornState("the group healed from", f"interrupted by {error!r}"))
+            raise
+        finally:
+            round_.state = None
+
+    def _fail_heal(self, error: Exception) -> None:
+        with self._step.changing() as machine:
+            if machine.state.pending_heal is not None:
+                machine.fail_heal(error)
+
+
+class Update:
+    """The block in which the update of a step is applied, if the step is committed.
+
+    Entering it votes; it is True for a commit. A block that is left by an exception has not applied
+    the update: its step does not count here. ``begun`` is False as long as the block has provably
+    changed nothing yet; else the weights count as spoiled.
+    """
+
+    def __init__(self, stepper: Stepper, timeout_s: float) -> None:
+        self._stepper = stepper
+        self._timeout_s = timeout_s
+        self.begun = True
+
+    def __enter__(self) -> bool:
+        return self._stepper.decide(self._timeout_s, ends_update=True)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            self.end(error)
+        except BaseException:
+            self.end(error)  # it is as it was before the interrupt
+            raise
+
+    def end(self, error: BaseException | None) -> None:
+        """The block was left, by ``error`` or in good order; may be called twice."""
+        if error is None:
+            self._stepper.end_update()
+        else:
+            self._stepper.lose_update(repr(error) if self.begun else "")

@@ -1,11 +1,12 @@
 """Decides what a trainer's step may do next: its phases, its counters, its pending heal.
 
-    idle ── start ──> quorum ── formed ──> training ── vote ──> voting ── decide ──> idle
-                        │                   ^  │
+    idle ── start ──> quorum ── formed ──> training ── vote ──> voting ── discarded ──> idle
+                        │                   ^  │                  └─ committed ─> applying ─> idle
                         └─ heal planned ─> healing └─ start (the step was given up) ─> quorum
 
 A step number advances in two places only: by one with a commit, and to the healed step at the
-moment the healed weights are in place. Everything else, errors included, leaves it as it is.
+moment the healed weights are in place. It goes back in one: by one, if the update of that commit
+was lost. Everything else, errors included, leaves it as it is.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Phase(enum.Enum):
     HEALING = "healing"
     TRAINING = "training"
     VOTING = "voting"
+    APPLYING = "applying"
 
 
 class Event(enum.Enum):
@@ -38,7 +40,10 @@ class Event(enum.Enum):
     HEAL_APPLIED = "heal applied"
     HEAL_FAILED = "heal failed"
     VOTE_BEGAN = "vote began"
-    DECIDED = "decided"
+    COMMITTED = "committed"
+    DISCARDED = "discarded"
+    UPDATE_APPLIED = "update applied"
+    UPDATE_LOST = "update lost"
     RESTORED = "restored"
 
 
@@ -46,6 +51,7 @@ class Event(enum.Enum):
 TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     (Phase.IDLE, Event.STARTED): Phase.QUORUM,
     (Phase.IDLE, Event.RESTORED): Phase.IDLE,
+    (Phase.APPLYING, Event.RESTORED): Phase.IDLE,
     (Phase.QUORUM, Event.QUORUM_FORMED): Phase.TRAINING,
     (Phase.QUORUM, Event.HEAL_PLANNED): Phase.HEALING,
     (Phase.QUORUM, Event.QUORUM_FAILED): Phase.TRAINING,
@@ -55,7 +61,11 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     (Phase.TRAINING, Event.HEAL_FAILED): Phase.TRAINING,
     (Phase.TRAINING, Event.STARTED): Phase.QUORUM,
     (Phase.TRAINING, Event.VOTE_BEGAN): Phase.VOTING,
-    (Phase.VOTING, Event.DECIDED): Phase.IDLE,
+    (Phase.VOTING, Event.COMMITTED): Phase.APPLYING,
+    (Phase.VOTING, Event.DISCARDED): Phase.IDLE,
+    (Phase.APPLYING, Event.UPDATE_APPLIED): Phase.IDLE,
+    (Phase.APPLYING, Event.UPDATE_LOST): Phase.IDLE,
+    (Phase.IDLE, Event.UPDATE_LOST): Phase.IDLE,
 }
 
 
@@ -107,9 +117,10 @@ class StepState:
     """Everything there is to know about a worker's step.
 
     ``epoch`` counts the steps started, committed or not: what belongs to an earlier one is stale.
-    ``failures`` counts the steps discarded since the last commit. ``unhealed``: the last quorum
-    wanted this worker to heal, and no healed state is in place; its step need not show that.
-    ``spoiled`` says why the weights are those of no step: only who is to heal may go on with them.
+    ``failures`` counts the steps discarded since the last commit. ``unhealed``: this worker has to
+    heal, because the last quorum wanted it or an update spoiled the weights, and no healed state is
+    in place; its step need not show that. ``spoiled`` says why the weights are those of no step:
+    only who is to heal may go on with them.
     """
 
     phase: Phase = Phase.IDLE
@@ -143,8 +154,7 @@ class StepMachine:
 
     def start(self) -> int:
         """A quorum is asked for; the new epoch. What an earlier step left behind is forgotten."""
-        if not self.state.unhealed:
-            self.check_whole()
+        self.check_healable()
         return self._move(
             Event.STARTED,
             epoch=self.state.epoch + 1,
@@ -161,8 +171,27 @@ class StepMachine:
                 "worker, which then heals, or load a periodic checkpoint"
             )
 
-    def form(self, participation: Participation, heal_to: int | None = None) -> None:
-        """The quorum is there; ``heal_to`` is the step whose state this worker has to fetch."""
+    def check_healable(self) -> None:
+        """The same, unless the next quorum may bring whole ones."""
+        if not self.state.unhealed:
+            self.check_whole()
+
+    def form(
+        self, participation: Participation, heal_to: int | None = None, *, may_heal: bool = True
+    ) -> None:
+        """The quorum is there; ``heal_to`` is the step whose state this worker has to fetch.
+
+        If it may not, the heal stays owed, and the step cannot be committed.
+        """
+        if heal_to is not None and not may_heal:
+            self._move(Event.QUORUM_FORMED, participation=participation, unhealed=True)
+            self.latch(
+                RequestRefused(
+                    f"this worker has to heal from step {self.state.step} to the state of step "
+                    f"{heal_to} before it can commit, and start_quorum(allow_heal=False) forbids it"
+                )
+            )
+            return
         if heal_to is None:
             self._move(Event.QUORUM_FORMED, participation=participation, unhealed=False)
             try:
@@ -228,29 +257,54 @@ class StepMachine:
     def decide(self, committed: bool) -> None:
         """The group's decision: the step counts, or it is discarded whole.
 
+        After a commit the update is under way, until `end_update` or `lose_update`.
+
         Raises:
             CommitFailed: more than ``max_retries`` steps in a row were discarded.
         """
         state = self.state
         if committed:
             self._move(
-                Event.DECIDED,
+                Event.COMMITTED,
                 step=state.step + 1,
                 batches_committed=state.batches_committed + state.participation.num_participants,
                 failures=0,
             )
             return
-        failures = self._move(Event.DECIDED, failures=state.failures + 1).failures
+        failures = self._move(Event.DISCARDED, failures=state.failures + 1).failures
         if self._max_retries is not None and failures > self._max_retries:
             raise CommitFailed(
                 f"{failures} steps in a row were discarded, max_retries is {self._max_retries}; "
                 f"the last reason: {self._why_discarded()}"
             )
 
-    def spoil(self, reason: str) -> None:
-        """The update of the last commit was not applied whole: there is no way on but `restore`."""
-        spoiled = f"the update to step {self.state.step} was not applied whole ({reason})"
-        self.state = replace(self.state, spoiled=spoiled)
+    def end_update(self) -> None:
+        """The update of the last commit is in the weights."""
+        self._move(Event.UPDATE_APPLIED)
+
+    def lose_update(self, spoiled_by: str = "") -> None:
+        """The update of the last commit is not in the weights, so the step does not count here.
+
+        The others have it: this worker is behind them and heals. ``spoiled_by``: a part of the
+        update may be in the weights, which are those of no step then. Who says so only after
+        `end_update` keeps the step's number, and has to heal all the same.
+        """
+        state = self.state
+        changes: dict[str, object] = {}
+        if state.phase is Phase.APPLYING:
+            num = state.participation.num_participants
+            changes.update(step=state.step - 1, batches_committed=state.batches_committed - num)
+        if spoiled_by:
+            spoiled = f"the update to step {state.step} was not applied whole ({spoiled_by})"
+            changes.update(spoiled=spoiled, unhealed=True)
+        self._move(Event.UPDATE_LOST, **changes)
+
+    def interrupt(self) -> None:
+        """The call that voted has ended by an exception: nobody is going to apply an update."""
+        if self.state.phase is Phase.VOTING:
+            self._move(Event.DISCARDED, failures=self.state.failures + 1)
+        elif self.state.phase is Phase.APPLYING:
+            self.lose_update()
 
     def restore(self, step: int, batches_committed: int) -> None:
         """Go on from a periodic checkpoint; only between two steps."""

@@ -142,7 +142,8 @@ _PHASES_OF_WIRE = {number: phase for phase, number in _PHASES.items()}
 
 
 def phase_to_wire(phase: Phase) -> pb.Phase:
-    return _PHASES[phase]
+    # An update belongs to what a user's program does between two steps: no others wait for it.
+    return _PHASES.get(phase, pb.PHASE_IDLE)
 
 
 def phase_from_wire(number: pb.Phase) -> Phase | None:

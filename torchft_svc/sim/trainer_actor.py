@@ -332,6 +332,7 @@ class WorkerActor:
         assert step.part is not None
         self.weights = hash((self.weights, step.result))
         self._step_of_weights += 1
+        self.machine.end_update()
         if self.is_draining:
             self._num_commits_draining += 1
             self._shared.invariants.discards.drained(self.process.name, self._num_commits_draining)

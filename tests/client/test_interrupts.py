@@ -1,0 +1,128 @@
+"""Ctrl-C, or any other exception, at any moment of a step: what the manager says stays true.
+
+The exception is raised by a profiling hook, once at each place of ours in a step where a signal's
+handler could raise it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from torchft_svc.core.step import Phase
+
+from .training import Trainer, bits, lighthouse, together
+
+_OURS = ("torchft_svc/client/", "torchft_svc/core/step.py")
+
+
+class Interrupt(BaseException):
+    """As a KeyboardInterrupt, which pytest would take for its own."""
+
+
+class Hook:
+    """Counts the places of ours where CPython handles signals, and raises at one of them.
+
+    Those are the beginning of a function and the end of a call of one that is written in C.
+    """
+
+    def __init__(self, at: int | None = None) -> None:
+        self._at = at
+        self.num = 0
+        self.where = ""
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if event not in ("call", "c_return"):
+            return
+        if not any(part in frame.f_code.co_filename for part in _OURS):
+            return
+        self.num += 1
+        if self.num - 1 == self._at:
+            self.where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}, {event}"
+            raise Interrupt(self.where)
+
+
+@contextlib.contextmanager
+def hooked(at: int | None = None) -> Iterator[Hook]:
+    hook = Hook(at)
+    sys.setprofile(hook)
+    try:
+        yield hook
+    finally:
+        sys.setprofile(None)
+
+
+class Witness:
+    """I3: all that was seen at one step, by whomever, are the same bits."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, dict[Any, list[str]]] = collections.defaultdict(dict)
+
+    def look(self, trainer: Trainer, why: str) -> None:
+        state = trainer.manager._step.state
+        if not state.spoiled:
+            found = repr(bits(trainer.state_dict()))
+            self.seen[state.step].setdefault(found, []).append(f"{trainer.name} {why}")
+
+    def check(self) -> None:
+        differ = {step: list(found.values()) for step, found in self.seen.items() if len(found) > 1}
+        assert not differ, differ
+
+
+def everywhere(
+    interrupted: Callable[[Trainer], object],
+    before: Callable[[Trainer], object] = lambda _: None,
+    stride: int = 1,
+) -> None:
+    """Two groups train; one of them is interrupted at each ``stride``-th place of a part of a step,
+    which comes after another part, and goes on with the next step."""
+    witness = Witness()
+    over = threading.Event()
+
+    def goes_on(b: Trainer) -> None:
+        while not over.is_set():
+            b.step()
+            witness.look(b, "after its step")
+
+    def is_interrupted(a: Trainer) -> None:
+        try:
+            at = 0
+            while True:
+                a.until(a.manager.current_step() + 1)
+                before(a)
+                try:
+                    with hooked(at) as hook:
+                        interrupted(a)
+                except Interrupt:
+                    state = a.manager._step.state
+                    assert state.phase not in (Phase.VOTING, Phase.APPLYING), hook.where
+                    assert not state.spoiled or state.unhealed, hook.where
+                if a.manager._step.state.phase is Phase.IDLE:
+                    witness.look(a, hook.where)
+                if hook.num <= at:
+                    assert at > 20, "a step has many places"
+                    return
+                at += stride
+                a.step()
+                witness.look(a, f"after {hook.where}")
+                witness.check()
+        finally:
+            over.set()
+            a.manager.shutdown()
+
+    with lighthouse() as address, Trainer(address, "a", 0) as a, Trainer(address, "b", 1) as b:
+        together(lambda: is_interrupted(a), lambda: goes_on(b))
+        witness.check()
+
+
+def test_between_the_vote_and_the_end_of_the_update() -> None:
+    everywhere(lambda a: a.optimizer.step(), before=lambda a: a.backward())
+
+
+def test_from_the_beginning_of_a_step_to_its_end() -> None:
+    everywhere(lambda a: a.step(), stride=7)
