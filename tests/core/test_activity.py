@@ -41,6 +41,24 @@ def test_a_group_does_what_its_slowest_worker_does() -> None:
     assert workers.slowest() == Activity(Phase.VOTING, 3, 12.0)
 
 
+@pytest.mark.parametrize("phase", [Phase.HEALING, Phase.QUORUM], ids=lambda phase: phase.value)
+def test_a_worker_that_is_held_up_counts_before_those_that_wait_for_it(phase: Phase) -> None:
+    """In a collective of the group: to its manager they only train."""
+    workers = WorkerActivities()
+    workers.told(0, Phase.TRAINING, 3, 10.0)
+    workers.told(1, phase, 3, 11.0)
+    assert workers.slowest() == Activity(phase, 3, 11.0)
+    workers.told(1, Phase.TRAINING, 3, 20.0)
+    assert workers.slowest() == Activity(Phase.TRAINING, 3, 10.0)
+
+
+def test_a_worker_that_asks_waits_for_the_slowest_of_its_group() -> None:
+    workers = WorkerActivities()
+    workers.told(0, Phase.TRAINING, 3, 10.0)
+    workers.asks(1, 4, 11.0)
+    assert workers.slowest() == Activity(Phase.TRAINING, 3, 10.0)
+
+
 def test_whoever_stands_in_one_phase_is_reported_once() -> None:
     scene = training()
     scene.before(105)

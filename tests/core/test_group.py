@@ -16,7 +16,14 @@ from torchft_svc.core.group_orders import (
     StopAsking,
 )
 from torchft_svc.core.requests import WorkerRequest
-from torchft_svc.errors import ConfigError, QuorumFailed, RequestRefused, TorchFTError, Unreachable
+from torchft_svc.errors import (
+    CommitFailed,
+    ConfigError,
+    QuorumFailed,
+    RequestRefused,
+    TorchFTError,
+    Unreachable,
+)
 
 from .barriers import QUORUM, asks, in_round, request, vote
 from .scenes import Refused, plain
@@ -392,14 +399,19 @@ def test_a_question_whose_answer_was_lost_is_answered_again(fails: bool) -> None
         assert group.voted(vote(0, worker_id="w0"), 14) == both
 
 
-def test_an_answer_that_was_lost_is_no_more_when_the_round_is_over() -> None:
+def test_an_answer_that_was_lost_is_told_also_when_the_round_is_over() -> None:
+    """Its fellow has begun a step with that answer, and waits for it."""
     group = asked_in_time()
     group.quorum_requested(numbered(0, 1), 10)
     group.quorum_formed(1, QUORUM)
-    group.quorum_requested(numbered(1, 2), 12)
-    over = QuorumFailed("group rank 1 asked for a new quorum instead of voting")
-    assert plain(group.quorum_requested(numbered(0, 1), 13)) == [refused(13, over)]
-    assert group.quorum_requested(numbered(0, 2), 14) == (asks(2),)
+    group.detached(0, "w0", "its line broke")
+    group.attached(0, "w0")
+    again = group.quorum_requested(numbered(0, 1), 12)
+    assert again == (AnswerWorker(12, numbered(0, 1), QUORUM, 1),)
+    over = CommitFailed("group rank 0 is gone: its line broke")
+    for rank in (0, 1):
+        late = group.voted(vote(rank, round=1, worker_id=f"w{rank}"), 20 + rank)
+        assert plain(late) == [refused(20 + rank, over)]
 
 
 def test_the_next_question_of_a_worker_ends_the_one_before_for_all() -> None:
@@ -425,3 +437,16 @@ def test_missed_barriers_are_bounded() -> None:
         (late,) = group.quorum_requested(numbered(0, question), 1000 + question)
         assert isinstance(late, RefuseWorker)
     assert group.quorum_requested(numbered(0, MAX_MISSED + 1), 2000) == ()
+
+
+def test_the_next_life_of_a_group_does_not_miss_the_one_before() -> None:
+    """All workers were started anew, and one has asked before the old ones' ends are heard of."""
+    group = asked_in_time()
+    group.quorum_requested(numbered(0, 1), 10)
+    group.quorum_formed(1, QUORUM)
+    assert group.quorum_requested(request(1, worker_id="new1", question=1), 12) == ()
+    for rank in (1, 0):
+        orders = group.detached(rank, f"w{rank}", "killed")
+        assert orders == (LeaveLighthouse(f"group rank {rank} is gone: killed"),)
+    again = group.quorum_requested(request(0, worker_id="new0", question=1), 13)
+    assert again == (asks(2, new_incarnation=True),)

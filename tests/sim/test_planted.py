@@ -344,6 +344,15 @@ def who_lost_his_answer_is_told_no(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(group, "_answer_late", answer)
 
 
+def who_comes_late_waits_for_those_that_have_gone_on(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Group, "_answer_late_question", lambda self, request, caller: None)
+
+
+def what_holds_up_a_worker_is_ignored(plant: pytest.MonkeyPatch) -> None:
+    """Its fellows wait for it in a collective of the group, which then hangs."""
+    plant.setattr(activity, "_HELD_UP", frozenset())
+
+
 # Each with the first seed of the search: near the first one that finds it.
 PLANTS: dict[Plant, int] = {
     changed_list_keeps_its_id: 66,
@@ -368,6 +377,8 @@ PLANTS: dict[Plant, int] = {
     an_error_is_forgotten: 18,
     a_late_vote_counts: 8521,
     who_lost_his_answer_is_told_no: 0,
+    who_comes_late_waits_for_those_that_have_gone_on: 345,
+    what_holds_up_a_worker_is_ignored: 5015,
     a_healed_step_counts_at_once: 77,
     veterans_are_remembered_for_ever: 4,
     the_dead_are_awaited: 17,

@@ -14,6 +14,8 @@ from torchft_svc.core.step import Phase
 # for their gradients, tells QUORUM; a heal has a deadline of its own; and what is done between two
 # steps (an evaluation, a checkpoint) is the user's and may take long.
 HANGING_PHASES = frozenset({Phase.TRAINING, Phase.VOTING})
+# What holds a worker up that is not its own group; each has a deadline.
+_HELD_UP = frozenset({Phase.QUORUM, Phase.HEALING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,25 +30,40 @@ class Activity:
 class WorkerActivities:
     """A group does what that worker does which has stood still the longest.
 
-    Who votes waits for its fellows: what they do counts, as long as they do anything else.
+    A worker that votes waits for the others: what they do counts, as long as they do anything else.
+    One that heals or waits for other groups counts before all: the others of its group may wait for
+    it in a collective of their own, and cannot tell that from a hang.
     """
 
     def __init__(self) -> None:
         self._workers: dict[int, Activity] = {}
+        self._held_up: set[int] = set()
+
+    def asks(self, group_rank: int, step: int, now: float) -> None:
+        """A worker asks for the quorum: it waits for the others of its group first."""
+        self._workers[group_rank] = Activity(Phase.QUORUM, step, now)
+        self._held_up.discard(group_rank)
 
     def told(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
-        """A worker has changed to ``phase``, maybe through others back to the same one."""
+        """A worker has changed to ``phase``, maybe through others back to the same one.
+
+        `Phase.QUORUM` says that it waits for the gradients of other groups.
+        """
         self._workers[group_rank] = Activity(phase, step, now)
+        if phase in _HELD_UP:
+            self._held_up.add(group_rank)
+        else:
+            self._held_up.discard(group_rank)
 
     def gone(self, group_rank: int) -> None:
         self._workers.pop(group_rank, None)
+        self._held_up.discard(group_rank)
 
     def slowest(self) -> Activity | None:
         """None: no worker has told anything."""
+        counting = [self._workers[rank] for rank in self._held_up] or self._workers.values()
         return min(
-            self._workers.values(),
-            key=lambda each: (each.phase is Phase.VOTING, each.since),
-            default=None,
+            counting, key=lambda each: (each.phase is Phase.VOTING, each.since), default=None
         )
 
 

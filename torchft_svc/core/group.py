@@ -33,9 +33,6 @@ from torchft_svc.errors import (
     TorchFTError,
 )
 
-# Nobody need remember why.
-_OVER = "the round is over"
-
 
 class Group:
     """The barriers of a group of ``world_size`` workers.
@@ -61,6 +58,7 @@ class Group:
         self._ended_questions: dict[int, EndedQuestion] = {}  # the last one of each group rank
         self._missed: dict[int, Missed] = {}  # by group ranks that have still to be told
         self._workers: dict[int, str] = {}
+        self._team: dict[int, str] = {}  # the workers of the last quorum
         self._attached: dict[int, str] = {}
         self._restarted = False
         self._drain_reason: str | None = None
@@ -96,11 +94,27 @@ class Group:
         gone = f"group rank {group_rank} is gone: {reason}"
         orders: list[Order] = [StopAsking(self._round)] if self._asking else []
         self._asking = False
-        orders += self._end_the_rest() or self._fail_barrier(QuorumFailed(gone))
+        orders += self._end_the_rest()
+        if self._is_missed(group_rank, worker_id):
+            orders += self._fail_barrier(QuorumFailed(gone))
         orders += self._drop_votes(gone)
         if not self._attached:
             self._drain_reason = None  # whoever comes after those that were told begins anew
         return (*orders, LeaveLighthouse(gone, ends=ends))
+
+    def _is_missed(self, group_rank: int, worker_id: str) -> bool:
+        """Whether those that wait in the quorum barrier wait for this worker.
+
+        They do not if all of them were started anew since the last quorum, and it was in that: the
+        news that it has ended only comes later than the first question of the group's next life.
+        """
+        waiting = self._requests.get(group_rank)
+        has_asked = waiting is not None and waiting[0].worker_id == worker_id
+        if has_asked or self._team.get(group_rank) != worker_id:
+            return True
+        return any(
+            self._team.get(rank) == each.worker_id for rank, (each, _) in self._requests.items()
+        )
 
     def drain(self, reason: str) -> tuple[Order, ...]:
         """The group has to leave, for good, when all workers have finished their step."""
@@ -193,6 +207,7 @@ class Group:
             for request, caller in self._requests.values()
         ]
         self._note_ended_questions(None)
+        self._team = {rank: each.worker_id for rank, (each, _) in self._requests.items()}
         self._steps = frozenset({*steps, quorum.max_step})
         self._formed = quorum
         self._ended = None
@@ -389,9 +404,9 @@ class Group:
         if ended is not None and ended.is_repeated_by(request):
             if ended.error is not None:
                 return RefuseWorker(caller, ended.error)
-            if self._steps and self._formed is not None:
-                return AnswerWorker(caller, request, self._formed, self._round)
-            return RefuseWorker(caller, QuorumFailed(self._ended.reason if self._ended else _OVER))
+            # Also if the round is over by now, which it learns when it votes.
+            assert self._formed is not None
+            return AnswerWorker(caller, request, self._formed, self._round)
         missed = self._missed.get(rank)
         if missed is None or not request.question:
             return None

@@ -69,7 +69,8 @@ class ManagerDriver:
     async def quorum(self, request: WorkerRequest, timeout_s: float) -> bytes:
         """Wait until all workers have asked and the lighthouse has answered; the encoded answer."""
         group_rank = request.group_rank
-        self._note(group_rank, Phase.QUORUM, request.step)
+        if group_rank in self._workers:  # others do not tell when it is over
+            self._activities.asks(group_rank, request.step, self._clock.now())
         self._num_asking[group_rank] += 1
         try:
             return await self._wait(

@@ -6,6 +6,7 @@ The checks keep their own books, from what was said aloud, and take nothing from
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -325,6 +326,10 @@ class Hangs:
         """Something happens to ``group``, and lasts ``seconds``."""
         until = max(self._troubled_until.get(group, 0.0), self._world.now + seconds)
         self._troubled_until[group] = until
+
+    def has_trouble(self, group: str, since: float) -> bool:
+        """Whether something was the matter with ``group`` after ``since``."""
+        return self._troubled_until.get(group, -math.inf) >= since
 
     def reported(self, hang: ReportHang) -> None:
         group = hang.replica_id.partition(":")[0]

@@ -71,6 +71,7 @@ class ManagerActor:
         self._replies: dict[int, Reply] = {}
         self._deadlines: dict[int, float] = {}
         self._rounds: dict[int, int] = {}  # by the callers that vote
+        self._askers: dict[int, str] = {}  # the workers that ask, by caller
         self._news: dict[int, News] = {}
 
     # -- what workers say ------------------------------------------------------------------------
@@ -84,7 +85,11 @@ class ManagerActor:
         self._activities.gone(group_rank)
         orders = self.core.detached(group_rank, worker_id, reason)
         self._carry_out(orders)
-        told_all = not orders or not self._replies
+        # Workers of a later life of the group do not miss one of a life before.
+        told_all = not orders or all(
+            caller in self._askers and _life(self._askers[caller]) > _life(worker_id)
+            for caller in self._replies
+        )
         must(told_all, "I5", f"{self.process.name}: {worker_id} is gone, and others still wait")
 
     def hear_phase(self, group_rank: int, phase: Phase, step: int) -> None:
@@ -99,10 +104,14 @@ class ManagerActor:
 
     def quorum(self, request: WorkerRequest, timeout_s: float, reply: Reply) -> int:
         """The caller's number, to cancel the call by."""
-        self.hear_phase(request.group_rank, Phase.QUORUM, request.step)
-        return self._wait(
-            "quorum", timeout_s, reply, lambda key: self.core.quorum_requested(request, key)
-        )
+        if request.group_rank in self._news:
+            self._activities.asks(request.group_rank, request.step, self.process.world.now)
+
+        def enter(caller: int) -> Sequence[Order]:
+            self._askers[caller] = request.worker_id
+            return self.core.quorum_requested(request, caller)
+
+        return self._wait("quorum", timeout_s, reply, enter)
 
     def vote(self, vote: Vote, timeout_s: float, reply: Reply) -> int:
         """The caller's number, to cancel the call by."""
@@ -150,6 +159,7 @@ class ManagerActor:
         """Answer and forget."""
         self._invariants.waits.answered((self, caller), "a manager answers a worker")
         del self._deadlines[caller]
+        self._askers.pop(caller, None)
         round_ = self._rounds.pop(caller, 0)
         if answer is True:
             self._invariants.identity.decided(self._group, round_, self.core.world_size)
@@ -211,3 +221,8 @@ class ManagerActor:
     def _tell_workers(self, kind: str, *what: object) -> None:
         for tell in list(self._news.values()):
             tell(kind, *what)
+
+
+def _life(worker_id: str) -> int:
+    """The number of the worker's life, which all workers that start together have."""
+    return int(worker_id.rpartition(".")[2])

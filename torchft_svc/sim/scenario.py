@@ -91,6 +91,7 @@ class Scenario:
     save_every: int
     start_spread_s: float
     is_clock_honest: bool
+    is_lockstep: bool  # the workers of a group meet in a collective of their own in each step
     faults: tuple[Fault, ...]
 
     @property
@@ -163,14 +164,15 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
         save_every=chance.choice([0, 1, 5]),
         start_spread_s=chance.choice([0.0, 0.1, 1.0 if is_large else 10.0]),
         is_clock_honest=is_clock_honest,
+        is_lockstep=False,
         faults=_draw_faults(chance, groups, is_clock_honest, is_large),
     )
     return _draw_patience(chance, scenario, is_large)
 
 
 def _draw_patience(chance: random.Random, scenario: Scenario, is_large: bool) -> Scenario:
-    """Who hangs is left out, who heals is waited for, in some runs, which are given occasion; and
-    workers lose the way to their manager.
+    """Who hangs is left out, who heals is waited for, in some runs, which are given occasion;
+    workers lose the way to their manager, and have collectives of their own.
 
     Drawn last: what else a seed is stays as it was.
     """
@@ -202,8 +204,11 @@ def _draw_patience(chance: random.Random, scenario: Scenario, is_large: bool) ->
         kind = chance.choice(["reset_worker", "lose_answer"])
         at, target = chance.uniform(0.0, FAULTS_END_S), chance.randrange(scenario.num_groups)
         more.append(Fault(at=at, kind=kind, target=target, seconds=0.0, value=chance.random()))
+    is_lockstep = scenario.group_world_size > 1 and chance.random() < 0.5
     faults = sorted((*scenario.faults, *more), key=lambda fault: fault.at)
-    return replace(scenario, config=config, trainer=trainer, faults=tuple(faults))
+    return replace(
+        scenario, config=config, trainer=trainer, is_lockstep=is_lockstep, faults=tuple(faults)
+    )
 
 
 def _draw_hangs(

@@ -12,7 +12,7 @@ from torchft_svc.sim.manager_actor import ManagerActor
 from torchft_svc.sim.network import Network
 from torchft_svc.sim.offers import Fetched, Offers
 from torchft_svc.sim.story import Story
-from torchft_svc.sim.sums import State, Sums
+from torchft_svc.sim.sums import GroupCollective, State, Sums
 from torchft_svc.sim.world import Process
 
 
@@ -23,6 +23,7 @@ class Home(Protocol):
     name: str
     group_world_size: int
     manager: ManagerActor | None
+    collective: GroupCollective | None  # of its workers, if they have one
 
     def is_manager_over(self) -> bool:
         """It has ended with the first worker, which would have started another."""

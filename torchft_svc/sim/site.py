@@ -10,7 +10,7 @@ from torchft_svc.sim.link_actor import LinkActor, LinkConfig
 from torchft_svc.sim.manager_actor import ManagerActor, News
 from torchft_svc.sim.scenario import Scenario
 from torchft_svc.sim.shared import Shared
-from torchft_svc.sim.sums import State
+from torchft_svc.sim.sums import GroupCollective, State
 from torchft_svc.sim.trainer_actor import WorkerActor
 from torchft_svc.sim.world import Process, World
 
@@ -43,6 +43,7 @@ class Site:
         self.group_world_size = scenario.group_world_size
         self.manager: ManagerActor | None = None
         self.workers: list[WorkerActor] = []
+        self.collective: GroupCollective | None = None
         self._world = world
         self._house = house
         self._shared = shared
@@ -102,6 +103,10 @@ class Site:
         saved = self._checkpoints.get(self.job)
         self._saving = {}
         self.workers = []
+        if self._scenario.is_lockstep:
+            self.collective = GroupCollective(
+                self._shared.network, self._shared.invariants, self.name, self.group_world_size
+            )
         for group_rank in range(self.group_world_size):
             process = self._world.process(f"{self.name}/w{group_rank}.{self._num_lives}")
             worker = WorkerActor(process, self, group_rank, self._scenario.trainer, self._shared)
@@ -115,8 +120,11 @@ class Site:
 
     def _on_worker_death(self, worker: WorkerActor) -> Callable[[], None]:
         """The worker's line to its manager ends; with rank 0, the manager ends too."""
+        collective = self.collective
 
         def died() -> None:
+            if collective is not None:
+                collective.break_up()
             self._shared.offers.pop(worker.process.name, None)
             manager = self.manager
             if manager is None or manager.process.is_dead:

@@ -10,9 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchft_svc.errors import PeerError, QuorumFailed
-from torchft_svc.sim.invariants import Invariants
+from torchft_svc.sim.invariants import Invariants, must
 from torchft_svc.sim.network import Network
 from torchft_svc.sim.world import Process
+
+# Two workers of a group that wait for each other for so long will do so for ever.
+LOCKED_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,63 @@ class Sums:
         self._rings.pop(ring.key, None)
         if ring.is_broken:
             self._over.add(ring.key)
+
+
+class GroupCollective:
+    """What the workers of one group do together in each step, such as gathering their shards.
+
+    All of them have to come. One that waits here asks its manager nothing, so a fellow that waits
+    for it in the quorum at the same time waits in vain.
+    """
+
+    def __init__(self, network: Network, invariants: Invariants, group: str, size: int) -> None:
+        self._network = network
+        self._invariants = invariants
+        self._group = group
+        self._size = size
+        self._asks_since: dict[Process, float] = {}
+        self._waiting: dict[Process, tuple[Callable[[], None], Callable[[], None]]] = {}
+        self._is_broken = False
+
+    def asks(self, process: Process) -> None:
+        """A worker waits for the quorum."""
+        self._asks_since[process] = self._network.world.now
+
+    def is_answered(self, process: Process) -> None:
+        """It has the quorum, or an error."""
+        self._asks_since.pop(process, None)
+
+    def arrive(self, process: Process, done: Callable[[], None], fail: Callable[[], None]) -> None:
+        """Call ``done`` when all workers have come, ``fail`` if one has died."""
+        if self._is_broken:
+            process.after(0.0, fail)
+            return
+        self._waiting[process] = done, fail
+        if len(self._waiting) == self._size:
+            arrived, self._waiting = self._waiting, {}
+            for each, (proceed, _) in arrived.items():
+                each.after(self._network.latency(each), proceed)
+        else:
+            process.after(LOCKED_S, self._check, process, done)
+
+    def break_up(self) -> None:
+        """A worker is dead, and its connections are closed."""
+        self._is_broken = True
+        waiting, self._waiting = self._waiting, {}
+        for process, (_, fail) in waiting.items():
+            process.after(self._network.latency(process), fail)
+
+    def _check(self, process: Process, done: Callable[[], None]) -> None:
+        if self._waiting.get(process, (None,))[0] is not done:
+            return
+        now = self._network.world.now
+        for fellow, since in self._asks_since.items():
+            is_locked = now - since > LOCKED_S and not self._invariants.hangs.has_trouble(
+                self._group, since
+            )
+            what = f"{process.name} waits for {fellow.name} in a collective, that one in the quorum"
+            must(not is_locked, "I5", what)
+        process.after(LOCKED_S, self._check, process, done)
 
 
 class Ring:

@@ -83,7 +83,9 @@ class WorkerActor:
         state = self.machine.state
         self._shared.invariants.discards.began(self.process.name, state.step, self._step_of_weights)
         step = self._step = _Step(epoch=state.epoch, leaves=self.is_draining)
-        step.is_sync = state.step == 0 or self.is_draining or not self._rules.use_async_quorum
+        # One of several workers that is to end goes on as those do that have not heard of it yet.
+        ends_alone = self.is_draining and self.home.group_world_size == 1
+        step.is_sync = state.step == 0 or ends_alone or not self._rules.use_async_quorum
         request = WorkerRequest(
             group_rank=self.group_rank,
             step=state.step,
@@ -94,14 +96,29 @@ class WorkerActor:
             draining=self.is_draining,
             unhealed=state.unhealed,
             last_quorum_id=self._fellows.last_quorum_id,
+            question=state.epoch,
         )
-        self.line.call(
-            self._rules.quorum_s,
-            lambda manager, left_s, reply: manager.quorum(request, left_s, reply),
-            lambda answer: self._on_quorum(step, answer),
-        )
+        if self.home.collective is not None:
+            self.home.collective.asks(self.process)
+        self._ask(step, request, self.process.world.now + self._rules.quorum_s)
         if not step.is_sync:
             self._go_forward(step)
+
+    def _ask(self, step: _Step, request: WorkerRequest, deadline: float) -> None:
+        """The same question again, while its answer does not come because of the way."""
+
+        def heard(answer: WorkerAnswer) -> None:
+            is_gone = isinstance(answer, Unreachable) and not self.home.is_manager_over()
+            if is_gone and self.process.world.now + RETRY_S < deadline and step is self._step:
+                self.process.after(RETRY_S, self._ask, step, request, deadline)
+            else:
+                self._on_quorum(step, answer)
+
+        self.line.call(
+            max(0.001, deadline - self.process.world.now),
+            lambda manager, left_s, reply: manager.quorum(request, left_s, reply),
+            heard,
+        )
 
     def _go_forward(self, step: _Step) -> None:
         train_s = self._rules.train_s * self.process.chance.uniform(0.9, 1.1)
@@ -117,6 +134,8 @@ class WorkerActor:
     def _on_quorum(self, step: _Step, answer: WorkerAnswer) -> None:
         if step is not self._step:
             return
+        if self.home.collective is not None:
+            self.home.collective.is_answered(self.process)
         if not isinstance(answer, Part):
             assert isinstance(answer, TorchFTError)
             # A manager that is gone is mostly followed by another, which lets this group leave.
@@ -128,10 +147,12 @@ class WorkerActor:
                 self.home.worker_drained()
                 return
             self._fail(answer)
+            # Its fellows that are at a later step do not raise here, but go on to the collective.
+            is_alone = self.home.collective is not None and self._rules.use_async_quorum
+            if step.is_sync and (is_alone or isinstance(answer, RequestRefused)):
+                self._end(answer)
+                return
             if isinstance(answer, RequestRefused):
-                if step.is_sync:
-                    self._end(answer)
-                    return
                 step.refused = answer
             if step.is_sync:
                 self._shared.story.tell(self.process.name, f"no quorum: {answer}")
@@ -196,7 +217,7 @@ class WorkerActor:
             self._apply_heal(step)
             self._go_forward(step)
         elif step.is_reduced:
-            self._decide(step)
+            self._end_backward(step)
 
     def _fail(self, error: TorchFTError) -> None:
         phase = self.machine.state.phase
@@ -249,7 +270,21 @@ class WorkerActor:
         else:
             step.result = result
         if not step.is_fetching:
-            self.process.after(0.0, self._decide, step)
+            self.process.after(0.0, self._end_backward, step)
+
+    def _end_backward(self, step: _Step) -> None:
+        """In the other half of the pass the group's workers need each other."""
+        collective = self.home.collective
+        if collective is None:
+            self._decide(step)
+            return
+        if self._is_hanging(self._end_backward, step) or step is not self._step:
+            return
+        collective.arrive(
+            self.process,
+            lambda: self._decide(step),
+            lambda: self._end(QuorumFailed("a worker of this group is gone")),
+        )
 
     def _hear_error(self, error: PeerError, step: _Step) -> None:
         if not self.machine.latch(error, step.epoch):
