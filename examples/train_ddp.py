@@ -65,6 +65,7 @@ def main() -> None:
         saved = torch.load(options.checkpoint, weights_only=True)
         load_state_dict(saved["training"])
         manager.load_state_dict(saved["manager"])
+        print(f"resumed at step {manager.current_step()}", flush=True)
     optimizer = OptimizerWrapper(manager, adam)
     model = DistributedDataParallel(manager, net)
 
@@ -78,7 +79,8 @@ def main() -> None:
 
         step = manager.current_step()
         if step % 20 == 0:
-            print(f"step {step} loss {loss.item():.3f} groups {manager.num_participants()}")
+            groups = manager.num_participants()
+            print(f"step {step} loss {loss.item():.3f} groups {groups}", flush=True)
         if options.checkpoint and step % options.save_every == 0 and part == 0:
             # Written beside and moved, so that a kill never leaves half a checkpoint.
             beside = options.checkpoint.with_suffix(f".{os.getpid()}")

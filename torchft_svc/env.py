@@ -175,6 +175,14 @@ class Environment:
         return self._text("REPLICA_GROUP_ID")
 
     @property
+    def log_level(self) -> str | None:
+        """``TORCHFT_LOG``: the least that trainers and services log."""
+        text = self._text(LOG_VARIABLE)
+        if text is not None and text.lower() not in LOG_LEVELS:
+            raise ConfigError(LOG_VARIABLE, text, f"use one of {', '.join(LOG_LEVELS)}")
+        return None if text is None else text.lower()
+
+    @property
     def tls_cert_file(self) -> str | None:
         """``TORCHFT_TLS_CERT``: this party's certificate and its intermediates, a PEM file."""
         return self._protecting("TORCHFT_TLS_CERT")

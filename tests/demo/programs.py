@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,19 @@ class Program:
 
     def wait_for(self, text: str, deadline_s: float = DEADLINE_S) -> str:
         """The first line with ``text`` in it, among those already there and those to come."""
+        return self.wait_until(lambda line: text in line, text, deadline_s)
+
+    def wait_until(
+        self, holds: Callable[[str], bool], what: str, deadline_s: float = DEADLINE_S
+    ) -> str:
+        """The first line for which ``holds``, among those already there and those to come."""
         for line in self.lines:
-            if text in line:
+            if holds(line):
                 return line
         deadline = time.monotonic() + deadline_s
         while True:
-            line = self._next_line(deadline, text)
-            if text in line:
+            line = self._next_line(deadline, what)
+            if holds(line):
                 return line
 
     def _next_line(self, deadline: float, text: str) -> str:

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,6 +26,8 @@ EXAMPLE = "examples/train_ddp.py"
 SHARDED = "examples/train_hsdp.py"
 # Of a guess among all characters. What is learnt differs by the Python whose sources are read.
 UNTRAINED = math.log(128)
+# Three trainers import torch, one after the other; the example itself lasts a minute.
+FIRST_STEPS_S = 110.0
 # Six processes import torch, on few cores that may be busy with other work.
 SHARDED_S = 180.0
 
@@ -81,6 +84,48 @@ def test_a_launcher_may_start_it(environment: dict[str, str]) -> None:
     with Program([*command, EXAMPLE, "--steps", "20"], environment) as launcher:
         assert launcher.wait() == 0, launcher.lines
     assert any(line.startswith("step 20 ") for line in launcher.lines)
+
+
+def code_blocks(kind: str) -> list[str]:
+    """What the README shows as ``kind`` (empty: output), in its order."""
+    text = (ROOT / "README.md").read_text()
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [block for language, block in found if language == kind]
+
+
+def plain(line: str) -> str:
+    """A line without what differs from run to run."""
+    line = re.sub(r"^[\d-]+ [\d:,]+ ", "", line)
+    line = re.sub(r"\((its session ended|the process of .*|group rank 0 .*)\)$", "(...)", line)
+    return re.sub(r"\d+(\.\d+)?( [kM]?B)?", "N", line)
+
+
+@pytest.mark.timeout(300)
+def test_the_readmes_first_steps(tmp_path: Path) -> None:
+    """Its own text, from an empty folder: start two groups, kill one, look, start it again."""
+    program = code_blocks("python")[0].replace("< 1000:", "< 600:")  # it shows the same sooner
+    (tmp_path / "train.py").write_text(program)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start, act = (
+        "\n".join(line for line in block.splitlines() if not line.startswith("pip")).replace(
+            "29510", str(port)
+        )
+        for block in code_blocks("sh")
+        if "train.py" in block and "torchrun" not in block
+    )
+    script = f"cd {tmp_path}\n{start}\nmkfifo go; read < go\n{act}\nwait\n"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with Program(["bash", "-c", script], {"PATH": path, "REPLICA_GROUP_ID": ""}) as shell:
+        shell.wait_for("b: step", FIRST_STEPS_S)
+        shell.lines.clear()
+        (tmp_path / "go").write_text("go\n")
+        expected = code_blocks("")[0].splitlines()
+        assert len(expected) > 10
+        for line in expected:
+            wanted = plain(line)
+            shell.wait_until(lambda seen: wanted in plain(seen), line, FIRST_STEPS_S)  # noqa: B023
 
 
 def readme_commands(script: str) -> tuple[dict[str, str], list[tuple[dict[str, str], list[str]]]]:

@@ -178,7 +178,7 @@ def _start_manager(
     keeper = ManagerKeeper(config, timeouts.connect_s, publish)
     first = keeper.address
     assert first is not None, "it has just been started"
-    log.info("manager of %s at %s, process %d", options.replica_name, first, keeper.pid)
+    log.debug("manager of %s at %s, process %d", options.replica_name, first, keeper.pid)
     kept = Whereabouts(lambda: keeper.address, RESTART_PATIENCE_S)
     return GroupServices(first, kept, options.replica_name, keeper.close)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,7 +17,6 @@ _EXTRA_TIMEOUT = timedelta(seconds=5)
 # A source that dies, or is frozen, is out of the quorum long before the timeout: look after so long
 # for the first time, and then ever later, since a busy machine may need longer to answer.
 _FIRST_LOOK_S = 1.0
-log = logging.getLogger(__name__)
 
 
 def fetch_state(
@@ -56,12 +54,6 @@ def fetch_state(
                 limit_s *= 2
 
     metadata = look_up(quorum.recover_src_manager_address, timeout)
-    log.info(
-        "healing to step %d from replica rank %d at %s",
-        quorum.max_step,
-        quorum.recover_src_replica_rank,
-        metadata,
-    )
     source = quorum.recover_src_replica_rank
     if not (transport.can_stripe and quorum.recover_extra_src_manager_addresses):
         return transport.recv_checkpoint(source, metadata, quorum.max_step, timeout)

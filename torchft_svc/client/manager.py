@@ -404,6 +404,9 @@ class Manager:
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave the quorum and end everything that was started; may be called twice."""
+        if not self._runtime.closed:
+            level = logging.INFO if self._rules.place.leads else logging.DEBUG
+            log.log(level, "leaves after step %d", self.current_step())
         self._finalizer.detach()
         self._runtime.close(wait)
 

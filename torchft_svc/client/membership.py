@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.coordination import QuorumResult
+from torchft_svc.core.names import stable_name
 from torchft_svc.errors import QuorumFailed
 
 # Only losses that are newer than the quorum matter, and these are few.
 _MAX_LOSSES = 256
+# A line in a log is read by people.
+_MAX_NAMES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,10 @@ class _Loss:
     def __str__(self) -> str:
         return f"{self.replica_id} is out: {self.reason}"
 
+    def told(self) -> str:
+        """For people."""
+        return f"lost group {stable_name(self.replica_id)}: {self.reason}"
+
 
 class Membership:
     """The quorum that ``pg`` was last built for, and who of it is gone since."""
@@ -38,6 +45,7 @@ class Membership:
     def __init__(self, pg: ProcessGroup) -> None:
         self.quorum: QuorumResult | None = None
         self._pg = pg
+        self._reasons: dict[str, str] = {}  # why groups are gone that no quorum has left out yet
         self._losses: deque[_Loss] = deque(maxlen=_MAX_LOSSES)
         self._newcomers: frozenset[str] = frozenset()  # replaced as a whole, for other threads
 
@@ -64,6 +72,8 @@ class Membership:
         """A member of quorum ``quorum_id`` is gone; to be called on any thread."""
         loss = _Loss(replica_id, reason, quorum_id)
         self._losses.append(loss)
+        if len(self._reasons) < _MAX_LOSSES:
+            self._reasons[replica_id] = reason
         quorum = self.quorum
         if quorum is not None and loss.concerns(quorum):
             self._pg.lose_member(quorum.quorum_id, str(loss))
@@ -84,6 +94,57 @@ class Membership:
             if loss.concerns(quorum):
                 raise QuorumFailed(str(loss))
 
+    def lost(self) -> str:
+        """For people, who of the present quorum is gone and why; empty: nobody, as far as known."""
+        quorum = self.quorum
+        if quorum is None:
+            return ""
+        losses = {loss.replica_id: loss for loss in list(self._losses) if loss.concerns(quorum)}
+        return _listed([loss.told() for loss in losses.values()], "; ")
+
+    def enter(self, quorum: QuorumResult) -> str:
+        """This is the quorum from now on, to whose members losses are told to the process group.
+
+        Returns, for people, who trains in it, and who of them is new or gone since the last one;
+        empty: the same groups as before.
+        """
+        last, self.quorum = self.quorum, quorum
+        reasons, self._reasons = self._reasons, {}
+        return _change(last, quorum, reasons)
+
     def fits(self, quorum: QuorumResult) -> bool:
         """Whether the process group has the members of ``quorum`` already."""
         return self.quorum is not None and self.quorum.quorum_id == quorum.quorum_id
+
+
+def _change(last: QuorumResult | None, quorum: QuorumResult, reasons: dict[str, str]) -> str:
+    before = [] if last is None else last.replica_ids
+    came = [each for each in quorum.replica_ids if each not in set(before)]
+    went = [each for each in before if each not in set(quorum.replica_ids)]
+    if last is not None and not came and not went:
+        return ""
+    num = quorum.replica_world_size
+    members = ": ".join(filter(None, (f"{num} group{'s'[: num > 1]}", _names(quorum.replica_ids))))
+    again = {stable_name(each) for each in came} & {stable_name(each) for each in went}
+    news = {
+        "new": [stable_name(each) for each in came if stable_name(each) not in again],
+        "restarted": [stable_name(each) for each in came if stable_name(each) in again],
+        "gone": [_gone(each, reasons) for each in went if stable_name(each) not in again],
+    }
+    told = [f"{what}: {_listed(who, ', ')}" for what, who in news.items() if who and last]
+    return "; ".join([members, *told])
+
+
+def _gone(replica_id: str, reasons: dict[str, str]) -> str:
+    reason = reasons.get(replica_id)
+    return stable_name(replica_id) + (f" ({reason})" if reason else "")
+
+
+def _names(replica_ids: list[str]) -> str:
+    return _listed([stable_name(each) for each in replica_ids], ", ")
+
+
+def _listed(words: list[str], separator: str) -> str:
+    left_out = len(words) - _MAX_NAMES
+    more = [f"and {left_out} more"] if left_out > 0 else []
+    return separator.join([*words[:_MAX_NAMES], *more])

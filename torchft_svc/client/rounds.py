@@ -20,9 +20,10 @@ from torchft_svc.client.draining import Draining
 from torchft_svc.client.heal import fetch_state
 from torchft_svc.client.membership import Membership
 from torchft_svc.client.process_groups.base import ProcessGroup
-from torchft_svc.client.state import StateRegistry
+from torchft_svc.client.state import StateRegistry, readable_size
 from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.coordination import ManagerClient, QuorumResult
+from torchft_svc.core.names import stable_name
 from torchft_svc.core.step import Phase, Standing, StepMachine, StepState, participation
 from torchft_svc.errors import (
     ConfigError,
@@ -134,6 +135,7 @@ class Round:
         self.error: Exception | None = None
         self.quorum: QuorumResult | None = None
         self.state: dict[str, Any] | None = None
+        self.healed_from = ""  # for people: from whom, how much, how long
         self._leaves_for: str | None = None  # why this worker has to end, if it has said so
 
     @property
@@ -220,7 +222,7 @@ class Round:
             contributes = machine.state.participation.participating_rank is not None
         if isinstance(error, GroupLeft):
             return
-        log.warning("step %d cannot be committed: %s", self._step.state.step, error)
+        log.debug("step %d cannot be committed", self._step.state.step, exc_info=error)
         missed = self.error is not None and self._membership.quorum is not None
         if contributes or missed:
             # Others count on this group's gradients, or may do so in the quorum that it has missed:
@@ -281,7 +283,7 @@ class Round:
         # The manager takes a worker that has its quorum for one that trains. It still waits for
         # others; who waits for a store that does not answer has not hung itself.
         self._step.on_phase(Phase.QUORUM, self._step.state.step)
-        self._membership.quorum = quorum  # from here on losses are told to the process group
+        self._tell_members(quorum, self._membership.enter(quorum))
         try:
             self._membership.check_losses(quorum)
             self._links.pg.configure(
@@ -294,16 +296,20 @@ class Round:
                 group_world_size=self._rules.place.group_world_size,
             )
         except (TorchFTError, RuntimeError) as error:
-            log.warning("quorum %d: %s", quorum.quorum_id, error)
+            log.debug("quorum %d cannot be met", quorum.quorum_id, exc_info=error)
             return error
-        log.info(
-            "quorum %d: replica rank %d of %d, max_step %d",
-            quorum.quorum_id,
-            quorum.replica_rank,
-            quorum.replica_world_size,
-            quorum.max_step,
-        )
         return None
+
+    def _tell_members(self, quorum: QuorumResult, change: str) -> None:
+        """What all workers of a group would say is said by the first one."""
+        level = logging.INFO if change and self._rules.place.leads else logging.DEBUG
+        log.log(
+            level,
+            "quorum %d from step %d: %s",
+            quorum.quorum_id,
+            quorum.max_step,
+            change or "the same groups connect again",
+        )
 
     def _participation(self, quorum: QuorumResult) -> Any:
         spares = self._rules.mode is WorldSizeMode.FIXED_WITH_SPARES
@@ -335,6 +341,9 @@ class Round:
             with self._step.changing() as machine:
                 machine.check_whole()
             mine = self._links.registry.collect(counters, timeout_s)
+            log.debug("state of step %d for %s, part for %s", quorum.max_step, receivers, extras)
+            for name in [_name_of(quorum, rank) for rank in receivers]:
+                log.info("%s heals to step %d from this group", name, quorum.max_step)
             timeout = timedelta(seconds=timeout_s)
             if extras:
                 transport.send_striped(receivers, extras, quorum.max_step, mine, timeout)
@@ -347,6 +356,9 @@ class Round:
     def _fetch(self, quorum: QuorumResult) -> None:
         group_rank = self._rules.place.group_rank
         timeout_s = self._rules.timeouts.collective_s
+        source = _source_of(quorum)
+        log.info("healing to step %d from %s", quorum.max_step, source)
+        began_at = time.monotonic()
         state = fetch_state(
             self._links.transport,
             quorum,
@@ -355,7 +367,25 @@ class Round:
             self._links.client.security,
             lambda: self._membership.check_losses(quorum),
         )
+        took_s = time.monotonic() - began_at
         self._links.registry.check(state, quorum.recover_src_manager_address)
         self.state = state
+        self.healed_from = f"{source}: {readable_size(state)} in {took_s:.2f} s"
         with self._step.changing() as machine:
             machine.receive_state()
+
+
+def _source_of(quorum: QuorumResult) -> str:
+    """For people, from whom a group heals."""
+    rank = quorum.recover_src_replica_rank
+    assert rank is not None
+    name, num_extras = _name_of(quorum, rank), len(quorum.recover_extra_src_manager_addresses)
+    extras = f" and {num_extras} more" if num_extras else ""
+    return name + extras
+
+
+def _name_of(quorum: QuorumResult, replica_rank: int) -> str:
+    """An older manager does not tell the groups' names."""
+    if replica_rank < len(quorum.replica_ids):
+        return f"group {stable_name(quorum.replica_ids[replica_rank])}"
+    return f"replica rank {replica_rank}"

@@ -15,7 +15,7 @@ from torchft_svc.client.background import BackgroundThread
 from torchft_svc.client.bootstrap import GroupServices, GroupStore, open_services, open_store
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
-from torchft_svc.client.config import ServiceOptions
+from torchft_svc.client.config import GroupPlace, ServiceOptions
 from torchft_svc.client.deadlines import Timer
 from torchft_svc.client.draining import Draining, TermSignal
 from torchft_svc.client.ending import LAST_WORDS_S, end_now, failure
@@ -25,6 +25,7 @@ from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
 from torchft_svc.client.process_groups.recorder import FlightRecorder
 from torchft_svc.client.rounds import Links, RoundRules
 from torchft_svc.client.state import StateRegistry
+from torchft_svc.client.trainer_log import speak_on_stderr
 from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.coordination import Listeners, ManagerClient
 from torchft_svc.env import Environment
@@ -107,6 +108,7 @@ def start_runtime(
     brought: Brought,
 ) -> Runtime:
     """Start what is missing; what was started is stopped again if a later part fails."""
+    _begin_log(rules.place, options, environment)
     timeouts = rules.timeouts
     timeout = timedelta(seconds=timeouts.collective_s)
     with contextlib.ExitStack() as undo:
@@ -160,6 +162,13 @@ def start_runtime(
         )
         undo.pop_all()
     return runtime
+
+
+def _begin_log(place: GroupPlace, options: ServiceOptions, environment: Environment) -> None:
+    worker = f"/{place.group_rank}" if place.group_world_size > 1 else ""
+    speak_on_stderr(environment.log_level or "info", f"{options.replica_name}{worker}")
+    level = logging.INFO if place.leads else logging.DEBUG
+    log.log(level, "joins job %s at %s", options.job_id, options.lighthouse_address)
 
 
 def _open_recorder(options: ServiceOptions) -> FlightRecorder | None:

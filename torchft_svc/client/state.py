@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from torchft_svc.client.shards import put_together, take_apart
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, TornState
 
@@ -170,6 +172,27 @@ class StateRegistry:
                 piece.load(pieces[key])
             except Exception as error:
                 raise TornState(_SOURCE, f"{key!r} cannot be loaded: {error!r}") from error
+
+
+def readable_size(state: Any) -> str:
+    """For people, how large a fetched state's tensors are."""
+    size = float(sum(each.nbytes for each in _tensors(state)))
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3f} GB"
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
 
 
 def _names(keys: set[str]) -> str:

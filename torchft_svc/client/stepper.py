@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import weakref
 
 import torch
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 # How long a wait goes on before abandoned process groups are looked at.
 _LOOK_S = 0.05
+# How gloo begins: with the file of its own that noticed.
+_GLOO = re.compile(r"\[[^\]]*gloo[^\]]*\]")
 _TRAINING = (Phase.TRAINING, Phase.HEALING)
 _BETWEEN_STEPS = (Phase.IDLE, Phase.APPLYING)
 
@@ -121,7 +124,11 @@ class Stepper:
 
         Others may wait for sums that will not come, and this worker for them to ask again.
         """
-        if self.state.phase in _TRAINING and self._links.pg.errored() is None:
+        state = self.state
+        if state.phase not in _TRAINING:
+            return
+        self._tell_discarded(state, "the program began another one")
+        if self._links.pg.errored() is None:
             self._links.leave_members(QuorumFailed("the step was given up"))
 
     def _ends_alone(self) -> bool:
@@ -247,8 +254,10 @@ class Stepper:
         self._protect_state()
         with self._step.changing() as machine:
             vote = machine.begin_vote()
-        client, place = self._links.client, self._rules.place
-        committed = ask_decision(client, place, self.state.step, vote, timeout_s)
+        client, place, state = self._links.client, self._rules.place, self.state
+        committed = ask_decision(client, place, state.step, vote, timeout_s)
+        if not committed:
+            self._tell_discarded(state, self._why_not(vote))
         with self._step.changing() as machine:
             machine.decide(committed)
         if committed:
@@ -267,11 +276,25 @@ class Stepper:
             if not machine.latch(error, epoch):
                 return
             state = machine.state
-        if first:
-            log.warning("step %d cannot be committed: %s", state.step, error)
+        if first:  # it is told in the words of people when the step is over
+            log.debug("step %d cannot be committed", state.step, exc_info=error)
         if state.participation.participating_rank is not None and state.phase in _TRAINING:
             # Others count on this group's gradients: they must learn now that none will come.
             self._links.leave_members(error)
+
+    def _why_not(self, vote: bool) -> str:
+        """Why a step without an error is not committed."""
+        if vote:
+            return "another worker of this group cannot commit it"
+        num = self.state.participation.num_participants
+        return f"{num} of at least {self._rules.min_replica_size} groups contribute to it"
+
+    def _tell_discarded(self, state: StepState, otherwise: str) -> None:
+        """One line for people: which group was lost, if one was; what gloo says of that is none."""
+        reason = self._membership.lost() or str(state.error or "") or otherwise
+        if _GLOO.match(reason):
+            reason = "the connection to another group has ended"
+        log.warning("step %d is discarded: %s", state.step, reason)
 
     def _tell_wait(self, waits: bool) -> None:
         """Who waits for the others' gradients has not hung itself."""
@@ -361,6 +384,7 @@ class Stepper:
             self._links.registry.load(state)
             with self._step.changing() as machine:
                 machine.apply_heal(state[MANAGER_KEY]["batches_committed"])
+            log.info("healed to step %d from %s", self.state.step, round_.healed_from)
         except Exception as error:
             log.exception("the healed state cannot be put in place")
             self._fail_heal(error)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from torchft_svc.env import for_child
+from torchft_svc.env import Environment, for_child
 from torchft_svc.errors import DeadlineExceeded, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.life import LifeSigns
@@ -101,6 +101,10 @@ def _spawn(config: ManagerConfig, signs: int) -> subprocess.Popen[bytes]:
 
 
 def _command(config: ManagerConfig, signs: int) -> list[str]:
+    # What it says at "info", the trainer says as well.
+    log_level = Environment().log_level
+    if log_level in (None, "info"):
+        log_level = "warning"
     flags = {
         "lighthouse": config.lighthouse_address,
         "replica-name": config.replica_name,
@@ -115,7 +119,7 @@ def _command(config: ManagerConfig, signs: int) -> list[str]:
         "min-replicas": config.min_replicas,
         "owner-pid": os.getpid(),
         "life-descriptor": signs,
-        "log-level": "warning",
+        "log-level": log_level,
     }
     told = [f"--{name}={value}" for name, value in flags.items() if value is not None]
     return [sys.executable, "-m", "torchft_svc.manager_server", *told]

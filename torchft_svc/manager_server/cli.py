@@ -136,6 +136,7 @@ def main(
         lambda stop: _serve(config, stop, life_descriptor),
         log_level,
         has_owner=owner_pid is not None,
+        who=f"{replica_name} manager",
     )
 
 

@@ -18,7 +18,7 @@ from torchft_svc.core.durations import MAX_DURATION_MS, MAX_DURATION_S
 from torchft_svc.env import LOG_LEVELS, LOG_VARIABLE, Environment
 from torchft_svc.errors import UsageError
 from torchft_svc.rpc.address import HostPort, parse_address, split_addresses
-from torchft_svc.rpc.log_limit import LimitedLog
+from torchft_svc.rpc.log_limit import LimitedLog, level_number, line_formatter
 from torchft_svc.rpc.security import resolve_security
 from torchft_svc.rpc.upkeep import UPKEEP
 
@@ -140,17 +140,18 @@ def run(
     log_level: str,
     *,
     has_owner: bool = False,
+    who: str = "",
 ) -> None:
     """Run ``service`` until it returns its exit status; SIGTERM and SIGINT set its event.
+
+    ``who``: how its lines in the log name it (default: by their modules).
 
     With an owner only `STOP_SIGNAL` does, and the others are ignored: terminals and init systems
     send them to a trainer's children too, and it is the trainer that decides when they stop.
     """
-    logging.basicConfig(
-        level=logging.CRITICAL + 1 if log_level == "off" else log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        handlers=[LimitedLog()],
-    )
+    handler = LimitedLog()
+    handler.setFormatter(line_formatter(who))
+    logging.basicConfig(level=level_number(log_level), handlers=[handler])
     UPKEEP.switch_on()
     _allow_descriptors()
     try:

@@ -1,4 +1,4 @@
-"""Keeps a service's log short: of lines that say the same of ever new peers, only the first ones.
+"""How lines of a log look; and of lines that say the same of ever new peers, only the first ones.
 
 A kind of line is its logger and its text before the arguments are filled in. What was left out is
 counted, and told before the next line that is written after the window, or at the end.
@@ -15,6 +15,27 @@ MAX_LINES, WINDOW_S = 20, 10.0
 # More than this package has; what a library invents beyond counts as one kind.
 MAX_KINDS = 200
 _OTHERS = "lines of other kinds"
+# What peers say of themselves gets into lines: it must not end one, or take over a terminal.
+_ESCAPED = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160))}
+
+
+class LineFormatter(logging.Formatter):
+    """One line for a record (and its traceback below); control characters are escaped."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - as logging calls it
+        record.message = record.message.translate(_ESCAPED)
+        return super().formatMessage(record)
+
+
+def line_formatter(who: str = "") -> logging.Formatter:
+    """Time, level, who speaks (the module, or ``who`` by name), and what."""
+    speaker = f"torchft_svc[{who.replace('%', '%%')}]" if who else "%(name)s"
+    return LineFormatter(f"%(asctime)s %(levelname)s {speaker} %(message)s")
+
+
+def level_number(name: str) -> int:
+    """Of ``debug``, ``info``, ``warning``, ``error``, or ``off``, which is above all."""
+    return logging.CRITICAL + 1 if name == "off" else int(getattr(logging, name.upper()))
 
 
 @dataclass(slots=True)

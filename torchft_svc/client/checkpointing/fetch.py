@@ -80,7 +80,7 @@ class Fetch:
         finally:
             self._end()
         state = plan.rebuild(memory, address)
-        log.info(
+        log.debug(
             "received step %d: %.3f GB in %.3f s, chunks by source: %s",
             self._order.step,
             plan.size / 1e9,

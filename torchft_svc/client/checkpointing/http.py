@@ -128,7 +128,7 @@ class HTTPTransport(CheckpointTransport[T]):
             chunk_bytes=chunk_bytes,
             patience_s=self._timeout_s if timeout is None else _seconds(timeout),
         )
-        log.info("offering step %d (%d bytes) to %s, a part to %s", step, size, dst_ranks, extras)
+        log.debug("offering step %d (%d bytes) to %s, a part to %s", step, size, dst_ranks, extras)
         self._server.offer(ServedState(offer, described.description, described.memory))
 
     def disallow_checkpoint(self) -> None:
@@ -177,7 +177,7 @@ class HTTPTransport(CheckpointTransport[T]):
             if self._is_shut_down:
                 raise ConfigError("transport", "shut down", "a transport is used after shutdown()")
             self._fetches.add(fetch)
-        log.info("fetching step %d from group %d and %d more", step, src_rank, len(extras))
+        log.debug("fetching step %d from group %d and %d more", step, src_rank, len(extras))
         try:
             return cast(T, fetch.run())
         finally:

@@ -189,7 +189,14 @@ def _split(url: str) -> tuple[str, str, int, str]:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise AddressError(url, f"is not a checkpoint address: {error}") from error
+        raise AddressError(_without_secret(url), f"is not a checkpoint address: {error}") from None
     if parts.scheme not in _ONE_SIDED or not host or not port or not url.isascii() or " " in url:
-        raise AddressError(url, "is not a checkpoint address, such as http://host:1234/secret")
+        reason = "is not a checkpoint address, such as http://host:1234/secret"
+        raise AddressError(_without_secret(url), reason)
     return parts.scheme, host, port, parts.path.rstrip("/")
+
+
+def _without_secret(url: str) -> str:
+    """For messages: who knows all of it may read the state."""
+    scheme, separator, rest = url.rpartition("://")
+    return f"{scheme}{separator}{rest.partition('/')[0]}/..."

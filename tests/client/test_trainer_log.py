@@ -1,0 +1,151 @@
+"""Tests what trainers say on stderr, and that a program's own logging configuration wins."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+import traceback
+
+import pytest
+from running import environment, lighthouse_process
+from warm import Warm
+
+from torchft_svc.client.checkpointing.source import Source
+from torchft_svc.errors import AddressError
+from torchft_svc.rpc.log_limit import line_formatter
+from torchft_svc.rpc.security import PLAIN
+
+from .training import in_step, lighthouse, together, trainers
+
+pytestmark = pytest.mark.processes
+
+# A manager that leads a group of one; what the program says of logging comes before or after.
+PROGRAM = """
+import logging, sys, torch
+{before}
+from torchft_svc import Manager
+where = {{"lighthouse_addr": {address!r}, "replica_id": "a"}}
+manager = Manager(state_dict=dict, load_state_dict=print, **where)
+{after}
+manager.start_quorum()
+manager.allreduce(torch.ones(1)).wait()
+manager.should_commit()
+manager.shutdown()
+"""
+JOINS, QUORUM, LEAVES = (
+    "joins job default",
+    "quorum N from step 0: 1 group: a",
+    "leaves after step 1",
+)
+FORMAT = 'format="mine %(levelname)s %(message)s"'
+
+
+def said(lines: str, start: str = r"[\d-]+ [\d:,]+ INFO torchft_svc\[a\] ") -> list[str]:
+    """The lines that begin with ``start``, without what differs from run to run."""
+    found = [line for line in lines.splitlines() if re.match(start, line)]
+    plain = [re.sub(r"quorum \d+", "quorum N", re.sub(start, "", line)) for line in found]
+    return [re.sub(" at 127.*", "", line) for line in plain]
+
+
+def errors_of(tmp_path: object, before: str = "", after: str = "", **variables: str) -> str:
+    """What the program writes to stderr."""
+    with lighthouse_process() as lighthouse:
+        program = PROGRAM.format(before=before, after=after, address=lighthouse.address)
+        file = f"{tmp_path}/program.py"
+        with open(file, "w") as out:
+            out.write(program)
+        command = [sys.executable, file]
+        with Warm(
+            command, env=environment(**variables), stderr=subprocess.PIPE, text=True
+        ) as process:
+            errors: str = process.stderr.read()
+            assert process.wait() == 0, errors
+            return errors
+
+
+def test_a_trainer_speaks_without_configuration(tmp_path: object) -> None:
+    errors = errors_of(tmp_path)
+    assert said(errors) == [JOINS, QUORUM, LEAVES]
+    assert len(errors.splitlines()) == 3, errors
+
+
+@pytest.mark.parametrize("level", ["warning", "off"])
+def test_the_environment_names_the_level(tmp_path: object, level: str) -> None:
+    assert errors_of(tmp_path, TORCHFT_LOG=level) == ""
+
+
+def test_at_debug_there_is_more(tmp_path: object) -> None:
+    errors = errors_of(tmp_path, TORCHFT_LOG="debug")
+    assert said(errors) == [JOINS, QUORUM, LEAVES]
+    assert " DEBUG torchft_svc[a] " in errors
+    assert " INFO torchft_svc[a manager] " in errors  # of its own process
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("level", ["INFO", "WARNING"])
+def test_the_programs_own_configuration_wins(tmp_path: object, where: str, level: str) -> None:
+    own = f"logging.basicConfig(level=logging.{level}, {FORMAT})"
+    errors = errors_of(tmp_path, **{where: own})
+    expected = [QUORUM, LEAVES] if where == "after" else [JOINS, QUORUM, LEAVES]
+    assert said(errors, "mine INFO ") == (expected if level == "INFO" else [])
+    assert len(said(errors)) == (where == "after"), "a line came twice, or against its level"
+
+
+def test_a_handler_for_this_package_wins(tmp_path: object) -> None:
+    own = 'log = logging.getLogger("torchft_svc"); log.addHandler(logging.NullHandler())'
+    assert errors_of(tmp_path, before=own) == ""
+
+
+def test_importing_configures_nothing() -> None:
+    script = (
+        "import logging, torchft_svc.client; log = logging.getLogger('torchft_svc');"
+        "assert not log.handlers and not logging.root.handlers and log.propagate and not log.level"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment())
+
+
+def test_a_line_stays_one_line() -> None:
+    text = "a\nb\x1b[31m\x9b"
+    record = logging.LogRecord("torchft_svc.x", logging.INFO, "", 0, text, (), None)
+    line = line_formatter("50%").format(record)
+    assert line.endswith(" INFO torchft_svc[50%] a\\nb\\x1b[31m\\x9b")
+
+
+def test_heals_quorums_and_lost_groups_are_told_without_secrets(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "torchft_svc")
+    with lighthouse() as address, trainers(address, 2) as (a, b):
+        in_step(2, a, b)
+
+        def leave() -> None:
+            b.optimizer.zero_grad()
+            b.manager.wait_quorum()
+            b.manager.shutdown()
+
+        committed, _ = together(a.step, leave)
+        assert not committed
+        a.until(3)
+        secrets = [each.manager._runtime.links.transport._server.secret for each in (a, b)]
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
+    for pattern in (
+        r"quorum \d+ from step \d: 2 groups: a, b",
+        r"healing to step \d from group [ab]",
+        r"healed to step \d from group [ab]: [\d.]+ k?B in \d\.\d\d s",
+        r"group [ab] heals to step \d from this group",
+        r"step \d is discarded: lost group b: .*",
+        r"quorum \d+ from step \d: 1 group: a; gone: b \(.*\)",
+        r"leaves after step \d",
+    ):
+        assert any(re.fullmatch(pattern, line) for line in told), (pattern, told)
+    assert "gloo" not in "".join(told)
+    assert not any(secret in caplog.text for secret in secrets)
+
+
+@pytest.mark.parametrize("url", ["http://host:99999/S3CRET/x", "host:1/S3CRET", "ftp://h:1/S3CRET"])
+def test_no_error_shows_the_secret_of_a_source(url: str) -> None:
+    with pytest.raises(AddressError) as caught:
+        Source(url, 1.0, PLAIN)
+    assert "S3CRET" not in "".join(traceback.format_exception(caught.value))
