@@ -6,11 +6,13 @@ model is wrapped and never follows what a backward pass happens to do first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
+from torchft_svc.core.group import DIGEST_LENGTH
 from torchft_svc.errors import ConfigError
 
 # The first sum is to start early, while most of the backward pass is still ahead.
@@ -60,6 +62,29 @@ class Bucket:
                 parameter.grad.copy_(view)
 
 
+def describe_tensors(parts: Sequence[Sequence[torch.Tensor]]) -> str:
+    """What is summed, part by part, for people, and a digest of how: see `Reducing.layout`."""
+    tensors = [tensor for part in parts for tensor in part]
+    places = [[_place(tensor) for tensor in part] for part in parts]
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+    num_turned = sum(not tensor.is_contiguous() for tensor in tensors)
+    turned = f", {num_turned} not contiguous" if num_turned else ""
+    digest = hashlib.sha256(repr(places).encode()).hexdigest()[:DIGEST_LENGTH]
+    num_elements = sum(tensor.numel() for tensor in tensors)
+    return (
+        f"{len(tensors)} parameters with {num_elements} elements of {', '.join(dtypes)}{turned}, "
+        f"in {len(parts)} parts, digest {digest}"
+    )
+
+
+def _place(tensor: torch.Tensor) -> tuple[str, list[int], list[int]]:
+    """The stride of a dimension of one element has no meaning, and may be any."""
+    sizes = list(tensor.size())
+    strides = tensor.stride() if _is_dense(tensor) else torch.empty(sizes, device="meta").stride()
+    pairs = zip(sizes, strides, strict=True)
+    return str(tensor.dtype), sizes, [0 if size == 1 else step for size, step in pairs]
+
+
 def plan_buckets(
     parameters: Iterable[nn.Parameter], capacity_mb: float, first_bytes: int = FIRST_BUCKET_BYTES
 ) -> list[Bucket]:
@@ -105,9 +130,13 @@ def _allocate(parameters: list[nn.Parameter]) -> tuple[torch.Tensor, list[torch.
 
 def _view(memory: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
     """In the parameter's own memory layout where that is dense, as autograd's gradients are."""
-    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+    if _is_dense(parameter):
         return memory.as_strided(parameter.size(), parameter.stride(), offset)
     return memory[offset : offset + parameter.numel()].view(parameter.size())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torchft_svc.client.buckets import describe_tensors
 from torchft_svc.errors import ConfigError, RequestRefused
 
 if TYPE_CHECKING:
@@ -45,14 +46,30 @@ def replicate_across_groups(manager: Manager, model: nn.Module) -> None:
                 name, "outside of FSDP", "nobody would average it: shard the module it belongs to"
             )
 
-    def average(reduced: torch.Tensor) -> None:
-        manager.allreduce(reduced).wait()
-
+    sums = _ShardedSums(manager, groups)
+    manager.register_reducer(sums)
     trainer = threading.current_thread()
     for group in groups:
-        group._all_reduce_hook = average
+        group._all_reduce_hook = sums.average
     for module in _fsdp_modules(model):
         module.register_state_dict_pre_hook(_guard(trainer))  # type: ignore[attr-defined]
+
+
+class _ShardedSums:
+    """The sums of FSDP's parameter ``groups``, which keep it alive."""
+
+    def __init__(self, manager: Manager, groups: list[Any]) -> None:
+        self._manager = manager
+        shards = [[_local(param.sharded_param) for param in group.fsdp_params] for group in groups]
+        self.layout = f"sharded in {len(groups)} groups: {describe_tensors(shards)}"
+
+    def average(self, reduced: torch.Tensor) -> None:
+        """FSDP's hook: average ``reduced`` in place."""
+        self._manager.allreduce(reduced).wait()
+
+    def settle(self) -> Exception | None:
+        """See `Reducing.settle`; here a pass is not open longer than each of its sums."""
+        return None
 
 
 def sharded_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
@@ -141,6 +158,11 @@ def _param_groups(module: FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch before 2.12
+
+
+def _local(sharded: Any) -> torch.Tensor:
+    local: torch.Tensor = getattr(sharded, "_local_tensor", sharded)
+    return local
 
 
 def _places(param: Any) -> list[tuple[nn.Module, str]]:

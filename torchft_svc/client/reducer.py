@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from torchft_svc.client.buckets import Bucket
+from torchft_svc.client.buckets import Bucket, describe_tensors
 from torchft_svc.client.collectives import NO_GRAPH, unfinished_pass
 from torchft_svc.client.reduction import Reduction
 from torchft_svc.errors import ConfigError
@@ -39,6 +39,7 @@ class Reducer:
         self._manager = manager
         self._buckets = buckets
         self._hands_out = hands_out
+        self.layout = describe_tensors([bucket.parameters for bucket in buckets])
         self.enabled = True
         self._active = False
         self._failed = False

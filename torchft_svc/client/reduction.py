@@ -17,7 +17,13 @@ from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
 
 
 class Reducing(Protocol):
-    """Sums gradients in a step's backward pass; a manager knows all that sum with it."""
+    """Sums gradients in a step's backward pass; a manager knows all that sum with it.
+
+    ``layout``: what it sums and how, for people, and a digest of all of it, printable and as short
+    as a sentence. A group in which it is another one is refused. Empty: nothing is compared.
+    """
+
+    layout: str
 
     def settle(self) -> Exception | None:
         """The step ends: give up a backward pass that was not finished, and tell if there was one.

@@ -102,6 +102,17 @@ class RoundRules:
     use_async_quorum: bool
     init_sync: bool
 
+    def common(self) -> str:
+        """The settings that decide who contributes, and so have to be the same in all groups."""
+        spares = self.mode is WorldSizeMode.FIXED_WITH_SPARES
+        named = {
+            "world_size_mode": self.mode.name,
+            **({"min_replica_size": self.min_replica_size} if spares else {}),
+            "use_async_quorum": self.use_async_quorum,
+            "init_sync": self.init_sync,
+        }
+        return ", ".join(f"{name}={value}" for name, value in named.items())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRequest:
@@ -110,6 +121,7 @@ class RoundRequest:
     allow_heal: bool
     shrink_only: bool
     timeout_s: float
+    layout: str = ""  # what this worker sums, see `Reducing`; empty: not known
 
 
 class Round:
@@ -272,6 +284,7 @@ class Round:
             draining=self._leaves_for is not None,
             unhealed=state.unhealed,
             question=state.epoch,
+            layout=self._request.layout,
         )
 
     def _meet(self, quorum: QuorumResult) -> Exception | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 import weakref
@@ -24,6 +25,7 @@ from torchft_svc.client.rounds import (
 from torchft_svc.client.state import MANAGER_KEY
 from torchft_svc.client.vote import ask_decision
 from torchft_svc.core.step import Phase, StepState
+from torchft_svc.core.types import MAX_LAYOUT_LENGTH
 from torchft_svc.errors import QuorumFailed, RequestRefused, TornState, Unauthorized
 
 log = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class Stepper:
         for reducer in self.reducers():  # what they left unfinished ends with its step
             reducer.settle()
         self._give_up()
+        request = dataclasses.replace(request, layout=self._layout())
         round_ = Round(self._links, self._rules, self._step, self._membership, request)
         task = Task(round_.run)
         try:
@@ -188,6 +191,11 @@ class Stepper:
         living = [(ref, reducer) for ref in self._reducers if (reducer := ref()) is not None]
         self._reducers = [ref for ref, _ in living]
         return [reducer for _, reducer in living]
+
+    def _layout(self) -> str:
+        """What must be the same in all groups; empty: it is not known what is summed here."""
+        layouts = [reducer.layout for reducer in self.reducers()]
+        return "; ".join([*layouts, self._rules.common()])[:MAX_LAYOUT_LENGTH] if layouts else ""
 
     def is_fresh(self) -> bool:
         """See `Manager.has_fresh_step`."""

@@ -117,6 +117,7 @@ class ManagerClient(Client):
         draining: bool = False,
         unhealed: bool = False,
         question: int = 0,
+        layout: str = "",
     ) -> QuorumResult:
         """Wait until every worker of the group has asked and there is a quorum.
 
@@ -127,12 +128,15 @@ class ManagerClient(Client):
         ``question``: the number of this question among those of this worker, from 1; the same when
         it is repeated because the answer was lost. A barrier that failed before this worker came to
         it then fails for it, too (0: it waits for the next one).
+        ``layout``: what this worker sums and how, which must be the same in all groups (empty: not
+        told).
 
         Raises:
             GroupLeft: the group was drained, there will be no quorum any more.
             QuorumFailed: there is no quorum in this round, with the reason.
             DeadlineExceeded: none within ``timeout``; the error says what was waited for.
-            RequestRefused: wrong rank, or the workers of the group are at different steps.
+            RequestRefused: wrong rank, the workers of the group are at different steps, or the
+                group is not like the others of its job.
         """
         request = pb.ManagerQuorumRequest(
             rank=group_rank,
@@ -146,6 +150,7 @@ class ManagerClient(Client):
             unhealed=unhealed,
             last_quorum_id=self._last_quorum_id,
             question=question,
+            layout=layout,
         )
         answer = self._ask_quorum(request, timeout)
         if not answer.store_address:
@@ -153,27 +158,7 @@ class ManagerClient(Client):
         with self._lock:
             self._round = answer.round
             self._last_quorum_id = max(self._last_quorum_id, answer.quorum_id)
-        source = answer.recover_src_replica_rank
-        return QuorumResult(
-            quorum_id=answer.quorum_id,
-            replica_rank=answer.replica_rank,
-            replica_world_size=answer.replica_world_size,
-            recover_src_manager_address=answer.address,
-            recover_src_replica_rank=(
-                source if answer.HasField("recover_src_replica_rank") else None
-            ),
-            recover_dst_replica_ranks=list(answer.recover_dst_replica_ranks),
-            recover_extra_src_manager_addresses=list(answer.recover_extra_src_addresses),
-            recover_extra_dst_replica_ranks=list(answer.recover_extra_dst_replica_ranks),
-            store_address=answer.store_address,
-            max_step=answer.max_step,
-            max_replica_rank=answer.max_rank if answer.HasField("max_rank") else None,
-            max_world_size=answer.max_world_size,
-            heal=answer.heal,
-            commit_failures=answer.commit_failures,
-            replica_ids=list(answer.replica_ids),
-            store_prefix=f"torchft/{answer.quorum_id}/{group_rank}",
-        )
+        return _result(answer, group_rank)
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """Where worker ``rank`` of this manager's group serves its state."""
@@ -208,3 +193,25 @@ class ManagerClient(Client):
     def drain(self, reason: str = "", timeout: timedelta = timedelta(seconds=5)) -> None:
         """Let the group finish its step, leave the lighthouse, and end."""
         self._drain(pb.DrainRequest(reason=reason), timeout)
+
+
+def _result(answer: pb.ManagerQuorumResponse, group_rank: int) -> QuorumResult:
+    source = answer.recover_src_replica_rank
+    return QuorumResult(
+        quorum_id=answer.quorum_id,
+        replica_rank=answer.replica_rank,
+        replica_world_size=answer.replica_world_size,
+        recover_src_manager_address=answer.address,
+        recover_src_replica_rank=(source if answer.HasField("recover_src_replica_rank") else None),
+        recover_dst_replica_ranks=list(answer.recover_dst_replica_ranks),
+        recover_extra_src_manager_addresses=list(answer.recover_extra_src_addresses),
+        recover_extra_dst_replica_ranks=list(answer.recover_extra_dst_replica_ranks),
+        store_address=answer.store_address,
+        max_step=answer.max_step,
+        max_replica_rank=answer.max_rank if answer.HasField("max_rank") else None,
+        max_world_size=answer.max_world_size,
+        heal=answer.heal,
+        commit_failures=answer.commit_failures,
+        replica_ids=list(answer.replica_ids),
+        store_prefix=f"torchft/{answer.quorum_id}/{group_rank}",
+    )

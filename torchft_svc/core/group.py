@@ -12,6 +12,8 @@ step and may wait for it in a collective of the group.
 
 from __future__ import annotations
 
+import hashlib
+
 from torchft_svc.core.ended import EndedBarrier, EndedQuestion, Missed
 from torchft_svc.core.group_orders import (
     AnswerVote,
@@ -23,7 +25,7 @@ from torchft_svc.core.group_orders import (
     StopAsking,
 )
 from torchft_svc.core.requests import Vote, WorkerRequest
-from torchft_svc.core.types import Quorum
+from torchft_svc.core.types import MAX_LAYOUT_LENGTH, Quorum
 from torchft_svc.errors import (
     CommitFailed,
     ConfigError,
@@ -32,6 +34,9 @@ from torchft_svc.errors import (
     RequestRefused,
     TorchFTError,
 )
+
+# Of a digest in hexadecimal: nobody meets another one by chance.
+DIGEST_LENGTH = 16
 
 
 class Group:
@@ -359,6 +364,7 @@ class Group:
         requests = [request for request, _ in self._requests.values()]
         self._round += 1
         self._asking = True
+        layouts = {request.group_rank: request.layout for request in requests}
         ask = AskLighthouse(
             round=self._round,
             step=min(request.step for request in requests),
@@ -368,6 +374,7 @@ class Group:
             unhealed=any(request.unhealed for request in requests),
             seen_quorum_id=max(request.last_quorum_id for request in requests),
             has_history=all(request.last_quorum_id for request in requests),
+            layout=group_layout([layouts[rank] for rank in sorted(layouts)]),
         )
         self._restarted = False
         return ask
@@ -450,6 +457,17 @@ def _answer_late(vote: Vote, caller: int, ended: EndedBarrier) -> AnswerVote | R
     if ended.decision is None:
         return RefuseWorker(caller, CommitFailed(ended.reason))
     return AnswerVote(caller, ended.decision and vote.should_commit)
+
+
+def group_layout(layouts: list[str]) -> str:
+    """What a group tells of its workers' ``layouts``, in order of group rank."""
+    if not all(layouts):
+        return ""
+    if len(set(layouts)) == 1:
+        return layouts[0]
+    digest = hashlib.sha256("\n".join(layouts).encode()).hexdigest()[:DIGEST_LENGTH]
+    tail = f"; on all {len(layouts)} workers {digest}"
+    return layouts[0][: MAX_LAYOUT_LENGTH - len(tail)] + tail
 
 
 def _different_steps(requests: dict[int, tuple[WorkerRequest, int]]) -> RequestRefused:

@@ -16,6 +16,7 @@ class AskLighthouse:
     ``new_incarnation``: a worker was restarted, so to the others this is another group now.
     ``unhealed``: a worker of it should have healed, and has not. ``seen_quorum_id``: the highest
     that a worker of it has been told. ``has_history``: all of them have been told one.
+    ``layout``: what its workers sum (empty: not told).
     """
 
     round: int
@@ -26,6 +27,7 @@ class AskLighthouse:
     unhealed: bool = False
     seen_quorum_id: int = 0
     has_history: bool = False
+    layout: str = ""
 
 
 @dataclass(frozen=True, slots=True)

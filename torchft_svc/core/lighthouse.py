@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from torchft_svc.core.activity import Activity, HangWatch
 from torchft_svc.core.eviction import to_evict
-from torchft_svc.core.group_size import GroupSize
 from torchft_svc.core.lighthouse_orders import (
     AnswerQuorum,
     Order,
@@ -23,6 +22,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportLoss,
     ReportWaiting,
 )
+from torchft_svc.core.likeness import Likeness, why_unlike
 from torchft_svc.core.membership import Membership
 from torchft_svc.core.overview import GoneGroup, History, JobStatus, describe
 from torchft_svc.core.quorum import Formed
@@ -55,7 +55,7 @@ class _Job:
     hangs: HangWatch
     history: History
     last_id: int
-    size: GroupSize = field(default_factory=GroupSize)
+    likeness: Likeness = field(default_factory=Likeness)
     heard_id: int = 0  # the highest id that a group was told, maybe by another lighthouse
     spent_id: int = 0  # a quorum that somebody was told to leave
     killed: dict[str, str] = field(default_factory=dict)  # living groups, and why they end
@@ -115,8 +115,9 @@ class Lighthouse:
         member.check()
         self._check_weight(job, member)
         state = self._job(job, member.replica_id, now, member.seen_quorum_id)
-        state.size.check(member, state.members)
+        misfits = state.likeness.check(member, state.members)
         orders = self._sign_of_life(state, member.replica_id, now)
+        orders += _turn_away(state, misfits, member, now)
         state.members.seen(member.replica_id, now)
         state.hangs.told(member.replica_id, Activity(Phase.QUORUM, member.step, now), now)
         if not state.members.names.is_free_for(member.replica_id):
@@ -480,6 +481,17 @@ class Lighthouse:
     def _wake(self, at: float | None) -> None:
         if at is not None and (self._wake_at is None or at < self._wake_at):
             self._wake_at = at
+
+
+def _turn_away(state: _Job, misfits: list[Member], trains: Member, now: float) -> list[Order]:
+    """Refuse those that wait, and are not like one that ``trains``."""
+    orders: list[Order] = []
+    for misfit in misfits:
+        caller = state.members.turned_away(misfit.replica_id, now)
+        if caller is not None:
+            refused = RequestRefused(why_unlike(misfit, trains))
+            orders.append(RefuseRequest(caller, refused))
+    return orders
 
 
 def _superseded(caller: int, replica_id: str) -> RefuseRequest:

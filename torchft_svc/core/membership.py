@@ -190,6 +190,13 @@ class Membership:
         self._outlook.forget()
         return recalled
 
+    def turned_away(self, replica_id: str, now: float) -> int | None:
+        """A group that waits is refused; returns its caller. It may be alive."""
+        caller = self._callers.get(replica_id)
+        if caller is not None:
+            self.withdrew(caller, now)
+        return caller
+
     def gone(self, replica_id: str) -> int | None:
         """The group is dead or has left; returns the caller that waited for it, if any."""
         if self._seen_at.pop(replica_id, None) is None:
@@ -377,6 +384,10 @@ class Membership:
         """Whether the others go on without this group, which was in quorum ``last`` and is back."""
         newest = self.previous.quorum_id if self.previous is not None else 0
         return not self.knows(replica_id) and 0 < last.quorum_id <= newest
+
+    def is_member(self, replica_id: str) -> bool:
+        """Of the last quorum that was published here."""
+        return self.previous is not None and replica_id in self._previous_ids
 
     def knows(self, replica_id: str) -> bool:
         return replica_id in self._seen_at

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchft_svc.core.types import MAX_ADDRESS_LENGTH, MAX_INT64, check_quorum_id, check_text
+from torchft_svc.core.types import (
+    MAX_ADDRESS_LENGTH,
+    MAX_INT64,
+    MAX_LAYOUT_LENGTH,
+    check_quorum_id,
+    check_text,
+)
 from torchft_svc.errors import RequestRefused
 
 
@@ -15,7 +21,7 @@ class WorkerRequest:
     ``unhealed``: the last quorum wanted it to heal, which has failed. ``last_quorum_id``: the
     highest that it has been told (0: none), maybe by the manager before this one. ``question``
     counts the questions of this worker, and stays the same when one is repeated because its answer
-    was lost (0: the worker does not count).
+    was lost (0: the worker does not count). ``layout``: what it sums (empty: not told).
     """
 
     group_rank: int
@@ -28,6 +34,7 @@ class WorkerRequest:
     draining: bool = False
     unhealed: bool = False
     last_quorum_id: int = 0
+    layout: str = ""
     question: int = 0
 
     def check(self) -> None:
@@ -37,6 +44,7 @@ class WorkerRequest:
                 raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 or more")
         check_quorum_id("last_quorum_id", self.last_quorum_id)
         check_text("checkpoint address", self.checkpoint_address, MAX_ADDRESS_LENGTH)
+        check_text("layout", self.layout, MAX_LAYOUT_LENGTH)
         check_text("worker id", self.worker_id, MAX_ADDRESS_LENGTH)
 
 

@@ -22,6 +22,8 @@ MAX_NUMBERS_LENGTH = 80
 DEFAULT_QUORUM_BYTES = 4 << 20
 # The most that a lighthouse may be told to allow: managers take no longer answer.
 MAX_QUORUM_BYTES = 64 << 20
+# A few settings, a line for each of a few wrappers of a model, and digests of all the rest.
+MAX_LAYOUT_LENGTH = 1024
 # Steps and ids travel as int64.
 MAX_INT64 = 2**63 - 1
 # More workers than the largest cluster has.
@@ -42,6 +44,7 @@ class Member:
     ``last_num_groups`` how many were in the last quorum that it has been told (0: none).
     ``unhealed``: that quorum wanted it to heal, which has failed; its step need not show that.
     ``has_history``: all its workers have been told a quorum, so that it is no restart.
+    ``layout``: what it sums, and how, which must be the same in all groups (empty: not told).
     ``unknown`` is what a newer client says about itself, encoded; its fellows get it as it came.
     """
 
@@ -58,6 +61,7 @@ class Member:
     last_num_groups: int = 0
     unhealed: bool = False
     has_history: bool = False
+    layout: str = ""
     unknown: bytes = b""
 
     def check(self) -> None:
@@ -76,6 +80,7 @@ class Member:
         for field in ("step", "commit_failures"):
             if not 0 <= getattr(self, field) <= MAX_INT64:
                 raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 or more")
+        check_text("layout", self.layout, MAX_LAYOUT_LENGTH)
         check_quorum_id("seen_quorum_id", self.seen_quorum_id)
         for field in ("world_size", "min_replicas", "last_num_groups"):
             if not 0 <= getattr(self, field) <= MAX_WORLD_SIZE:

@@ -210,6 +210,7 @@ class LighthouseLink:
             last_num_groups=self._last_num_groups,
             unhealed=question.unhealed,
             has_history=question.has_history,
+            layout=question.layout,
         )
         quorum = await self._connection.ask(member, timeout_s)
         self._seen_quorum_id = max(self._seen_quorum_id, quorum.quorum_id)

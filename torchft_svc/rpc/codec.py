@@ -33,6 +33,7 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         last_num_groups=message.last_num_groups,
         unhealed=message.joining,
         has_history=message.has_history,
+        layout=message.layout,
         unknown=_unknown_fields(message),
     )
 
@@ -63,6 +64,7 @@ def member_to_wire(member: Member) -> pb.QuorumMember:
         last_num_groups=member.last_num_groups,
         joining=member.unhealed,
         has_history=member.has_history,
+        layout=member.layout,
     )
     if member.unknown:
         message.MergeFromString(member.unknown)
@@ -78,6 +80,7 @@ def quorum_answer(quorum: Quorum, created_s: float) -> bytes:
     message.quorum.quorum_id = quorum.quorum_id
     message.quorum.participants.extend(map(member_to_wire, quorum.participants))
     for participant in message.quorum.participants:
+        participant.layout = ""  # it is compared here, nobody else needs it
         joins = participant.replica_id in quorum.joining
         if participant.joining != joins:
             participant.joining = joins
@@ -196,6 +199,7 @@ def worker_request_from_wire(message: pb.ManagerQuorumRequest) -> WorkerRequest:
         draining=message.draining,
         unhealed=message.unhealed,
         last_quorum_id=message.last_quorum_id,
+        layout=message.layout,
         question=message.question,
     )
 

@@ -271,6 +271,7 @@ class LinkActor:
             last_num_groups=self._last_num_groups,
             unhealed=question.ask.unhealed,
             has_history=question.ask.has_history,
+            layout=question.ask.layout,
         )
         self._session.ask(
             member, timeout_s, lambda outcome: self._told(question, self._check(member, outcome))

@@ -1,0 +1,117 @@
+"""Tests, with real processes, that a group unlike the others hurts and misleads nobody."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import Group
+from running import eventually, lighthouse_process
+
+from . import unlike_trainer
+
+pytestmark = pytest.mark.processes
+
+START_S = 60.0
+
+
+class Trainers:
+    """Groups at one lighthouse, and what they told."""
+
+    def __init__(self, address: str, folder: Path, stack: ExitStack) -> None:
+        self._address = address
+        self._folder = folder
+        self._stack = stack
+        self.groups: dict[str, Group] = {}
+
+    def start(self, name: str, kind: str = "") -> Group:
+        group = Group(
+            name,
+            unlike_trainer.run,
+            (kind, self._folder / f"{name}.jsonl"),
+            1,
+            self._folder / f"{name}.log",
+            self._address,
+        )
+        self._stack.callback(group.end)
+        self.groups[name] = group.start()
+        return group
+
+    def told(self, name: str) -> list[dict[str, Any]]:
+        file = self._folder / f"{name}.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def commits(self, name: str) -> list[dict[str, Any]]:
+        return [told for told in self.told(name) if told.get("committed")]
+
+    def await_commits(self, *names: str, more: int = 5) -> None:
+        """Each commits so many more steps, together with the others of ``names``."""
+
+        def together(name: str) -> int:
+            return sum(told["groups"] == len(names) for told in self.commits(name))
+
+        before = {name: together(name) for name in names}
+        eventually(
+            lambda: all(together(name) >= before[name] + more for name in names),
+            START_S,
+            f"{names} train together: {[self.told(name)[-3:] for name in self.groups]}",
+        )
+
+    def is_running(self, name: str) -> bool:
+        return bool(self.groups[name].workers[0].is_alive())
+
+    def failure(self, name: str) -> str:
+        """The error that has ended a trainer."""
+        eventually(lambda: not self.is_running(name), START_S, f"{name} ends")
+        return str(self.told(name)[-1]["raised"])
+
+
+@pytest.fixture
+def trainers(tmp_path: Path) -> Iterator[Callable[..., Trainers]]:
+    with ExitStack() as stack:
+
+        def make(*flags: str) -> Trainers:
+            lighthouse = stack.enter_context(lighthouse_process(*flags))
+            return Trainers(lighthouse.address, tmp_path, stack)
+
+        yield make
+
+
+@pytest.mark.parametrize(
+    ("kind", "both_sides"),
+    [
+        (
+            "a bigger model",
+            ("23554 elements of float32", "186 elements of float32"),
+        ),
+        ("channels last", ("float32, 2 not contiguous, in 1 parts", "float32, in 1 parts")),
+        ("a synchronous quorum", ("use_async_quorum=False", "use_async_quorum=True")),
+    ],
+)
+def test_who_joins_with_another_layout_is_refused_and_nobody_else_notices(
+    trainers: Callable[..., Trainers], kind: str, both_sides: tuple[str, str]
+) -> None:
+    crew = trainers("--min-replicas=2")
+    crew.start("a")
+    crew.start("b")
+    crew.await_commits("a", "b")
+    before = {name: len(crew.told(name)) for name in "ab"}
+    crew.start("c", kind)
+    reason = crew.failure("c")
+    assert "sums other gradients than" in reason
+    for side in both_sides:
+        assert side in reason
+    crew.await_commits("a", "b")
+    for name in "ab":
+        assert crew.is_running(name)
+        assert all(told["committed"] for told in crew.told(name)[before[name] :]), "nobody noticed"
+    hashes: dict[int, set[str]] = {}
+    for name in "ab":
+        for told in crew.commits(name):
+            hashes.setdefault(told["step"], set()).add(told["hash"])
+    assert all(len(each) == 1 for each in hashes.values()), "I3"

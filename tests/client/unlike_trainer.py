@@ -1,0 +1,78 @@
+"""Trains in a group of one worker, perhaps unlike the others; run by test_likeness.py."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from demo.fingerprint import fingerprint
+from torchft_svc.client import DistributedDataParallel, Manager, OptimizerWrapper
+from torchft_svc.errors import TorchFTError
+
+
+def run(kind: str, file: Path) -> None:
+    """Train until this process is ended; ``kind`` is what is special about it.
+
+    Appends to ``file`` one JSON object for each step: whether it was committed, or why not. The
+    last one is the error that a call raised.
+    """
+    try:
+        _train(kind, file)
+    except TorchFTError as error:
+        _tell(file, raised=f"{type(error).__name__}: {error}")
+        raise
+
+
+def _train(kind: str, file: Path) -> None:
+    torch.manual_seed(1)
+    width = 512 if kind == "a bigger model" else 4
+    model = nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Conv2d(width, 2, 3))
+    if kind == "channels last":
+        model = model.to(memory_format=torch.channels_last)
+    branch = nn.Conv2d(3, 4, 3)
+    both = nn.ModuleList([model, branch])
+    sgd = torch.optim.SGD(both.parameters(), lr=0.01)
+    manager = Manager(
+        state_dict=both.state_dict,
+        load_state_dict=both.load_state_dict,
+        hostname="127.0.0.1",
+        timeout=timedelta(seconds=20),
+        quorum_timeout=timedelta(seconds=60),
+        use_async_quorum=kind != "a synchronous quorum",
+    )
+    parallel = DistributedDataParallel(manager, model)
+    other = DistributedDataParallel(manager, branch) if "branch" in kind else None
+    optimizer = OptimizerWrapper(manager, sgd)
+    inputs = torch.randn(2, 3, 8, 8)
+    while True:
+        optimizer.zero_grad()
+        if kind == "an average first":
+            manager.allreduce(torch.ones(4)).wait()
+            manager.allreduce(torch.ones(4096)).wait()
+        elif kind == "an average last":
+            manager.allreduce(torch.ones(4096)).wait()
+            manager.allreduce(torch.ones(4)).wait()
+        loss = parallel(inputs).square().mean()
+        if other is not None and (kind == "both branches" or manager.current_step() < 2):
+            loss = loss + other(inputs).square().mean()
+        loss.backward()
+        committed = optimizer.step()
+        _tell(
+            file,
+            step=manager.current_step(),
+            committed=committed,
+            groups=manager.num_participants(),
+            error=str(manager.errored() or ""),
+            hash=fingerprint(both.state_dict(), sgd.state_dict()),
+        )
+
+
+def _tell(file: Path, **told: Any) -> None:
+    with file.open("a") as lines:
+        lines.write(json.dumps({"pid": os.getpid(), **told}) + "\n")

@@ -1,0 +1,85 @@
+"""Decides whether a group is like the others of its job: their workers form one sum, rank for rank.
+
+So all need as many workers, and what they sum must lie in the same order, in the same places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchft_svc.core.membership import Membership
+from torchft_svc.core.names import stable_name
+from torchft_svc.core.types import Member
+from torchft_svc.errors import RequestRefused
+
+
+class Likeness:
+    """What all groups of one job must have in common, as those tell it that are alive.
+
+    Who tells nothing of it (an older version, a loop that sums by itself) is not compared. A group
+    that trains may change its layout, as all do in the same step of their program; so it is
+    compared with those that ask for the same step only, and a newcomer with all.
+    """
+
+    def __init__(self) -> None:
+        self._accepted = (0, "")  # what the last one told; most tell the same
+
+    def check(self, asker: Member, members: Membership) -> list[Member]:
+        """The newcomers that wait, and must not go on: ``asker``, which trains, differs from them.
+
+        One that has the name of ``asker`` does not count: it is about to be replaced.
+
+        Raises:
+            RequestRefused: ``asker`` differs from a group that trains; or from any that asks, and
+                is a newcomer itself.
+        """
+        told = (asker.world_size, asker.layout)
+        if told == self._accepted:
+            return []
+        trains = members.is_member(asker.replica_id)
+        asking = {other.replica_id for other in members.asking()}
+        misfits = []
+        for other in _others(asker, members):
+            _check_size(asker, other)
+            if not _differ(asker, other):
+                continue
+            if trains and not members.is_member(other.replica_id):
+                misfits.append(other)
+            elif not trains or other.replica_id in asking:
+                raise RequestRefused(why_unlike(asker, other))
+        self._accepted = told
+        return misfits
+
+
+def why_unlike(asker: Member, other: Member) -> str:
+    """The sentence for ``asker``, whose layout is not that of ``other``."""
+    return (
+        f"{asker.replica_id!r} sums other gradients than {other.replica_id!r}: all groups of a job "
+        "need the same model, in the same memory formats, wrapped in the same way, and the same "
+        "settings; start this one as they are, or as another job. "
+        f"{asker.replica_id!r}: {asker.layout}. {other.replica_id!r}: {other.layout}"
+    )
+
+
+def _others(asker: Member, members: Membership) -> Iterator[Member]:
+    """The living groups that ask, or train, without those that have the name of ``asker``."""
+    last = members.previous.participants if members.previous else ()
+    asking = members.asking()
+    newer = {other.replica_id for other in asking}
+    for other in (*asking, *(each for each in last if each.replica_id not in newer)):
+        is_rival = stable_name(other.replica_id) != stable_name(asker.replica_id)
+        if is_rival and members.knows(other.replica_id):
+            yield other
+
+
+def _check_size(asker: Member, other: Member) -> None:
+    if 0 not in (asker.world_size, other.world_size) and asker.world_size != other.world_size:
+        raise RequestRefused(
+            f"{asker.replica_id!r} has a group world size of {asker.world_size}, "
+            f"{other.replica_id!r} of {other.world_size}: all groups of a job need the "
+            "same; start this one with as many workers, or as another job"
+        )
+
+
+def _differ(one: Member, other: Member) -> bool:
+    return bool(one.layout and other.layout) and one.layout != other.layout
