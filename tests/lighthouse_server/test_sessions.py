@@ -6,10 +6,12 @@ import queue
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import pytest
-from running import Line, line_to, members
+from running import Line, eventually, failure, line_to, members
 
 from torchft_svc.coordination import LighthouseServer
+from torchft_svc.lighthouse_server.sessions import MAX_SESSIONS_PER_GROUP
 from torchft_svc.proto import torchft_pb2 as pb
 
 
@@ -95,6 +97,59 @@ def test_who_was_silent_hears_that_it_is_out_when_it_moves_again() -> None:
         lost = told[-1].lost
         assert (lost.replica_id, lost.quorum_id) == ("a:1", quorum.quorum_id)
         session.close()
+
+
+def _kill(line: Line) -> None:
+    request = pb.LighthouseKillRequest(replica_id="a:1", reason="enough")
+    line.call("LighthouseService/Kill", request, 10, None).result()
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_stranger_under_a_living_id_takes_no_news_from_the_group(
+    line: Line, session: RawSession, *, stays: bool
+) -> None:
+    """Nor is the group lost, because the stranger's session ends."""
+    session.ask(1)
+    fellow = line.quorum("b:1")
+    quorum_id = next(session.news).quorum.quorum_id
+    fellow.result()
+    stranger = RawSession(line)
+    if not stays:
+        stranger.close()
+    session.ask(2)
+    line.await_askers("a:1")
+    fellow = line.quorum("b:1")
+    news = next(session.news)
+    assert (news.WhichOneof("kind"), news.quorum.quorum_id) == ("quorum", quorum_id)
+    fellow.result()
+    _kill(line)
+    assert next(session.news).kill.reason == "enough"
+    if stays:
+        assert next(stranger.news).kill.reason == "enough"
+        stranger.close()
+
+
+def test_of_many_sessions_under_one_id_the_most_silent_is_ended(
+    line: Line, session: RawSession
+) -> None:
+    others = []
+    for _ in range(MAX_SESSIONS_PER_GROUP):
+        session.send(beat={"phase": pb.PHASE_TRAINING, "step": len(others)})
+        eventually(lambda: _step(line) == len(others))
+        others.append(RawSession(line))
+    code, told = failure(others.pop(0).news)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"has {MAX_SESSIONS_PER_GROUP} others" in told
+    _kill(line)
+    assert next(session.news).kill.reason == "enough"
+    for other in others:
+        other.close()
+
+
+def _step(line: Line) -> int:
+    request = pb.LighthouseStatusRequest()
+    (job,) = line.call("LighthouseService/Status", request, 10, None).result().jobs
+    return int(job.groups[0].step)
 
 
 def test_a_withdrawal_that_was_overtaken_leaves_the_newer_question(session: RawSession) -> None:

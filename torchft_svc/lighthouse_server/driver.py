@@ -24,6 +24,7 @@ from torchft_svc.core.overview import JobStatus
 from torchft_svc.core.types import LastQuorum, Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded, NotLeader, RequestRefused, TorchFTError
 from torchft_svc.lighthouse_server.questions import Hear, Outcome, Question, Questions
+from torchft_svc.lighthouse_server.sessions import MAX_SESSIONS_PER_GROUP, Sessions
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.attention import AttentiveClock, usual_look_s
 from torchft_svc.rpc.codec import (
@@ -71,7 +72,7 @@ class LighthouseDriver:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
         self._quorum_ids: dict[str, int] = {}  # the last one logged, by job
-        self._sessions: dict[tuple[str, str], Outbox] = {}
+        self._sessions = Sessions()
         self.heavy_writes = HeavyWrites()
 
     def _why(self, job: str) -> str:
@@ -131,6 +132,11 @@ class LighthouseDriver:
         for caller in expired:
             self.withdraw(caller)
 
+    def heard(self, job: str, replica_id: str, outbox: Outbox, doing: pb.SessionBeat) -> None:
+        """A sign of life over the session ``outbox``."""
+        self._sessions.heard(job, replica_id, outbox)
+        self.heartbeat(job, replica_id, doing)
+
     def heartbeat(self, job: str, replica_id: str, doing: pb.SessionBeat | None = None) -> float:
         """A sign of life; returns how long the group may stay silent, in seconds."""
         now = self._clock.now()
@@ -156,14 +162,18 @@ class LighthouseDriver:
         self._carry_out(orders)
 
     def open_session(self, job: str, replica_id: str, last: LastQuorum, outbox: Outbox) -> None:
-        """``outbox`` is the session, from now on, of a group that tells of the ``last`` quorum it
-        was in, and is welcomed.
+        """``outbox`` leads to a group that tells of the ``last`` quorum it was in, and is welcomed.
 
-        An earlier one of the same group, cut off but not noticed yet, is replaced.
+        Earlier ones of the same group hear the same as it, see `Sessions`.
         """
         is_past = self._core.is_past(job, replica_id, last)
         self._carry_out(self._core.opened(job, replica_id, last, self._clock.now()))
-        self._sessions[job, replica_id] = outbox
+        silent = self._sessions.opened(job, replica_id, outbox)
+        if silent is not None:
+            told = (
+                f"{replica_id!r} has {MAX_SESSIONS_PER_GROUP} others, this one was silent longest"
+            )
+            silent.fail(RequestRefused(told))
         outbox.tell(welcome_news(self._core.beat_interval_s(job)))
         if is_past:
             outbox.tell(member_lost(replica_id, "its session had ended", last.quorum_id))
@@ -175,12 +185,14 @@ class LighthouseDriver:
         outbox: Outbox,
         reason: str,
         *,
+        leaves: bool = False,
         between_steps: bool = False,
         ends: bool = False,
     ) -> None:
-        """The stream has ended: the group is out, unless it has another session already."""
-        if self._sessions.get((job, replica_id)) is outbox:
-            del self._sessions[job, replica_id]
+        """The stream has ended; the group is out if it says so itself (``leaves``), or if it has no
+        other session: else the others show, by their beats, whether it lives."""
+        was_open = self._sessions.closed(job, replica_id, outbox)
+        if was_open and (leaves or not self._sessions.of(job, replica_id)):
             self.leave(job, replica_id, reason, between_steps=between_steps, ends=ends)
 
     def tell(self, job: str, name: str, news: bytes) -> str:
@@ -190,13 +202,11 @@ class LighthouseDriver:
             RequestRefused: there is no such group, or it has no session to be told over.
         """
         replica_id = self._core.find(job, name)
-        session = self._sessions.get((job, replica_id))
-        if session is None:
+        if not self._tell_all(job, (replica_id,), news):
             raise RequestRefused(
                 f"{replica_id!r} has no session with this lighthouse, it only sends heartbeats: "
                 "it cannot be told anything, so ask its manager instead"
             )
-        session.tell(news)
         return replica_id
 
     def kill(self, job: str, name: str, reason: str) -> str:
@@ -233,9 +243,8 @@ class LighthouseDriver:
         """Another lighthouse leads: tell all who are here, and forget them."""
         for question in self._questions.close_all():
             question.hear(error)
-        for session in self._sessions.values():
+        for session in self._sessions.close_all():
             session.fail(error)
-        self._sessions.clear()
         self._core = _begin(self._config)
 
     def close(self) -> None:
@@ -286,12 +295,12 @@ class LighthouseDriver:
         news = member_lost(out.replica_id, out.reason, out.quorum_id)
         self._tell_all(out.job, out.told, news)
 
-    def _tell_all(self, job: str, replica_ids: Iterable[str], news: bytes) -> None:
-        """Tell those of the groups that have a session."""
-        for replica_id in replica_ids:
-            session = self._sessions.get((job, replica_id))
-            if session is not None:
-                session.tell(news)
+    def _tell_all(self, job: str, replica_ids: Iterable[str], news: bytes) -> int:
+        """Tell those of the groups that have a session; how many sessions that were."""
+        sessions = [each for key in replica_ids for each in self._sessions.of(job, key)]
+        for session in sessions:
+            session.tell(news)
+        return len(sessions)
 
     def _report_hang(self, hang: ReportHang) -> None:
         log.warning(

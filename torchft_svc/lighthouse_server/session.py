@@ -72,7 +72,7 @@ class Session:
         async for message in requests:
             kind = message.WhichOneof("kind")
             if kind == "beat":
-                self._driver.heartbeat(self._job, self._replica_id, message.beat)
+                self._driver.heard(self._job, self._replica_id, self._outbox, message.beat)
             elif kind == "question":
                 self._ask(message.question)
             elif kind == "withdrawal":
@@ -108,6 +108,7 @@ class Session:
             self._replica_id,
             self._outbox,
             reason,
+            leaves=True,
             between_steps=leave.between_steps,
             ends=leave.ends,
         )
