@@ -192,7 +192,7 @@ class Manager:
         self._stepper.start(request)
 
     def wait_quorum(self) -> None:
-        """Wait until the members of this step are known and connected.
+        """Wait until the members of this step are known and connected; between two steps: nothing.
 
         Raises:
             PeerError: there is no quorum; the step can only be discarded.
@@ -209,6 +209,11 @@ class Manager:
 
         Groups that do not contribute put in nothing and receive the result. After an error of the
         step this does nothing; the error is latched, never raised.
+
+        Between two steps, for what is logged, it goes among the members of the last quorum, if all
+        of them do the same before they begin the next step. If one does not, or after an error of
+        the last step, the tensor stays as it is, within 5 seconds; `errored` tells until the next
+        step begins, which is not lost by that.
 
         Raises:
             ValueError: an average of integers, or an operation that does not exist.

@@ -78,6 +78,9 @@ class Reduction:
                 self._fail(swallowed)
         except (RuntimeError, PeerError) as error:
             self._fail(error)
+        except BaseException as error:
+            self._fail(QuorumFailed(f"the wait for a collective was interrupted ({error!r})"))
+            raise
         finally:
             # The work keeps the connections open that others need to see closed.
             self._work = None

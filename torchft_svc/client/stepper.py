@@ -36,6 +36,9 @@ _LOOK_S = 0.05
 _GLOO = re.compile(r"\[[^\]]*gloo[^\]]*\]")
 _TRAINING = (Phase.TRAINING, Phase.HEALING)
 _BETWEEN_STEPS = (Phase.IDLE, Phase.APPLYING)
+# Between two steps a group may wait for one that waits for it, in the next quorum. That must be
+# over long before the lighthouse goes on without it.
+_BETWEEN_STEPS_S = 5.0
 
 
 class Stepper:
@@ -65,6 +68,14 @@ class Stepper:
             self._tell_wait,
             links.watchdog,
         )
+        # Of what is reduced between two steps, which no step can fail by.
+        self._reports = Averages(
+            links.pg,
+            min(rules.timeouts.collective_s, _BETWEEN_STEPS_S),
+            self._hear_report_error,
+            self._tell_wait,
+            links.watchdog,
+        )
         self._reducers: list[weakref.ref[Reducing]] = []
         self._round: Round | None = None
         self._task: Task | None = None
@@ -91,6 +102,7 @@ class Stepper:
             with self._step.changing() as machine:
                 epoch = machine.start()
             self._averages.begin(epoch)
+            self._reports.begin(epoch)
             self._links.registry.gate.open()
             self._thread.submit(task)
             if task.done and task.error is not None:
@@ -111,6 +123,7 @@ class Stepper:
         if round_ is not None and task is not None:
             self._withdraw(round_, task, QuorumFailed("another step was begun"))
         self._wait_for_task()
+        self._reports.finish()
         if self.state.phase is Phase.APPLYING and not self._ends_update:
             self.end_update()
         elif self.state.phase in (Phase.APPLYING, Phase.VOTING):
@@ -145,6 +158,8 @@ class Stepper:
 
     def wait_for_quorum(self) -> None:
         """See `Manager.wait_quorum`."""
+        if self._is_between_steps():
+            return
         round_ = self._current_round()
         self.wait_until_ready()
         round_.check_left()
@@ -164,9 +179,29 @@ class Stepper:
     def allreduce(self, tensor: torch.Tensor, quantized: bool, op: ReduceOp.RedOpType) -> dist.Work:
         """See `Manager.allreduce`."""
         self._averages.check(tensor, quantized, op)
+        if self._is_between_steps():
+            return self._report(tensor, op)
         if not self._can_reduce():
             return self._averages.skip(tensor)
         return self._averages.allreduce(tensor, op, self.state.participation)
+
+    def _is_between_steps(self) -> bool:
+        return self._round is not None and self.state.phase in _BETWEEN_STEPS
+
+    def _report(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> dist.Work:
+        """Among the members of the last quorum, if this worker is still connected with them."""
+        participation = self.state.participation
+        if self._links.pg.errored() is not None or not participation.num_participants:
+            return self._reports.skip(tensor)
+        return self._reports.allreduce(tensor, op, participation)
+
+    def _hear_report_error(self, error: Exception, epoch: int) -> None:
+        """No step is lost by it, but the members have to connect anew: not all came to it."""
+        with self._step.changing() as machine:
+            if not machine.latch(error, epoch):
+                return
+        log.warning("a reduction between two steps failed, its tensor stays as it was: %s", error)
+        self._links.leave_members(error)
 
     def scale(self) -> float | None:
         """See `Manager.reduction_scale`."""

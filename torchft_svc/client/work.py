@@ -47,8 +47,9 @@ class ManagedWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the tensor holds the result, or the step's error is latched; always True."""
         if self._finish is not None:
-            finish, self._finish = self._finish, None
-            self._future.set_result(finish())
+            value = self._finish()
+            self._finish = None  # not before: a wait that is interrupted may be repeated
+            self._future.set_result(value)
         return True
 
     def is_completed(self) -> bool:
