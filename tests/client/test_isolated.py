@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from bounds import check
@@ -345,3 +346,40 @@ def test_a_process_that_is_killed_while_its_group_waits_for_a_quorum_holds_up_no
             assert not committed
             in_step(4, first, second)
             assert_identical([first, second])
+
+
+def test_others_train_while_a_newcomer_still_starts_its_template() -> None:
+    """It takes torch's import, seconds and more: in a quorum all others would wait for that."""
+    alone = 20
+    with lighthouse(min_replicas=1) as address, Trainer(address, "a", 1) as first:
+        assert first.step()
+        for old in templates():
+            os.kill(old, signal.SIGKILL)
+            eventually(lambda old=old: not is_alive(old))  # type: ignore[misc]
+        group = ProcessGroupBabyGloo(TIMEOUT)
+        (template,) = templates()
+        os.kill(template, signal.SIGSTOP)
+        try:
+            with Trainer(address, "b", 2, pg=group) as second:
+
+                def trains_alone() -> list[bool]:
+                    committed = first.steps(alone)
+                    os.kill(template, signal.SIGCONT)
+                    committed.append(first.meets(2))
+                    return committed
+
+                committed, _ = together(trains_alone, lambda: second.meets(2))
+                assert committed[:alone] == [True] * alone
+                in_step(alone + 4, first, second)
+                assert_identical([first, second])
+        finally:
+            os.kill(template, signal.SIGCONT)
+
+
+def templates() -> list[int]:
+    """The living processes of this one that others are forked from."""
+    return [
+        child.pid
+        for child in psutil.Process().children()
+        if is_alive(child.pid) and any("isolated.template" in part for part in child.cmdline())
+    ]

@@ -197,8 +197,10 @@ class Round:
             self.ready.set()
 
     def _run(self) -> None:
-        if self._membership.quorum is None and self._request.allow_heal:
-            self._expect_state()
+        if self._membership.quorum is None:
+            if self._request.allow_heal:
+                self._expect_state()
+            self._links.pg.prepare()
         quorum = self.quorum = self._ask()
         problem = self._meet(quorum)
         heals = quorum.heal and self._request.allow_heal

@@ -115,6 +115,15 @@ class ProcessGroup(dist.ProcessGroup):
     def _configure(self, members: Members) -> None:
         """What `configure` does."""
 
+    def prepare(self) -> None:
+        """Wait for what the first `configure` needs and other members should not wait for.
+
+        Called before the first quorum is asked for. Most groups need nothing.
+
+        Raises:
+            PeerError: it does not come; `configure` would fail as well.
+        """
+
     @abc.abstractmethod
     def abort(self) -> None:
         """Leave the members at once, so that their collectives fail instead of waiting.

@@ -29,6 +29,10 @@ class ProcessGroupWrapper(ProcessGroup):
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
         return self._pg._launch(name, args, kwargs)
 
+    def prepare(self) -> None:
+        """See `ProcessGroup.prepare`."""
+        self._pg.prepare()
+
     def abort(self) -> None:
         """See `ProcessGroup.abort`."""
         self._pg.abort()

@@ -81,6 +81,12 @@ class IsolatedProcessGroup(ProcessGroup):
         self._world_size = 1
         self._error: Exception | None = _left()
 
+    def prepare(self) -> None:
+        """See `ProcessGroup.prepare`; the template imports torch, which takes seconds."""
+        NURSERY.start()
+        while not NURSERY.is_ready(_LOOK_S):
+            self._check_meeting(None)
+
     def _configure(self, members: Members) -> None:
         self._leave_record()
         self.abort()

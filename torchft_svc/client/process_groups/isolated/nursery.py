@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from multiprocessing.connection import Connection
 
@@ -29,6 +30,7 @@ class Nursery:
         self._template: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._owner = 0
+        self._started_at = 0.0
         self._ready = False
         self._born: list[int] = []
         self._statuses: OrderedDict[int, int] = OrderedDict()
@@ -51,6 +53,7 @@ class Nursery:
                     stdin=subprocess.DEVNULL,
                 )
             self._line, self._owner = ours, os.getpid()
+            self._started_at = time.monotonic()
             self._ready, self._born = False, []
         threading.Thread(
             target=self._read, args=(ours,), name="torchft-nursery", daemon=True
@@ -76,6 +79,21 @@ class Nursery:
                 self._wait_for("born", line)
                 pid = self._born.pop()
         return pid, Connection(ours.detach())
+
+    def is_ready(self, within_s: float) -> bool:
+        """Whether the template has imported torch, which is waited for this long.
+
+        Raises:
+            DeadlineExceeded: it has not within `START_S` of its start.
+            QuorumFailed: it ended.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._line is None, within_s)
+            if self._line is None:
+                raise QuorumFailed(_ENDED)
+            if not self._ready and time.monotonic() > self._started_at + START_S:
+                raise DeadlineExceeded("starting a process for collectives", START_S)
+            return self._ready
 
     def status_of(self, pid: int, timeout_s: float) -> int | None:
         """The exit status of a process that has ended; None if it is not known in time."""
