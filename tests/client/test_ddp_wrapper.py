@@ -56,6 +56,31 @@ def test_a_parameter_that_was_frozen_cannot_be_trained(alone: Manager) -> None:
         parallel(ONE)
 
 
+class Lookup(nn.Module):
+    """Whose gradient is sparse, of which no attribute tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(4, 2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(inputs, self.table, sparse=True)
+
+
+def test_a_sparse_gradient_is_refused_in_the_first_step(alone: Manager) -> None:
+    parallel = DistributedDataParallel(alone, Lookup())
+    alone.start_quorum()
+    loss = parallel(torch.tensor([1])).sum()
+    with pytest.raises(ConfigError, match=r"table='torch\.sparse_coo'.*use sparse=False"):
+        loss.backward()
+    assert not alone.should_commit()
+
+
+def test_a_parameter_without_a_shape_is_refused(alone: Manager) -> None:
+    with pytest.raises(ConfigError, match=r"0\.weight='not initialized'.*call the module once"):
+        DistributedDataParallel(alone, nn.Sequential(nn.LazyLinear(2)))
+
+
 def test_arguments_that_cannot_be_honored(alone: Manager) -> None:
     with pytest.raises(ConfigError, match="no parameter to train"):
         DistributedDataParallel(alone, nn.ReLU())

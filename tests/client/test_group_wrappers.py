@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore, ReduceOp
 from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from torchft_svc.client import DistributedDataParallel as OurDistributedDataParallel
 from torchft_svc.client import (
     ErrorSwallowingProcessGroupWrapper,
     ManagedProcessGroup,
@@ -276,3 +278,56 @@ def test_torch_s_own_data_parallel_works_over_it() -> None:
                 manager.shutdown()
     # The average of the gradients is 2: three steps of 0.1 take away 0.6.
     assert found == [pytest.approx([0.4, 0.4])] * 2
+
+
+@pytest.mark.usefixtures("alone_in_torch")
+def test_torch_s_data_parallel_and_ours_around_one_model_are_refused() -> None:
+    with lighthouse() as address, manager_of(address, "a") as manager:
+        torch_s = DistributedDataParallel(nn.Linear(2, 1))
+        for nested in (torch_s, nn.Sequential(torch_s)):
+            with pytest.raises(ConfigError, match="each would overwrite the other's averages"):
+                OurDistributedDataParallel(manager, nested)
+        ours = OurDistributedDataParallel(manager, nn.Linear(2, 1))
+        with pytest.raises(ConfigError, match="each would overwrite the other's averages"):
+            DistributedDataParallel(ours)
+        outer = DistributedDataParallel(nn.Sequential(ours))  # which torch does not tell
+        with pytest.raises(ConfigError, match="each would overwrite the other's averages"):
+            outer(torch.ones(1, 2))
+        with pytest.raises(ConfigError, match="by this wrapper already"):
+            OurDistributedDataParallel(manager, nn.Sequential(ours))
+
+
+@pytest.mark.usefixtures("alone_in_torch")
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+def test_averages_that_torch_s_data_parallel_overwrites_are_noticed(views: bool) -> None:
+    """Side by side around one model, which neither of the two can see."""
+    with lighthouse() as address, manager_of(address, "a") as manager:
+        net = nn.Linear(2, 1)
+        ours = OurDistributedDataParallel(manager, net, gradient_as_bucket_view=views)
+        torch_s = DistributedDataParallel(net)
+        manager.start_quorum()
+        torch_s(torch.ones(1, 2)).sum().backward()
+        assert not manager.should_commit()
+        assert "overwritten in the same backward pass" in str(manager.errored())
+        del torch_s
+        manager.start_quorum()
+        net.zero_grad()
+        ours(torch.ones(1, 2)).sum().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        net.weight.grad = net.weight.grad.clone()  # type: ignore[union-attr]
+        assert manager.should_commit()
+
+
+@pytest.mark.usefixtures("alone_in_torch")
+def test_tensor_parallel_parameters_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    with lighthouse() as address, manager_of(address, "a") as manager:
+        net = parallelize_module(nn.Sequential(nn.Linear(2, 2)), mesh, {"0": ColwiseParallel()})
+        with pytest.raises(ConfigError, match=r"0\.weight='a DTensor'.*replicate_across_groups"):
+            OurDistributedDataParallel(manager, net)
+        sharded = fully_shard(nn.Linear(2, 2), mesh=mesh)
+        with pytest.raises(ConfigError, match=r"weight='a DTensor'.*replicate_across_groups"):
+            OurDistributedDataParallel(manager, sharded)
+        wrapped = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+        with pytest.raises(ConfigError, match="by this wrapper already"):
+            OurDistributedDataParallel(manager, wrapped)

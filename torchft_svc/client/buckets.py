@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +34,14 @@ class Bucket:
         for parameter, view in zip(self.parameters, old, strict=True):
             if parameter.grad is not None and _same_memory(parameter.grad, view):
                 parameter.grad = torch.zeros_like(parameter)
+
+    def stamp(self) -> tuple[Any, ...]:
+        """Changes when a gradient of these parameters is replaced or written to."""
+        return tuple(
+            (id(grad), grad._version)
+            for parameter in self.parameters
+            if (grad := parameter.grad) is not None
+        )
 
     def fill(self, scale: float) -> None:
         """Copy the parameters' gradients, multiplied by ``scale``; 0.0 and a missing one: zeros."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from torchft_svc.client.buckets import plan_buckets
-from torchft_svc.client.reducer import Reducer
+from torchft_svc.client.reducer import SPARSE, Reducer
+from torchft_svc.client.shards import is_sharded
 from torchft_svc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,9 +46,9 @@ _WITHOUT_SUPPORT = {
 class DistributedDataParallel(nn.Module):
     """Averages the gradients of ``module`` over the groups that contribute.
 
-    Used as torch's class of the same name; ``.module`` is the wrapped module, and the names in
-    ``state_dict()`` begin with ``module.``. Weights are made equal by healing, not by a broadcast,
-    and buffers stay each group's own.
+    Used as torch's class of the same name, and instead of it; ``.module`` is the wrapped module,
+    and the names in ``state_dict()`` begin with ``module.``. Weights are made equal by healing, not
+    by a broadcast, and buffers stay each group's own.
 
     Args:
         bucket_cap_mb: how many MiB of gradients travel together (default: 4 on CPUs, else 25).
@@ -57,7 +60,9 @@ class DistributedDataParallel(nn.Module):
         broadcast_buffers: True only warns.
 
     Raises:
-        ConfigError: the module has nothing to train, or an argument that cannot be honored.
+        ConfigError: the module has nothing to train, an argument that cannot be honored, or a part
+            that is sharded or reduced inside the group. Sparse gradients that the module does not
+            announce are refused by the first backward pass.
     """
 
     def __init__(
@@ -76,24 +81,32 @@ class DistributedDataParallel(nn.Module):
         if not isinstance(module, nn.Module):
             raise ConfigError("module", type(module).__name__, "a torch.nn.Module is needed")
         _check_others({**kwargs, "broadcast_buffers": broadcast_buffers})
+        _refuse_other_wrappers(module)
         self.module = module
         parameters = [p for p in module.parameters() if p.requires_grad]
         self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         if not parameters:
             raise ConfigError("module", type(module).__name__, "it has no parameter to train")
         _refuse_sparse(module)
+        _refuse_parts(module)
         capacity_mb = _default_cap_mb(parameters) if bucket_cap_mb is None else bucket_cap_mb
         # Not attributes of a module: the state dict must hold the user's names only.
         self._reducer = Reducer(
-            manager, plan_buckets(parameters, capacity_mb), hands_out=gradient_as_bucket_view
+            manager,
+            plan_buckets(parameters, capacity_mb),
+            hands_out=gradient_as_bucket_view,
+            names={id(parameter): name for name, parameter in module.named_parameters()},
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward pass.
 
         Raises:
-            ConfigError: a parameter is trained now that was frozen when the module was wrapped.
+            ConfigError: a parameter is trained now that was frozen when the module was wrapped, or
+                this is a part of a module that torch's class of the same name has wrapped.
         """
+        if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+            raise _both_wrappers()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 reason = "it was frozen when the module was wrapped: wrap the module again"
@@ -103,6 +116,11 @@ class DistributedDataParallel(nn.Module):
         if not torch.compiler.is_compiling():
             self._reducer.watch(outputs)
         return outputs
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """Torch's class of the same name asks for this where it wraps a module."""
+        raise _both_wrappers()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("copy or save .module: the manager cannot be copied")
@@ -136,8 +154,39 @@ def _check_others(arguments: dict[str, Any]) -> None:
 def _refuse_sparse(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if getattr(child, "sparse", False):
+            raise ConfigError(f"{name or type(child).__name__}.sparse", True, SPARSE)
+
+
+def _refuse_other_wrappers(module: nn.Module) -> None:
+    """Each would average what the other one has in hand: gradients differ in every step."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.parallel.DistributedDataParallel):
+            raise _both_wrappers()
+        # Nobody has one without its module; importing it here would cost time for nothing.
+        fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+        if isinstance(child, DistributedDataParallel) or (fsdp and isinstance(child, fsdp)):
+            reason = "its gradients are reduced by this wrapper already: use one of them"
+            raise ConfigError(name or "module", type(child).__name__, reason)
+
+
+def _both_wrappers() -> ConfigError:
+    return ConfigError(
+        "module",
+        "in torch's DistributedDataParallel and in torchft_svc's",
+        "each would overwrite the other's averages: use this one alone in groups of one worker; in "
+        "groups of several, fully_shard and replicate_across_groups",
+    )
+
+
+def _refuse_parts(module: nn.Module) -> None:
+    """Parameters of which this worker has a part, or nothing yet."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(name, "not initialized", "call the module once before it is wrapped")
+        if is_sharded(parameter):
             raise ConfigError(
-                f"{name or type(child).__name__}.sparse",
-                True,
-                "sparse gradients cannot be averaged across groups; use sparse=False",
+                name,
+                "a DTensor",
+                "this wrapper averages whole parameters; for those that are sharded inside the "
+                "group (tensor parallelism, FSDP2) use fully_shard and replicate_across_groups",
             )

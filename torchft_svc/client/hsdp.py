@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchft_svc.client.buckets import describe_tensors
+from torchft_svc.client.reducer import watch_outputs
 from torchft_svc.errors import ConfigError, RequestRefused
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ def replicate_across_groups(manager: Manager, model: nn.Module) -> None:
     torch's all-reduce hook: once its gradients are reduced and scattered inside the group, each
     worker averages its part with the workers of the same group rank in the other groups. Mixed
     precision, gradient accumulation (``set_requires_gradient_sync``), clipping and tensor
-    parallelism inside the group stay as they are.
+    parallelism inside the group stay as they are. A step in which a worker averaged nothing, or not
+    all, is discarded.
 
     Saving the state for others (``state_dict`` of the `Manager`) happens on another thread while
     the forward pass runs. FSDP's own ``state_dict()`` would take the weights away from under it:
@@ -52,6 +54,8 @@ def replicate_across_groups(manager: Manager, model: nn.Module) -> None:
     for group in groups:
         group._all_reduce_hook = sums.average
     for module in _fsdp_modules(model):
+        # Before FSDP's own: it cannot go on after an error in a pass that it has begun.
+        module.register_forward_hook(sums.watch, prepend=True)  # type: ignore[attr-defined]
         module.register_state_dict_pre_hook(_guard(trainer))  # type: ignore[attr-defined]
 
 
@@ -67,8 +71,13 @@ class _ShardedSums:
         """FSDP's hook: average ``reduced`` in place."""
         self._manager.allreduce(reduced).wait()
 
+    def watch(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
+        """A forward pass of a module has ended."""
+        if not torch.compiler.is_compiling():
+            watch_outputs(self._manager, outputs)
+
     def settle(self) -> Exception | None:
-        """See `Reducing.settle`; here a pass is not open longer than each of its sums."""
+        """See `Reducing.settle`; the manager knows of passes in which something is summed."""
         return None
 
 

@@ -223,9 +223,11 @@ class Manager:
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """End the step: whether its update is to be applied.
 
-        Waits for the step's collectives, puts a healed state in place, and votes. After True nobody
-        may read the state until `allow_state_dict_read` or the next `start_quorum`, and the caller
-        has to apply the update: what happens if that fails, `commit` knows and this does not.
+        Waits for the step's collectives, puts a healed state in place, and votes: no, if a model
+        was wrapped and none of its gradients were averaged in this step, or not all of them. After
+        True nobody may read the state until `allow_state_dict_read` or the next `start_quorum`, and
+        the caller has to apply the update: what happens if that fails, `commit` knows and this does
+        not.
 
         Args:
             timeout: longest wait for the other workers of the group (default: the manager's).
@@ -274,6 +276,11 @@ class Manager:
         For those who build their own wrapper of a model. It is not kept alive.
         """
         self._stepper.add_reducer(reducer)
+
+    def weights_version(self) -> int:
+        """Grows when the weights are replaced by another group's, and when the first step begins
+        in which that may happen at once: what a forward pass has kept from before is stale."""
+        return self._stepper.weights_version
 
     def has_fresh_step(self) -> bool:
         """Whether a step is under way in which nothing was reduced yet."""

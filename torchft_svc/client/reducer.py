@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,31 +15,51 @@ from torch.utils._pytree import tree_leaves
 from torchft_svc.client.buckets import Bucket, describe_tensors
 from torchft_svc.client.collectives import NO_GRAPH, unfinished_pass
 from torchft_svc.client.reduction import Reduction
-from torchft_svc.errors import ConfigError
+from torchft_svc.errors import ConfigError, RequestRefused
 
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
 
+SPARSE = "sparse gradients cannot be averaged across groups; use sparse=False"
 _TOO_LATE = (
     "a parameter that is used inside a reentrant checkpoint and outside of it got a gradient after "
     "its sum had begun; give torch.utils.checkpoint use_reentrant=False"
 )
 
 
+_STALE = (
+    "the forward pass ran before zero_grad() (or start_quorum()), by which the weights may be "
+    "replaced by another group's: call zero_grad() first, then the model, then backward()"
+)
+_OVERWRITTEN = (
+    "the averages across groups were overwritten in the same backward pass: the parameters are "
+    "reduced by another wrapper, too, such as torch's DistributedDataParallel; use one of them"
+)
+
+
 class Reducer:
     """Listens to the parameters' gradients and sums full buckets, always in the same order.
 
-    ``hands_out``: gradients become views of the buckets' memory instead of copies.
+    ``hands_out``: gradients become views of the buckets' memory instead of copies. ``names`` are
+    those of the parameters, by id.
 
     No failed sum raises into the backward pass: what fails is latched by the manager, and the rest
     of the step's sums are left out. A pass that an exception ends stays open until `settle`, which
     the manager calls before each vote.
     """
 
-    def __init__(self, manager: Manager, buckets: list[Bucket], *, hands_out: bool) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        buckets: list[Bucket],
+        *,
+        hands_out: bool,
+        names: Mapping[int, str],
+    ) -> None:
         self._manager = manager
         self._buckets = buckets
         self._hands_out = hands_out
+        self._names = names
         self.layout = describe_tensors([bucket.parameters for bucket in buckets])
         self.enabled = True
         self._active = False
@@ -50,7 +71,6 @@ class Reducer:
         self._is_nested = False
         self._arrived: set[int] = set()
         self._reductions: list[Reduction] = []
-        self._on_output = self._make_output_hook()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._make_hook(index)
@@ -88,9 +108,7 @@ class Reducer:
 
         A reentrant checkpoint runs a pass of its own inside, whose end is not that of all.
         """
-        for output in tree_leaves(outputs):
-            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-                output.register_hook(self._on_output)  # type: ignore[no-untyped-call]
+        watch_outputs(self._manager, outputs, self._make_output_hook())
 
     def _make_hook(self, index: int) -> Callable[[nn.Parameter], None]:
         # Torch keeps a parameter's hooks where Python's collector does not look: with a reference
@@ -100,14 +118,14 @@ class Reducer:
         def hook(parameter: nn.Parameter) -> None:
             listener = reducer()
             if listener is not None and listener.enabled:
-                listener._count_down(index, id(parameter))
+                listener._count_down(index, parameter)
 
         return hook
 
-    def _make_output_hook(self) -> Callable[[torch.Tensor], None]:
+    def _make_output_hook(self) -> Callable[[], None]:
         reducer = weakref.ref(self)
 
-        def hook(_: torch.Tensor) -> None:
+        def hook() -> None:
             listener = reducer()
             if listener is not None and listener.enabled:
                 listener._give_up_broken()
@@ -116,7 +134,7 @@ class Reducer:
 
         return hook
 
-    def _count_down(self, index: int, parameter: int) -> None:
+    def _count_down(self, index: int, parameter: nn.Parameter) -> None:
         graph = torch._C._current_graph_task_id()
         if graph != self._graph:
             self._give_up_broken()
@@ -124,11 +142,14 @@ class Reducer:
             self._begin()
         elif graph != self._graph:
             self._is_nested = True  # a parameter may get more than one gradient: sum in the end
-        if parameter in self._arrived:
+        key = id(parameter)
+        if key in self._arrived:
             if index < self._next:
                 raise ConfigError("use_reentrant", True, _TOO_LATE)
             return
-        self._arrived.add(parameter)
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise ConfigError(self._names[key], str(parameter.grad.layout), SPARSE)
+        self._arrived.add(key)
         self._missing[index] -= 1
         if self._missing[index] == 0 and not self._is_nested:
             self._launch_full()
@@ -185,6 +206,37 @@ class Reducer:
                 bucket.copy_out()
         self._reductions = []
         self._active = False
+        # What is called now, comes after what other wrappers do at the end of the pass.
+        check = functools.partial(self._check_owned, [b.stamp() for b in self._buckets])
+        Variable._execution_engine.queue_callback(check)
+
+    def _check_owned(self, stamps: list[Any]) -> None:
+        """The pass is over for all: the gradients still have to be what was handed out."""
+        if [bucket.stamp() for bucket in self._buckets] != stamps:
+            self._manager.report_error(ConfigError("module", "wrapped twice", _OVERWRITTEN))
+
+
+def watch_outputs(
+    manager: Manager, outputs: Any, on_backward: Callable[[], None] | None = None
+) -> None:
+    """Look when a backward pass comes to a tensor in ``outputs``, and call ``on_backward``.
+
+    That pass raises `RequestRefused` if the manager has put other weights in place since the
+    forward pass: torch would complain of some tensor, or, of gathered weights, of nothing.
+    """
+    version = manager.weights_version()
+    known = weakref.ref(manager)
+
+    def hook(_: torch.Tensor) -> None:
+        manager = known()
+        if manager is not None and manager.weights_version() != version:
+            raise RequestRefused(_STALE)
+        if on_backward is not None:
+            on_backward()
+
+    for output in tree_leaves(outputs):
+        if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+            output.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 class _Pass:

@@ -24,6 +24,15 @@ _MARK = "torchft.dtensor"
 MeshKey = tuple[str, tuple[str, ...], tuple[int, ...], str]
 
 
+def is_sharded(value: Any) -> bool:
+    """Whether it is a DTensor."""
+    if not _has_dtensors():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
 def take_apart(state: Any) -> Any:
     """``state`` with every DTensor replaced by its local part and a description."""
     if not _has_dtensors():

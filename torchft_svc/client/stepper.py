@@ -39,6 +39,10 @@ _BETWEEN_STEPS = (Phase.IDLE, Phase.APPLYING)
 # Between two steps a group may wait for one that waits for it, in the next quorum. That must be
 # over long before the lighthouse goes on without it.
 _BETWEEN_STEPS_S = 5.0
+_NOTHING_REDUCED = (
+    "no gradient was averaged across groups in this step: each group has to call backward() once "
+    "outside of no_sync() before step(), also where it has nothing to learn from (a loss of zero)"
+)
 
 
 class Stepper:
@@ -77,6 +81,7 @@ class Stepper:
             links.watchdog,
         )
         self._reducers: list[weakref.ref[Reducing]] = []
+        self.weights_version = 0  # see `Manager.weights_version`
         self._round: Round | None = None
         self._task: Task | None = None
         self._ends_update = False  # whether somebody will say what has become of an update
@@ -95,6 +100,11 @@ class Stepper:
             reducer.settle()
         self._give_up()
         request = dataclasses.replace(request, layout=self._layout())
+        fresh = self._rules.init_sync and self.state.step == 0
+        heals_now = request.allow_heal and (fresh or not self._rules.use_async_quorum)
+        if heals_now and self._round is None:
+            # Whether it does heal here depends on who else trains. Programs must not.
+            self.weights_version += 1
         round_ = Round(self._links, self._rules, self._step, self._membership, request)
         task = Task(round_.run)
         try:
@@ -110,7 +120,6 @@ class Stepper:
         except BaseException as error:
             self._withdraw(round_, task, error)
             raise
-        fresh = self._rules.init_sync and self.state.step == 0
         if fresh or self._ends_alone() or not self._rules.use_async_quorum:
             self.wait_for_quorum()
             if round_.heals_first:
@@ -362,10 +371,14 @@ class Stepper:
             raise error
 
     def _settle(self) -> None:
-        """A backward pass that was not finished is an error of the step."""
-        problems = [reducer.settle() for reducer in self.reducers()]
-        for error in filter(None, [*problems, self._averages.collectives.unfinished()]):
+        """Gradients that are not, or not all, averaged are an error of the step."""
+        sums = self._averages.collectives
+        reducers = self.reducers()
+        problems = [reducer.settle() for reducer in reducers]
+        for error in filter(None, [*problems, sums.unfinished()]):
             self._fail(error)
+        if reducers and not sums.launched and self.state.error is None:
+            self._fail(RequestRefused(_NOTHING_REDUCED))
 
     def _check_group(self) -> None:
         """An error that the process group did not raise is one of the step."""
@@ -424,6 +437,7 @@ class Stepper:
         state = round_.state
         try:
             self._links.transport.retract_checkpoint()
+            self.weights_version += 1
             self._links.registry.load(state)
             with self._step.changing() as machine:
                 machine.apply_heal(state[MANAGER_KEY]["batches_committed"])
