@@ -11,8 +11,10 @@ from typing import Any
 import grpc
 
 from torchft_svc.coordination.outgoing import Outgoing
+from torchft_svc.core.types import one_line
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.backoff import Backoff
+from torchft_svc.rpc.codec import fit_for_logs
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ class Listeners:
     on_cut: Callable[[], None] = lambda: None
 
     def hear(self, news: pb.AttachNews) -> None:
+        fit_for_logs(news)
         kind = news.WhichOneof("kind")
         if kind == "lost":
             self.on_loss(news.lost.replica_id, news.lost.reason, news.lost.quorum_id)
@@ -114,7 +117,8 @@ class Attachment:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     return  # an older manager: this worker goes without news
                 if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                    log.error("the manager does not trust this worker: %s", error.details())
+                    told = one_line(error.details() or "")
+                    log.error("the manager does not trust this worker: %s", told)
                     return  # asking again would not help
                 self._hear_break(error)
             except ValueError:  # the channel was closed, because the manager is elsewhere now
@@ -124,7 +128,7 @@ class Attachment:
 
     def _hear_break(self, error: grpc.RpcError) -> None:
         if not self._failing and not self._closing.is_set():
-            log.warning("no line to the manager: %s", error.details())
+            log.warning("no line to the manager: %s", one_line(error.details() or ""))
             self._hear_end()
         self._failing = True
         # Refused: a worker that had this rank before may be dead, and not be missed yet.

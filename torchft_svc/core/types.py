@@ -24,6 +24,8 @@ DEFAULT_QUORUM_BYTES = 4 << 20
 MAX_QUORUM_BYTES = 64 << 20
 # A few settings, a line for each of a few wrappers of a model, and digests of all the rest.
 MAX_LAYOUT_LENGTH = 1024
+# A reason is shown in one log line.
+MAX_REASON_LENGTH = 1000
 # Steps and ids travel as int64.
 MAX_INT64 = 2**63 - 1
 # More workers than the largest cluster has.
@@ -257,6 +259,15 @@ def check_step(step: int) -> None:
 def utf8_length(text: str) -> int:
     """How many bytes it has on the wire."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def one_line(text: str, limit: int = MAX_REASON_LENGTH) -> str:
+    """``text``, whoever said it, fit for a line of a log: no longer than ``limit``, with ``?`` for
+    each character that cannot be printed, such as a newline or the escape codes of terminals."""
+    shown = text if len(text) <= limit else f"{text[: limit - 3]}..."
+    if shown.isprintable():
+        return shown
+    return "".join(char if char.isprintable() else "?" for char in shown)
 
 
 def check_text(field: str, value: str, limit: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from torchft_svc.core.types import one_line
 from torchft_svc.errors import TorchFTError, Unauthorized, Unreachable
 from torchft_svc.lighthouse_server.etcd_access import PASSWORD_NAME, USER_NAME, EtcdAccess
 from torchft_svc.proto import etcd_pb2 as pb
@@ -178,7 +179,7 @@ class Etcd:
         return (("token", answer.token),)
 
     def _to_error(self, error: grpc.aio.AioRpcError) -> TorchFTError:
-        details = error.details() or ""
+        details = one_line(error.details() or "")
         user = self._access.user
         told = "the user that the certificate names" if user is None else f"user {user!r}"
         refusal = tls_reason(details, self._access.setting)

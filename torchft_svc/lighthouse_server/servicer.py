@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.types import DEFAULT_JOB, check_name, check_text
+from torchft_svc.core.types import DEFAULT_JOB, MAX_REASON_LENGTH, check_name, check_text
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
-from torchft_svc.lighthouse_server.session import MAX_REASON_LENGTH, Session
+from torchft_svc.lighthouse_server.session import Session
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY, drain_news, member_from_wire
 from torchft_svc.rpc.codec_status import status_to_wire
@@ -98,5 +98,7 @@ def _reason(told: str, default: str) -> str:
 def _job(context: Context) -> str:
     for key, value in context.invocation_metadata() or ():
         if key == JOB_KEY:
-            return value if isinstance(value, str) else value.decode("utf-8", "replace")
+            job = value if isinstance(value, str) else value.decode("utf-8", "replace")
+            check_name("job", job)
+            return job
     return DEFAULT_JOB

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.types import LastQuorum, check_text
+from torchft_svc.core.types import MAX_REASON_LENGTH, LastQuorum, check_text
 from torchft_svc.errors import NotLeader, RequestRefused, TorchFTError, Unreachable
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.questions import Outcome
@@ -20,8 +20,6 @@ from torchft_svc.rpc.parsing import is_of_a_newer_kind
 
 # A connection that says nothing is not a session.
 HELLO_TIMEOUT_S = 5.0
-# A reason for leaving is shown in one log line.
-MAX_REASON_LENGTH = 1000
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

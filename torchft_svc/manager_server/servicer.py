@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from torchft_svc.core.types import one_line
 from torchft_svc.manager_server.attachment import attach
 from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.proto import torchft_pb2 as pb
@@ -15,8 +16,6 @@ from torchft_svc.rpc.deadline import remaining_s
 from torchft_svc.rpc.serving import Service
 
 Context = grpc.aio.ServicerContext[Any, Any]
-# A reason is shown in one log line.
-MAX_REASON_LENGTH = 1000
 
 
 def manager_service(driver: ManagerDriver) -> Service:
@@ -33,11 +32,11 @@ def manager_service(driver: ManagerDriver) -> Service:
         return pb.CheckpointAddressResponse(checkpoint_server_address=address).SerializeToString()
 
     async def kill(request: pb.KillRequest, context: Context) -> bytes:
-        driver.kill(request.msg[:MAX_REASON_LENGTH])
+        driver.kill(one_line(request.msg))
         return b""
 
     async def drain(request: pb.DrainRequest, context: Context) -> bytes:
-        driver.drain(request.reason[:MAX_REASON_LENGTH] or "drained by an operator")
+        driver.drain(one_line(request.reason) or "drained by an operator")
         return b""
 
     async def attachment(requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:

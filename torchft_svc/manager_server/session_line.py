@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from torchft_svc.core.acceptance import check_answer
-from torchft_svc.core.types import Member, Quorum
+from torchft_svc.core.types import Member, Quorum, one_line
 from torchft_svc.errors import (
     DeadlineExceeded,
     QuorumFailed,
@@ -32,7 +32,7 @@ from torchft_svc.manager_server.line import (
     beat_interval_s,
 )
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import JOB_KEY, member_to_wire, quorum_from_wire
+from torchft_svc.rpc.codec import JOB_KEY, fit_for_logs, member_to_wire, quorum_from_wire
 from torchft_svc.rpc.parsing import checked, parser
 from torchft_svc.rpc.status import error_from_wire, to_distrust, to_not_leader
 from torchft_svc.rpc.tasks import Tasks
@@ -234,6 +234,7 @@ class SessionLine:
             await stream.write(request)
 
     def _hear(self, news: pb.SessionNews) -> None:
+        fit_for_logs(news)
         kind = news.WhichOneof("kind")
         if kind in ("lost", "kill", "drain", "waiting"):
             self._on_news(news)
@@ -265,7 +266,7 @@ async def _raise_status(stream: Stream) -> None:
 
 def _why(error: Exception) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
-        details = error.details() or ""
+        details = one_line(error.details() or "")
         if details == _UNTOLD:
             return "it ended the session"
         return f"{error.code().name}: {details}{closing_hint(details)}"

@@ -56,6 +56,10 @@ def parse_address(text: str, *, may_bind: bool = False) -> HostPort:
         raise AddressError(text, f"port {port} is outside {0 if may_bind else 1} to 65535")
     if not host and not may_bind:
         raise AddressError(text, f"has no host; {_EXPECTED}")
+    if not host.isascii():
+        raise AddressError(
+            text, f"{host[:64]!r} is not ASCII: write its name as DNS has it (xn--...)"
+        )
     if len(host) > 255 or any(c.isspace() or not c.isprintable() or c in "/@?#" for c in host):
         raise AddressError(text, f"{host[:64]!r} is not a host name; {_EXPECTED}")
     return HostPort(host, port)

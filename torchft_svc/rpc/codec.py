@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from torchft_svc.core.activity import Activity
@@ -10,7 +12,7 @@ from torchft_svc.core.durations import MAX_DURATION_MS
 from torchft_svc.core.group_orders import AnswerWorker
 from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.core.step import Phase
-from torchft_svc.core.types import Member, Quorum, check_step
+from torchft_svc.core.types import MAX_NAME_LENGTH, Member, Quorum, check_step, one_line
 from torchft_svc.errors import QuorumFailed, TorchFTError
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.status import error_to_wire
@@ -128,6 +130,22 @@ def over_news(reason: str) -> bytes:
     return pb.AttachNews(over=pb.AttachOver(reason=reason)).SerializeToString()
 
 
+News = TypeVar("News", pb.SessionNews, pb.AttachNews)
+
+
+def fit_for_logs(news: News) -> News:
+    """``news``, of whose texts each is `one_line`: those that hear it log them and raise them. The
+    members of a quorum are looked at by `quorum_from_wire`."""
+    kind = news.WhichOneof("kind")
+    if kind in (None, "quorum"):
+        return news
+    told: Any = getattr(news, kind)
+    for field, value in told.ListFields():
+        if isinstance(value, str) and one_line(value) != value:
+            setattr(told, field.name, one_line(value))
+    return news
+
+
 def refusal(error: TorchFTError, number: int) -> pb.SessionRefusal:
     """``error`` as the answer to question ``number``."""
     name, text = error_to_wire(error)
@@ -180,9 +198,14 @@ def quorum_from_wire(message: pb.Quorum) -> Quorum:
     """Raises `QuorumFailed` if the quorum has no members."""
     if not message.participants:
         raise QuorumFailed("the lighthouse answered with a quorum without members")
+    participants = tuple(map(member_from_wire, message.participants))
+    for each in participants:
+        if not (each.replica_id + each.address + each.store_address).isprintable():
+            name = one_line(each.replica_id, MAX_NAME_LENGTH)
+            raise QuorumFailed(f"member {name!r} has a name or address that cannot be printed")
     return Quorum(
         quorum_id=message.quorum_id,
-        participants=tuple(map(member_from_wire, message.participants)),
+        participants=participants,
         joining=frozenset(each.replica_id for each in message.participants if each.joining),
     )
 

@@ -6,9 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from torchft_svc.core.overview import GoneGroup, GroupStatus, JobStatus
+from torchft_svc.core.types import one_line
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import phase_from_wire, phase_to_wire
 
+# Of one field. It is shown on a terminal, to which escape codes are orders.
+MAX_TEXT_LENGTH = 4000
 # What has the same name and the same type on the wire.
 _OF_A_JOB = (
     "job",
@@ -81,4 +84,8 @@ def _same(
     source: JobStatus | GroupStatus | GoneGroup | pb.JobStatus | pb.GroupStatus | pb.GoneGroup,
     names: Iterable[str],
 ) -> dict[str, Any]:
-    return {name: getattr(source, name) for name in names}
+    values = {name: getattr(source, name) for name in names}
+    return {
+        name: one_line(value, MAX_TEXT_LENGTH) if isinstance(value, str) else value
+        for name, value in values.items()
+    }

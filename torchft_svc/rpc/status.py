@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import grpc
 
+from torchft_svc.core.types import MAX_ADDRESS_LENGTH, one_line
 from torchft_svc.errors import (
     CommitFailed,
     DeadlineExceeded,
@@ -81,7 +82,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchFTError
     name, text = error_to_wire(error)
     trailing = [(ERROR_KEY, name)]
     if isinstance(error, NotLeader):
-        trailing.append((LEADER_KEY, error.leader))
+        leader = one_line(error.leader, MAX_ADDRESS_LENGTH)  # what etcd says: anybody's word
+        trailing.append((LEADER_KEY, leader.encode("ascii", "replace").decode()))
     try:
         await context.abort(code, text, trailing_metadata=tuple(trailing))
     except grpc.aio.AbortError:
@@ -102,7 +104,7 @@ def to_error(
     error: grpc.RpcError, *, peer: str, address: str, action: str, timeout_s: float
 ) -> TorchFTError:
     """What went wrong, in our words: ``action`` was asked of ``peer`` at ``address``."""
-    code, details = error.code(), error.details() or ""
+    code, details = error.code(), one_line(error.details() or "")
     elsewhere = to_not_leader(error)
     if elsewhere is not None:
         return elsewhere
@@ -130,7 +132,7 @@ def to_not_leader(error: grpc.RpcError) -> NotLeader | None:
     told = _trailing(error)
     if told.get(ERROR_KEY) != NotLeader.__name__:
         return None
-    return NotLeader(told.get(LEADER_KEY, ""))
+    return NotLeader(one_line(told.get(LEADER_KEY, ""), MAX_ADDRESS_LENGTH))
 
 
 def _trailing(error: grpc.RpcError) -> dict[str, str]:
@@ -140,7 +142,7 @@ def _trailing(error: grpc.RpcError) -> dict[str, str]:
 
 def to_distrust(error: grpc.RpcError, peer: str, address: str) -> Unauthorized | None:
     """The error that asking again will not mend: one side does not trust the other."""
-    details = error.details() or ""
+    details = one_line(error.details() or "")
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         return Unauthorized(f"{peer} at {address}: {details}")
     if error.code() is grpc.StatusCode.UNAVAILABLE:

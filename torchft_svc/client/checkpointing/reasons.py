@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torchft_svc.core.types import one_line
+
 # A sentence; whatever is longer does not come from us.
 MAX_REASON_BYTES = 1000
 
@@ -13,8 +15,7 @@ def encode_reason(reason: str) -> bytes:
 
 def decode_reason(sent: bytes | bytearray) -> str:
     """What a source said, whatever it is, fit for a line of a log."""
-    text = sent.decode("ascii", "replace").strip()
-    return "".join(char if char.isprintable() else "?" for char in text)
+    return one_line(sent.decode("ascii", "replace").strip())
 
 
 def why_not_offered(step: int, why: str) -> str:

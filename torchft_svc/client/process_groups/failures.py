@@ -10,6 +10,7 @@ from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.store_line import CALL_TIMEOUT_S, Connection
 from torchft_svc.client.process_groups.stores import PrefixStore, Store
 from torchft_svc.client.strays import start_stray
+from torchft_svc.core.types import one_line
 from torchft_svc.errors import PeerError, QuorumFailed, Unreachable
 
 _KEY = "failed"
@@ -40,7 +41,7 @@ def check_failures(store: Store) -> None:
     """
     if store.check([_KEY]):
         said = store.get(_KEY)[:_MAX_REASON_LENGTH].decode(errors="replace")
-        raise QuorumFailed("".join(char if char.isprintable() else "?" for char in said))
+        raise QuorumFailed(one_line(said))
 
 
 class FailureWatch:
