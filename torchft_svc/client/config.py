@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from torchft_svc.core.durations import MAX_DURATION_S, check_length
-from torchft_svc.core.types import DEFAULT_JOB
+from torchft_svc.core.types import DEFAULT_JOB, MAX_WORLD_SIZE
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
 from torchft_svc.rpc.security import Security, security_or_environment
@@ -94,8 +94,9 @@ class GroupPlace:
     group_world_size: int
 
     def __post_init__(self) -> None:
-        if self.group_world_size < 1:
-            raise ConfigError("world_size", self.group_world_size, "a group has 1 or more workers")
+        if not 1 <= self.group_world_size <= MAX_WORLD_SIZE:
+            expected = f"a group has 1 to {MAX_WORLD_SIZE} workers"
+            raise ConfigError("world_size", self.group_world_size, expected)
         if not 0 <= self.group_rank < self.group_world_size:
             raise ConfigError(
                 "rank",

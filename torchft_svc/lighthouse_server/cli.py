@@ -19,6 +19,7 @@ from torchft_svc.rpc.cli import (
     log_level_option,
     option,
     run,
+    say,
     security_options,
 )
 from torchft_svc.rpc.commands import ServiceCommand
@@ -119,7 +120,7 @@ def main(
 ) -> None:
     """Decide for every step which replica groups train together."""
     if quorum_tick_ms is not None:
-        click.echo("note: --quorum-tick-ms is ignored: quorums form without polling", err=True)
+        say("note: --quorum-tick-ms is ignored: quorums form without polling", err=True)
     try:
         config = QuorumConfig(
             min_replicas=min_replicas,
@@ -139,7 +140,7 @@ def main(
 
     async def serve(stop: asyncio.Event) -> int:
         async with run_lighthouse(config, bind, security, election) as bound:
-            click.echo(f"lighthouse listening on {bound}")
+            say(f"lighthouse listening on {bound}")
             await stop.wait()
         return 0
 

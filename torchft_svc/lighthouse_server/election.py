@@ -15,7 +15,7 @@ from torchft_svc.errors import ConfigError, UsageError
 from torchft_svc.lighthouse_server.etcd_access import EtcdAccess, resolve_etcd_access
 from torchft_svc.lighthouse_server.leadership import MIN_LEASE_S
 from torchft_svc.rpc.address import parse_address
-from torchft_svc.rpc.cli import option
+from torchft_svc.rpc.cli import Text, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def election_options(main: Callable[..., None]) -> Callable[..., None]:
     @option("--etcd-ca", help="CA that signs etcd's certificates, PEM.  [env: TORCHFT_ETCD_CA]")
     @option("--etcd-cert", help="Certificate to show to etcd, PEM.  [env: TORCHFT_ETCD_CERT]")
     @option("--etcd-key", help="That certificate's private key, PEM.  [env: TORCHFT_ETCD_KEY]")
-    @option("--etcd-user", help="As whom to come to etcd.  [env: TORCHFT_ETCD_USER]")
+    @option("--etcd-user", type=Text(), help="As whom to come to etcd.  [env: TORCHFT_ETCD_USER]")
     @option(
         "--etcd-password-file",
         help="File with that user's password; the password itself is taken from "

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 import click
 
-from torchft_svc.core.types import DEFAULT_JOB
+from torchft_svc.core.types import DEFAULT_JOB, MAX_NAME_LENGTH
 from torchft_svc.lighthouse_server.table import status_json, status_text
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.cli import Addresses, option, security_options
+from torchft_svc.rpc.cli import Addresses, Text, option, security_options
 from torchft_svc.rpc.codec_status import status_from_wire
 from torchft_svc.rpc.commands import ask
 from torchft_svc.rpc.security import Security
@@ -25,23 +25,33 @@ _lighthouse = option(
     show_default=True,
     help="Address of the lighthouse; of several, the first that answers.",
 )
+_JOB = Text(MAX_NAME_LENGTH, is_name=True)
 _job_id = option(
     "--job-id",
+    type=_JOB,
     envvar="TORCHFT_JOB_ID",
     default=DEFAULT_JOB,
     show_default=True,
     help="The training run.",
 )
 _replica = option(
-    "--replica", required=True, help="The group: its name (REPLICA_GROUP_ID) or its replica id."
+    "--replica",
+    type=Text(MAX_NAME_LENGTH),
+    required=True,
+    help="The group: its name (REPLICA_GROUP_ID) or its replica id.",
 )
-_reason = option("--reason", default="", help="Told to the group, and logged.")
+_reason = option("--reason", type=Text(), default="", help="Told to the group, and logged.")
 
 
 @click.command()
 @_lighthouse
 @option(
-    "--job-id", envvar="TORCHFT_JOB_ID", default="", show_default="all", help="The training run."
+    "--job-id",
+    type=_JOB,
+    envvar="TORCHFT_JOB_ID",
+    default="",
+    show_default="all",
+    help="The training run.",
 )
 @click.option("--all", "show_all", is_flag=True, help="Show all groups, however many.")
 @click.option("--json", "as_json", is_flag=True, help="Show everything, as JSON.")

@@ -24,6 +24,7 @@ from torchft_svc.rpc.cli import (
     log_level_option,
     option,
     run,
+    say,
     security_options,
 )
 from torchft_svc.rpc.commands import ServiceCommand
@@ -147,7 +148,7 @@ async def _serve(config: ManagerConfig, stop: asyncio.Event, life_descriptor: in
         if life_descriptor is not None:
             stack.callback(asyncio.create_task(show_life(life_descriptor)).cancel)
         async with run_manager(config) as manager:
-            click.echo(f"manager listening on {manager.address}")
+            say(f"manager listening on {manager.address}")
             ends = [asyncio.create_task(event.wait()) for event in (stop, manager.killed)]
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -50,8 +50,8 @@ class ManagerConfig:
         parse_address(self.bind, may_bind=True)
         if self.advertise_host is not None:
             _check_host(self.advertise_host)
-        if self.owner_pid is not None and self.owner_pid < 1:
-            raise ConfigError("owner_pid", self.owner_pid, "a process has a number above 0")
+        if self.owner_pid is not None and not 1 <= self.owner_pid < 2**31:
+            raise ConfigError("owner_pid", self.owner_pid, "a process has a number from 1 to 2**31")
         for field, limit in (
             ("replica_name", MAX_NAME_LENGTH - _INCARNATION_LENGTH),
             ("job_id", MAX_NAME_LENGTH),

@@ -7,7 +7,7 @@ import click
 from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.address import HostPort
-from torchft_svc.rpc.cli import Address, option, security_options
+from torchft_svc.rpc.cli import Address, Text, option, security_options
 from torchft_svc.rpc.commands import ask
 from torchft_svc.rpc.security import Security
 
@@ -20,7 +20,7 @@ from torchft_svc.rpc.security import Security
     required=True,
     help="Address of the group's manager (`lighthouse status` shows it).",
 )
-@option("--reason", default="", help="Told to the group, and logged.")
+@option("--reason", type=Text(), default="", help="Told to the group, and logged.")
 @security_options
 def drain(manager: HostPort, reason: str, security: Security) -> None:
     """Let the group finish its step, leave, and end."""

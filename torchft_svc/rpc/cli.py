@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
+import os
 import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
 
 import click
 import uvloop
 
 from torchft_svc.core.durations import MAX_DURATION_MS, MAX_DURATION_S
+from torchft_svc.core.types import MAX_REASON_LENGTH, check_text
 from torchft_svc.env import LOG_LEVELS, LOG_VARIABLE, Environment
-from torchft_svc.errors import UsageError
+from torchft_svc.errors import RequestRefused, UsageError
 from torchft_svc.rpc.address import HostPort, parse_address, split_addresses
 from torchft_svc.rpc.log_limit import LimitedLog, level_number, line_formatter
 from torchft_svc.rpc.security import resolve_security
 from torchft_svc.rpc.upkeep import UPKEEP
+
+log = logging.getLogger(__name__)
 
 # Three connections for each of ten thousand groups; at 30 KB each that is 1 GB at the most.
 MAX_DESCRIPTORS = 32_768
@@ -98,10 +104,29 @@ class _Milliseconds(click.ParamType):  # type: ignore[type-arg,unused-ignore]  #
         if number > MAX_DURATION_MS:
             days = MAX_DURATION_S / 86_400
             self.fail(f"use {MAX_DURATION_MS} ({days:g} days) at most", param, ctx)
-        return number
+        return max(number, -MAX_DURATION_MS)
 
 
 MILLISECONDS = _Milliseconds()
+
+
+class Text(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since 8.4
+    """A line of text, as it travels in a request; ``is_name``: in the metadata of a call."""
+
+    name = "text"
+
+    def __init__(self, limit: int = MAX_REASON_LENGTH, *, is_name: bool = False) -> None:
+        self._limit, self._is_name = limit, is_name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text: str = value
+        try:
+            check_text("it", text, self._limit)
+        except RequestRefused as error:  # also for bytes that are no text here
+            self.fail(str(error), param, ctx)
+        if self._is_name and not text.isascii():
+            self.fail(f"{text!r} is not ASCII", param, ctx)
+        return text
 
 
 class Addresses(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since 8.4
@@ -149,6 +174,7 @@ def run(
     With an owner only `STOP_SIGNAL` does, and the others are ignored: terminals and init systems
     send them to a trainer's children too, and it is the trainer that decides when they stop.
     """
+    _fill_closed_descriptors()
     handler = LimitedLog()
     handler.setFormatter(line_formatter(who))
     logging.basicConfig(level=level_number(log_level), handlers=[handler])
@@ -157,9 +183,35 @@ def run(
     try:
         status = uvloop.run(_until_stopped(service, has_owner))
     except UsageError as error:
-        click.echo(f"Error: {error}", err=True)
+        say(f"Error: {error}", err=True)
         status = 2
     sys.exit(status)
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print what a service has to say; where nothing can be written it works without."""
+    try:
+        click.echo(text, err=err)
+    except OSError as error:
+        log.warning("%r could not be printed: %s", text, error.strerror)
+        drop_output(sys.__stderr__ if err else sys.__stdout__)
+
+
+def drop_output(stream: TextIO | None) -> None:
+    """What is left in its buffers is lost, instead of failing once more when the process ends."""
+    if stream is not None:
+        with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def _fill_closed_descriptors() -> None:
+    """Who starts a service with its output closed would else have it print into a connection, and
+    the event loop end the process for that."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
 def _allow_descriptors() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -12,6 +15,7 @@ from google.protobuf.message import Message
 from torchft_svc.errors import DeadlineExceeded, NotLeader, TorchFTError, Unreachable
 from torchft_svc.rpc.address import split_addresses
 from torchft_svc.rpc.channel import open_channel
+from torchft_svc.rpc.cli import drop_output
 from torchft_svc.rpc.codec import JOB_KEY
 from torchft_svc.rpc.route import Route
 from torchft_svc.rpc.security import Security
@@ -20,6 +24,9 @@ from torchft_svc.version import VERSION
 
 # An operator waits for so long for each address.
 ASK_TIMEOUT_S = 5.0
+
+# What a full disk, or one that is broken, says when something is printed to it.
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -51,6 +58,18 @@ class ServiceCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """As click does; what cannot be printed (a full disk) is one sentence, too."""
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:
+            if error.errno not in _UNWRITABLE:
+                raise
+            drop_output(sys.__stdout__)
+            with contextlib.suppress(OSError):
+                click.echo(f"Error: the output cannot be written: {error.strerror}", err=True)
+            sys.exit(1)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Instead of the options, to one that runs"):

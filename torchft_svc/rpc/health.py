@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -42,6 +43,23 @@ class _AlwaysReady:
 ALWAYS_READY = _AlwaysReady()
 
 
+class _Watcher:
+    """One call; ``peer`` is gRPC's name for its connection."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.host = peer.rpartition(":")[0]
+        self.changed = asyncio.Event()
+        self.has_to_go = False
+
+
+async def _write(context: Context, response: Any) -> None:
+    try:
+        await context.write(response)
+    except Exception as error:  # whatever gRPC calls it, the watcher has gone
+        raise asyncio.CancelledError from error
+
+
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped
     """The empty name stands for the process, which serves until `stop`; ``service`` serves while it
     is ready. To be used on one event loop.
@@ -53,7 +71,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped
         self._service = service
         self._readiness = readiness
         self._stopping = False
-        self._watchers: set[asyncio.Event] = set()
+        self._watchers: dict[_Watcher, None] = {}  # the oldest first
         readiness.subscribe(self._tell)
 
     async def Check(self, request: Any, context: Context) -> Any:  # noqa: N802 - gRPC's name
@@ -64,23 +82,36 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped
         return Response(status=status)
 
     async def Watch(self, request: Any, context: Context) -> None:  # noqa: N802 - gRPC's name
+        watcher = _Watcher(context.peer())
         if len(self._watchers) >= MAX_WATCHERS:
-            reason = f"{MAX_WATCHERS} others watch already"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
-        changed, told = asyncio.Event(), None
-        self._watchers.add(changed)
+            self._make_room()
+        self._watchers[watcher] = None
+        told = None
         try:
-            while True:
-                changed.clear()
+            while not watcher.has_to_go:
+                watcher.changed.clear()
                 status = self._status(request.service)
                 if status != told:
-                    await context.write(Response(status=status))
+                    await _write(context, Response(status=status))
                     told = status
                 if self._stopping:
                     return
-                await changed.wait()
+                await watcher.changed.wait()
         finally:
-            self._watchers.discard(changed)
+            self._watchers.pop(watcher, None)
+        reason = f"{MAX_WATCHERS} others watch, and many of them where you are"
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
+
+    def _make_room(self) -> None:
+        """Whoever watches a thousand times must not keep out those that do it once: of the host
+        with the most watchers, the connection with the most loses its oldest."""
+        of_hosts = Counter(each.host for each in self._watchers)
+        of_peers = Counter(each.peer for each in self._watchers)
+        # The first of several is the oldest.
+        last = max(self._watchers, key=lambda each: (of_hosts[each.host], of_peers[each.peer]))
+        del self._watchers[last]
+        last.has_to_go = True
+        last.changed.set()
 
     def stop(self) -> None:
         """Nothing is served any more; the watchers are told so."""
@@ -88,8 +119,8 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped
         self._tell()
 
     def _tell(self) -> None:
-        for changed in self._watchers:
-            changed.set()
+        for watcher in self._watchers:
+            watcher.changed.set()
 
     def _status(self, name: str) -> Any:
         if name not in ("", self._service):

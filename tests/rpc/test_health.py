@@ -1,0 +1,66 @@
+"""Tests who may watch a service's health: anybody, and nobody so often that others cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from running import failure
+
+from torchft_svc.coordination import LighthouseServer
+from torchft_svc.rpc import health
+from torchft_svc.rpc.channel import open_channel
+
+LIMIT = 20
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+class Watchers:
+    """Of one connection."""
+
+    def __init__(self, address: str, count: int) -> None:
+        self._channel = open_channel(address)
+        stub = health_pb2_grpc.HealthStub(self._channel)
+        self.calls = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(count)]
+        for call in self.calls:
+            assert next(call).status == SERVING
+
+    def num_left(self) -> int:
+        return sum(not call.done() for call in self.calls)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(health, "MAX_WATCHERS", LIMIT)
+    with LighthouseServer("127.0.0.1:0", min_replicas=1) as server:
+        yield server.address()
+
+
+def test_many_watchers_keep_nobody_out(address: str) -> None:
+    honest = Watchers(address, 1)
+    greedy = [Watchers(address, LIMIT - 1), Watchers(address, LIMIT), Watchers(address, LIMIT)]
+    late = Watchers(address, 1)
+    assert honest.num_left() == late.num_left() == 1
+    code, reason = failure(_Ended(greedy[0].calls[0]))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert reason == f"{LIMIT} others watch, and many of them where you are"
+    for each in (honest, late, *greedy):
+        each.close()
+
+
+class _Ended:
+    """A stream, as `failure` asks a call."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def exception(self, timeout: float) -> Any:
+        with pytest.raises(grpc.RpcError) as caught:
+            list(self._call)
+        return caught.value

@@ -1,0 +1,157 @@
+"""Each flag with values that nobody means, and outputs that cannot be written: one sentence, and no
+traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+from running import ROOT, environment, line_to, refusing, steady_address
+
+from torchft_svc.lighthouse_server import cli as lighthouse_cli
+from torchft_svc.lighthouse_server.cli import main as lighthouse
+from torchft_svc.lighthouse_server.orders import ORDERS as LIGHTHOUSE_ORDERS
+from torchft_svc.manager_server import cli as manager_cli
+from torchft_svc.manager_server.cli import main as manager
+from torchft_svc.manager_server.orders import ORDERS as MANAGER_ORDERS
+
+NEEDED = {
+    "--lighthouse": "127.0.0.1:1",
+    "--replica-name": "g",
+    "--store-address": "127.0.0.1:1",
+}
+ODD = {
+    "empty": "",
+    "blank": " ",
+    "bytes": "x\udcff",  # as Python has an argument that is no text
+    "lines": "a\nb\x1b[2J",
+    "not ASCII": "h\N{LATIN SMALL LETTER O WITH CIRCUMFLEX}st:1",
+    "23 digits": "9" * 23,
+    "23 digits below zero": "-" + "9" * 23,
+    "400 digits below zero": "-" + "9" * 400,
+    "5000 digits": "9" * 5000,
+    "long": "x" * 5000,
+    "no number": "nan",
+}
+
+
+def flags_of(command: click.Command) -> list[str]:
+    return [
+        each.opts[0]
+        for each in command.params
+        if isinstance(each, click.Option) and not each.is_flag
+    ]
+
+
+def said(command: click.Command, arguments: list[str]) -> str:
+    """What is printed, in an ending that click knows, not by an exception of ours."""
+    result = CliRunner().invoke(command, arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), arguments
+    assert "Traceback" not in result.output
+    return result.output
+
+
+@pytest.mark.parametrize("value", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("main", [lighthouse, manager])
+def test_each_flag_of_a_service(
+    main: click.Command, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve_not(*_: Any, **__: Any) -> None:
+        """What comes before a service starts is looked at."""
+
+    monkeypatch.setattr(lighthouse_cli, "run", serve_not)
+    monkeypatch.setattr(manager_cli, "run", serve_not)
+    election = ["--leader-election=etcd://127.0.0.1:1"] if main is lighthouse else []
+    needed = [f"{flag}={told}" for flag, told in NEEDED.items()] if main is manager else []
+    for flag in flags_of(main):
+        for more in ([], election) if flag.startswith(("--etcd", "--lease", "--adv")) else ([],):
+            said(main, [*needed, *more, f"{flag}={value}"])
+
+
+@pytest.mark.parametrize("value", ODD.values(), ids=ODD)
+def test_each_flag_of_an_order(value: str) -> None:
+    with refusing() as address:
+        for main, orders in ((lighthouse, LIGHTHOUSE_ORDERS), (manager, MANAGER_ORDERS)):
+            for order in orders:
+                where = "--lighthouse" if main is lighthouse else "--manager"
+                needed = [order.name or "", f"{where}={address}"]
+                if "--replica" in flags_of(order):
+                    needed.append("--replica=a")
+                for flag in flags_of(order):
+                    told = said(main, [*needed, f"{flag}={value}"])
+                    assert value == "" or "a" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["kill", "--replica", "x\udcff"], "'x\\udcff' holds characters that cannot be printed"),
+        (["kill", "--replica=a", "--job-id=\N{SNOWMAN}"], "is not ASCII"),
+        (["drain", "--replica=a", "--reason=a\nb"], "holds characters that cannot be printed"),
+        (["--min-replicas=" + "9" * 23], "cannot work: use 1000000 at most"),
+        (
+            ["--leader-election=etcd://a:1", "--advertise=h\N{SNOWMAN}st:1"],
+            "is not ASCII: write its name as DNS has it (xn--...)",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(arguments: list[str], sentence: str) -> None:
+    assert sentence in said(lighthouse, arguments)
+
+
+needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+
+
+@needs_dev_full
+@pytest.mark.processes
+@pytest.mark.parametrize("output", ["/dev/full", "closed"])
+@pytest.mark.parametrize("module", ["lighthouse_server", "manager_server"])
+def test_a_service_works_where_nothing_can_be_printed(module: str, output: str) -> None:
+    address = steady_address()
+    flags = [f"{flag}={told}" for flag, told in NEEDED.items()] if "manager" in module else []
+    told = [sys.executable, "-m", f"torchft_svc.{module}", f"--bind={address}", *flags]
+    to = ">&-" if output == "closed" else ">/dev/full"
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", f'exec "$@" {to}', "sh", *told],
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env=environment(),
+    )
+    try:
+        with line_to(address):
+            process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    assert b"Traceback" not in errors
+    assert b"Exception ignored" not in errors
+    if output == "/dev/full":
+        assert b"could not be printed: No space left on device" in errors
+
+
+@needs_dev_full
+@pytest.mark.processes
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["--nonsense"]])
+def test_an_order_whose_output_cannot_be_written(arguments: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "torchft_svc.lighthouse_server", *arguments],
+        stdout=os.open("/dev/full", os.O_WRONLY),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=30,
+        cwd=ROOT,
+        env=environment(),
+        check=False,
+    )
+    assert "Traceback" not in result.stderr
+    if arguments != ["--nonsense"]:
+        expected = "Error: the output cannot be written: No space left on device\n"
+        assert (result.returncode, result.stderr) == (1, expected)
