@@ -29,6 +29,18 @@ def is_told(operator: LighthouseClient, name: str) -> bool:
     return True
 
 
+def test_a_kill_of_a_trainer_that_moves_shows_no_stacks() -> None:
+    with lighthouse() as address, running("trains", address) as trainer:
+        trainer.read_until("training")
+        with LighthouseClient(address, CONNECT) as operator:
+            name = f"trains-{trainer.process.pid}"
+            eventually(lambda: is_told(operator, name), what=f"{name} does not join")
+        assert trainer.process.wait(DEADLINE_S) == 1
+        told = trainer.errors()
+        assert "this process is killed: it hangs" in told
+        assert "most recent call" not in told
+
+
 @pytest.mark.parametrize(
     ("program", "status"), [("sleeps", 1), ("holds_the_lock", -signal.SIGKILL)]
 )

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import traceback
+from pathlib import Path
 
 import pytest
 from running import environment, lighthouse_process
@@ -46,17 +47,16 @@ def said(lines: str, start: str = r"[\d-]+ [\d:,]+ INFO torchft_svc\[a\] ") -> l
     """The lines that begin with ``start``, without what differs from run to run."""
     found = [line for line in lines.splitlines() if re.match(start, line)]
     plain = [re.sub(r"quorum \d+", "quorum N", re.sub(start, "", line)) for line in found]
-    return [re.sub(" at 127.*", "", line) for line in plain]
+    return [re.sub(" default at 127.*", " default", line) for line in plain]
 
 
-def errors_of(tmp_path: object, before: str = "", after: str = "", **variables: str) -> str:
+def errors_of(tmp_path: Path, before: str = "", after: str = "", **variables: str) -> str:
     """What the program writes to stderr."""
     with lighthouse_process() as lighthouse:
         program = PROGRAM.format(before=before, after=after, address=lighthouse.address)
-        file = f"{tmp_path}/program.py"
-        with open(file, "w") as out:
-            out.write(program)
-        command = [sys.executable, file]
+        file = tmp_path / "program.py"
+        file.write_text(program)
+        command = [sys.executable, str(file)]
         with Warm(
             command, env=environment(**variables), stderr=subprocess.PIPE, text=True
         ) as process:
@@ -65,18 +65,18 @@ def errors_of(tmp_path: object, before: str = "", after: str = "", **variables: 
             return errors
 
 
-def test_a_trainer_speaks_without_configuration(tmp_path: object) -> None:
+def test_a_trainer_speaks_without_configuration(tmp_path: Path) -> None:
     errors = errors_of(tmp_path)
     assert said(errors) == [JOINS, QUORUM, LEAVES]
     assert len(errors.splitlines()) == 3, errors
 
 
 @pytest.mark.parametrize("level", ["warning", "off"])
-def test_the_environment_names_the_level(tmp_path: object, level: str) -> None:
+def test_the_environment_names_the_level(tmp_path: Path, level: str) -> None:
     assert errors_of(tmp_path, TORCHFT_LOG=level) == ""
 
 
-def test_at_debug_there_is_more(tmp_path: object) -> None:
+def test_at_debug_there_is_more(tmp_path: Path) -> None:
     errors = errors_of(tmp_path, TORCHFT_LOG="debug")
     assert said(errors) == [JOINS, QUORUM, LEAVES]
     assert " DEBUG torchft_svc[a] " in errors
@@ -85,7 +85,7 @@ def test_at_debug_there_is_more(tmp_path: object) -> None:
 
 @pytest.mark.parametrize("where", ["before", "after"])
 @pytest.mark.parametrize("level", ["INFO", "WARNING"])
-def test_the_programs_own_configuration_wins(tmp_path: object, where: str, level: str) -> None:
+def test_the_programs_own_configuration_wins(tmp_path: Path, where: str, level: str) -> None:
     own = f"logging.basicConfig(level=logging.{level}, {FORMAT})"
     errors = errors_of(tmp_path, **{where: own})
     expected = [QUORUM, LEAVES] if where == "after" else [JOINS, QUORUM, LEAVES]
@@ -93,7 +93,7 @@ def test_the_programs_own_configuration_wins(tmp_path: object, where: str, level
     assert len(said(errors)) == (where == "after"), "a line came twice, or against its level"
 
 
-def test_a_handler_for_this_package_wins(tmp_path: object) -> None:
+def test_a_handler_for_this_package_wins(tmp_path: Path) -> None:
     own = 'log = logging.getLogger("torchft_svc"); log.addHandler(logging.NullHandler())'
     assert errors_of(tmp_path, before=own) == ""
 
@@ -149,3 +149,33 @@ def test_no_error_shows_the_secret_of_a_source(url: str) -> None:
     with pytest.raises(AddressError) as caught:
         Source(url, 1.0, PLAIN)
     assert "S3CRET" not in "".join(traceback.format_exception(caught.value))
+
+
+LONELY = """
+from datetime import timedelta
+from torchft_svc import Manager
+manager = Manager(
+    state_dict=dict, load_state_dict=print, replica_id="a",
+    lighthouse_addr="127.0.0.1:1", connect_timeout=timedelta(seconds=7),
+)
+manager.start_quorum()
+"""
+
+
+def test_a_lighthouse_that_cannot_be_reached_is_named_until_the_end(tmp_path: Path) -> None:
+    """Every few seconds, and then in the last line of a short traceback."""
+    (tmp_path / "lonely.py").write_text(LONELY)
+    command = [sys.executable, str(tmp_path / "lonely.py")]
+    with Warm(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        errors: str = process.stderr.read()
+        assert process.wait() == 1
+    why = "lighthouse at 127.0.0.1:1 cannot be reached: Connection refused"
+    told = errors.splitlines()
+    assert said(errors, r"[\d-]+ [\d:,]+ WARNING torchft_svc\[a manager\] ")[:2] == [
+        f"lost the lighthouse: {why}",
+        f"no lighthouse for 5 s: {why}",
+    ]
+    begins = told.index("Traceback (most recent call last):")
+    ends = told.index(f"torchft_svc.errors.Unreachable: {why}")
+    assert ends - begins <= 8, errors  # three of them are of the process that was forked
+    assert any("lonely.py" in line for line in told[begins:ends])

@@ -35,14 +35,17 @@ def failure() -> str:
     return shown[:MAX_FAILURE_LENGTH]
 
 
-def end_now(reason: str) -> None:
-    """Say where every thread stands, to stderr, and end; without any clean-up."""
-    words = threading.Thread(target=_say, args=(reason,), name="torchft-last-words", daemon=True)
+def end_now(reason: str, *, hangs: bool = True) -> None:
+    """Say why, to stderr, and where every thread stands if it ``hangs``; end without clean-up."""
+    words = threading.Thread(
+        target=_say, args=(reason, hangs), name="torchft-last-words", daemon=True
+    )
     words.start()
     words.join(LAST_WORDS_S)
     os._exit(KILLED_STATUS)
 
 
-def _say(reason: str) -> None:
+def _say(reason: str, hangs: bool) -> None:
     log.critical("this process is killed: %s", reason)
-    faulthandler.dump_traceback(2)  # by number: the program may have put anything at sys.stderr
+    if hangs:
+        faulthandler.dump_traceback(2)  # by number: the program may have put anything at sys.stderr

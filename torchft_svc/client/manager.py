@@ -33,6 +33,7 @@ from torchft_svc.coordination import QuorumResult, Security
 from torchft_svc.core.durations import limited_s
 from torchft_svc.core.step import StepMachine
 from torchft_svc.env import Environment
+from torchft_svc.errors import TorchFTError
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ class Manager:
             heeds_term=handle_sigterm,
             store=(store_addr, store_port),
         )
-        run = self._runtime = start_runtime(self._rules, services, environment, brought)
+        run = self._runtime = _start(self._rules, services, environment, brought)
         self._stepper = Stepper(run.links, self._rules, self._step, run.membership, run.thread)
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), run)
 
@@ -189,7 +190,10 @@ class Manager:
         """
         limit = self._rules.timeouts.quorum_s if timeout is None else limited_s(timeout)
         request = RoundRequest(allow_heal=allow_heal, shrink_only=shrink_only, timeout_s=limit)
-        self._stepper.start(request)
+        try:
+            self._stepper.start(request)
+        except TorchFTError as error:
+            raise _shortened(error) from None
 
     def wait_quorum(self) -> None:
         """Wait until the members of this step are known and connected; between two steps: nothing.
@@ -197,7 +201,10 @@ class Manager:
         Raises:
             PeerError: there is no quorum; the step can only be discarded.
         """
-        self._stepper.wait_for_quorum()
+        try:
+            self._stepper.wait_for_quorum()
+        except TorchFTError as error:
+            raise _shortened(error) from None
 
     def allreduce(
         self,
@@ -430,6 +437,20 @@ class Manager:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _shortened(error: TorchFTError) -> TorchFTError:
+    """``error`` without the way that it took through threads of ours: its sentence says what is
+    wrong, and a user's traceback ends where the user's program called."""
+    log.debug("raised to the program", exc_info=error)
+    return error.with_traceback(None)
+
+
+def _start(*parts: Any) -> Runtime:
+    try:
+        return start_runtime(*parts)
+    except TorchFTError as error:
+        raise _shortened(error) from None
 
 
 def _close_in(pid: int, runtime: Runtime) -> None:

@@ -134,10 +134,11 @@ def start_runtime(
         if recorder is not None:
             pg.record_to(recorder)
         end = functools.partial(_end, pg, recorder)
+        kill = functools.partial(end, client.stands_still)
         membership, draining = Membership(pg), Draining()
         listeners = Listeners(
             on_loss=membership.lose,
-            on_kill=end,
+            on_kill=kill,
             on_drain=draining.request,
             on_waiting=membership.hear_newcomer,
             on_cut=membership.leave,
@@ -150,7 +151,7 @@ def start_runtime(
                 pg=pg,
                 transport=transport,
                 registry=brought.registry,
-                watchdog=Watchdog(timeouts.watchdog_s, end),
+                watchdog=Watchdog(timeouts.watchdog_s, functools.partial(end, lambda: True)),
             ),
             membership=membership,
             thread=BackgroundThread("torchft-quorum"),
@@ -176,7 +177,12 @@ def _open_recorder(options: ServiceOptions) -> FlightRecorder | None:
     return FlightRecorder.of_job(directory, options.job_id) if directory else None
 
 
-def _end(pg: ProcessGroup, recorder: FlightRecorder | None, reason: str) -> None:
+def _end(
+    pg: ProcessGroup,
+    recorder: FlightRecorder | None,
+    hangs: Callable[[], bool],
+    reason: str,
+) -> None:
     """End this process, but say first what was launched here: the others may miss what was not."""
 
     def save(recorder: FlightRecorder) -> None:
@@ -192,7 +198,7 @@ def _end(pg: ProcessGroup, recorder: FlightRecorder | None, reason: str) -> None
             saving.start()
             saving.join(LAST_WORDS_S)
     finally:
-        end_now(reason)
+        end_now(reason, hangs=hangs())
 
 
 def _host(options: ServiceOptions, environment: Environment) -> str:

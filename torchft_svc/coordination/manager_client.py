@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import time
 import uuid
 from datetime import timedelta
 
@@ -19,6 +21,9 @@ from torchft_svc.rpc.codec import phase_to_wire
 from torchft_svc.rpc.security import Security
 
 log = logging.getLogger(__name__)
+
+# Some steps take longer: who is killed in one tells where it stood, too, which does no harm.
+STANDS_STILL_S = 1.0
 
 
 class ManagerClient(Client):
@@ -46,6 +51,7 @@ class ManagerClient(Client):
         self._over = ""  # an address whose manager has ended for good
         self._worker_id = str(uuid.uuid4())
         self._round = 0
+        self._moved_at: float | None = -math.inf  # None: it waits for others
         self._last_quorum_id = 0  # the highest; a manager that is new is told
         self._attachment: Attachment | None = None
         self._ask_quorum = self._method("Quorum", pb.ManagerQuorumResponse.FromString)
@@ -73,8 +79,15 @@ class ManagerClient(Client):
 
     def tell_phase(self, phase: Phase, step: int) -> None:
         """Let the manager know what this worker does, if it is attached; only stores it."""
+        self._moved_at = None if phase is Phase.QUORUM else time.monotonic()
         if self._attachment is not None:
             self._attachment.tell_phase(pb.AttachPhase(phase=phase_to_wire(phase), step=step))
+
+    def stands_still(self) -> bool:
+        """Whether this worker has been in one phase for long, or begun no step yet, and does not
+        wait for others."""
+        moved_at = self._moved_at
+        return moved_at is not None and time.monotonic() - moved_at > STANDS_STILL_S
 
     def patience(self, deadline: float) -> Patience:
         """For a call that is to be repeated while the manager is being started anew."""

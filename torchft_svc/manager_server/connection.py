@@ -24,6 +24,9 @@ from torchft_svc.rpc.route import LOOK_BACK_S, Route
 
 log = logging.getLogger(__name__)
 
+# Who looks at a trainer that waits has to see why, without looking back.
+TELL_AGAIN_S = 5.0
+
 
 class Connection:
     """To be used on one event loop; ``open_session`` makes the preferred kind of line.
@@ -56,20 +59,26 @@ class Connection:
 
     async def run(self) -> None:
         """Be connected, until cancelled or left."""
-        failing = False
+        failing_since: float | None = None
+        told_at = 0.0
         while not self._left:
             error = await self._hold(self._route.current)
             if self._opened.is_set():
                 self._backoff.tried(failed=False)
-                failing = False
+                failing_since = None
             self._line = None
             self._opened.clear()
             if not self._left:
                 self._settled.clear()
             if error is not None:
-                if not failing and not self._left:
-                    log.warning("lost the lighthouse: %s", error)
-                failing = True
+                now = time.monotonic()
+                if failing_since is None:
+                    failing_since = told_at = now
+                    if not self._left:
+                        log.warning("lost the lighthouse: %s", error)
+                elif now - told_at >= TELL_AGAIN_S:
+                    told_at = now
+                    log.warning("no lighthouse for %.0f s: %s", now - failing_since, error)
                 leader = error.leader if isinstance(error, NotLeader) else ""
                 all_failed = not self._route.go_on(leader)
                 trusted = not (all_failed and isinstance(error, Unauthorized))

@@ -34,7 +34,7 @@ from torchft_svc.manager_server.line import (
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY, fit_for_logs, member_to_wire, quorum_from_wire
 from torchft_svc.rpc.parsing import checked, parser
-from torchft_svc.rpc.status import error_from_wire, to_distrust, to_not_leader
+from torchft_svc.rpc.status import cause_of, error_from_wire, to_distrust, to_not_leader
 from torchft_svc.rpc.tasks import Tasks
 from torchft_svc.rpc.tls_reasons import closing_hint
 
@@ -269,5 +269,5 @@ def _why(error: Exception) -> str:
         details = one_line(error.details() or "")
         if details == _UNTOLD:
             return "it ended the session"
-        return f"{error.code().name}: {details}{closing_hint(details)}"
+        return f"{cause_of(error.code(), details)}{closing_hint(details)}"
     return "it does not answer" if isinstance(error, asyncio.TimeoutError) else str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -33,6 +34,11 @@ _UNEXPLAINED = "Deadline Exceeded"
 # A call may end so much before its deadline: gRPC counts on both sides, in milliseconds.
 _ROUNDING_S = 0.1
 
+_NOT_CONNECTED = re.compile(
+    r"failed to connect to all addresses; last error: \w+: \S+: "
+    r"Failed to connect to remote host: (.*)",
+    re.DOTALL,
+)
 _CODES: dict[type[TorchFTError], grpc.StatusCode] = {
     RequestRefused: grpc.StatusCode.INVALID_ARGUMENT,
     QuorumFailed: grpc.StatusCode.ABORTED,
@@ -124,7 +130,7 @@ def to_error(
         return RequestRefused(f"{action} at {address} is too large: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return RequestRefused(f"there is no {peer} at {address}: it does not know this request")
-    return Unreachable(peer, address, f"{code.name}: {details}{closing_hint(details)}")
+    return Unreachable(peer, address, f"{cause_of(code, details)}{closing_hint(details)}")
 
 
 def to_not_leader(error: grpc.RpcError) -> NotLeader | None:
@@ -133,6 +139,12 @@ def to_not_leader(error: grpc.RpcError) -> NotLeader | None:
     if told.get(ERROR_KEY) != NotLeader.__name__:
         return None
     return NotLeader(one_line(told.get(LEADER_KEY, ""), MAX_ADDRESS_LENGTH))
+
+
+def cause_of(code: grpc.StatusCode, details: str) -> str:
+    """What gRPC says, without what every connection that is not made has in common."""
+    refused = _NOT_CONNECTED.fullmatch(details)
+    return refused[1] if refused else f"{code.name}: {details}"
 
 
 def _trailing(error: grpc.RpcError) -> dict[str, str]:
