@@ -426,7 +426,7 @@ def test_an_interrupt_while_the_sums_are_waited_for_discards_the_step(
         return b.manager.should_commit()
 
     assert together(fails, comes_late)[0] is False
-    assert "not finished" in str(a.manager.errored())
+    assert "interrupted" in str(a.manager.errored())
 
 
 def test_a_graph_is_used_twice(make: Callable[..., list[Group]]) -> None:

@@ -281,6 +281,47 @@ def test_torch_s_own_data_parallel_works_over_it() -> None:
 
 
 @pytest.mark.usefixtures("alone_in_torch")
+@pytest.mark.parametrize("mistake", ["no backward pass", "one that is ended"])
+def test_a_step_of_torch_s_own_data_parallel_without_its_sums_is_discarded(mistake: str) -> None:
+    with lighthouse(min_replicas=2) as address:
+        managers = [manager_of(address, name) for name in ("e", "f")]
+
+        def train(manager: Manager, wrong: bool) -> list[bool]:
+            net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+            ddp = DistributedDataParallel(
+                net,
+                process_group=ManagedProcessGroup(manager, averages_sums=True),
+                init_sync=False,
+                broadcast_buffers=False,
+                find_unused_parameters=True,
+            )
+
+            def step(wrong: bool) -> bool:
+                manager.start_quorum()
+                loss = ddp(torch.ones(1, 2)).sum()
+                if not wrong:
+                    loss.backward()
+                elif mistake == "one that is ended":
+                    handle = net[0].weight.register_hook(lambda _: 1 / 0)
+                    with pytest.raises(ZeroDivisionError):
+                        loss.backward()
+                    handle.remove()
+                return manager.should_commit()
+
+            outcomes = [step(False), step(wrong)]
+            if mistake == "one that is ended":
+                return outcomes  # torch's wrapper cannot be used after it
+            return [*outcomes, step(False)]
+
+        try:
+            found = together(lambda: train(managers[0], True), lambda: train(managers[1], False))
+        finally:
+            for manager in managers:
+                manager.shutdown()
+    assert found == [[True, False, True][: len(found[0])]] * 2
+
+
+@pytest.mark.usefixtures("alone_in_torch")
 def test_torch_s_data_parallel_and_ours_around_one_model_are_refused() -> None:
     with lighthouse() as address, manager_of(address, "a") as manager:
         torch_s = DistributedDataParallel(nn.Linear(2, 1))

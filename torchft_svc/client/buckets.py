@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,13 +34,15 @@ class Bucket:
             if parameter.grad is not None and _same_memory(parameter.grad, view):
                 parameter.grad = torch.zeros_like(parameter)
 
-    def stamp(self) -> tuple[Any, ...]:
-        """Changes when a gradient of these parameters is replaced or written to."""
-        return tuple(
-            (id(grad), grad._version)
-            for parameter in self.parameters
-            if (grad := parameter.grad) is not None
-        )
+    def copied_versions(self) -> list[int]:
+        """They change when a gradient is written to."""
+        grads = [parameter.grad for parameter in self.parameters]
+        return [grad._version for grad in grads if grad is not None]
+
+    def holds_gradients(self) -> bool:
+        """Whether the parameters' gradients are those that were handed out, and no others."""
+        pairs = zip(self.parameters, self.views, strict=True)
+        return all(parameter.grad is view for parameter, view in pairs if parameter.requires_grad)
 
     def fill(self, scale: float) -> None:
         """Copy the parameters' gradients, multiplied by ``scale``; 0.0 and a missing one: zeros."""

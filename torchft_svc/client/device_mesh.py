@@ -31,7 +31,8 @@ def ft_init_device_mesh(
     alone as far as torch knows, so what ``mesh_shape`` says there does not matter; its process
     group is a `ManagedProcessGroup`, which reduces over the groups that contribute in the step,
     and whose ``size()`` is their number. FSDP2's ``fully_shard`` over this dimension and another
-    one is HSDP without further ado; ``replicate_across_groups`` is not needed then.
+    one is HSDP without further ado; ``replicate_across_groups`` is not needed then. A step in which
+    nothing was reduced across the groups is discarded.
 
     Raises:
         ConfigError: the arguments do not belong together, or this group's workers have not called
@@ -45,6 +46,7 @@ def ft_init_device_mesh(
     if not 0 <= replicate_dim < len(shape):
         raise ConfigError("replicate_dim", replicate_dim, f"use 0 to {len(shape) - 1}")
     group = ManagedProcessGroup(manager)
+    manager.register_reducer(group)
     group.register(f"torchft_replicate_{next(_numbers)}")
     replicate_name = names.pop(replicate_dim)
     shape.pop(replicate_dim)

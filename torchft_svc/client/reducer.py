@@ -207,12 +207,21 @@ class Reducer:
         self._reductions = []
         self._active = False
         # What is called now, comes after what other wrappers do at the end of the pass.
-        check = functools.partial(self._check_owned, [b.stamp() for b in self._buckets])
+        check = functools.partial(self._check_owned, self._versions())
         Variable._execution_engine.queue_callback(check)
 
-    def _check_owned(self, stamps: list[Any]) -> None:
+    def _versions(self) -> list[Any]:
+        """They change when somebody writes to the gradients."""
+        if self._hands_out:
+            return [bucket.memory._version for bucket in self._buckets]
+        return [bucket.copied_versions() for bucket in self._buckets]
+
+    def _check_owned(self, versions: list[Any]) -> None:
         """The pass is over for all: the gradients still have to be what was handed out."""
-        if [bucket.stamp() for bucket in self._buckets] != stamps:
+        if self._manager.errored() is not None:
+            return
+        replaced = self._hands_out and not all(b.holds_gradients() for b in self._buckets)
+        if replaced or self._versions() != versions:
             self._manager.report_error(ConfigError("module", "wrapped twice", _OVERWRITTEN))
 
 

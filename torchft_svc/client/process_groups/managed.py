@@ -37,13 +37,18 @@ class ManagedProcessGroup(ProcessGroup):
             group themselves, and look at it once only: torch's own ``DistributedDataParallel``,
             with ``init_sync=False``, ``broadcast_buffers=False``, and
             ``find_unused_parameters=True``, without which it changes the layout of its buckets
-            after the first step.
+            after the first step. A step in which nothing was reduced is discarded then, as one in
+            which the backward pass was not finished.
     """
+
+    layout = ""  # known to torch's wrapper alone
 
     def __init__(self, manager: Manager, *, averages_sums: bool = False) -> None:
         super().__init__()
         self._manager = manager
         self._averages_sums = averages_sums
+        if averages_sums:
+            manager.register_reducer(self)
 
     def _configure(self, members: Members) -> None:
         """Not for callers: the manager's own process group is configured by the manager.
@@ -59,6 +64,10 @@ class ManagedProcessGroup(ProcessGroup):
     def errored(self) -> Exception | None:
         """The first error of the manager's step."""
         return self._manager.errored()
+
+    def settle(self) -> Exception | None:
+        """See `Reducing.settle`; the manager knows of passes in which something is summed."""
+        return None
 
     def rank(self) -> int:
         """This group's index among those that contribute; 0 if it does not."""
