@@ -37,6 +37,7 @@ class Naive:
     previous: Quorum | None = None
     newest: LastQuorum = NO_QUORUM  # known here, or told
     told: dict[str, LastQuorum] = field(default_factory=dict)  # by the living, of other lighthouses
+    ahead: set[str] = field(default_factory=set)  # told of a newer quorum than the last one here
     last_id: int = 0
     heard_id: int = 0
     loss_accepted: bool = False
@@ -78,6 +79,8 @@ class Naive:
         self.heard_id = max(self.heard_id, last.quorum_id)
         if last.quorum_id > 0:
             self.veterans.add(replica_id)
+            if self.previous is not None and last.quorum_id > self.newest.quorum_id:
+                self.ahead.add(replica_id)
             if self.previous is None:
                 self.told[replica_id] = max(last, self.told.get(replica_id, last))
                 if last > self.newest:
@@ -97,6 +100,8 @@ class Naive:
         inside = self._before()
         if any(member.shrink_only and member.replica_id in inside for member in asking):
             asking = [member for member in asking if member.replica_id in inside]
+        wrong = twin.not_believed(self.view(), self.config, asking)
+        asking = [member for member in asking if member not in wrong]
         policy = self.config.on_step_regression
         holds = policy == "hold" or (policy == "auto" and len(self.veterans) > 0)
         behind = asking != [] and all(member.step < self.newest.max_step for member in asking)
@@ -124,6 +129,7 @@ class Naive:
             committed_step=self.newest.max_step,
             told_min_replicas=max((each.member.min_replicas for each in asking), default=0),
             loss_accepted=self.loss_accepted,
+            ahead=set(self.ahead),
             gathering=self._gathering(),
         )
 
@@ -190,12 +196,14 @@ class Naive:
         if lost_from is None:
             assert top >= self.newest.max_step
         self.newest = LastQuorum(self.last_id, top)
-        self.told = {}
+        self.told, self.ahead = {}, set()
         self.log.append(("quorum", now, self.previous, tuple(callers), lost_from))
 
     def _has_come(self, member: Member, now: float) -> None:
         if member.has_history:
             self.veterans.add(member.replica_id)
+            if self.previous is not None and member.seen_quorum_id > self.newest.quorum_id:
+                self.ahead.add(member.replica_id)
         if self.previous is None and member.last_num_groups > 1:
             self.told_num_groups.append((member.last_num_groups, now))
         if member.step >= self.newest.max_step:
@@ -236,6 +244,7 @@ class Naive:
     def _forget(self, replica_id: str) -> None:
         del self.groups[replica_id]
         self.stragglers.discard(replica_id)
+        self.ahead.discard(replica_id)
         self.veterans.discard(replica_id)
         self.told.pop(replica_id, None)
         self.gave_up = [each for each in self.gave_up if each[0].member.replica_id != replica_id]

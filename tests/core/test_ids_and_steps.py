@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from torchft_svc.core.assignment import assign
 from torchft_svc.core.gathering import GATHER_S
-from torchft_svc.core.lighthouse import MAX_IDS_AHEAD
+from torchft_svc.core.lighthouse import MAX_AHEAD_OF_NEW_JOB_S, MAX_AHEAD_S
 from torchft_svc.core.membership import Membership
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 from torchft_svc.errors import RequestRefused
@@ -83,21 +84,207 @@ def test_rule_6_ids_go_on_after_the_job_has_ended_and_come_back() -> None:
     assert scene.take_quorums() == [(7, ["a"])]
 
 
-def test_rule_6_who_tells_an_id_of_the_next_century_uses_up_nobody_s_ids() -> None:
-    """Taken up, it would be the first one of every job that begins later, too."""
-    highest = 70 + MAX_IDS_AHEAD
+# As many as a lighthouse of these tests has for a second.
+IDS_PER_S = 1000
+
+
+def test_rule_6_an_id_of_the_far_future_is_refused() -> None:
+    """As far as clocks may differ it is taken up, of a job that is new here a little further."""
     scene = Scene(first_id=70)
+    scene.now = 60.0
+    clock_id = 70 + 60 * IDS_PER_S
+    highest = clock_id + int(MAX_AHEAD_OF_NEW_JOB_S) * IDS_PER_S
     scene.ask("a", seen_quorum_id=highest)
-    scene.ask("a", seen_quorum_id=highest + 1, commit_failures=1)
+    scene.ask("a", seen_quorum_id=highest + 1, commit_failures=1)  # it was given out here
     assert scene.take_quorums() == [(highest + 1, ["a"]), (highest + 2, ["a"])]
-    for job, told in ((JOB, highest + 3), ("another", highest + 1)):
+    scene = formed("a")
+    of_running = 100 * IDS_PER_S + int(MAX_AHEAD_S) * IDS_PER_S
+    for told in (of_running + 1, 2**61):
         with pytest.raises(RequestRefused, match=f"quorum {told}, which was told, was never given"):
-            scene.ask("b", job=job, seen_quorum_id=told)
-    assert [status.job for status in scene.house.status("", scene.now)] == [JOB]
+            scene.ask("b", seen_quorum_id=told)
+    assert [each.groups[0].replica_id for each in scene.house.status("", scene.now)] == ["a"]
+    scene.ask("b", seen_quorum_id=of_running)
+    scene.ask("a")
+    assert scene.take_quorums() == [(of_running + 1, ["a", "b"])]
+
+
+def test_rule_6_what_is_told_in_one_job_does_not_move_the_ids_of_another() -> None:
+    scene = Scene(config(max_jobs=2), first_id=70)
+    far = 70 + int(MAX_AHEAD_S) * IDS_PER_S
+    scene.ask("a", job="forged", seen_quorum_id=far)
+    scene.leave("a", job="forged")
+    scene.ask("b", job="honest")
+    assert scene.take_quorums() == [(far + 1, ["a"]), (71, ["b"])]
+    scene.leave("b", job="honest")
+    scene.ask("a", job="forged")  # but each goes on above its own
+    scene.ask("b", job="honest")
+    assert scene.take_quorums() == [(far + 2, ["a"]), (72, ["b"])]
+
+
+def test_rule_6_ids_do_not_come_back_when_a_job_is_forgotten() -> None:
+    """Unless they were ahead of the clock."""
+    scene = Scene(config(max_jobs=1), first_id=70)
+    scene.now = 60.0
+    far = 70 + int(MAX_AHEAD_S) * IDS_PER_S
+    for job, told in (("x", 5000), ("y", 0), ("z", far), ("x", 0)):
+        scene.ask("a", job=job, seen_quorum_id=told)
+        scene.leave("a", job=job)
+    ids = [quorum_id for quorum_id, _ in scene.take_quorums()]
+    assert ids[0] == 5001
+    assert ids[1] == 71
+    assert ids[2] == far + 1
+    assert 5001 < ids[3] <= 70 + 60 * IDS_PER_S + 1
+
+
+def test_rule_6_a_forged_id_does_not_keep_the_job_from_the_next_lighthouse() -> None:
+    """Which has the same clock, or one that is a little behind."""
+    scene = formed("a")
+    scene.ask("b", seen_quorum_id=int(MAX_AHEAD_S) * IDS_PER_S)
+    scene.ask("a", step=1)
+    ((quorum_id, _),) = scene.take_quorums()
+    following = Scene()
+    following.ask("a", step=1, seen_quorum_id=quorum_id)
+    assert following.take_quorums() == [(quorum_id + 1, ["a"])]
+
+
+# -- steps that are not believed --------------------------------------------------------------
+
+
+def doubted(replica_id: str, told: int) -> Member:
+    return member(replica_id, 0, doubted_step=told)
+
+
+@pytest.mark.parametrize("told", [72, 1000, 2**62])
+def test_doubt_a_newcomer_more_than_a_step_ahead_of_the_job_has_to_heal(told: int) -> None:
+    scene = formed("a", "b", step=70)
+    scene.ask("c", step=told)
+    scene.ask_all("a", "b", step=71)
+    quorum = answer(2, member("a", 71), member("b", 71), doubted("c", told), callers=(4, 5, 3))
+    assert scene.take() == [quorum]
+    assert [each.replica_id for each in quorum.quorum.up_to_date] == ["a", "b"]
+    scene.leave("c")
+    scene.take()
+    scene.ask_all("a", "b", step=72)
+    assert scene.take_quorums() == [(3, ["a", "b"])]
+    assert scene.house.committed_step(JOB) == 72
+
+
+def test_doubt_the_commit_that_the_others_discarded_is_believed() -> None:
+    scene = formed("a", "b", step=70)
     scene.leave("a")
-    scene.ask("a", job="another")
-    scene.ask("a", job="another", seen_quorum_id=highest + 3)
-    assert scene.take_quorums() == [(highest + 3, ["a"])] * 2
+    scene.take()
+    scene.ask("a", step=71)  # it committed alone, and its session broke
+    scene.ask("b", step=70, commit_failures=1)
+    ((_, members),) = scene.take_quorums()
+    assert members == ["a", "b"]
+    assert scene.house.committed_step(JOB) == 71
+
+
+def test_doubt_who_could_not_heal_is_not_believed_the_next_time_either() -> None:
+    scene = formed("a", step=70)
+    scene.ask("c", step=1000)
+    scene.ask("a", step=71)
+    scene.take()
+    scene.ask("c", step=1000, unhealed=True)
+    scene.ask("a", step=72)
+    (order,) = scene.take()
+    assert order.quorum.participants == (
+        member("a", 72),
+        member("c", 0, doubted_step=1000, unhealed=True),
+    )
+
+
+def test_doubt_where_no_group_of_the_last_quorum_lives_the_highest_wins() -> None:
+    scene = formed("a", step=70)
+    scene.ask("c", step=1000)
+    scene.ask("d", step=900)
+    scene.leave("a")
+    assert scene.take_quorums() == [(2, ["c", "d"])]
+    assert scene.house.committed_step(JOB) == 1000
+
+
+def test_doubt_nobody_takes_the_job_over_while_its_last_group_hangs() -> None:
+    scene = formed("a", "b", step=70, settings=config(min_replicas=2))
+    scene.ask("b", step=71)
+    scene.until(110)  # a is late
+    scene.leave("b")
+    scene.take()
+    scene.ask("c", step=1000)
+    scene.ask("d", step=900)
+    assert scene.take() == []
+    assert scene.why().startswith("c, d: more than a step ahead of the job, which has committed")
+    with pytest.raises(RequestRefused, match="no loss to accept"):
+        scene.accept_loss()
+    scene.leave("a")
+    assert scene.take_quorums() == [(2, ["c", "d"])]
+
+
+def test_doubt_groups_that_all_went_on_from_another_checkpoint_are_believed() -> None:
+    scene = formed("a", "b", step=70)
+    scene.ask_all("a", "b", step=1000)
+    assert scene.take_quorums() == [(1, ["a", "b"])]
+    assert scene.house.committed_step(JOB) == 1000
+
+
+def test_doubt_who_was_in_a_newer_quorum_elsewhere_is_believed() -> None:
+    """The job went on with another lighthouse, all but one group that could not reach that."""
+    scene = formed("a:1", "b:1", "c:1", step=100)
+    scene.leave("a:1")
+    scene.leave("b:1")
+    scene.take()
+    scene.opened("a:2", quorum_id=50, max_step=300)
+    scene.opened("b:2", quorum_id=50, max_step=300)
+    for replica_id, step in (("a:2", 301), ("b:2", 301), ("d:1", 1000), ("c:1", 100)):
+        scene.ask(replica_id, step=step, seen_quorum_id=50)
+    (order,) = scene.take()
+    steps = {each.replica_id: each.step for each in order.quorum.participants}
+    assert steps == {"a:2": 301, "b:2": 301, "c:1": 100, "d:1": 0}
+    assert scene.house.committed_step(JOB) == 301
+
+
+def test_doubt_a_lighthouse_that_is_new_to_the_job_believes_those_that_tell_of_it() -> None:
+    scene = Scene()
+    scene.opened("a", quorum_id=50, max_step=70)
+    scene.opened("b", quorum_id=50, max_step=70)
+    scene.ask("c", step=1000)
+    for replica_id in "ab":
+        scene.ask(replica_id, step=71, seen_quorum_id=50, last_num_groups=2)
+    assert scene.take_quorums() == [(51, ["a", "b", "c"])]
+    assert scene.house.committed_step(JOB) == 71
+
+
+def test_doubt_a_lighthouse_that_knows_only_a_part_of_the_last_quorum_believes_a_newer_step() -> (
+    None
+):
+    """The others may have gone on, and have been restarted since."""
+    scene = Scene()
+    scene.opened("a", quorum_id=50, max_step=70)
+    scene.ask("c", step=200)
+    scene.ask("a", step=71, seen_quorum_id=50, last_num_groups=2, has_history=True)
+    scene.until(GATHER_S)
+    assert scene.take_quorums() == [(51, ["a", "c"])]
+    assert scene.house.committed_step(JOB) == 200
+
+
+def test_doubt_a_lighthouse_can_let_the_job_follow() -> None:
+    scene = formed("a", step=70, settings=config(on_step_jump="follow"))
+    scene.ask("c", step=1000)
+    scene.ask("a", step=71)
+    assert scene.take_quorums() == [(2, ["a", "c"])]
+    assert scene.house.committed_step(JOB) == 1000
+
+
+def test_doubt_at_the_first_step_nobody_begins_with_the_weights_of_one_that_is_not_believed() -> (
+    None
+):
+    scene = formed("b", "c", step=0)
+    scene.ask("a", step=1000)
+    scene.ask_all("b", "c", step=0)
+    (order,) = scene.take()
+    for group_rank in (0, 1):
+        parts = [assign(order.quorum, each, group_rank) for each in "abc"]
+        assert [part.heal_source for part in parts] == [1, None, 1]
+        assert {part.store_address for part in parts} <= {"b:2", "c:2"}
 
 
 def test_rule_7_hold_until_the_newer_state_is_back() -> None:

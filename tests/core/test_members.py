@@ -100,8 +100,8 @@ def test_i3_who_joined_and_could_not_heal_is_told_apart_until_it_has() -> None:
 def test_i3_of_groups_from_different_quorums_the_newest_is_right() -> None:
     """Both come from other lighthouses, and nobody here is as far."""
     scene = formed("a")
-    scene.ask("b", step=7, seen_quorum_id=40)
-    scene.ask("c", step=7, seen_quorum_id=50)
+    scene.ask("b", step=7, seen_quorum_id=40, has_history=True)
+    scene.ask("c", step=7, seen_quorum_id=50, has_history=True)
     scene.ask("a", step=1)
     (order,) = scene.take()
     assert [each.replica_id for each in order.quorum.up_to_date] == ["c"]

@@ -159,13 +159,16 @@ def test_a_received_state_is_applied_before_the_vote() -> None:
     assert machine.state == before
 
 
-def test_a_heal_never_goes_back() -> None:
+def test_a_heal_may_lead_back() -> None:
+    """From a step that the others do not believe."""
     machine = StepMachine()
     machine.restore(9, 18)
     machine.start()
-    with pytest.raises(RequestRefused, match="back to step 7"):
-        machine.form(TWO, heal_to=7)
-    assert machine.state.phase is Phase.QUORUM
+    machine.form(HEALING, heal_to=7)
+    assert machine.state.step == 9, "until the healed state is in place"
+    machine.receive_state()
+    machine.apply_heal(14)
+    assert (machine.state.step, machine.state.batches_committed) == (7, 14)
 
 
 @pytest.mark.parametrize(("retries", "discards"), [(0, 1), (2, 3)])

@@ -29,6 +29,7 @@ configs = st.builds(
     startup_timeout_s=st.sampled_from([None, 0.0, 3.0, 8.0]),
     heartbeat_timeout_s=st.sampled_from([3.0, 6.0, 50.0]),
     on_step_regression=st.sampled_from(["auto", "hold", "warn"]),
+    on_step_jump=st.sampled_from(["heal", "heal", "follow"]),
 )
 
 
@@ -51,7 +52,7 @@ def views(draw: st.DrawFn) -> JobView:
         name: Waiter(
             member(
                 name,
-                draw(st.integers(0, 3)),
+                draw(st.integers(0, 7)),
                 shrink_only=draw(st.sampled_from([False] * 3 + [True])),
                 min_replicas=draw(st.sampled_from([0] * 3 + [1, 2, 4])),
             ),
@@ -71,6 +72,7 @@ def views(draw: st.DrawFn) -> JobView:
         committed_step=draw(st.integers(0, 4)),
         told_min_replicas=max((each.member.min_replicas for each in waiting.values()), default=0),
         loss_accepted=draw(st.sampled_from([False, False, True])),
+        ahead={name for name in sorted(living) if draw(st.sampled_from([False, False, True]))},
         is_finished=draw(st.sampled_from([False, False, True])),
         gathering=draw(st.sampled_from([Gathering(), Gathering(), Gathering(3, 15.0)])),
         heals={
@@ -97,7 +99,7 @@ replica_ids = st.sampled_from(REPLICA_IDS)
 members = st.builds(
     member,
     replica_ids,
-    st.integers(0, 3),
+    st.integers(0, 5),
     shrink_only=st.sampled_from([False, False, False, True]),
     commit_failures=st.sampled_from([0, 0, 0, 1]),
     seen_quorum_id=st.sampled_from([0, 0, 0, 3, 9]),

@@ -6,6 +6,7 @@ Nothing here remembers or prepares anything: every question is answered by looki
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from torchft_svc.core.assignment import Assignment
 from torchft_svc.core.healing import Heal
@@ -80,7 +81,21 @@ def decide(
     told = [waiter.member.min_replicas for waiter in view.waiting.values()]
     if len(asking) < (max(told) or config.min_replicas):
         return math.inf
-    if all(member.step < view.committed_step for member in asking):
+    wrong = not_believed(view, config, asking)
+    believed = [member for member in asking if member not in wrong]
+    if not believed:
+        return math.inf
+    asking = [
+        replace(each, step=0, doubted_step=each.step) if each in wrong else each for each in asking
+    ]
+    return progress(view, config, asking, max(member.step for member in believed))
+
+
+def progress(
+    view: JobView, config: QuorumConfig, asking: list[Member], newest: int
+) -> tuple[list[Member], int | None] | float:
+    """Rule 7."""
+    if newest < view.committed_step:
         if view.loss_accepted:
             return asking, view.committed_step
         if config.on_step_regression == "warn":
@@ -93,6 +108,22 @@ def decide(
     return asking, None
 
 
+def not_believed(view: JobView, config: QuorumConfig, asking: list[Member]) -> list[Member]:
+    """More than a step ahead, against the word of a living group of the last quorum."""
+    usual = view.committed_step + 1
+    witnesses = []
+    for replica_id in view.previous:
+        waiter = view.waiting.get(replica_id)
+        if replica_id in view.living and (waiter is None or waiter.member.step <= usual):
+            witnesses.append(replica_id)
+    few = view.gathering.num_groups > 0 and len(view.previous) < view.gathering.num_groups
+    if config.on_step_jump == "follow" or not witnesses or few:
+        return []
+    from_elsewhere = [member.step for member in asking if member.replica_id in view.ahead]
+    most = max([usual, *from_elsewhere])
+    return [each for each in asking if each.step > most and each.replica_id not in view.ahead]
+
+
 def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) -> Assignment:
     """The assignment rules, section 4, for one worker."""
     ordered = sorted(quorum.participants, key=lambda member: member.replica_id)
@@ -103,6 +134,7 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) ->
     for joins in (False, True):
         for i in range(len(ordered)):
             wanted = top == 0 or (ids[i] in quorum.joining) == joins
+            wanted = wanted and not ordered[i].doubted_step
             if ordered[i].step == top and wanted and i not in up_to_date:
                 up_to_date.append(i)
         if up_to_date:

@@ -7,7 +7,7 @@ them as it arrives: I1, I2, I4 and that nobody is answered twice (I5).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchft_svc.core.activity import Activity
 from torchft_svc.core.assignment import assign
@@ -169,7 +169,9 @@ class World:
         """Commit or discard; who was behind has the state of max_step if it got that far."""
         assert group.quorum is not None
         if commits or has_healed:
-            group.step = max(group.step, group.quorum.max_step) + commits
+            me = next(x for x in group.quorum.participants if x.replica_id == group.replica_id)
+            heals = me.doubted_step or group.step < group.quorum.max_step
+            group.step = (group.quorum.max_step if heals else group.step) + commits
         group.commit_failures = 0 if commits else group.commit_failures + 1
         group.quorum, group.is_healing = None, False
 
@@ -353,6 +355,7 @@ class World:
             assert order.quorum.quorum_id > books.last_id, "they were told that the last is over"
             books.evicted.clear()
         self.check_i1_ids(order, books)
+        self.check_doubts(order, books)
         self.check_i4_progress(order, books)
         assert len(set(order.callers)) == len(order.callers) == len(order.quorum.participants)
         living = self.living(order.job)
@@ -363,7 +366,8 @@ class World:
             group = self.groups.get((order.job, each.replica_id))
             if group is None:
                 continue  # killed a moment ago, and nobody has noticed yet
-            assert (group.caller, group.asked) == (caller, each), "rule 1: nobody who gave up"
+            told = replace(each, step=each.doubted_step or each.step, doubted_step=0)
+            assert (group.caller, group.asked) == (caller, told), "rule 1: nobody who gave up"
             group.caller = group.asked = None
             group.quorum, group.trains_since = order.quorum, self.now
             group.seen_quorum_id = order.quorum.quorum_id
@@ -382,6 +386,26 @@ class World:
         assert books.lists.setdefault(quorum_id, places) == places, "I1"
         books.last_id = quorum_id
         books.announced.clear()
+
+    def check_doubts(self, order: AnswerQuorum, books: JobBooks) -> None:
+        """Who is not believed is more than a step ahead, and a living member does not say so; and
+        a lighthouse that has published believes nobody else who is, but from elsewhere."""
+        before = self.members_before(order.job) & self.living(order.job)
+        limit = books.last.max_step + 1
+        tells = {
+            each.replica_id: each.doubted_step or each.step for each in order.quorum.participants
+        }
+        for group in self.asked_by.values():
+            if group.job == order.job and group.asked:
+                tells[group.replica_id] = group.asked.step
+        witnesses = {each for each in before if tells.get(each, 0) <= limit}
+        for each in order.quorum.participants:
+            if each.doubted_step:
+                assert each.doubted_step > limit
+                assert witnesses
+            elif each.step > limit and books.has_published and witnesses:
+                group = self.groups.get((order.job, each.replica_id))
+                assert group is None or group.seen_quorum_id > books.last.quorum_id
 
     def check_i4_progress(self, order: AnswerQuorum, books: JobBooks) -> None:
         """The committed step never goes back, unless the policy accepts it and the loss is told."""

@@ -204,6 +204,14 @@ class Round:
         quorum = self.quorum = self._ask()
         problem = self._meet(quorum)
         heals = quorum.heal and self._request.allow_heal
+        step = self._step.state.step
+        if quorum.heal and step > quorum.max_step:
+            log.warning(
+                "step %d of this group is not believed: the job is at step %d, and trains on from "
+                "there; this group heals from it, and its own state is given up",
+                step,
+                quorum.max_step,
+            )
         if not heals:
             self._links.transport.expect_checkpoint(None)
         with self._step.changing() as machine:

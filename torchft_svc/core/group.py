@@ -199,12 +199,13 @@ class Group:
 
         Workers may be at different steps after a heal that failed for some of them. Then the group
         has asked as one that is behind, and all its workers heal again. If it is not behind,
-        nobody can say which worker is right, and all get the error.
+        nobody can say which worker is right, and all get the error. A heal may also lead to a lower
+        step, if the one that the group told is not believed.
         """
         if not self._asking or round_ != self._round:
             return ()
         steps = {request.step for request, _ in self._requests.values()}
-        if len(steps) > 1 and max(steps) > quorum.max_step:
+        if self._is_torn(steps, quorum.max_step):
             self._asking = False
             return tuple(self._fail_barrier(_different_steps(self._requests)))
         answers = [
@@ -219,6 +220,14 @@ class Group:
         self._asking = False
         self._requests = {}
         return tuple(answers)
+
+    def _is_torn(self, steps: set[int], max_step: int) -> bool:
+        """Whether the workers are at different steps, and this quorum does not heal them all."""
+        heals = min(steps) != max_step  # behind, or not believed
+        told = {
+            asked.step for asked, _ in self._requests.values() if not (heals and asked.unhealed)
+        }
+        return len(steps) > 1 and min(steps) <= max_step < max(told, default=0)
 
     def quorum_failed(self, round_: int, error: TorchFTError) -> tuple[Order, ...]:
         """There is no quorum in ``round_``: every worker is told, with the reason."""

@@ -43,8 +43,11 @@ from torchft_svc.errors import QuorumFailed, RequestRefused
 MAX_BEATS_PER_SECOND = 1000.0
 MIN_BEATS_PER_TIMEOUT = 4.0
 
-# Ids follow the clock: none was given out a century from now. Taken up, it would use up all others.
-MAX_IDS_AHEAD = 2**54
+# Ids follow the clock. One that is told and that nobody can have given out yet is refused: taken
+# up, a job would run out of ids, and the next lighthouse would refuse its groups. Clocks differ, by
+# up to 14 hours where one has another time zone; a job that is new here may come from a
+# lighthouse whose ids were ahead already.
+MAX_AHEAD_S, MAX_AHEAD_OF_NEW_JOB_S = 15 * 3600.0, 30 * 3600.0
 MAX_ENDED_SHOWN = 20  # of the jobs that have ended, if none is named
 MAX_SHOWN = 4  # of those that wait for their name, and of those that have it
 
@@ -88,6 +91,7 @@ class _Ended:
     """
 
     last: LastQuorum
+    last_id: int  # the highest that was given out, or told
     history: History
     at: float
     is_finished: bool = False
@@ -97,12 +101,21 @@ class Lighthouse:
     """All jobs of one lighthouse; ``first_id`` must be above any id of an earlier lighthouse.
 
     Ids go up by ``id_stride``: lighthouses with other remainders have others, whatever they hear.
+    ``ids_per_s``: by which the first id of a lighthouse grows as it begins later than ``now``.
     """
 
-    def __init__(self, config: QuorumConfig, first_id: int = 0, id_stride: int = 1) -> None:
+    def __init__(
+        self,
+        config: QuorumConfig,
+        first_id: int = 0,
+        id_stride: int = 1,
+        *,
+        ids_per_s: float = 1000.0,
+        now: float = 0.0,
+    ) -> None:
         self._config = config
-        self._first_id = first_id
-        self._max_told_id = first_id + MAX_IDS_AHEAD
+        self._first_id = first_id  # of jobs that nothing is known of
+        self._base_id, self._ids_per_s, self._began_at = first_id, ids_per_s, now
         self._stride, self._remainder = id_stride, first_id % id_stride
         self._jobs: dict[str, _Job] = {}
         self._ended: OrderedDict[str, _Ended] = OrderedDict()
@@ -250,7 +263,8 @@ class Lighthouse:
         """
         if job and not (job in self._jobs or job in self._ended):
             raise RequestRefused(f"this lighthouse serves no job {job[:MAX_NAME_LENGTH]!r} now")
-        names = [job] if job else [*sorted(self._jobs), *list(self._ended)[-MAX_ENDED_SHOWN:][::-1]]
+        ended = [name for name, each in self._ended.items() if each.last.quorum_id]
+        names = [job] if job else [*sorted(self._jobs), *ended[-MAX_ENDED_SHOWN:][::-1]]
         return [self._describe(name, now) for name in names]
 
     def _describe(self, job: str, now: float) -> JobStatus:
@@ -328,17 +342,17 @@ class Lighthouse:
 
     def _job(self, name: str, replica_id: str, now: float, told_id: int = 0) -> _Job:
         state = self._jobs.get(name)
-        if told_id > max(self._max_told_id, state.last_id if state else self._first_id):
-            raise RequestRefused(f"quorum {told_id}, which was told, was never given out")
+        self._check_told(name, state, told_id, now)
         if state is None or not state.members.knows(replica_id):
             self.check_room(name)
         if state is None:
-            ended = self._ended.pop(name, None) or _Ended(NO_QUORUM, History(now), now)
+            new = _Ended(NO_QUORUM, self._first_id, History(now), now)
+            ended = self._ended.pop(name, new)
             history = History(now) if ended.is_finished else ended.history
             last = ended.last if ended.last.max_step else NO_QUORUM  # there is nothing to lose
             members = Membership(self._config, last, is_finished=ended.is_finished)
             hangs = HangWatch(self._config.hang_timeout_s)
-            state = _Job(members, hangs, history, self._first_id)
+            state = _Job(members, hangs, history, max(self._first_id, ended.last_id))
             self._jobs[name] = state
         state.heard_id = max(state.heard_id, told_id)
         return state
@@ -356,6 +370,22 @@ class Lighthouse:
                 f"with the {member.num_bytes} bytes of {member.replica_id!r} the quorum of job "
                 f"{job!r} would have {num_bytes} bytes, and the limit of this lighthouse is "
                 f"{self._config.max_quorum_bytes} (--max-quorum-bytes)"
+            )
+
+    def _check_told(self, name: str, state: _Job | None, told_id: int, now: float) -> None:
+        """Refuse an id that cannot have been given out."""
+        if told_id <= self._base_id:
+            return
+        is_running = state is not None and state.members.previous is not None
+        ahead_s = (told_id - self._base_id) / self._ids_per_s - (now - self._began_at)
+        known = state.last_id if state else 0
+        if name in self._ended:
+            known = self._ended[name].last_id
+        if told_id > known and ahead_s > (MAX_AHEAD_S if is_running else MAX_AHEAD_OF_NEW_JOB_S):
+            raise RequestRefused(
+                f"quorum {told_id}, which was told, was never given out: it is "
+                f"{ahead_s / 3600:.0f} h ahead of this lighthouse's clock; set the clocks, and "
+                "start that group again"
             )
 
     def _sign_of_life(self, state: _Job, replica_id: str, now: float) -> list[Order]:
@@ -471,12 +501,16 @@ class Lighthouse:
 
     def _end(self, job: str, state: _Job, now: float) -> None:
         del self._jobs[job]
-        self._first_id = max(self._first_id, state.last_id, state.heard_id)
-        if state.members.last.quorum_id:
+        last_id = max(state.last_id, state.heard_id)
+        if state.members.last.quorum_id or last_id > self._first_id:
             is_finished = state.history.end() or state.members.is_finished
-            self._ended[job] = _Ended(state.members.last, state.history, now, is_finished)
+            self._ended[job] = _Ended(state.members.last, last_id, state.history, now, is_finished)
         while len(self._ended) > self._config.max_jobs:
-            self._ended.popitem(last=False)
+            _, forgotten = self._ended.popitem(last=False)
+            # What was given out is below the clock. What was told may not be, and must not move
+            # the ids of other jobs.
+            clock_id = self._base_id + int(self._ids_per_s * (now - self._began_at))
+            self._first_id = max(self._first_id, min(forgotten.last_id, clock_id))
 
     def _wake(self, at: float | None) -> None:
         if at is not None and (self._wake_at is None or at < self._wake_at):

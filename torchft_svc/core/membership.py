@@ -51,6 +51,7 @@ class Membership:
         self._veterans: set[str] = set()
         self._straggling: set[str] = set()
         self._evicted: set[str] = set()  # of the stragglers, those that hang in the last quorum
+        self._ahead: set[str] = set()  # living, tell of a newer quorum than the last one here
         self._awaited: set[str] = set()  # living, in the previous quorum, has not asked again
         self.heals = Heals()
         self._announcements = Announcements()  # to the last quorum
@@ -86,6 +87,7 @@ class Membership:
             return
         self._veterans.add(replica_id)
         self._outlook.crowd_changed()
+        self._note_ahead(replica_id, last.quorum_id)
         if self.previous is not None or last.quorum_id < self.last.quorum_id:
             return
         if last.quorum_id > self.last.quorum_id:
@@ -100,6 +102,11 @@ class Membership:
         if replica_id not in self._waiting and replica_id not in self._straggling:
             self._awaited.add(replica_id)
         self._outlook.forget()
+
+    def _note_ahead(self, replica_id: str, quorum_id: int) -> None:
+        """It was in this quorum; if that is newer than the last one here, the job went on there."""
+        if self.previous is not None and quorum_id > self.last.quorum_id:
+            self._ahead.add(replica_id)
 
     def asked(self, member: Member, caller: int, now: float) -> int | None:
         """``caller`` asks on behalf of ``member``, which has been seen; returns the caller that it
@@ -116,6 +123,8 @@ class Membership:
         self._waiting[member.replica_id] = Waiter(member, asked_at)
         self._waiting_bytes += member.num_bytes
         self._told_min_replicas[member.min_replicas] += 1
+        if member.has_history:
+            self._note_ahead(member.replica_id, member.seen_quorum_id)
         if member.has_history and member.replica_id not in self._veterans:
             self._veterans.add(member.replica_id)
             self._outlook.crowd_changed()
@@ -202,7 +211,7 @@ class Membership:
         if self._seen_at.pop(replica_id, None) is None:
             return None
         self.names.went(replica_id)
-        for ids in (self._veterans, self._straggling, self._evicted, self._awaited):
+        for ids in (self._veterans, self._straggling, self._evicted, self._ahead, self._awaited):
             ids.discard(replica_id)
         if replica_id in self._previous_ids:
             self._outlook.crowd_changed()
@@ -231,6 +240,7 @@ class Membership:
         self._previous_ids = {member.replica_id for member in quorum.participants}
         self._awaited = set(self._previous_ids)
         self._evicted.clear()
+        self._ahead.clear()
         self._veterans |= self._previous_ids
         self._announcements = Announcements()
         # Its step is lower than before only if that is accepted (7).
@@ -406,6 +416,7 @@ class Membership:
             told_min_replicas=max(self._told_min_replicas, default=0),
             loss_accepted=self._loss_accepted,
             is_finished=self.is_finished,
+            ahead=self._ahead,
             gathering=self._gathering,
             heals=self.heals.known,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchft_svc.core.gathering import NOBODY_IS_TO_COME, Gathering
 from torchft_svc.core.healing import Heal
@@ -35,6 +35,7 @@ class JobView:
     the largest that those who wait tell (0: none). ``loss_accepted``: an operator gave up the steps
     that those who wait do not have. ``is_finished``: that step is the one of a run that has ended
     on purpose.
+    ``ahead`` tell of a quorum that is newer than the last one here: the job went on elsewhere.
     ``gathering`` matters until this lighthouse has published a quorum. ``heals`` are those of
     groups since the last quorum.
     """
@@ -48,6 +49,7 @@ class JobView:
     told_min_replicas: int = 0
     loss_accepted: bool = False
     is_finished: bool = False
+    ahead: Set[str] = frozenset()
     gathering: Gathering = NOBODY_IS_TO_COME
     heals: Mapping[str, Heal] = field(default_factory=dict)
 
@@ -160,9 +162,19 @@ def _candidates(view: JobView) -> list[Member]:
 def _check_progress(
     view: JobView, config: QuorumConfig, candidates: list[Member]
 ) -> Formed | Waiting:
-    """Hold back a quorum that would silently lose committed steps (7)."""
-    members = tuple(sorted(candidates, key=lambda member: member.replica_id))
-    max_step = max(member.step for member in members)
+    """Hold back a quorum that would silently lose committed steps (7), or skip some."""
+    doubted = _doubted(view, config, candidates)
+    believed = [member for member in candidates if member.replica_id not in doubted]
+    if not believed:
+        return Waiting(
+            f"{name_some(doubted)}: more than a step ahead of the job, which has committed step "
+            f"{view.committed_step}; waiting for a group of the last quorum, to heal from it"
+        )
+    max_step = max(member.step for member in believed)
+    members = tuple(
+        _with_doubt(member, is_doubted=member.replica_id in doubted)
+        for member in sorted(candidates, key=lambda member: member.replica_id)
+    )
     if max_step >= view.committed_step:
         return Formed(members)
     if view.loss_accepted or _is_loss_allowed(view, config):
@@ -173,6 +185,34 @@ def _check_progress(
         f"step {max_step}: waiting for a group with the newer state "
         "(or for `lighthouse accept-loss`, which gives it up)"
     )
+
+
+def _doubted(view: JobView, config: QuorumConfig, candidates: list[Member]) -> dict[str, int]:
+    """Whose step is not believed, and which: it is further than a commit ahead of the job, though a
+    group of the last quorum lives that does not say so.
+
+    From a quorum to the next a group commits one step, also alone while the others discard it. Who
+    tells more comes from another run, or is wrong, unless it was in a newer quorum elsewhere. A
+    lighthouse that has published none yet knows the last one only if all its groups are here.
+    """
+    limit = view.committed_step + 1
+    jumps = {member.replica_id: member.step for member in candidates if member.step > limit}
+    if not jumps or config.on_step_jump == "follow":
+        return {}
+    if view.gathering.num_groups > len(view.previous):
+        return {}
+    claims = {key for key, waiter in view.waiting.items() if waiter.member.step > limit}
+    if not (view.previous & view.living) - claims:
+        return {}
+    elsewhere = max((jumps[key] for key in jumps if key in view.ahead), default=limit)
+    return {key: step for key, step in jumps.items() if step > elsewhere and key not in view.ahead}
+
+
+def _with_doubt(member: Member, *, is_doubted: bool) -> Member:
+    """As it is published: who has the step 0 heals, whatever version its manager has."""
+    if is_doubted:
+        return replace(member, step=0, doubted_step=member.step)
+    return replace(member, doubted_step=0) if member.doubted_step else member
 
 
 def _is_loss_allowed(view: JobView, config: QuorumConfig) -> bool:
@@ -189,7 +229,9 @@ def has_loss_to_accept(view: JobView, config: QuorumConfig, now: float) -> bool:
     if _before_all_are_here(view, config, now) is not None or _is_loss_allowed(view, config):
         return False
     candidates = _candidates(view)
-    return max(member.step for member in candidates) < view.committed_step
+    doubted = _doubted(view, config, candidates)
+    steps = [member.step for member in candidates if member.replica_id not in doubted]
+    return bool(steps) and max(steps) < view.committed_step
 
 
 def name_some(replica_ids: Mapping[str, object]) -> str:

@@ -181,7 +181,8 @@ class StepMachine:
     ) -> None:
         """The quorum is there; ``heal_to`` is the step whose state this worker has to fetch.
 
-        If it may not, the heal stays owed, and the step cannot be committed.
+        It may be a lower one: the others did not believe a step that leaves theirs behind. If it
+        may not heal, the heal stays owed, and the step cannot be committed.
         """
         if heal_to is not None and not may_heal:
             self._move(Event.QUORUM_FORMED, participation=participation, unhealed=True)
@@ -199,8 +200,6 @@ class StepMachine:
             except RequestRefused as error:
                 self.latch(error)
             return
-        if heal_to < self.state.step:
-            raise RequestRefused(f"healing from step {self.state.step} back to step {heal_to}")
         heal = PendingHeal(step=heal_to)
         self._move(
             Event.HEAL_PLANNED, participation=participation, pending_heal=heal, unhealed=True

@@ -47,6 +47,8 @@ class Member:
     ``unhealed``: that quorum wanted it to heal, which has failed; its step need not show that.
     ``has_history``: all its workers have been told a quorum, so that it is no restart.
     ``layout``: what it sums, and how, which must be the same in all groups (empty: not told).
+    ``doubted_step``: in a quorum, the step that it told, if that is not believed (0: it is); its
+    ``step`` is 0 then.
     ``unknown`` is what a newer client says about itself, encoded; its fellows get it as it came.
     """
 
@@ -64,6 +66,7 @@ class Member:
     unhealed: bool = False
     has_history: bool = False
     layout: str = ""
+    doubted_step: int = 0
     unknown: bytes = b""
 
     def check(self) -> None:
@@ -79,7 +82,7 @@ class Member:
             raise RequestRefused(
                 f"unknown fields have {len(self.unknown)} bytes, {MAX_DATA_LENGTH} are allowed"
             )
-        for field in ("step", "commit_failures"):
+        for field in ("step", "commit_failures", "doubted_step"):
             if not 0 <= getattr(self, field) <= MAX_INT64:
                 raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 or more")
         check_text("layout", self.layout, MAX_LAYOUT_LENGTH)
@@ -125,6 +128,7 @@ class Quorum:
         """The members that the others heal from."""
         max_step = self.max_step
         at_max = [member for member in self.participants if member.step == max_step]
+        at_max = [member for member in at_max if not member.doubted_step] or at_max
         staying = [member for member in at_max if member.replica_id not in self.joining]
         return tuple(staying if staying and max_step > 0 else at_max)
 
@@ -151,7 +155,9 @@ class QuorumConfig:
 
     ``on_step_regression`` decides what happens to a quorum that would lose committed steps:
     ``hold`` keeps it back, ``warn`` lets it pass with a warning; ``auto`` holds it back while a
-    group that took part in the job is alive, and warns when none is left. A group that stands in
+    group that took part in the job is alive, and warns when none is left. ``on_step_jump`` decides
+    about a group whose step is more than a commit ahead of the running job: it has to ``heal``, or
+    the others ``follow`` it. A group that stands in
     one phase of its own work for ``hang_timeout_s`` (None: however long) is reported, and ended if
     ``on_hang`` is ``kill``; if it is ``evict``, those of its quorum that wait go on without it.
     ``heal_timeout_s`` (None: the join timeout) is the join timeout for a group as long as it heals.
@@ -163,6 +169,7 @@ class QuorumConfig:
     startup_timeout_s: float | None = None
     heartbeat_timeout_s: float = 5.0
     on_step_regression: Literal["auto", "hold", "warn"] = "auto"
+    on_step_jump: Literal["heal", "follow"] = "heal"
     hang_timeout_s: float | None = None
     on_hang: Literal["report", "kill", "evict"] = "report"
     # One lighthouse serves many jobs, but a client that invents names must not fill its memory.
@@ -198,12 +205,7 @@ class QuorumConfig:
                 "hang_timeout_s", self.hang_timeout_s, "use a finite time above 0 seconds, or None"
             )
         check_length("hang_timeout_s", self.hang_timeout_s or 0.0)
-        if self.on_hang not in ("report", "kill", "evict"):
-            raise ConfigError("on_hang", self.on_hang, "use report, kill or evict")
-        if self.on_step_regression not in ("auto", "hold", "warn"):
-            raise ConfigError(
-                "on_step_regression", self.on_step_regression, "use auto, hold or warn"
-            )
+        self._check_choices()
         self._check_limits()
 
     def _check_limits(self) -> None:
@@ -218,6 +220,17 @@ class QuorumConfig:
                 raise ConfigError(field, getattr(self, field), "a limit is at least 1")
             if getattr(self, field) > most:
                 raise ConfigError(field, getattr(self, field), f"use {most} at most")
+
+    def _check_choices(self) -> None:
+        choices = {
+            "on_hang": ("report", "kill", "evict"),
+            "on_step_regression": ("auto", "hold", "warn"),
+            "on_step_jump": ("heal", "follow"),
+        }
+        for field, words in choices.items():
+            if getattr(self, field) not in words:
+                reason = f"use {', '.join(words[:-1])} or {words[-1]}"
+                raise ConfigError(field, getattr(self, field), reason)
 
     def _check_heal(self) -> None:
         if self.heal_timeout_s is not None and self.heal_timeout_s < self.join_timeout_s:

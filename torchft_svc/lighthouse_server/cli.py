@@ -75,6 +75,13 @@ from torchft_svc.rpc.security import Security
     "auto holds it back while any group of the job is left.",
 )
 @option(
+    "--on-step-jump",
+    type=click.Choice(["heal", "follow"]),
+    default="heal",
+    help="A group that is more than one step ahead of the running job, such as one restored from "
+    "another run's checkpoint: it has to heal from the job, or the job follows it.",
+)
+@option(
     "--hang-timeout-ms",
     type=MILLISECONDS,
     default=None,
@@ -108,6 +115,7 @@ def main(
     startup_timeout_ms: int | None,
     heartbeat_timeout_ms: int,
     on_step_regression: str,
+    on_step_jump: str,
     hang_timeout_ms: int | None,
     on_hang: str,
     max_jobs: int,
@@ -129,6 +137,7 @@ def main(
             startup_timeout_s=None if startup_timeout_ms is None else startup_timeout_ms / 1000,
             heartbeat_timeout_s=heartbeat_timeout_ms / 1000,
             on_step_regression=on_step_regression,  # type: ignore[arg-type]  # click checked it
+            on_step_jump=on_step_jump,  # type: ignore[arg-type]  # click checked it
             hang_timeout_s=None if hang_timeout_ms is None else hang_timeout_ms / 1000,
             on_hang=on_hang,  # type: ignore[arg-type]  # click checked it
             max_jobs=max_jobs,

@@ -52,9 +52,9 @@ def first_quorum_id(wall_s: float, remainder: int) -> int:
     return max(0, int((wall_s - ID_EPOCH_S) * 1000)) * ID_STRIDE + remainder
 
 
-def _begin(config: QuorumConfig) -> Lighthouse:
+def _begin(config: QuorumConfig, now: float) -> Lighthouse:
     first_id = first_quorum_id(time.time(), secrets.randbelow(ID_STRIDE))
-    return Lighthouse(config, first_id, ID_STRIDE)
+    return Lighthouse(config, first_id, ID_STRIDE, ids_per_s=1000 * ID_STRIDE, now=now)
 
 
 class LighthouseDriver:
@@ -65,9 +65,9 @@ class LighthouseDriver:
     ) -> None:
         self._config = config
         self._check_leads = check_leads
-        self._core = _begin(config)
         self._max_jobs = config.max_jobs
         self._clock = AttentiveClock(usual_look_s(config.heartbeat_timeout_s))
+        self._core = _begin(config, self._clock.now())
         self._questions = Questions(self._why)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
@@ -245,7 +245,7 @@ class LighthouseDriver:
             question.hear(error)
         for session in self._sessions.close_all():
             session.fail(error)
-        self._core = _begin(self._config)
+        self._core = _begin(self._config, self._clock.now())
 
     def close(self) -> None:
         """Stop the timer; callers that still wait are cancelled by the server's stop."""
@@ -341,6 +341,16 @@ class LighthouseDriver:
                 order.lost_from,
                 quorum.max_step,
             )
+        for member in quorum.participants:
+            if member.doubted_step:
+                log.warning(
+                    "step not believed job=%s replica=%s: it tells step %d, the job is at step %d; "
+                    "it has to heal (--on-step-jump follow lets the job follow it)",
+                    order.job,
+                    member.replica_id,
+                    member.doubted_step,
+                    quorum.max_step,
+                )
         if self._quorum_ids.pop(order.job, None) != quorum.quorum_id:
             log.info(
                 "quorum changed job=%s id=%d step=%d groups=%d",

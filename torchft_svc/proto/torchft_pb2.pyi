@@ -24,7 +24,7 @@ PHASE_TRAINING: Phase
 PHASE_VOTING: Phase
 
 class QuorumMember(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "seen_quorum_id", "joining", "min_replicas", "last_num_groups", "has_history", "layout")
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "seen_quorum_id", "joining", "min_replicas", "last_num_groups", "has_history", "layout", "doubted_step")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class QuorumMember(_message.Message):
     LAST_NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
     HAS_HISTORY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    DOUBTED_STEP_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -53,7 +54,8 @@ class QuorumMember(_message.Message):
     last_num_groups: int
     has_history: bool
     layout: str
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., seen_quorum_id: _Optional[int] = ..., joining: bool = ..., min_replicas: _Optional[int] = ..., last_num_groups: _Optional[int] = ..., has_history: bool = ..., layout: _Optional[str] = ...) -> None: ...
+    doubted_step: int
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., seen_quorum_id: _Optional[int] = ..., joining: bool = ..., min_replicas: _Optional[int] = ..., last_num_groups: _Optional[int] = ..., has_history: bool = ..., layout: _Optional[str] = ..., doubted_step: _Optional[int] = ...) -> None: ...
 
 class Quorum(_message.Message):
     __slots__ = ("quorum_id", "participants", "created")

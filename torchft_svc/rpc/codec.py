@@ -36,6 +36,7 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         unhealed=message.joining,
         has_history=message.has_history,
         layout=message.layout,
+        doubted_step=message.doubted_step,
         unknown=_unknown_fields(message),
     )
 
@@ -67,6 +68,7 @@ def member_to_wire(member: Member) -> pb.QuorumMember:
         joining=member.unhealed,
         has_history=member.has_history,
         layout=member.layout,
+        doubted_step=member.doubted_step,
     )
     if member.unknown:
         message.MergeFromString(member.unknown)

@@ -1,0 +1,113 @@
+"""A group, or a stranger, that tells a step or a quorum id far ahead does not take a job over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from running import Process, lighthouse_process, line_to
+
+from .test_heal import Unreliable
+from .training import Trainer, assert_identical, in_step, together, trainers
+
+pytestmark = pytest.mark.processes
+
+FAR = 1000
+
+
+@pytest.fixture
+def house() -> Iterator[Process]:
+    with lighthouse_process("--min-replicas=1", "--join-timeout-ms=20000") as house:
+        yield house
+
+
+def restored(house: Process, step: int, **options: Any) -> Trainer:
+    """A group from a checkpoint of another run."""
+    trainer = Trainer(house.address, "late", 7, **options)
+    trainer.manager.load_state_dict({"step": step, "batches_committed": step})
+    return trainer
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_a_joiner_from_a_newer_checkpoint_heals_from_the_running_job(
+    house: Process, use_async_quorum: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with trainers(house.address, 2, use_async_quorum=use_async_quorum) as members:
+        in_step(3, *members)
+        late = restored(house, FAR, use_async_quorum=use_async_quorum)
+        with late, caplog.at_level(logging.WARNING):
+            before = [member.manager.current_step() for member in members]
+            in_step(max(before) + 3, *members, late)
+            assert max(before) < late.manager.current_step() < FAR
+            assert_identical([*members, late])
+        told = [record.message for record in caplog.records if "is not believed" in record.message]
+        assert any(text.startswith(f"step {FAR} of this group is not believed") for text in told)
+        step_told = [line for line in house.errors().splitlines() if "step not believed" in line]
+        assert step_told
+        assert f"it tells step {FAR}, the job is at step" in step_told[0]
+        in_step(max(before) + 5, *members)  # and they go on when it has left
+
+
+def test_a_joiner_whose_heal_fails_takes_nothing_over_either(house: Process) -> None:
+    transport = Unreliable(num_failures=2)
+    with (
+        trainers(house.address, 1) as members,
+        restored(house, FAR, checkpoint_transport=transport) as late,
+    ):
+        in_step(2, members[0])
+        in_step(5, members[0], late)
+        assert transport.num_failures == 0
+        assert late.manager.current_step() < FAR
+        assert_identical([*members, late])
+
+
+def test_a_lighthouse_may_let_the_job_follow() -> None:
+    with (
+        lighthouse_process("--min-replicas=1", "--on-step-jump=follow") as house,
+        trainers(house.address, 1) as members,
+    ):
+        in_step(2, *members)
+        with restored(house, FAR) as late:
+            in_step(FAR + 1, *members, late)
+            assert_identical([*members, late])
+
+
+@pytest.mark.parametrize("step", [FAR, 2**62])
+def test_a_forged_step_does_not_hold_the_job(house: Process, step: int) -> None:
+    """Neither while the stranger is there, nor when it has left."""
+    with trainers(house.address, 2) as members, line_to(house.address) as line:
+        in_step(3, *members)
+
+        def comes_and_goes() -> bool:
+            answer = line.quorum("stranger:1", step=step).result().quorum
+            told = {each.replica_id: (each.step, each.doubted_step) for each in answer.participants}
+            assert told["stranger:1"] == (0, step)
+            line.leave("stranger:1")
+            return True
+
+        together(comes_and_goes, *(lambda each=each: each.meets(3) for each in members))
+        last = max(member.manager.current_step() for member in members)
+        in_step(last + 2, *members)
+        assert max(member.manager.current_step() for member in members) < FAR
+        assert_identical(members)
+
+
+def test_a_forged_id_moves_neither_other_jobs_nor_the_next_lighthouse(house: Process) -> None:
+    """Far ahead of the clock it is refused; by some hours it moves its own job, and no other."""
+    with line_to(house.address) as line:
+        first = line.quorum("a:1", job="honest").result().quorum.quorum_id
+        for told in (first + 2**54, first + 40 * 3600 * 1000 * 4096):
+            refused = line.quorum("stranger:1", job="honest", seen_quorum_id=told)
+            assert "was never given out" in str(refused.exception())
+        ahead = first + 14 * 3600 * 1000 * 4096
+        forged = line.quorum("stranger:1", job="forged", seen_quorum_id=ahead).result().quorum
+        assert forged.quorum_id > ahead
+        other = line.quorum("a:1", job="other").result().quorum.quorum_id
+        assert other < ahead
+        with lighthouse_process("--min-replicas=1") as after, line_to(after.address) as line_after:
+            told = forged.quorum_id
+            answer = line_after.quorum("stranger:1", job="forged", seen_quorum_id=told).result()
+            assert answer.quorum.quorum_id > told
+            assert line_after.quorum("a:1", job="new").result().quorum.quorum_id < ahead
