@@ -26,6 +26,8 @@ TRAIN_ON_S = 1.0
 HOLD_S = 4.0
 # What lasts is drawn from here: from a hiccup that nobody has to notice to a loss.
 _LENGTHS_S = (0.3, 1.0, 3.0, 5.0)
+# Whoever waits for the host instead of the heartbeat timeout is late on a busy machine, too.
+_HOST_FROZEN_S = 8.0
 
 
 class Kind(Enum):
@@ -113,9 +115,15 @@ def draw_faults(
             kind=kind,
             group=group,
             worker=dice.randrange(choices),
-            length_s=dice.choice(_LENGTHS_S) if kind in LASTING else 0.0,
+            length_s=_draw_length(dice, kind),
             pause_s=dice.uniform(0.1, 1.0),
         )
+
+
+def _draw_length(dice: random.Random, kind: Kind) -> float:
+    if kind is Kind.STORE_HOST_FROZEN:
+        return _HOST_FROZEN_S
+    return dice.choice(_LENGTHS_S) if kind in LASTING else 0.0
 
 
 def _shuffled_for_ever(dice: random.Random, deck: list) -> Iterator:  # type: ignore[type-arg]

@@ -143,12 +143,12 @@ class _Play:
         self.crew.start(end.group)
 
     def _discards_for_ever(self) -> bool:
-        """Whether a worker has discarded its last so many steps: it will never commit any."""
+        """Whether errors had a worker discard its last so many steps: it will never commit any."""
         in_a_row: Counter[tuple[int, int, int]] = Counter()
         for event in self.crew.events:
             life = (*event.life, event.worker)
             if isinstance(event, Discarded):
-                in_a_row[life] += 1
+                in_a_row[life] += bool(event.reason)  # without one, others are waited for
             elif isinstance(event, (Committed, Exited)):
                 in_a_row.pop(life, None)
         return any(number > _TOO_MANY for number in in_a_row.values())

@@ -81,7 +81,7 @@ _SHARDED = frozenset({Wrapper.FSDP, Wrapper.HSDP})
 # Of all that a step goes through; what happens to a group that heals is drawn apart.
 _ANY_STEP = tuple(moment for moment in Moment if moment not in (Moment.HEAL, Moment.SERVE))
 _DELAYS_MS = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0)
-_MAX_FEATURES = 4
+_MAX_FEATURES = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
