@@ -95,6 +95,9 @@ class Unreliable(CheckpointTransport[Any]):
         self.received.append(step)
         return state
 
+    def recv_deferred(self, *args: Any) -> Any:
+        return self._http.recv_deferred(*args)
+
     def shutdown(self, wait: bool = True) -> None:
         self._http.shutdown(wait)
 

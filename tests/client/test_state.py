@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from torchft_svc.client import CheckpointTransport, HTTPTransport, PGTransport, ProcessGroupGloo
 from torchft_svc.errors import ConfigError
 
-from .training import TIMEOUT, Trainer, lighthouse
+from .training import (
+    DEADLINE_S,
+    TIMEOUT,
+    Trainer,
+    assert_identical,
+    bits,
+    in_step,
+    lighthouse,
+    together,
+)
 
 
 @pytest.fixture
@@ -63,3 +75,149 @@ def test_a_state_that_is_not_there_yet_is_looked_at_in_the_first_step_of_a_group
         made["later"] = Unknown()
         with pytest.raises(ConfigError, match=r"\['later'\]\['x'\].*Unknown"):
             trainer.step()
+
+
+class Gated(HTTPTransport[Any]):
+    """Receives when it may, and says when it has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.may_receive, self.has_received = threading.Event(), threading.Event()
+
+    def recv_striped(self, *args: Any) -> Any:
+        assert self.may_receive.wait(DEADLINE_S)
+        try:
+            return super().recv_striped(*args)
+        finally:
+            self.has_received.set()
+
+
+class GatedPG(PGTransport):
+    """The same over a process group."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.may_receive, self.has_received = threading.Event(), threading.Event()
+
+    def recv_checkpoint(self, *args: Any) -> Any:
+        assert self.may_receive.wait(DEADLINE_S)
+        try:
+            return super().recv_checkpoint(*args)
+        finally:
+            self.has_received.set()
+
+
+class Momentum(Trainer):
+    """Its forward pass changes a part of its state: as a queue, a codebook, an encoder would."""
+
+    def __init__(self, address: str, name: str, seed: int, kind: str, **options: Any) -> None:
+        group = ProcessGroupGloo(TIMEOUT)
+        self.transport: Any = (
+            Gated(TIMEOUT, hostname="127.0.0.1", chunk_bytes=1 << 16)
+            if kind == "http"
+            else GatedPG(group, TIMEOUT)
+        )
+        self.num_passes = 0
+        self.codebook = torch.full((50_000,), float(seed))
+        self.written = torch.full((10,), float(seed))
+        self.on_forward: Callable[[], None] = lambda: None
+        super().__init__(
+            address, name, seed, pg=group, checkpoint_transport=self.transport, **options
+        )
+        self.model.register_forward_pre_hook(lambda *_: self.change())
+
+    def change(self) -> None:
+        """All of it goes by the weights alone, so that groups agree."""
+        self.on_forward()
+        value = self.model[0].weight.detach().sum()  # type: ignore[union-attr,operator]
+        self.codebook.mul_(0.5).add_(value)
+        self.written.data.mul_(0.5).add_(value)  # torch does not note this
+        self.num_passes += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        mine = {"codebook": self.codebook, "written": self.written, "passes": self.num_passes}
+        return super().state_dict() | mine
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.codebook.copy_(state["codebook"])
+        self.written.copy_(state["written"])
+        self.num_passes = state["passes"]
+
+
+def meets_once(healthy: Momentum, joiner: Momentum, num_groups: int) -> None:
+    """Begin steps until ``joiner`` is in one; let its heal and that forward pass race the bad way.
+
+    With a synchronous quorum the pass is over before the heal begins; else it begins after that.
+    """
+    is_async = healthy.manager._rules.use_async_quorum
+
+    def on_forward() -> None:
+        healthy.manager.wait_quorum()
+        quorum = healthy.manager.last_quorum()
+        if is_async and quorum is not None and quorum.replica_world_size == num_groups:
+            joiner.transport.may_receive.set()
+            assert joiner.transport.has_received.wait(DEADLINE_S)
+
+    healthy.on_forward = on_forward
+    while not joiner.transport.may_receive.is_set():
+        healthy.optimizer.zero_grad()
+        loss = healthy.loss()
+        quorum = healthy.manager.last_quorum()
+        if quorum is not None and quorum.replica_world_size == num_groups:
+            joiner.transport.may_receive.set()
+        loss.backward()
+        assert healthy.optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["http", "pg"])
+@pytest.mark.parametrize("use_async_quorum", [False, True])
+def test_i3_state_that_the_forward_pass_changes_is_healed_as_of_one_moment(
+    address: str, kind: str, use_async_quorum: bool
+) -> None:
+    options = {"kind": kind, "use_async_quorum": use_async_quorum}
+    with Momentum(address, "a", 0, **options) as a:
+        a.transport.may_receive.set()
+        a.steps(2)
+        with Momentum(address, "b", 1, **options) as b:
+            together(lambda: meets_once(a, b, 2), b.step)
+            step = max(each.manager.current_step() for each in (a, b))
+            in_step(step, a, b)
+            assert_identical([a, b])
+            with Momentum(address, "c", 2, **options) as c:
+                together(lambda: meets_once(a, c, 3), lambda: meets_once(b, c, 3), c.step)
+                in_step(max(each.manager.current_step() for each in (a, b, c)), a, b, c)
+                assert_identical([a, b, c])
+                in_step(a.manager.current_step() + 2, a, b, c)
+                assert_identical([a, b, c])
+                assert c.num_passes == c.manager.current_step()  # all of them, each once
+
+
+@pytest.mark.parametrize("kind", ["http", "pg"])
+def test_who_waits_for_the_rest_of_a_step_that_is_given_up_heals_in_the_next(
+    address: str, kind: str
+) -> None:
+    with Momentum(address, "a", 0, kind) as a:
+        a.steps(2)
+        with Momentum(address, "b", 1, kind) as b:
+
+            def gives_up() -> None:
+                def on_forward() -> None:
+                    a.manager.wait_quorum()
+                    quorum = a.manager.last_quorum()
+                    if quorum is not None and quorum.replica_world_size == 2:
+                        a.on_forward = lambda: None
+                        b.transport.may_receive.set()
+                        assert b.transport.has_received.wait(DEADLINE_S)
+                        raise ZeroDivisionError("of the test")
+
+                a.on_forward = on_forward
+                with pytest.raises(ZeroDivisionError):
+                    a.until(1_000_000)
+                a.meets(2)
+
+            before = time.monotonic()
+            together(gives_up, lambda: b.meets(2))
+            assert time.monotonic() - before < TIMEOUT.total_seconds()
+            in_step(max(each.manager.current_step() for each in (a, b)) + 1, a, b)
+            assert bits(a.model.state_dict()) == bits(b.model.state_dict())

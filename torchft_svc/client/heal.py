@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
+from torchft_svc.client.state import EARLY_KEY, join
 from torchft_svc.coordination import ManagerClient, QuorumResult, Security
-from torchft_svc.errors import DeadlineExceeded, Unreachable
+from torchft_svc.errors import DeadlineExceeded, TorchFTError, Unreachable
 
 # Who takes longer is no help.
 _EXTRA_TIMEOUT = timedelta(seconds=5)
+# How often to look whether those that end their step are still there.
+_CHECK_S = 0.1
 # A source that dies, or is frozen, is out of the quorum long before the timeout: look after so long
 # for the first time, and then ever later, since a busy machine may need longer to answer.
 _FIRST_LOOK_S = 1.0
@@ -29,8 +34,10 @@ def fetch_state(
 ) -> Any:
     """The state of ``quorum.max_step``, from the group that the quorum assigned, and others.
 
+    If its forward pass goes on meanwhile, that group sends a part of the state when its step ends.
+
     ``timeout_s`` is the longest time without progress. ``check`` raises to end the wait for a
-    manager that does not answer: its group is out of the quorum.
+    manager that does not answer, or for the end of that step: its group is out of the quorum.
 
     Raises:
         PeerError: the source is gone, does not serve that step, or its data is damaged.
@@ -55,11 +62,37 @@ def fetch_state(
 
     metadata = look_up(quorum.recover_src_manager_address, timeout)
     source = quorum.recover_src_replica_rank
-    if not (transport.can_stripe and quorum.recover_extra_src_manager_addresses):
-        return transport.recv_checkpoint(source, metadata, quorum.max_step, timeout)
+    addresses = quorum.recover_extra_src_manager_addresses if transport.can_stripe else []
     extra_timeout = min(timeout, _EXTRA_TIMEOUT)
-    extras = [
-        partial(look_up, address, extra_timeout)
-        for address in quorum.recover_extra_src_manager_addresses
-    ]
-    return transport.recv_striped(source, metadata, extras, quorum.max_step, timeout)
+    extras = [partial(look_up, address, extra_timeout) for address in addresses]
+    if extras:
+        state = transport.recv_striped(source, metadata, extras, quorum.max_step, timeout)
+    else:
+        state = transport.recv_checkpoint(source, metadata, quorum.max_step, timeout)
+    if not (isinstance(state, dict) and EARLY_KEY in state):
+        return state
+    with _ended_by(check, transport):
+        rest = transport.recv_deferred(source, metadata, extras, quorum.max_step, timeout)
+    return join(state, rest, quorum.recover_src_manager_address)
+
+
+@contextlib.contextmanager
+def _ended_by(check: Callable[[], None], transport: CheckpointTransport[Any]) -> Iterator[None]:
+    """A receive in this block ends soon after ``check`` raises."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_CHECK_S):
+            try:
+                check()
+            except TorchFTError as error:
+                transport.interrupt_receive(str(error))
+                return
+
+    thread = threading.Thread(target=watch, name="torchft-heal-check", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

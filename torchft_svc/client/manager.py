@@ -346,6 +346,14 @@ class Manager:
         """
         self._registry.register(key, load_state_dict, state_dict)
 
+    def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """What ``optimizer`` holds is changed by its step alone, and by nothing in a forward pass.
+
+        `Optimizer` calls this. While a group heals, the rest of the state is copied; see "What
+        groups heal by" in docs/operations.md.
+        """
+        self._registry.own(optimizer)
+
     def set_state_dict_fns(
         self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:

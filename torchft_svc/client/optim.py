@@ -43,6 +43,8 @@ class Optimizer(torch.optim.Optimizer):
         # Not torch's constructor: it would make groups and state of its own.
         self.manager = manager
         self.optims = _checked(optim)
+        for each in self.optims:
+            manager.register_optimizer(each)
         if isinstance(optim, torch.optim.Optimizer):
             self.optim = optim
 

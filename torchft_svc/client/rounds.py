@@ -20,7 +20,7 @@ from torchft_svc.client.draining import Draining
 from torchft_svc.client.heal import fetch_state
 from torchft_svc.client.membership import Membership
 from torchft_svc.client.process_groups.base import ProcessGroup
-from torchft_svc.client.state import StateRegistry, readable_size
+from torchft_svc.client.state import EarlyTensors, StateRegistry, readable_size
 from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.coordination import ManagerClient, QuorumResult
 from torchft_svc.core.names import stable_name
@@ -124,6 +124,15 @@ class RoundRequest:
     layout: str = ""  # what this worker sums, see `Reducing`; empty: not known
 
 
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """To whom the rest of the state is sent; all of it if nothing was sent ``early``."""
+
+    receivers: list[int]
+    extras: list[int]
+    early: EarlyTensors | None
+
+
 class Round:
     """``ready`` is set when the members are known and met, or when there is an error.
 
@@ -148,6 +157,7 @@ class Round:
         self.quorum: QuorumResult | None = None
         self.state: dict[str, Any] | None = None
         self.healed_from = ""  # for people: from whom, how much, how long
+        self._rest: _Rest | None = None  # what is owed to those that heal, when the step ends
         self._leaves_for: str | None = None  # why this worker has to end, if it has said so
 
     @property
@@ -352,29 +362,83 @@ class Round:
 
         It is kept for those that come late for as long as anything in a step may take.
         """
-        transport = self._links.transport
+        transport, registry = self._links.transport, self._links.registry
         receivers = quorum.recover_dst_replica_ranks
         extras = quorum.recover_extra_dst_replica_ranks if transport.can_stripe else []
         if not receivers and not extras:
             return
         timeout_s = self._rules.timeouts.quorum_s
-        state = self._step.state
-        counters = {"step": state.step, "batches_committed": state.batches_committed}
         try:
             with self._step.changing() as machine:
                 machine.check_whole()
-            mine = self._links.registry.collect(counters, timeout_s)
-            log.debug("state of step %d for %s, part for %s", quorum.max_step, receivers, extras)
             for name in [_name_of(quorum, rank) for rank in receivers]:
                 log.info("%s heals to step %d from this group", name, quorum.max_step)
-            timeout = timedelta(seconds=timeout_s)
-            if extras:
-                transport.send_striped(receivers, extras, quorum.max_step, mine, timeout)
+            if self.heals_first:  # they begin the step with it, as this group does just now
+                mine = registry.collect_copied(self._counters(), timeout_s)
+            elif transport.can_defer:
+                early = registry.collect_early(timeout_s)
+                self._rest = _Rest(receivers, extras, early)
+                mine = early.state
             else:
-                transport.send_checkpoint(receivers, quorum.max_step, mine, timeout)
+                self._rest = _Rest(receivers, extras, None)
+                return
+            self._send(receivers, extras, mine)
         except Exception as error:
             log.exception("the state of step %d cannot be offered", quorum.max_step)
-            transport.refuse_checkpoint(receivers, quorum.max_step, repr(error))
+            self._refuse(receivers, error)
+
+    def _send(self, receivers: list[int], extras: list[int], state: Any) -> None:
+        assert self.quorum is not None
+        transport, step = self._links.transport, self.quorum.max_step
+        timeout = timedelta(seconds=self._rules.timeouts.quorum_s)
+        if extras:
+            transport.send_striped(receivers, extras, step, state, timeout)
+        else:
+            transport.send_checkpoint(receivers, step, state, timeout)
+
+    def _refuse(self, receivers: list[int], error: Exception) -> None:
+        assert self.quorum is not None
+        self._rest = None
+        self._links.transport.refuse_checkpoint(receivers, self.quorum.max_step, repr(error))
+
+    def _counters(self) -> dict[str, int]:
+        state = self._step.state
+        return {"step": state.step, "batches_committed": state.batches_committed}
+
+    def offer_rest(self) -> None:
+        """The forward and the backward pass are over: send what they may have changed.
+
+        Who heals meanwhile takes it in place of what its own passes have made of its old state.
+        """
+        rest, self._rest = self._rest, None
+        if rest is None or self.quorum is None:
+            return
+        transport, registry = self._links.transport, self._links.registry
+        timeout_s = self._rules.timeouts.quorum_s
+        try:
+            if rest.early is None:
+                state = registry.collect(self._counters(), timeout_s)
+                self._send(rest.receivers, rest.extras, state)
+                transport.disallow_checkpoint()
+            else:
+                state = registry.collect_rest(rest.early, self._counters(), timeout_s)
+                timeout = timedelta(seconds=timeout_s)
+                transport.send_deferred(
+                    rest.receivers, rest.extras, self.quorum.max_step, state, timeout
+                )
+        except Exception as error:
+            log.exception("the rest of step %d cannot be offered", self.quorum.max_step)
+            self._refuse(rest.receivers, error)
+
+    def withhold_rest(self) -> None:
+        """The step was given up: whoever waits for its end need not."""
+        rest, self._rest = self._rest, None
+        if rest is not None and self.quorum is not None:
+            step = self.quorum.max_step
+            try:
+                self._links.transport.refuse_checkpoint(rest.receivers, step, "it was given up")
+            except Exception:
+                log.exception("nobody can be told that step %d was given up", step)
 
     def _fetch(self, quorum: QuorumResult) -> None:
         group_rank = self._rules.place.group_rank

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from torchft_svc.client.checkpointing.tree import map_nodes
 from torchft_svc.client.shards import put_together, take_apart
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, TornState
 
@@ -19,6 +22,9 @@ log = logging.getLogger(__name__)
 DEFAULT_KEY = "default"
 MANAGER_KEY = "torchft"
 USER_KEY = "user"
+EARLY_KEY = "torchft.early"
+# The only key of a dict that stands for one of the tensors that were sent early.
+_EARLY_MARK = "torchft.early_tensor"
 _SOURCE = "the group healed from"
 
 
@@ -74,6 +80,19 @@ class ReadGate:
                 self._changed.notify_all()
 
 
+@dataclass(frozen=True, slots=True)
+class EarlyTensors:
+    """Live tensors that only an update changes, and the number of each by what it is."""
+
+    tensors: list[torch.Tensor]  # kept, or another could get the memory of one that is gone
+    numbers: dict[tuple[Any, ...], int]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What is sent of them."""
+        return {EARLY_KEY: self.tensors}
+
+
 class StateRegistry:
     """Named pieces of state, each with a function that saves and one that loads it.
 
@@ -84,6 +103,7 @@ class StateRegistry:
         self, load: Callable[[Any], None] | None = None, save: Callable[[], Any] | None = None
     ) -> None:
         self._pieces: dict[str, _Piece] = {}
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._check: Callable[[object], None] | None = None
         self.gate = ReadGate()
         if load is not None or save is not None:
@@ -140,6 +160,67 @@ class StateRegistry:
     def _save_all(self) -> dict[str, Any]:
         return {key: piece.save() for key, piece in self._pieces.items()}
 
+    def own(self, optimizer: torch.optim.Optimizer) -> None:
+        """What ``optimizer`` holds changes in its step alone."""
+        self._optimizers.append(optimizer)
+
+    def collect_copied(self, counters: dict[str, int], timeout_s: float) -> dict[str, Any]:
+        """`collect`, but with copies of all that something else than an update may change."""
+        owned = self._owned_storages()
+        copies: dict[tuple[Any, ...], torch.Tensor] = {}
+
+        def copied(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and _storage(value) not in owned:
+                return copies.setdefault(_identity(value), value.detach().clone())
+            if isinstance(value, np.ndarray | set | bytearray):
+                return copy.copy(value)
+            return value
+
+        state: dict[str, Any] = map_nodes(self.collect(counters, timeout_s), copied)
+        return state
+
+    def collect_early(self, timeout_s: float) -> EarlyTensors:
+        """The tensors of the state that only an update changes; live, not copies."""
+        owned = self._owned_storages()
+        early = EarlyTensors([], {})
+
+        def note(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and _storage(value) in owned:
+                number = early.numbers.setdefault(_identity(value), len(early.tensors))
+                if number == len(early.tensors):
+                    early.tensors.append(value)
+            return value
+
+        map_nodes(self.collect({}, timeout_s), note)
+        return early
+
+    def collect_rest(
+        self, early: EarlyTensors, counters: dict[str, int], timeout_s: float
+    ) -> dict[str, Any]:
+        """`collect`, with a mark for each of the ``early`` tensors that is still what it was."""
+
+        def refer(value: Any) -> Any:
+            number = early.numbers.get(_identity(value)) if _may_be_owned(value) else None
+            return value if number is None else {_EARLY_MARK: number}
+
+        state: dict[str, Any] = map_nodes(self.collect(counters, timeout_s), refer)
+        return state
+
+    def _owned_storages(self) -> set[int]:
+        held: list[Any] = []
+        for optimizer in self._optimizers:
+            held += [group["params"] for group in optimizer.param_groups]
+            held += list(optimizer.state.values())
+        owned: set[int] = set()
+
+        def note(value: Any) -> Any:
+            if _may_be_owned(value):
+                owned.add(_storage(value))
+            return value
+
+        map_nodes(take_apart(held), note)
+        return owned - {0}
+
     def check(self, state: Any, source: str) -> dict[str, int]:
         """The counters in a ``state`` that was fetched from ``source``.
 
@@ -193,6 +274,43 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
+
+
+def join(early: Any, rest: Any, source: str) -> Any:
+    """The state whose parts are an `EarlyTensors.state` and what `collect_rest` made.
+
+    Raises:
+        CheckpointError: they do not belong together.
+    """
+    tensors = early[EARLY_KEY]
+
+    def put(value: Any) -> Any:
+        if type(value) is not dict or value.keys() != {_EARLY_MARK}:
+            return value
+        number = value[_EARLY_MARK]
+        if type(number) is not int or not 0 <= number < len(tensors):
+            raise CheckpointError(source, "its two parts do not belong together")
+        return tensors[number]
+
+    return map_nodes(rest, put)
+
+
+def _may_be_owned(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors that are one piece of memory, in which nothing has changed between.
+
+    What is written through ``.data``, and by others than torch, is not seen.
+    """
+    version = -1 if tensor.is_inference() else tensor._version
+    place = (_storage(tensor), int(tensor.storage_offset()), str(tensor.device))
+    return (*place, tuple(tensor.shape), tensor.stride(), tensor.dtype, version)
 
 
 def _names(keys: set[str]) -> str:

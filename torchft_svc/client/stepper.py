@@ -99,6 +99,8 @@ class Stepper:
         for reducer in self.reducers():  # what they left unfinished ends with its step
             reducer.settle()
         self._give_up()
+        if self._round is not None:
+            self._round.withhold_rest()
         request = dataclasses.replace(request, layout=self._layout())
         fresh = self._rules.init_sync and self.state.step == 0
         heals_now = request.allow_heal and (fresh or not self._rules.use_async_quorum)
@@ -297,10 +299,14 @@ class Stepper:
 
     def _decide(self, timeout_s: float) -> bool:
         round_ = self._current_round()
-        self._wait_for_task()
+        # First what others wait for: who heals may get its state only when they end their step.
+        self.wait_until_ready()
         round_.check_left()
         self._settle()
+        self._wait_for_task()
+        round_.check_left()
         self._averages.finish()
+        round_.offer_rest()
         self._check_group()
         self._apply_heal()
         self._protect_state()

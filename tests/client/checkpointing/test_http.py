@@ -221,3 +221,32 @@ def test_the_import_starts_no_thread(tmp_path: Path) -> None:
     assert importer.stdout.read() == "['MainThread']\n"
     assert importer.wait(20) == 0
     importer.close()
+
+
+def test_what_is_sent_at_the_end_of_a_step_comes_beside_its_state(
+    source: HTTPTransport[Any],
+) -> None:
+    with HTTPTransport[Any](LONG, hostname="127.0.0.1") as receiver:
+        rest = {"w": torch.ones(50_000), "n": 1}
+        source.send_checkpoint([1], 3, {"early": torch.zeros(50_000)}, LONG)
+        source.send_deferred([1], [], 3, rest, LONG)
+        rest["w"].zero_()  # it was copied
+        assert not receiver.recv_checkpoint(0, source.metadata(), 3, LONG)["early"].any()
+        assert receiver.recv_deferred(0, source.metadata(), (), 3, LONG)["w"].all()
+        source.send_checkpoint([1], 3, {"early": 2}, LONG)  # the step has begun anew
+        source.send_deferred([1], [], 3, {"n": 2}, LONG)
+        assert receiver.recv_deferred(0, source.metadata(), (), 3, LONG) == {"n": 2}
+        source.refuse_checkpoint([1], 4, "it was given up")
+        with pytest.raises(CheckpointError, match="it was given up"):
+            receiver.recv_deferred(0, source.metadata(), (), 4, LONG)
+
+
+def test_a_wait_for_the_end_of_a_step_can_be_ended(source: HTTPTransport[Any]) -> None:
+    with HTTPTransport[Any](LONG, hostname="127.0.0.1") as receiver:
+        source.send_checkpoint([1], 3, {"early": 1}, LONG)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(receiver.recv_deferred, 0, source.metadata(), (), 3, LONG)
+            eventually(lambda: bool(receiver._fetches))
+            receiver.interrupt_receive("its group is lost")
+            with pytest.raises(CheckpointError, match="its group is lost"):
+                waiting.result()

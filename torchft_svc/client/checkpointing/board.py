@@ -38,6 +38,13 @@ class Board:
         if before is not None:
             before.retire(f"step {state.offer.step} is served now")
 
+    def withdraw(self, why: str) -> None:
+        """Serve nothing, until a state is offered; its step may be the same."""
+        with self._changed:
+            state, self._refused = self._state, None
+        if state is not None:
+            state.retire(why)
+
     def refuse(self, step: int, why: str) -> None:
         """The state of ``step`` will not be offered, unless it is after all."""
         with self._changed:

@@ -18,6 +18,7 @@ from torchft_svc.client.checkpointing.requests import (
     MAX_FIRST_LINE_BYTES,
     MAX_WAIT_MS,
     NOT_FOUND,
+    STATE,
     TOO_EARLY,
 )
 from torchft_svc.client.checkpointing.serialization import MAX_DESCRIPTION_BYTES
@@ -48,7 +49,8 @@ Lookup = Callable[[], str]
 class Order:
     """What to fetch from where; ``timeout_s`` is the longest time without a byte.
 
-    ``extras`` are more sources of the same state; each has ``num_connections`` or fewer.
+    ``extras`` are more sources of the same state; each has ``num_connections`` or fewer. ``part``:
+    which of the things that a source serves.
     """
 
     url: str
@@ -57,6 +59,7 @@ class Order:
     num_connections: int
     extras: tuple[Lookup, ...] = ()
     security: Security = PLAIN
+    part: str = STATE
     receiver: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
@@ -151,7 +154,7 @@ class Feed:
         while True:
             left_s = until - time.monotonic()
             wait_ms = max(0, min(MAX_WAIT_MS, int(left_s * 1000)))
-            path = f"state/{self._order.step}?wait_ms={wait_ms}"
+            path = f"{self._order.part}/{self._order.step}?wait_ms={wait_ms}"
             if self._is_extra:
                 path += f"&extra={self._order.receiver}"
             try:

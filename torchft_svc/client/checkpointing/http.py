@@ -18,6 +18,7 @@ from torchft_svc.client.checkpointing.feed import (
     Order,
 )
 from torchft_svc.client.checkpointing.fetch import Fetch
+from torchft_svc.client.checkpointing.requests import DEFERRED, STATE
 from torchft_svc.client.checkpointing.serialization import check_state, describe, estimate_bytes
 from torchft_svc.client.checkpointing.served import Offer, ServedState
 from torchft_svc.client.checkpointing.server import CheckpointServer
@@ -64,6 +65,7 @@ class HTTPTransport(CheckpointTransport[T]):
     """
 
     can_stripe: ClassVar[bool] = True
+    can_defer: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -82,9 +84,11 @@ class HTTPTransport(CheckpointTransport[T]):
         self._timeout_s = _seconds(timeout)
         self._num_connections = num_connections
         self._chunk_bytes = chunk_bytes
-        self._board = Board()
+        self._board, self._deferred = Board(), Board()
         self._security = security_or_environment(security)
-        self._server = CheckpointServer(self._board, bind_host, port, self._security)
+        self._server = CheckpointServer(
+            {STATE: self._board, DEFERRED: self._deferred}, bind_host, port, self._security
+        )
         self._host = hostname or bind_host or _own_host()
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
@@ -121,15 +125,45 @@ class HTTPTransport(CheckpointTransport[T]):
         extras = extra_dst_ranks if size > chunk_bytes else []
         if not dst_ranks and not extras:
             return
-        offer = Offer(
+        log.debug("offering step %d (%d bytes) to %s, a part to %s", step, size, dst_ranks, extras)
+        offer = self._offer(step, len(dst_ranks), chunk_bytes, timeout, len(extras))
+        self._deferred.withdraw("the step has begun anew")
+        self._server.offer(STATE, ServedState(offer, described.description, described.memory))
+
+    def _offer(
+        self,
+        step: int,
+        num_receivers: int,
+        chunk_bytes: int,
+        timeout: timedelta | None,
+        num_extras: int = 0,
+    ) -> Offer:
+        return Offer(
             step=step,
-            num_receivers=len(dst_ranks),
-            num_extras=len(extras),
+            num_receivers=num_receivers,
+            num_extras=num_extras,
             chunk_bytes=chunk_bytes,
             patience_s=self._timeout_s if timeout is None else _seconds(timeout),
         )
-        log.debug("offering step %d (%d bytes) to %s, a part to %s", step, size, dst_ranks, extras)
-        self._server.offer(ServedState(offer, described.description, described.memory))
+
+    def send_deferred(
+        self,
+        dst_ranks: list[int],
+        extra_dst_ranks: list[int],
+        step: int,
+        state_dict: T,
+        timeout: timedelta | None = None,
+    ) -> None:
+        described = describe(state_dict)
+        size = described.memory.size
+        chunk_bytes = self._chunk_bytes or _usual_chunk_bytes(size)
+        extras = extra_dst_ranks if size > chunk_bytes else []
+        if not dst_ranks and not extras:
+            return
+        offer = self._offer(step, len(dst_ranks), chunk_bytes, timeout, len(extras))
+        state = ServedState(offer, described.description, described.memory)
+        state.detach()
+        self._server.offer(DEFERRED, state)
 
     def disallow_checkpoint(self) -> None:
         state = self._board.state
@@ -137,12 +171,12 @@ class HTTPTransport(CheckpointTransport[T]):
             state.detach()
 
     def retract_checkpoint(self) -> None:
-        state = self._board.state
-        if state is not None:
-            state.retire("this worker has healed since")
+        for board in (self._board, self._deferred):
+            board.withdraw("this worker has healed since")
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, why: str) -> None:
-        self._board.refuse(step, why)
+        for board in (self._board, self._deferred):
+            board.refuse(step, why)
 
     def expect_checkpoint(self, like: T | None) -> None:
         with self._lock:
@@ -164,40 +198,62 @@ class HTTPTransport(CheckpointTransport[T]):
         step: int,
         timeout: timedelta,
     ) -> T:
-        order = Order(
+        log.debug("fetching step %d from group %d and %d more", step, src_rank, len(extras))
+        order = self._order(STATE, metadata, extras, step, timeout)
+        return self._fetch(Fetch(order, self._staging))
+
+    def recv_deferred(
+        self,
+        src_rank: int,
+        metadata: str,
+        extras: Sequence[Lookup],
+        step: int,
+        timeout: timedelta,
+    ) -> T:
+        return self._fetch(Fetch(self._order(DEFERRED, metadata, extras, step, timeout)))
+
+    def _order(
+        self, part: str, metadata: str, extras: Sequence[Lookup], step: int, timeout: timedelta
+    ) -> Order:
+        return Order(
             metadata,
             step,
             _seconds(timeout),
             self._num_connections,
             extras=tuple(extras),
             security=self._security,
+            part=part,
         )
-        fetch = Fetch(order, self._staging)
+
+    def _fetch(self, fetch: Fetch) -> T:
         with self._lock:
             if self._is_shut_down:
                 raise ConfigError("transport", "shut down", "a transport is used after shutdown()")
             self._fetches.add(fetch)
-        log.debug("fetching step %d from group %d and %d more", step, src_rank, len(extras))
         try:
             return cast(T, fetch.run())
         finally:
             with self._lock:
                 self._fetches.discard(fetch)
 
+    def interrupt_receive(self, why: str) -> None:
+        with self._lock:
+            fetches = list(self._fetches)
+        for fetch in fetches:
+            fetch.cancel(why)
+
     def shutdown(self, wait: bool = True) -> None:
         with self._lock:
             self._is_shut_down = True
-            fetches = list(self._fetches)
-        for fetch in fetches:
-            fetch.cancel("this worker is shutting down")
+        self.interrupt_receive("this worker is shutting down")
         self._staging.expect(0)
         self._server.close(wait)
 
     @property
     def copied_bytes(self) -> int:
         """Memory held at present for receivers that have not fetched everything."""
-        state = self._board.state
-        return 0 if state is None else state.copied_bytes
+        states = [self._board.state, self._deferred.state]
+        return sum(state.copied_bytes for state in states if state is not None)
 
     def __enter__(self) -> HTTPTransport[T]:
         return self

@@ -7,10 +7,10 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import xxhash
@@ -102,6 +102,8 @@ class PGTransport(CheckpointTransport[Any]):
             which means ``use_async_quorum=False``.
     """
 
+    can_defer: ClassVar[bool] = True
+
     def __init__(
         self,
         pg: ProcessGroup,
@@ -147,6 +149,17 @@ class PGTransport(CheckpointTransport[Any]):
             self._begun.add(rank)
             self._send(parts, rank)
         self._begun = set()
+
+    def send_deferred(
+        self,
+        dst_ranks: list[int],
+        extra_dst_ranks: list[int],
+        step: int,
+        state_dict: Any,
+        timeout: timedelta,
+    ) -> None:
+        """See `CheckpointTransport.send_deferred`."""
+        self.send_checkpoint(dst_ranks, step, state_dict, timeout)
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, why: str) -> None:
         """See `CheckpointTransport.refuse_checkpoint`; nothing to who has got a part of a state."""
@@ -237,6 +250,17 @@ class PGTransport(CheckpointTransport[Any]):
         error = self._pg.errored()
         why = "" if error is None else f": the process group has failed: {error}"
         return CheckpointError(source, f"{what} arrived damaged{why}")
+
+    def recv_deferred(
+        self,
+        src_rank: int,
+        metadata: str,
+        extras: Sequence[Callable[[], str]],
+        step: int,
+        timeout: timedelta,
+    ) -> Any:
+        """See `CheckpointTransport.recv_deferred`."""
+        return self.recv_checkpoint(src_rank, metadata, step, timeout)
 
     def shutdown(self, wait: bool = True) -> None:
         """See `CheckpointTransport.shutdown`; the group's own end ends what is under way."""

@@ -2,6 +2,7 @@
 
     GET /<secret>/state/<step>?wait_ms=n&extra=x      a line with the state's id and the
             size of its chunks, and its description, sealed
+    GET /<secret>/deferred/<step>?wait_ms=n           the same, of what is sent when the step ends
     GET /<secret>/chunk/<state id>/<chunk>?receiver=x&verified=n&also=n,m   a chunk, sealed
     GET /<secret>/digests/<state id>                  those of all chunks, sealed
     GET /<secret>/done/<state id>?receiver=x&verified=n&also=n,m            the end: nothing
@@ -36,6 +37,8 @@ HEAD_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 60.0
 # Receivers ask again after this, so that a connection never looks dead for longer.
 MAX_WAIT_MS = 20_000
+# What is served beside one another, by the first word of its request.
+STATE, DEFERRED = "state", "deferred"
 DESCRIPTION_SEED = 1 << 63  # no chunk has this number
 
 DIGESTS_SEED = DESCRIPTION_SEED + 1
@@ -125,7 +128,7 @@ class Conversation:
     def __init__(
         self,
         wire: Wire,
-        board: Board,
+        boards: dict[str, Board],
         secret: str,
         security: Security,
         on_known: Callable[[], None],
@@ -133,7 +136,7 @@ class Conversation:
         self._on_known = on_known
         self._security = security
         self._wire = wire
-        self._board = board
+        self._boards = boards
         self._secret = secret
 
     def run(self) -> None:
@@ -163,12 +166,12 @@ class Conversation:
         self._on_known()
         try:
             match request.parts:
-                case ("state", step):
-                    self._send_description(_number(step), request)
+                case ("state" | "deferred" as name, step):
+                    self._send_description(self._boards[name], _number(step), request)
                 case ("chunk", state_id, chunk):
                     self._send_chunk(self._served(state_id, request), _number(chunk))
                 case ("digests", state_id):
-                    self._send_digests(self._board.by_id(state_id))
+                    self._send_digests(self._by_id(state_id))
                 case ("done", state_id):
                     state = self._served(state_id, request)
                     if not state.num_chunks:
@@ -182,14 +185,19 @@ class Conversation:
             self._refuse(TOO_EARLY, str(error))
 
     def _served(self, state_id: str, request: Request) -> ServedState:
-        state = self._board.by_id(state_id)
+        state = self._by_id(state_id)
         for chunk in request.verified:
             state.verified(request.receiver, chunk)
         return state
 
-    def _send_description(self, step: int, request: Request) -> None:
+    def _by_id(self, state_id: str) -> ServedState:
+        deferred = self._boards[DEFERRED].state
+        is_deferred = deferred is not None and deferred.state_id == state_id
+        return self._boards[DEFERRED if is_deferred else STATE].by_id(state_id)
+
+    def _send_description(self, board: Board, step: int, request: Request) -> None:
         wait_ms = request.number("wait_ms") or 0
-        state = self._board.wait_for(step, min(wait_ms, MAX_WAIT_MS) / 1000)
+        state = board.wait_for(step, min(wait_ms, MAX_WAIT_MS) / 1000)
         if "extra" in request.query:
             state.admit(request.name("extra"))
         self._wire.timeout_s = state.offer.patience_s

@@ -38,7 +38,7 @@ _JOIN_TIMEOUT_S = 5.0
 
 
 class CheckpointServer:
-    """Serves what ``board`` shows, at a port and under a secret of its own.
+    """Serves what ``boards`` show, each under its name, at a port and under a secret of its own.
 
     ``bind_host``: the address to listen at, ``""`` for all interfaces (IPv6 too, where there is).
 
@@ -48,12 +48,16 @@ class CheckpointServer:
     """
 
     def __init__(
-        self, board: Board, bind_host: str = "", port: int = 0, security: Security = PLAIN
+        self,
+        boards: dict[str, Board],
+        bind_host: str = "",
+        port: int = 0,
+        security: Security = PLAIN,
     ) -> None:
         self._security = security
         self._tls = security.server_context()
         self.secret = secrets.token_urlsafe(16)
-        self._board = board
+        self._boards = boards
         self._listener = _listen(bind_host, port)
         self.port: int = self._listener.getsockname()[1]
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -67,9 +71,9 @@ class CheckpointServer:
         drop_after_fork(self)
         self._acceptor.start()
 
-    def offer(self, state: ServedState) -> None:
-        """Serve ``state`` instead of the one before."""
-        self._board.offer(state)
+    def offer(self, name: str, state: ServedState) -> None:
+        """Serve ``state`` under ``name`` instead of the one before."""
+        self._boards[name].offer(state)
         self._wake()
 
     def close(self, wait: bool = True) -> None:
@@ -77,7 +81,8 @@ class CheckpointServer:
         with self._lock:
             self._closing = True
             connections = dict(self._connections)
-        self._board.close()
+        for board in self._boards.values():
+            board.close()
         self._wake()
         for wire in connections:
             wire.interrupt()
@@ -97,7 +102,9 @@ class CheckpointServer:
         poll.register(self._wake_reader, select.POLLIN)
         try:
             while not self._closing:
-                look_again_at = self._board.expire(time.monotonic())
+                now = time.monotonic()
+                times = [board.expire(now) for board in self._boards.values()]
+                look_again_at = min((at for at in times if at is not None), default=None)
                 pause_s = None if look_again_at is None else look_again_at - time.monotonic()
                 ready = poll.poll(None if pause_s is None else max(pause_s, 0.0) * 1000 + 1)
                 for descriptor, _ in ready:
@@ -155,7 +162,7 @@ class CheckpointServer:
 
         try:
             wire.shake_hands(HEAD_TIMEOUT_S)
-            Conversation(wire, self._board, self.secret, self._security, know).run()
+            Conversation(wire, self._boards, self.secret, self._security, know).run()
         except OSError as error:
             log.info("a checkpoint connection broke: %s", error)
         except Exception:

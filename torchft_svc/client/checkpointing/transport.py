@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ClassVar, Generic, TypeVar
 
+from torchft_svc.errors import CheckpointError
+
 T = TypeVar("T")
 
 
@@ -19,9 +21,14 @@ class CheckpointTransport(ABC, Generic[T]):
 
     A transport with ``can_stripe`` gets its calls as `send_striped` and `recv_striped` instead: all
     groups that are up to date hold the same state, and it may come from several of them at once.
+
+    Where the forward pass goes on while somebody heals, a part of the state may change in it. A
+    transport with ``can_defer`` is given that part with `send_deferred`, when the pass is over, and
+    only the rest with `send_checkpoint`; any other gets its call of `send_checkpoint` that late.
     """
 
     can_stripe: ClassVar[bool] = False
+    can_defer: ClassVar[bool] = False
 
     @abstractmethod
     def metadata(self) -> str:
@@ -112,6 +119,38 @@ class CheckpointTransport(ABC, Generic[T]):
         Each of ``extras`` finds out the metadata of one; it may take seconds, and raise.
         """
         return self.recv_checkpoint(src_rank, metadata, step, timeout)
+
+    def send_deferred(
+        self,
+        dst_ranks: list[int],
+        extra_dst_ranks: list[int],
+        step: int,
+        state_dict: T,
+        timeout: timedelta,
+    ) -> None:
+        """Offer ``state_dict`` beside what was sent of ``step``; only with ``can_defer``.
+
+        It may change as soon as this returns. `refuse_checkpoint` may be called in its place.
+
+        Raises:
+            ConfigError: the state holds a value that cannot be sent; the sentence names its path.
+        """
+        raise NotImplementedError
+
+    def recv_deferred(
+        self,
+        src_rank: int,
+        metadata: str,
+        extras: Sequence[Callable[[], str]],
+        step: int,
+        timeout: timedelta,
+    ) -> T:
+        """Fetch what the worker sends with `send_deferred`; see `recv_striped`."""
+        reason = "it sends a state in two parts: use the same checkpoint transport in all groups"
+        raise CheckpointError(f"replica rank {src_rank}", reason)
+
+    def interrupt_receive(self, why: str) -> None:
+        """Let a `recv_deferred` on another thread fail soon; this one waits for its end."""
 
     @abstractmethod
     def shutdown(self, wait: bool = True) -> None:
