@@ -150,6 +150,14 @@ class Environment:
         return self._text("TORCHFT_FLIGHT_RECORDER")
 
     @property
+    def checks_collectives(self) -> bool:
+        """``TORCHFT_CHECK_COLLECTIVES``, or ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: compare each
+        operation with the other groups' before it begins."""
+        ours = self._bool("TORCHFT_CHECK_COLLECTIVES")
+        detail = (self._text("TORCH_DISTRIBUTED_DEBUG") or "").upper() == "DETAIL"
+        return detail if ours is None else ours
+
+    @property
     def quorum_retries(self) -> int | None:
         """``TORCHFT_QUORUM_RETRIES``: how often a failed quorum is asked for again."""
         return self._int("TORCHFT_QUORUM_RETRIES", 0)

@@ -539,3 +539,46 @@ def test_a_sum_of_one_s_own_in_a_backward_pass_that_was_ended(
 
     together(fails, waits)
     assert "not finished" in str(a.manager.errored())
+
+
+def test_two_wrappers_of_one_manager_may_be_used_in_one_graph(
+    make: Callable[..., list[Group]],
+) -> None:
+    """Their sums do not mix: those of the second one's pass follow all of the first one's."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+
+    groups = make(build, bucket_cap_mb=1e-5)
+    heads = []
+    for _ in groups:
+        torch.manual_seed(8)
+        heads.append(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))))
+    wrapped = [
+        DistributedDataParallel(group.manager, head, bucket_cap_mb=1e-5)
+        for group, head in zip(groups, heads, strict=True)
+    ]
+    batches = [torch.randn(3, 4), torch.randn(3, 4)]
+
+    def run(index: int) -> None:
+        trunk = groups[index].parallel(batches[index])
+        loss = wrapped[index](trunk) + trunk + wrapped[index](batches[index])
+        loss.sum().backward()
+
+    together(lambda: run(0), lambda: run(1))
+    for group in groups:
+        assert group.manager.errored() is None
+    for one, other in zip(heads[0].parameters(), heads[1].parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    torch.manual_seed(7)
+    trunk = build()
+    torch.manual_seed(8)
+    head = build()
+    for batch in batches:
+        out = trunk(batch)
+        ((head(out) + out + head(batch)).sum() / 2).backward()
+    assert_gradients(groups[0], [p.grad for p in trunk.parameters()])
+    for got, wanted in zip(heads[0].parameters(), head.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad)

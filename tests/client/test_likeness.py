@@ -115,3 +115,47 @@ def test_who_joins_with_another_layout_is_refused_and_nobody_else_notices(
         for told in crew.commits(name):
             hashes.setdefault(told["step"], set()).add(told["hash"])
     assert all(len(each) == 1 for each in hashes.values()), "I3"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "here", "there"),
+    [
+        (
+            ("both branches", "a branch until step 2"),
+            "number 1, the backward pass of wrapper 1",
+            "number 1, the backward pass of wrapper 0",
+        ),
+        (
+            ("an average first", "an average last"),
+            "number 1, Manager.allreduce: average of 4 elements of float32",
+            "number 1, Manager.allreduce: average of 4096 elements of float32",
+        ),
+        (  # without the variable sizes differ before anything can be looked at
+            ("an average first, checked", "checked"),
+            "number 1, Manager.allreduce: average of 4 elements of float32",
+            "number 1, gradients: sum of 186 elements of float32",
+        ),
+    ],
+)
+def test_operations_that_do_not_match_are_an_error_of_the_step(
+    trainers: Callable[..., Trainers], kinds: tuple[str, str], here: str, there: str
+) -> None:
+    crew = trainers("--min-replicas=2")
+    for name, kind in zip("ab", kinds, strict=True):
+        crew.start(name, kind)
+
+    def mismatches(name: str) -> list[str]:
+        errors = [str(told.get("error")) for told in crew.told(name)]
+        return [error for error in errors if "different operations" in error]
+
+    for name in "ab":
+        eventually(lambda name=name: len(mismatches(name)) > 3, START_S, str(crew.told(name)[-3:]))
+        assert crew.is_running(name), "gloo has ended it"
+    assert f"Here: {here}. In another group: {there}." in mismatches("a")[0]
+    assert f"Here: {there}. In another group: {here}." in mismatches("b")[0]
+    assert not any(told["step"] > 2 for name in "ab" for told in crew.commits(name))
+    hashes: dict[int, set[str]] = {}
+    for name in "ab":
+        for told in crew.commits(name):
+            hashes.setdefault(told["step"], set()).add(told["hash"])
+    assert all(len(each) == 1 for each in hashes.values()), "I3"

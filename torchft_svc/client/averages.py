@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from torchft_svc.client.collectives import Collectives, neutral_element
+from torchft_svc.client.operations import Kind
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.client.work import CompletedWork, ManagedWork
@@ -26,8 +27,12 @@ class Averages:
         latch: Callable[[Exception, int], None],
         on_wait: Callable[[bool], None],
         watchdog: Watchdog,
+        *,
+        checks_all: bool = False,
     ) -> None:
-        self.collectives = Collectives(pg, timeout_s, latch, on_wait, watchdog)
+        self.collectives = Collectives(
+            pg, timeout_s, latch, on_wait, watchdog, checks_all=checks_all
+        )
         self._pg = pg
         self._works: list[ManagedWork] = []
 
@@ -55,9 +60,18 @@ class Averages:
         return CompletedWork(tensor)
 
     def allreduce(
-        self, tensor: torch.Tensor, op: ReduceOp.RedOpType, participation: Participation
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp.RedOpType,
+        participation: Participation,
+        kind: Kind,
     ) -> dist.Work:
-        """Start reducing a copy of ``tensor``; it comes back when the work was waited for."""
+        """Start reducing a copy of ``tensor``; it comes back when the work was waited for.
+
+        Of ``kind`` gradients: their order, and their sizes, were compared when the groups met.
+        """
+        if kind is Kind.AVERAGE and not self.collectives.agree(tensor, op, kind):
+            return self.skip(tensor)
         average = op == ReduceOp.AVG
         sent_op = ReduceOp.SUM if average else op
         copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -68,7 +82,7 @@ class Averages:
             torch.div(tensor, participation.num_participants, out=copy)
         else:
             copy.copy_(tensor)
-        reduction = self.collectives.launch(copy, sent_op)
+        reduction = self.collectives.launch(copy, sent_op, kind)
         if reduction is None:
             return self.skip(tensor)
 

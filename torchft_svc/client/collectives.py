@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed import ReduceOp
 
+from torchft_svc.client.operations import Kind, Operation
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.reduction import Reduction
 from torchft_svc.client.watchdog import Watchdog
@@ -35,7 +36,11 @@ class Collectives:
         latch: Callable[[Exception, int], None],
         on_wait: Callable[[bool], None],
         watchdog: Watchdog,
+        *,
+        checks_all: bool = False,
     ) -> None:
+        self._checks_all = checks_all
+        self._num_launched = 0
         self._watchdog = watchdog
         self._on_wait = on_wait
         self._pg = pg
@@ -50,16 +55,61 @@ class Collectives:
         """A new step: what is left of the last one is forgotten (the group keeps it alive)."""
         self._epoch = epoch
         self.launched = False
+        self._num_launched = 0
         self._outstanding = []
         self._passes = set()
 
     def launch(
-        self, tensor: torch.Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp.RedOpType = ReduceOp.SUM,
+        kind: Kind = Kind.GRADIENTS,
     ) -> Reduction | None:
         """Start reducing ``tensor`` in place; None if that failed, with the error latched.
 
         The tensor's memory must belong to the operation alone (see `Reduction`).
         """
+        self._num_launched += 1
+        if self._checks_all and kind is Kind.GRADIENTS:  # an average was compared by `agree`
+            operation = Operation.of(self._num_launched, tensor, op, kind)
+            if not self._compare(operation, tensor.device):
+                return None
+        return self._start(tensor, op)
+
+    def agree(
+        self, tensor: torch.Tensor, op: ReduceOp.RedOpType, kind: Kind, wrapper: int = -1
+    ) -> bool:
+        """Whether all groups are about to begin with ``tensor``; if not, the error is latched.
+
+        Not asked on devices, where an operation that does not match ends at its timeout, and
+        waiting for the answer would hold up the device.
+        """
+        if not self._checks_all and tensor.device.type != "cpu":
+            return True
+        operation = Operation.of(self._num_launched + 1, tensor, op, kind, wrapper)
+        return self._compare(operation, tensor.device)
+
+    def _compare(self, mine: Operation, device: torch.device) -> bool:
+        if self._pg.size() == 1:
+            return True
+        epoch = self._epoch
+        header = mine.encode(device)
+        reduction = self._start(header, ReduceOp.MAX)
+        if reduction is None or not reduction.wait():
+            return False
+        theirs = mine.unlike(header)
+        if theirs is None:
+            return True
+        self._latch(
+            RequestRefused(
+                f"the groups are at different operations of the step. Here: {mine}. In another "
+                f"group: {theirs}. Call them in the same order and with the same sizes everywhere"
+            ),
+            epoch,
+        )
+        return False
+
+    def _start(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Reduction | None:
         epoch = self._epoch
         self.launched = True
         self._note_pass()

@@ -69,7 +69,7 @@ class _ShardedSums:
 
     def average(self, reduced: torch.Tensor) -> None:
         """FSDP's hook: average ``reduced`` in place."""
-        self._manager.allreduce(reduced).wait()
+        self._manager._average_gradients(reduced).wait()
 
     def watch(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         """A forward pass of a module has ended."""

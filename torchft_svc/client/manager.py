@@ -23,8 +23,9 @@ from torchft_svc.client.config import (
     resolve_timeouts,
 )
 from torchft_svc.client.deadlines import guard_future
+from torchft_svc.client.operations import Kind
 from torchft_svc.client.process_groups.base import ProcessGroup
-from torchft_svc.client.reduction import Reducing, Reduction
+from torchft_svc.client.reduction import Launching, Reducing, Reduction
 from torchft_svc.client.rounds import RoundRequest, RoundRules, SharedStep
 from torchft_svc.client.runtime import Brought, Runtime, start_runtime
 from torchft_svc.client.state import DEFAULT_KEY, StateRegistry
@@ -139,6 +140,7 @@ class Manager:
             min_replica_size=min_replica_size,
             use_async_quorum=use_async_quorum,
             init_sync=init_sync,
+            checks_collectives=environment.checks_collectives,
         )
         services = resolve_services(
             environment,
@@ -214,6 +216,8 @@ class Manager:
     ) -> dist.Work:
         """Reduce ``tensor`` in place over the groups that contribute in this step.
 
+        All groups make the same calls, in the same order: on CPUs that is looked at first, and a
+        call that does not match those of the others is an error of the step.
         Groups that do not contribute put in nothing and receive the result. After an error of the
         step this does nothing; the error is latched, never raised.
 
@@ -226,6 +230,14 @@ class Manager:
             ValueError: an average of integers, or an operation that does not exist.
         """
         return self._stepper.allreduce(tensor, should_quantize, reduce_op)
+
+    def _average_gradients(self, tensor: torch.Tensor) -> dist.Work:
+        """As `allreduce`, for a wrapper that registers what it sums, and always in one order."""
+        return self._stepper.allreduce(tensor, False, ReduceOp.AVG, Kind.GRADIENTS)
+
+    def _take_turn(self, reducer: Launching, *, is_last: bool) -> bool:
+        """Whether ``reducer`` may launch its sums now, see `Stepper.take_turn`."""
+        return self._stepper.take_turn(reducer, is_last=is_last)
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """End the step: whether its update is to be applied.

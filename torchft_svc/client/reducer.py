@@ -66,7 +66,7 @@ class Reducer:
         self._failed = False
         self._missing: list[int] = []
         self._next = 0
-        self._graph = NO_GRAPH
+        self.graph = NO_GRAPH
         self._pass: weakref.ref[_Pass] | None = None
         self._is_nested = False
         self._arrived: set[int] = set()
@@ -84,6 +84,11 @@ class Reducer:
         """A forward pass begins; a backward pass that an exception ended is cleaned up."""
         if not _runs_backward():  # there it computes again what was not kept
             self._give_up_broken()
+
+    @property
+    def first(self) -> torch.Tensor:
+        """See `Launching`."""
+        return self._buckets[0].memory
 
     def settle(self) -> Exception | None:
         """See `Reducing.settle`; memory that an operation may still write to is given up."""
@@ -136,11 +141,11 @@ class Reducer:
 
     def _count_down(self, index: int, parameter: nn.Parameter) -> None:
         graph = torch._C._current_graph_task_id()
-        if graph != self._graph:
+        if graph != self.graph:
             self._give_up_broken()
         if not self._active:
             self._begin()
-        elif graph != self._graph:
+        elif graph != self.graph:
             self._is_nested = True  # a parameter may get more than one gradient: sum in the end
         key = id(parameter)
         if key in self._arrived:
@@ -157,7 +162,7 @@ class Reducer:
     def _begin(self) -> None:
         self._active = True
         self._failed = False
-        self._graph = torch._C._current_graph_task_id()
+        self.graph = torch._C._current_graph_task_id()
         self._is_nested = False
         self._arrived = set()
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
@@ -170,6 +175,17 @@ class Reducer:
     def _launch_full(self) -> None:
         """Launch the full buckets that are next in the order which all groups keep."""
         while self._next < len(self._buckets) and self._missing[self._next] == 0:
+            if self._next == 0 and not self._manager._take_turn(self, is_last=False):
+                return  # after those of another wrapper
+            self._launch_next()
+
+    def is_launching(self) -> bool:
+        """See `Launching`."""
+        return self._active and 0 < self._next < len(self._buckets)
+
+    def launch_rest(self, graph: int) -> None:
+        """See `Launching`; parameters that the pass did not use count as zero."""
+        while self.graph == graph and self._next < len(self._buckets):
             self._launch_next()
 
     def _launch_next(self) -> None:
@@ -195,8 +211,9 @@ class Reducer:
 
         An interrupt in here leaves the pass open, as one in the pass does.
         """
-        while self._next < len(self._buckets):
-            self._launch_next()
+        if self._next == 0:
+            self._manager._take_turn(self, is_last=True)
+        self.launch_rest(self.graph)
         for bucket, reduction in zip(self._buckets, self._reductions, strict=False):
             if not reduction.wait():
                 bucket.renew()

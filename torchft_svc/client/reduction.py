@@ -32,6 +32,24 @@ class Reducing(Protocol):
         """
 
 
+class Launching(Reducing, Protocol):
+    """Launches the sums of a pass one by one, while it goes on; see `Stepper.take_turn`.
+
+    ``first`` is what it sums first, ``graph`` torch's number of the backward pass.
+    """
+
+    graph: int
+
+    @property
+    def first(self) -> torch.Tensor: ...
+
+    def is_launching(self) -> bool:
+        """Whether some of the pass's sums are launched, but not all."""
+
+    def launch_rest(self, graph: int) -> None:
+        """Launch the others now, if its pass is ``graph``, which is over."""
+
+
 class Reduction:
     """A sum of ``pg`` that is under way in ``tensor``.
 

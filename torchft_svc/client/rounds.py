@@ -101,6 +101,7 @@ class RoundRules:
     min_replica_size: int
     use_async_quorum: bool
     init_sync: bool
+    checks_collectives: bool = False
 
     def common(self) -> str:
         """The settings that decide who contributes, and so have to be the same in all groups."""
@@ -110,6 +111,7 @@ class RoundRules:
             **({"min_replica_size": self.min_replica_size} if spares else {}),
             "use_async_quorum": self.use_async_quorum,
             "init_sync": self.init_sync,
+            **({"checks_collectives": True} if self.checks_collectives else {}),
         }
         return ", ".join(f"{name}={value}" for name, value in named.items())
 

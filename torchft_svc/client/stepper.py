@@ -14,7 +14,8 @@ from torch.distributed import ReduceOp
 from torchft_svc.client.averages import Averages
 from torchft_svc.client.background import BackgroundThread, Task
 from torchft_svc.client.membership import Membership
-from torchft_svc.client.reduction import Reducing, Reduction
+from torchft_svc.client.operations import Kind
+from torchft_svc.client.reduction import Launching, Reducing, Reduction
 from torchft_svc.client.rounds import (
     Links,
     Round,
@@ -71,6 +72,7 @@ class Stepper:
             self.hear_error,
             self._tell_wait,
             links.watchdog,
+            checks_all=rules.checks_collectives,
         )
         # Of what is reduced between two steps, which no step can fail by.
         self._reports = Averages(
@@ -79,7 +81,9 @@ class Stepper:
             self._hear_report_error,
             self._tell_wait,
             links.watchdog,
+            checks_all=rules.checks_collectives,
         )
+        self._turn: weakref.ref[Launching] | None = None
         self._reducers: list[weakref.ref[Reducing]] = []
         self.weights_version = 0  # see `Manager.weights_version`
         self._round: Round | None = None
@@ -187,14 +191,20 @@ class Stepper:
             if self._task is None or self._task.done:
                 return  # it will never be: the manager was shut down meanwhile
 
-    def allreduce(self, tensor: torch.Tensor, quantized: bool, op: ReduceOp.RedOpType) -> dist.Work:
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        quantized: bool,
+        op: ReduceOp.RedOpType,
+        kind: Kind = Kind.AVERAGE,
+    ) -> dist.Work:
         """See `Manager.allreduce`."""
         self._averages.check(tensor, quantized, op)
         if self._is_between_steps():
             return self._report(tensor, op)
         if not self._can_reduce():
             return self._averages.skip(tensor)
-        return self._averages.allreduce(tensor, op, self.state.participation)
+        return self._averages.allreduce(tensor, op, self.state.participation, kind)
 
     def _is_between_steps(self) -> bool:
         return self._round is not None and self.state.phase in _BETWEEN_STEPS
@@ -204,7 +214,7 @@ class Stepper:
         participation = self.state.participation
         if self._links.pg.errored() is not None or not participation.num_participants:
             return self._reports.skip(tensor)
-        return self._reports.allreduce(tensor, op, participation)
+        return self._reports.allreduce(tensor, op, participation, Kind.AVERAGE)
 
     def _hear_report_error(self, error: Exception, epoch: int) -> None:
         """No step is lost by it, but the members have to connect anew: not all came to it."""
@@ -227,6 +237,26 @@ class Stepper:
         """See `Manager.launch_sum`."""
         return self._averages.collectives.launch(tensor)
 
+    def take_turn(self, reducer: Launching, *, is_last: bool) -> bool:
+        """Whether ``reducer`` may launch the sums of its pass now, or has to wait for another one.
+
+        The sums of two wrappers must not mix, and their passes must begin in the same order in all
+        groups. ``is_last``: the pass is over, so is that of the one before, or it is around it.
+        """
+        reducers = self.reducers()
+        holder = None if self._turn is None else self._turn()
+        if len(reducers) < 2:
+            return True
+        if holder is not None and holder is not reducer and holder.is_launching():
+            if not is_last:
+                return False
+            holder.launch_rest(reducer.graph)
+        self._turn = weakref.ref(reducer)
+        if self._can_reduce():
+            wrapper = next(i for i, each in enumerate(reducers) if each is reducer)
+            self._averages.collectives.agree(reducer.first, ReduceOp.SUM, Kind.GRADIENTS, wrapper)
+        return True
+
     def add_reducer(self, reducer: Reducing) -> None:
         """See `Manager.register_reducer`."""
         self.reducers()
@@ -240,7 +270,7 @@ class Stepper:
 
     def _layout(self) -> str:
         """What must be the same in all groups; empty: it is not known what is summed here."""
-        layouts = [reducer.layout for reducer in self.reducers()]
+        layouts = [reducer.layout for reducer in self.reducers() if reducer.layout]
         return "; ".join([*layouts, self._rules.common()])[:MAX_LAYOUT_LENGTH] if layouts else ""
 
     def is_fresh(self) -> bool:
