@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from subprocess import PIPE, Popen
 
 import pytest
-from running import Line, Process, command, lighthouse_process, line_to, members, steady_address
+from running import (
+    Line,
+    Process,
+    command,
+    environment,
+    lighthouse_process,
+    line_to,
+    members,
+    steady_address,
+)
 
-from torchft_svc.core.overview import GroupStatus, JobStatus
+from torchft_svc.core.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.lighthouse_server.table import MAX_ROWS, status_text
 from torchft_svc.proto import torchft_pb2 as pb
@@ -39,6 +50,57 @@ def order(*words: str, **variables: str) -> tuple[int, str]:
     done = command("lighthouse_server", *words, **variables)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, (done.stdout + done.stderr).strip()
+
+
+def test_the_exit_status_tells_how_a_job_is(lighthouse: Process, line: Line) -> None:
+    line.quorum("s:1", step=3, job="stalls").result()
+    line.quorum("f:1", step=3, job="finished").result()
+    left = pb.LighthouseLeaveRequest(replica_id="f:1", reason="done", between_steps=True, ends=True)
+    line.call("LighthouseService/Leave", left, 10.0, "finished").result()
+    where = f"--lighthouse={lighthouse.address}"
+    expected = {"stalls": {0: 3, 3600: 0}, "finished": {0: 0}, "nobody": {0: 4}}
+    for job, statuses in expected.items():
+        for stalled_after, status in statuses.items():
+            flags = [where, f"--job-id={job}", f"--stalled-after={stalled_after}"]
+            assert order("status", *flags)[0] == status, (job, stalled_after)
+    assert order("status", "--lighthouse=127.0.0.1:1", "--job-id=stalls")[0] == 1
+
+
+def test_status_is_shown_again_while_it_is_watched(lighthouse: Process, line: Line) -> None:
+    line.quorum("w:1", step=7, job="watched").result()
+    command = [sys.executable, "-m", "torchft_svc.lighthouse_server", "status", "--watch"]
+    where = [f"--lighthouse={lighthouse.address}", "--job-id=watched"]
+    with Popen([*command, *where], stdout=PIPE, text=True, env=environment()) as watching:
+        assert watching.stdout is not None
+        try:
+            assert any("committed step 7" in shown for shown in watching.stdout)
+            line.quorum("w:1", step=8, job="watched").result()
+            assert any("committed step 8" in shown for shown in watching.stdout)
+        finally:
+            watching.kill()
+
+
+def test_status_shows_what_has_happened() -> None:
+    gone = (
+        GoneGroup(replica_id="b:1", reason="its session\x1b[31m ended", gone_s=12.0),
+        GoneGroup(replica_id="c:1", reason="it has shut down", orderly=True, gone_s=20.0),
+        GoneGroup(replica_id="a:0", reason="its session ended", gone_s=30.0),
+    )
+    job = JobStatus(
+        job="j",
+        groups=(GroupStatus(replica_id="a:1"),),
+        num_expected=3,
+        num_discarded=2,
+        num_heals=4,
+        stalled_s=5.0,
+        gone=gone,
+    )
+    text = status_text([job])
+    assert "at least 1 train, 3 are expected" in text
+    assert "4 heals, 2 steps discarded; its step last rose 5 s ago" in text
+    assert "  lost 12 s ago: b:1: its session\\x1b[31m ended" in text
+    assert "  left 20 s ago: c:1: it has shut down" in text
+    assert "a:0" not in text, "it is back"
 
 
 def test_status_shows_all_jobs_or_one(lighthouse: Process, line: Line) -> None:
@@ -95,7 +157,7 @@ def test_a_group_that_is_not_there_or_cannot_be_told(lighthouse: Process, line: 
     status, text = order("kill", where, "--replica=deaf")
     assert (status, "say which: deaf:1, deaf:2" in text) == (1, True), text
     assert order("status", where, "--job-id=none") == (
-        1,
+        4,
         "Error: this lighthouse serves no job 'none' now",
     )
 
@@ -142,13 +204,13 @@ def test_a_long_table_stays_readable() -> None:
     job = JobStatus(job="large", quorum_id=3, groups=tuple(groups))
     lines = status_text([job]).splitlines()
     assert lines[1].strip().startswith("1000 groups: 999 in the quorum, 1 asking, 1 hung")
-    assert [line.split()[0] for line in lines[3:6]] == ["g0700:1", "g0800:1", "g0000:1"]
-    assert len(lines) == MAX_ROWS + 4
+    assert [line.split()[0] for line in lines[4:7]] == ["g0700:1", "g0800:1", "g0000:1"]
+    assert len(lines) == MAX_ROWS + 5
     assert lines[-1].strip() == "and 960 more (--all shows them)"
-    assert len(status_text([job], show_all=True).splitlines()) == 1003
+    assert len(status_text([job], show_all=True).splitlines()) == 1004
     columns = {
         line.index(state)
-        for line in lines[3:-1]
+        for line in lines[4:-1]
         for state in ("HUNG", "in q", "asking")
         if state in line[:24]
     }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
+from torchft_svc.core.overview import JobStatus
 from torchft_svc.core.types import DEFAULT_JOB, MAX_NAME_LENGTH
 from torchft_svc.lighthouse_server.table import status_json, status_text
 from torchft_svc.proto import torchft_pb2 as pb
@@ -16,6 +18,13 @@ from torchft_svc.rpc.commands import ask
 from torchft_svc.rpc.security import Security
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# Exit statuses of `status`, beside 0, 1 (nobody answers) and 2 (wrong usage).
+STALLED, NO_SUCH_JOB = 3, 4
+# How often people want to see something new.
+WATCH_S = 1.0
+# To the upper left, and clear from there; click leaves it out where no terminal is.
+_CLEAR = "\x1b[H\x1b[J"
 
 _lighthouse = option(
     "--lighthouse",
@@ -55,15 +64,79 @@ _reason = option("--reason", type=Text(), default="", help="Told to the group, a
 )
 @click.option("--all", "show_all", is_flag=True, help="Show all groups, however many.")
 @click.option("--json", "as_json", is_flag=True, help="Show everything, as JSON.")
+@click.option("--watch", is_flag=True, help="Show it again every second, until Ctrl-C.")
+@option(
+    "--stalled-after",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    default=None,
+    show_default="off",
+    help="Exit with status 3 if a job has not committed a step for so long, and has not finished.",
+)
 @security_options
-def status(lighthouse: str, job_id: str, show_all: bool, as_json: bool, security: Security) -> None:
-    """Show jobs, their groups, and why there is no quorum."""
-    request = pb.LighthouseStatusRequest(job=job_id)
-    answer = ask(
-        "lighthouse", lighthouse, security, DEFAULT_JOB, request, pb.LighthouseStatusResponse
-    )
-    jobs = status_from_wire(answer)
-    click.echo(status_json(jobs) if as_json else status_text(jobs, show_all=show_all))
+def status(
+    lighthouse: str,
+    job_id: str,
+    show_all: bool,
+    as_json: bool,
+    watch: bool,
+    stalled_after: float | None,
+    security: Security,
+) -> None:
+    """Show jobs, their groups, and why there is no quorum.
+
+    Exit status: 0 if the jobs train or have finished, 3 if one has stalled (--stalled-after), 4 if
+    there is no such job, 1 if no lighthouse answers.
+    """
+
+    def look() -> list[JobStatus]:
+        jobs = _jobs(lighthouse, security, job_id)
+        shown = status_json(jobs) if as_json else status_text(jobs, show_all=show_all)
+        click.echo(f"{_CLEAR}{shown}" if watch and not as_json else shown)
+        return jobs
+
+    if watch:
+        _repeat(look)
+    stalled = [job for job in look() if stalled_after is not None and _stalls(job, stalled_after)]
+    if stalled:
+        click.get_current_context().exit(STALLED)
+
+
+class _NoSuchJob(click.ClickException):
+    exit_code = NO_SUCH_JOB
+
+
+def _jobs(lighthouse: str, security: Security, job_id: str) -> list[JobStatus]:
+    def told(job: str) -> list[JobStatus]:
+        request, answer = pb.LighthouseStatusRequest(job=job), pb.LighthouseStatusResponse
+        return status_from_wire(
+            ask("lighthouse", lighthouse, security, DEFAULT_JOB, request, answer)
+        )
+
+    try:
+        return told(job_id)
+    except click.ClickException as error:
+        if job_id:
+            told("")  # raises what is wrong, if that is not the job
+            raise _NoSuchJob(error.message) from None
+        raise
+
+
+def _stalls(job: JobStatus, limit_s: float) -> bool:
+    return not job.finished and max(job.stalled_s, job.ended_s or 0.0) > limit_s
+
+
+def _repeat(look: Callable[[], object]) -> NoReturn:
+    """A lighthouse that is away for a while is asked on."""
+    try:
+        while True:
+            try:
+                look()
+            except click.ClickException as error:
+                click.echo(f"{_CLEAR}Error: {error.format_message()}")
+            time.sleep(WATCH_S)
+    except KeyboardInterrupt:
+        click.get_current_context().exit(0)
 
 
 @click.command()

@@ -6,10 +6,13 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
 
+from torchft_svc.core.names import stable_name
 from torchft_svc.core.overview import GroupStatus, JobStatus
+from torchft_svc.rpc.log_limit import escaped
 
 # A screen full; the groups that somebody may have to look after come first.
 MAX_ROWS = 40
+MAX_GONE_ROWS = 5
 
 _HEAD = ("GROUP", "STEP", "STATE", "PHASE", "FOR", "SILENT", "MANAGER")
 
@@ -34,6 +37,7 @@ def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
     if job.ended_s is not None:
         how = "finished" if job.finished else "its last group is gone, and it had not finished"
         yield f"job {job.job}: {how} {job.ended_s:.0f} s ago, committed step {job.committed_step}"
+        yield from _gone(job, show_all)
         return
     num_asking = sum(group.asking for group in job.groups)
     num_hung = sum(group.hung for group in job.groups)
@@ -42,7 +46,11 @@ def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
     yield f"job {job.job}: {quorum}, committed step {job.committed_step}"
     yield (
         f"  {len(job.groups)} groups: {num_in_quorum} in the quorum, {num_asking} asking, "
-        f"{num_hung} hung; at least {job.min_replicas} train"
+        f"{num_hung} hung; at least {job.min_replicas} train, {job.num_expected} are expected"
+    )
+    yield (
+        f"  since the job began: {job.num_heals} heals, {job.num_discarded} steps discarded; "
+        f"its step last rose {job.stalled_s:.0f} s ago"
     )
     if job.waiting_for:
         yield f"  no quorum now: {job.waiting_for}"
@@ -55,6 +63,17 @@ def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
         yield "  " + "  ".join(cells).rstrip()
     if len(shown) < len(groups):
         yield f"  and {len(groups) - len(shown)} more (--all shows them)"
+    yield from _gone(job, show_all)
+
+
+def _gone(job: JobStatus, show_all: bool) -> Iterator[str]:
+    """The groups that ended last and are not back."""
+    living = {stable_name(group.replica_id) for group in job.groups}
+    gone = [group for group in job.gone if stable_name(group.replica_id) not in living]
+    for group in gone if show_all else gone[:MAX_GONE_ROWS]:
+        how = "left" if group.orderly else "lost"
+        reason = f": {escaped(group.reason)}" if group.reason else ""
+        yield f"  {how} {group.gone_s:.0f} s ago: {group.replica_id}{reason}"
 
 
 def _urgency(group: GroupStatus) -> tuple[bool, bool, str]:

@@ -19,11 +19,16 @@ _OTHERS = "lines of other kinds"
 _ESCAPED = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160))}
 
 
+def escaped(text: str) -> str:
+    """``text`` without control characters, for a log or a terminal."""
+    return text.translate(_ESCAPED)
+
+
 class LineFormatter(logging.Formatter):
     """One line for a record (and its traceback below); control characters are escaped."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - as logging calls it
-        record.message = record.message.translate(_ESCAPED)
+        record.message = escaped(record.message)
         return super().formatMessage(record)
 
 
