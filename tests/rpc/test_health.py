@@ -24,9 +24,10 @@ class Watchers:
     def __init__(self, address: str, count: int) -> None:
         self._channel = open_channel(address)
         stub = health_pb2_grpc.HealthStub(self._channel)
-        self.calls = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(count)]
-        for call in self.calls:
-            assert next(call).status == SERVING
+        self.calls = []
+        for _ in range(count):  # one after the other: the server may hear them in any order
+            self.calls.append(stub.Watch(health_pb2.HealthCheckRequest(), timeout=60))
+            assert next(self.calls[-1]).status == SERVING
 
     def num_left(self) -> int:
         return sum(not call.done() for call in self.calls)
