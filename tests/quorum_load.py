@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -94,16 +95,26 @@ async def _rounds(lighthouse: Process, count: int, num_bytes: int, rounds: int) 
 
 @contextlib.contextmanager
 def deaf_groups(lighthouse: Process, count: int, num_bytes: int) -> Iterator[None]:
-    """They ask, beat, and read nothing at all; gRPC's first window is all that they take."""
+    """They ask, half of them without a session, and read nothing at all: gRPC's first window is all
+    that they take. In the end they break off."""
     with contextlib.ExitStack() as stack:
-        head = call_head("/torchft.LighthouseService/Session", lighthouse.port, torchft_job=JOB)
         for number in range(count):
+            unary = number % 2 == 1
+            method = "Quorum" if unary else "Session"
+            path = f"/torchft.LighthouseService/{method}"
+            head = call_head(path, lighthouse.port, torchft_job=JOB)
             raw = stack.enter_context(socket.create_connection(("127.0.0.1", lighthouse.port), 10))
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             raw.sendall(head)
-            said = packed(hello(number)) + packed(question(number, num_bytes))
+            asked = question(number, num_bytes)
+            said = packed(hello(number)) + packed(asked)
+            if unary:
+                said = packed(pb.LighthouseQuorumRequest(requester=asked.question.requester))
             for start in range(0, len(said), 16_000):
-                raw.sendall(frame(0, 0, 1, said[start : start + 16_000]))
+                ends = unary and start + 16_000 >= len(said)
+                raw.sendall(frame(0, int(ends), 1, said[start : start + 16_000]))
+            # Its end breaks the connection, with all that is under way.
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         yield
 
 

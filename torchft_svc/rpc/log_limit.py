@@ -78,6 +78,8 @@ class LimitedLog(logging.StreamHandler):  # type: ignore[type-arg,unused-ignore]
         self._limit = LineLimit()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if _is_of_a_gone_client(record):
+            return
         now = time.monotonic()
         self._tell_left_out(now)
         if self._limit.admit(f"{record.name}: {record.msg}", now):
@@ -93,3 +95,9 @@ class LimitedLog(logging.StreamHandler):  # type: ignore[type-arg,unused-ignore]
             text = "left out %d more lines like %r"
             level = logging.WARNING
             super().emit(logging.LogRecord(__name__, level, "", 0, text, (count, kind), None))
+
+
+def _is_of_a_gone_client(record: logging.LogRecord) -> bool:
+    """gRPC tells of each call that has ended while it was being answered, as of a fault of ours."""
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ == "ExecuteBatchError"
