@@ -25,8 +25,6 @@ _TOO_LATE = (
     "a parameter that is used inside a reentrant checkpoint and outside of it got a gradient after "
     "its sum had begun; give torch.utils.checkpoint use_reentrant=False"
 )
-
-
 _STALE = (
     "the forward pass ran before zero_grad() (or start_quorum()), by which the weights may be "
     "replaced by another group's: call zero_grad() first, then the model, then backward()"
@@ -152,8 +150,9 @@ class Reducer:
             if index < self._next:
                 raise ConfigError("use_reentrant", True, _TOO_LATE)
             return
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-            raise ConfigError(self._names[key], str(parameter.grad.layout), SPARSE)
+        grad = parameter.grad
+        if grad is not None and grad.layout is not torch.strided:
+            raise ConfigError(self._names[key], str(grad.layout), SPARSE)
         self._arrived.add(key)
         self._missing[index] -= 1
         if self._missing[index] == 0 and not self._is_nested:
