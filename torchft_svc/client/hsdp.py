@@ -65,6 +65,8 @@ class _ShardedSums:
     def __init__(self, manager: Manager, groups: list[Any]) -> None:
         self._manager = manager
         shards = [[_local(param.sharded_param) for param in group.fsdp_params] for group in groups]
+        # FSDP sums what is trained at the time: if groups differ in that, their sums do not match.
+        self.parameters: list[nn.Parameter] = []
         self.layout = f"sharded in {len(groups)} groups: {describe_tensors(shards)}"
 
     def average(self, reduced: torch.Tensor) -> None:

@@ -78,6 +78,11 @@ class Reducer:
         ]
         manager.register_reducer(self)
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """See `Reducing.parameters`."""
+        return [parameter for bucket in self._buckets for parameter in bucket.parameters]
+
     def prepare(self) -> None:
         """A forward pass begins; a backward pass that an exception ended is cleaned up."""
         if not _runs_backward():  # there it computes again what was not kept

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.meeting import SLICE_S
@@ -24,6 +25,13 @@ class Reducing(Protocol):
     """
 
     layout: str
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Whose gradients it sums, in the same order on every group.
+
+        Which of them are trained (``requires_grad``) heals with the state.
+        """
 
     def settle(self) -> Exception | None:
         """The step ends: give up a backward pass that was not finished, and tell if there was one.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from torchft_svc.client.checkpointing.tree import map_nodes
 from torchft_svc.client.shards import put_together, take_apart
@@ -25,6 +26,7 @@ USER_KEY = "user"
 EARLY_KEY = "torchft.early"
 # The only key of a dict that stands for one of the tensors that were sent early.
 _EARLY_MARK = "torchft.early_tensor"
+_TRAINED = "trained"  # a 1 or a 0 for each parameter
 _SOURCE = "the group healed from"
 
 
@@ -105,6 +107,7 @@ class StateRegistry:
         self._pieces: dict[str, _Piece] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
         self._check: Callable[[object], None] | None = None
+        self._watched: Callable[[], list[nn.Parameter]] = list
         self.gate = ReadGate()
         if load is not None or save is not None:
             self.register(DEFAULT_KEY, load, save)
@@ -155,7 +158,13 @@ class StateRegistry:
         """The whole state, as others heal by it; its tensors are the live ones, not copies."""
         with self.gate.reading(timeout_s):
             pieces = take_apart(self._save_all())
-        return {USER_KEY: pieces, MANAGER_KEY: counters}
+            trained = "".join("01"[parameter.requires_grad] for parameter in self._watched())
+        mine = {**counters, _TRAINED: trained} if trained else counters
+        return {USER_KEY: pieces, MANAGER_KEY: mine}
+
+    def watch(self, parameters: Callable[[], list[nn.Parameter]]) -> None:
+        """Which of ``parameters()`` are trained, and which are frozen, heals with the state."""
+        self._watched = parameters
 
     def _save_all(self) -> dict[str, Any]:
         return {key: piece.save() for key, piece in self._pieces.items()}
@@ -236,10 +245,15 @@ class StateRegistry:
                 f"it has the state of {_names(theirs)}, here {_names(ours)} is registered",
             )
         counters: dict[str, int] = state[MANAGER_KEY]
+        num_theirs, num_ours = len(state[MANAGER_KEY].get(_TRAINED, "")), len(self._watched())
+        if num_theirs and num_ours and num_theirs != num_ours:
+            raise CheckpointError(
+                source, f"it trains {num_theirs} parameters of a wrapped model, here are {num_ours}"
+            )
         return counters
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Put a checked state in place.
+    def load(self, state: dict[str, Any]) -> bool:
+        """Put a checked state in place; whether other parameters are trained now than before.
 
         Every piece is looked at before the first one is loaded.
 
@@ -253,6 +267,16 @@ class StateRegistry:
                 piece.load(pieces[key])
             except Exception as error:
                 raise TornState(_SOURCE, f"{key!r} cannot be loaded: {error!r}") from error
+        return self._train(state[MANAGER_KEY].get(_TRAINED, ""))
+
+    def _train(self, flags: str) -> bool:
+        """Train the parameters whose flag is 1, and no others; whether that is a change."""
+        changed = False
+        for parameter, flag in zip(self._watched(), flags, strict=False):
+            if parameter.requires_grad != (flag == "1"):
+                parameter.requires_grad_(flag == "1")
+                changed = True
+        return changed
 
 
 def readable_size(state: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import threading
 import weakref
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed import ReduceOp
 
 from torchft_svc.client.averages import Averages
 from torchft_svc.client.background import BackgroundThread, Task
+from torchft_svc.client.collectives import NO_GRAPH
 from torchft_svc.client.membership import Membership
 from torchft_svc.client.operations import Kind
 from torchft_svc.client.reduction import Launching, Reducing, Reduction
@@ -86,6 +88,8 @@ class Stepper:
         self._turn: weakref.ref[Launching] | None = None
         self._reducers: list[weakref.ref[Reducing]] = []
         self.weights_version = 0  # see `Manager.weights_version`
+        links.registry.watch(lambda: [each for r in self.reducers() for each in r.parameters])
+        self._thread_of_step: int | None = None
         self._round: Round | None = None
         self._task: Task | None = None
         self._ends_update = False  # whether somebody will say what has become of an update
@@ -115,6 +119,7 @@ class Stepper:
         task = Task(round_.run)
         try:
             self._round, self._task = round_, task
+            self._thread_of_step = threading.get_ident()
             with self._step.changing() as machine:
                 epoch = machine.start()
             self._averages.begin(epoch)
@@ -272,6 +277,18 @@ class Stepper:
         """What must be the same in all groups; empty: it is not known what is summed here."""
         layouts = [reducer.layout for reducer in self.reducers() if reducer.layout]
         return "; ".join([*layouts, self._rules.common()])[:MAX_LAYOUT_LENGTH] if layouts else ""
+
+    def catch_up(self) -> None:
+        """See `Manager.current_step`: put a healed state in place where nobody can be using the one
+        before, which is on the training thread, after a backward pass that has summed gradients."""
+        if (
+            self.state.pending_heal is not None
+            and self._averages.collectives.launched
+            and self._thread_of_step == threading.get_ident()
+            and torch._C._current_graph_task_id() == NO_GRAPH
+        ):
+            self._wait_for_task()
+            self._apply_heal()
 
     def is_fresh(self) -> bool:
         """See `Manager.has_fresh_step`."""
@@ -474,10 +491,12 @@ class Stepper:
         try:
             self._links.transport.retract_checkpoint()
             self.weights_version += 1
-            self._links.registry.load(state)
+            trains_others = self._links.registry.load(state)
             with self._step.changing() as machine:
                 machine.apply_heal(state[MANAGER_KEY]["batches_committed"])
             log.info("healed to step %d from %s", self.state.step, round_.healed_from)
+            if trains_others and not round_.heals_first:
+                self.hear_error(_other_parameters(), self.state.epoch)
         except Exception as error:
             log.exception("the healed state cannot be put in place")
             self._fail_heal(error)
@@ -492,6 +511,14 @@ class Stepper:
         with self._step.changing() as machine:
             if machine.state.pending_heal is not None:
                 machine.fail_heal(error)
+
+
+def _other_parameters() -> RequestRefused:
+    """The gradients of such a step are not those of the others, nor is what was done with them."""
+    return RequestRefused(
+        "the healed state freezes other parameters (requires_grad) than this step did: the next "
+        "one heals again; if that does not end, give the manager use_async_quorum=False"
+    )
 
 
 class Update:

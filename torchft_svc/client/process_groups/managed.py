@@ -42,6 +42,7 @@ class ManagedProcessGroup(ProcessGroup):
     """
 
     layout = ""  # known to torch's wrapper alone
+    parameters = ()  # and so are these
 
     def __init__(self, manager: Manager, *, averages_sums: bool = False) -> None:
         super().__init__()
