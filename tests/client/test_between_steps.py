@@ -28,9 +28,9 @@ def by_the_manager(manager: Manager, tensor: torch.Tensor) -> None:
 
 
 def by_a_managed_group(manager: Manager, tensor: torch.Tensor) -> None:
-    group = ManagedProcessGroup(manager, averages_sums=True)
+    group = ManagedProcessGroup(manager)
     assert group.size() == 2
-    dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
 
 
 Reduce = Callable[[Manager, torch.Tensor], None]
