@@ -120,6 +120,10 @@ def a_survivor_counts_as_a_restart(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Membership, "asked", asked)
 
 
+def who_is_far_ahead_is_believed(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(quorum, "_doubted", lambda view, config, candidates: {})
+
+
 def every_job_that_ends_has_finished(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(overview.History, "end", lambda self: True)
 
@@ -367,6 +371,7 @@ PLANTS: dict[Plant, int] = {
     veterans_are_forgotten: 20,
     a_survivor_counts_as_a_restart: 40,
     every_job_that_ends_has_finished: 0,
+    who_is_far_ahead_is_believed: 60,
     what_groups_tell_is_ignored: 2882,
     heal_from_the_wrong_source: 7,
     at_step_0_nobody_heals: 4,

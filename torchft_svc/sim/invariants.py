@@ -209,6 +209,7 @@ class Progress:
         self._last_ids: dict[str, int] = {}  # of the jobs
         self._told: dict[str, tuple[int, int]] = {}  # each group's last quorum id, and max_step
         self._remaining: dict[str, set[str]] = {}  # of the last quorum: has not ended on purpose
+        self._members: dict[str, set[str]] = {}  # of the last quorum
 
     def told(self, replica_id: str, quorum: Quorum) -> None:
         """A group has got this answer."""
@@ -240,6 +241,7 @@ class Progress:
         self._accepted.clear()
         self._took_part.clear()
         self._remaining.clear()
+        self._members.clear()
 
     def lost(self, order: ReportLoss) -> None:
         self._took_part.get(order.job, set()).discard(order.replica_id)
@@ -269,11 +271,26 @@ class Progress:
             # A loss that was told is told again, if one that had the newer state came and went.
             is_true = order.lost_from is None or step < order.lost_from <= newest
             must(is_true, "I4", f"a loss of {order.lost_from} is told, but {step} follows {newest}")
+        self._check_jump(order)
         self._committed[order.job] = step
         self._last_ids[order.job] = order.quorum.quorum_id
         self._accepted.discard(order.job)
-        self._remaining[order.job] = {member.replica_id for member in order.quorum.participants}
+        self._members[order.job] = {member.replica_id for member in order.quorum.participants}
+        self._remaining[order.job] = set(self._members[order.job])
         took_part.update(member.replica_id for member in order.quorum.participants)
+
+    def _check_jump(self, order: AnswerQuorum) -> None:
+        """A job does not follow one that is far ahead of those that stay, but from elsewhere."""
+        if order.job not in self._committed or order.job not in self._members:
+            return
+        limit = self._committed[order.job] + 1
+        believed = [each for each in order.quorum.participants if not each.doubted_step]
+        ahead = [each for each in believed if each.step > limit]
+        is_newer = any(each.seen_quorum_id > self._last_ids[order.job] for each in ahead)
+        if ahead and not is_newer:
+            stay = [each.replica_id for each in believed if each.step <= limit]
+            stay = [each for each in stay if each in self._members[order.job]]
+            must(not stay, "I4", f"{stay[:4]} follow {ahead[0].replica_id} from step {limit - 1}")
 
 
 class Waits:
