@@ -128,7 +128,13 @@ class Training:
         self.manager = self._make_manager(options)
         self.model = self._wrap(options)
         self.optimizers = self._make_optimizers()
-        self.optimizer = OptimizerWrapper(self.manager, self.optimizers[0])
+        # By hand there are both: a wrapped optimizer, and the calls that it consists of.
+        self.writes_calls = program.wrapper is Wrapper.BY_HAND and len(self.optimizers) > 1
+        if self.writes_calls:
+            for optimizer in self.optimizers:
+                self.manager.register_optimizer(optimizer)
+        else:
+            self.optimizer = OptimizerWrapper(self.manager, self.optimizers)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 5, 0.9)
         # Grows until gradients are infinite, which has to be survived.
         self.scaler = torch.amp.GradScaler(
@@ -289,7 +295,7 @@ class Training:
         return committed, loss
 
     def _begin(self) -> None:
-        if not self.program.has(Feature.TWO_OPTIMIZERS):
+        if not self.writes_calls:
             self.optimizer.zero_grad()
             return
         self.manager.start_quorum()
@@ -316,12 +322,11 @@ class Training:
         return loss.item()
 
     def _end(self) -> bool:
-        if self.program.has(Feature.TWO_OPTIMIZERS):
-            committed = self.manager.should_commit()
-            if committed:
-                for optimizer in self.optimizers:
-                    optimizer.step()
-                self.manager.allow_state_dict_read()
+        if self.writes_calls:
+            with self.manager.commit() as committed:
+                if committed:
+                    for optimizer in self.optimizers:
+                        optimizer.step()
             return committed
         if not self.program.has(Feature.GRAD_SCALER):
             return self.optimizer.step()
