@@ -98,24 +98,35 @@ def deaf_groups(lighthouse: Process, count: int, num_bytes: int) -> Iterator[Non
     """They ask, half of them without a session, and read nothing at all: gRPC's first window is all
     that they take. In the end they break off."""
     with contextlib.ExitStack() as stack:
+        streams, calls = [], []
         for number in range(count):
-            unary = number % 2 == 1
-            method = "Quorum" if unary else "Session"
-            path = f"/torchft.LighthouseService/{method}"
-            head = call_head(path, lighthouse.port, torchft_job=JOB)
             raw = stack.enter_context(socket.create_connection(("127.0.0.1", lighthouse.port), 10))
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            raw.sendall(head)
-            asked = question(number, num_bytes)
-            said = packed(hello(number)) + packed(asked)
-            if unary:
-                said = packed(pb.LighthouseQuorumRequest(requester=asked.question.requester))
-            for start in range(0, len(said), 16_000):
-                ends = unary and start + 16_000 >= len(said)
-                raw.sendall(frame(0, int(ends), 1, said[start : start + 16_000]))
             # Its end breaks the connection, with all that is under way.
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if number % 2 == 0:
+                raw.sendall(_head("Session", lighthouse) + frame(0, 0, 1, packed(hello(number))))
+                streams.append((number, raw))
+            else:
+                raw.sendall(_head("Quorum", lighthouse))
+                calls.append((number, raw))
+        # All that live are waited for: the last of the sessions to ask makes the quorum.
+        for number, raw in calls:
+            asker = question(number, num_bytes).question.requester
+            _say(raw, packed(pb.LighthouseQuorumRequest(requester=asker)), ends=True)
+        for number, raw in streams:
+            _say(raw, packed(question(number, num_bytes)))
         yield
+
+
+def _head(method: str, lighthouse: Process) -> bytes:
+    return call_head(f"/torchft.LighthouseService/{method}", lighthouse.port, torchft_job=JOB)
+
+
+def _say(raw: socket.socket, said: bytes, *, ends: bool = False) -> None:
+    for start in range(0, len(said), 16_000):
+        is_last = ends and start + 16_000 >= len(said)
+        raw.sendall(frame(0, int(is_last), 1, said[start : start + 16_000]))
 
 
 @dataclass(frozen=True)
