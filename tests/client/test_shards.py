@@ -59,6 +59,9 @@ class Averages:
     def wait(self) -> bool:
         return True
 
+    def register_reducer(self, _: Any) -> None:
+        """What is summed is compared between groups elsewhere."""
+
 
 class Tied(nn.Module):
     """Shared parameters, both kinds of buffers, a state of its own, and a part within a part."""
