@@ -48,18 +48,19 @@ def mesh() -> Iterator[DeviceMesh]:
 class Averages:
     """The manager's part that a sharded model uses: it doubles instead of averaging."""
 
-    weights_version = 0
-
     def __init__(self) -> None:
         self.num_calls = 0
 
-    def allreduce(self, tensor: torch.Tensor) -> Any:
+    def _average_gradients(self, tensor: torch.Tensor) -> Any:
         self.num_calls += 1
         tensor.mul_(2)
         return self
 
     def wait(self) -> bool:
         return True
+
+    def weights_version(self) -> int:
+        return 0
 
     def register_reducer(self, _: Any) -> None:
         """What is summed is compared between groups elsewhere."""
