@@ -444,9 +444,16 @@ def test_the_next_life_of_a_group_does_not_miss_the_one_before() -> None:
     group = asked_in_time()
     group.quorum_requested(numbered(0, 1), 10)
     group.quorum_formed(1, QUORUM)
-    assert group.quorum_requested(request(1, worker_id="new1", question=1), 12) == ()
-    for rank in (1, 0):
-        orders = group.detached(rank, f"w{rank}", "killed")
-        assert orders == (LeaveLighthouse(f"group rank {rank} is gone: killed"),)
+    old = "w"
+    for life in ("x", "y", "new"):
+        group.quorum_requested(request(1, worker_id=f"{life}1", question=1), 12)
+        for rank in (1, 0):
+            orders = group.detached(rank, f"{old}{rank}", "killed")
+            assert orders == (LeaveLighthouse(f"group rank {rank} is gone: killed"),)
+        old = life
+        if life != "new":
+            group.attached(0, f"{life}0")
+            group.attached(1, f"{life}1")
+            group.withdrawn(12)
     again = group.quorum_requested(request(0, worker_id="new0", question=1), 13)
     assert again == (asks(2, new_incarnation=True),)

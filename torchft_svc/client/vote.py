@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from torchft_svc.client.config import GroupPlace
 from torchft_svc.coordination import ManagerClient
-from torchft_svc.errors import CommitFailed, TorchFTError, Unreachable
+from torchft_svc.errors import CommitFailed, RequestRefused, TorchFTError, Unreachable
 
 log = logging.getLogger(__name__)
 
@@ -45,5 +45,7 @@ def ask_decision(
         except TorchFTError as error:
             if vote:
                 raise
-            log.warning("step %d: the vote against it was not heard: %s", step, error)
+            # Without a quorum there is no vote to take part in.
+            level = logging.DEBUG if isinstance(error, RequestRefused) else logging.WARNING
+            log.log(level, "step %d: the vote against it was not heard: %s", step, error)
             return False

@@ -63,7 +63,7 @@ class Group:
         self._ended_questions: dict[int, EndedQuestion] = {}  # the last one of each group rank
         self._missed: dict[int, Missed] = {}  # by group ranks that have still to be told
         self._workers: dict[int, str] = {}
-        self._team: dict[int, str] = {}  # the workers of the last quorum
+        self._lives: dict[int, tuple[str, int]] = {}  # each rank's worker, and the life it is of
         self._attached: dict[int, str] = {}
         self._restarted = False
         self._drain_reason: str | None = None
@@ -82,6 +82,7 @@ class Group:
         if self._attached.get(group_rank, worker_id) != worker_id:
             raise self._taken(group_rank)
         self._attached[group_rank] = worker_id
+        self._note_life(group_rank, worker_id)
 
     def detached(
         self, group_rank: int, worker_id: str, reason: str, *, ends: bool = False
@@ -110,16 +111,23 @@ class Group:
     def _is_missed(self, group_rank: int, worker_id: str) -> bool:
         """Whether those that wait in the quorum barrier wait for this worker.
 
-        They do not if all of them were started anew since the last quorum, and it was in that: the
-        news that it has ended only comes later than the first question of the group's next life.
+        They do not if all of them belong to a later life of the group: the news that a worker has
+        ended may come later than the first question of the next life.
         """
-        waiting = self._requests.get(group_rank)
-        has_asked = waiting is not None and waiting[0].worker_id == worker_id
-        if has_asked or self._team.get(group_rank) != worker_id:
-            return True
-        return any(
-            self._team.get(rank) == each.worker_id for rank, (each, _) in self._requests.items()
-        )
+        newest, life = self._lives.get(group_rank, (worker_id, 0))
+        life -= newest != worker_id
+        return any(self._lives[rank][1] <= life for rank in self._requests)
+
+    def _note_life(self, group_rank: int, worker_id: str) -> None:
+        """Another worker at a known rank is of the rank's next life, a first one of the group's."""
+        before = self._lives.get(group_rank)
+        if before is None:
+            self._lives[group_rank] = (
+                worker_id,
+                max((life for _, life in self._lives.values()), default=0),
+            )
+        elif before[0] != worker_id:
+            self._lives[group_rank] = worker_id, before[1] + 1
 
     def drain(self, reason: str) -> tuple[Order, ...]:
         """The group has to leave, for good, when all workers have finished their step."""
@@ -213,7 +221,8 @@ class Group:
             for request, caller in self._requests.values()
         ]
         self._note_ended_questions(None)
-        self._team = {rank: each.worker_id for rank, (each, _) in self._requests.items()}
+        newest = max(life for _, life in self._lives.values())
+        self._lives = {rank: (each.worker_id, newest) for rank, (each, _) in self._requests.items()}
         self._steps = frozenset({*steps, quorum.max_step})
         self._formed = quorum
         self._ended = None
@@ -365,6 +374,7 @@ class Group:
             # dead may still ask, and those that come would end, and leave the last one waiting.
             self._drain_reason = None
         self._workers[request.group_rank] = request.worker_id
+        self._note_life(request.group_rank, request.worker_id)
         self._checkpoint_addresses[request.group_rank] = request.checkpoint_address
         if request.draining:
             self._drain_reason = self._drain_reason or f"group rank {request.group_rank} has to end"

@@ -147,9 +147,10 @@ class WorkerActor:
                 self.home.worker_drained()
                 return
             self._fail(answer)
-            # Its fellows that are at a later step do not raise here, but go on to the collective.
-            is_alone = self.home.collective is not None and self._rules.use_async_quorum
-            if step.is_sync and (is_alone or isinstance(answer, RequestRefused)):
+            # Where workers need one another, a program must not ask once more on its own: its
+            # fellows may have had the answer, and wait for it in the collective.
+            has_to_end = self.home.collective is not None or isinstance(answer, RequestRefused)
+            if step.is_sync and has_to_end:
                 self._end(answer)
                 return
             if isinstance(answer, RequestRefused):
