@@ -10,6 +10,7 @@ from benchmarks.children.phases import PARTS
 from torchft_svc.client import Manager
 from torchft_svc.client.buckets import Bucket
 from torchft_svc.client.reduction import Reduction
+from torchft_svc.client.stepper import Stepper
 from torchft_svc.coordination import ManagerClient
 
 _METHODS: dict[str, tuple[type, str]] = {
@@ -19,7 +20,7 @@ _METHODS: dict[str, tuple[type, str]] = {
     "launch": (Manager, "launch_sum"),
     "await_sums": (Reduction, "wait"),
     "hand_out": (Bucket, "hand_out"),
-    "vote": (Manager, "should_commit"),
+    "vote": (Stepper, "decide"),
     "ask": (ManagerClient, "_quorum"),
 }
 

@@ -55,6 +55,7 @@ def test_the_example_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
                 break
         assert manager.current_step() == 3
         manager.step()
+        criterion(model(inputs), labels).backward()
         assert manager.should_commit()
         manager.shutdown()
 

@@ -156,12 +156,13 @@ def test_a_newcomer_contributes_zeros_in_the_step_in_which_it_heals(address: str
             def newcomer() -> tuple[Any, ...]:
                 b.backward()
                 numbers = b.manager.participating_rank(), b.manager.num_participants()
-                before = b.manager.current_step()
+                healed = b.manager.current_step()
                 committed = b.optimizer.step()
-                return (*numbers, before, committed, b.manager.current_step())
+                return (*numbers, healed, committed, b.manager.current_step())
 
             seen, committed = together(newcomer, lambda: a.meets(2))
-            assert seen == (None, 1, 0, True, a.manager.current_step())
+            step = a.manager.current_step()
+            assert seen == (None, 1, step - 1, True, step)
             assert committed
             assert a.manager.num_participants() == 1
             # One group contributed at a time so far: the newcomer's batch does not count.

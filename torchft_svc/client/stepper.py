@@ -90,6 +90,7 @@ class Stepper:
         self.weights_version = 0  # see `Manager.weights_version`
         links.registry.watch(lambda: [each for r in self.reducers() for each in r.parameters])
         self._thread_of_step: int | None = None
+        self._loads = False  # a healed state is being put in place
         self._round: Round | None = None
         self._task: Task | None = None
         self._ends_update = False  # whether somebody will say what has become of an update
@@ -283,6 +284,7 @@ class Stepper:
         before, which is on the training thread, after a backward pass that has summed gradients."""
         if (
             self.state.pending_heal is not None
+            and not self._loads  # the program's own function may ask for the step
             and self._averages.collectives.launched
             and self._thread_of_step == threading.get_ident()
             and torch._C._current_graph_task_id() == NO_GRAPH
@@ -489,6 +491,7 @@ class Stepper:
             return
         state = round_.state
         try:
+            self._loads = True
             self._links.transport.retract_checkpoint()
             self.weights_version += 1
             trains_others = self._links.registry.load(state)
@@ -505,6 +508,7 @@ class Stepper:
             self._fail_heal(TornState("the group healed from", f"interrupted by {error!r}"))
             raise
         finally:
+            self._loads = False
             round_.state = None
 
     def _fail_heal(self, error: Exception) -> None:
