@@ -441,7 +441,25 @@ def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> 
         began_at = time.monotonic()
         with pytest.raises(QuorumFailed, match="b:1 is out: its session ended"):
             fetch_state(
-                mine, quorum, 0, 10 * DEADLINE_S, PLAIN, lambda: membership.check_losses(quorum)
+                mine,
+                quorum,
+                0,
+                10 * DEADLINE_S,
+                PLAIN,
+                lambda: membership.check_losses(quorum),
+                lambda: membership.check_source(quorum),
             )
         lost.join()
         assert time.monotonic() - began_at < DEADLINE_S
+
+
+def test_only_the_group_that_was_assigned_counts_as_a_lost_source() -> None:
+    membership = Membership(ProcessGroupDummy())
+    quorum = dataclasses.replace(A_QUORUM, replica_ids=["a:1", "b:1", "c:1"])
+    membership.lose("c:1", "its session ended", 7)
+    membership.lose("b:1", "its session ended", 6)  # it came back for this quorum
+    membership.check_source(quorum)
+    membership.lose("b:1", "no sign of life for 5 s", 7)
+    with pytest.raises(QuorumFailed, match="b:1 is out: no sign of life for 5 s"):
+        membership.check_source(quorum)
+    membership.check_source(dataclasses.replace(quorum, replica_ids=[]))

@@ -31,6 +31,7 @@ def fetch_state(
     timeout_s: float,
     security: Security,
     check: Callable[[], None],
+    check_source: Callable[[], None],
 ) -> Any:
     """The state of ``quorum.max_step``, from the group that the quorum assigned, and others.
 
@@ -38,6 +39,8 @@ def fetch_state(
 
     ``timeout_s`` is the longest time without progress. ``check`` raises to end the wait for a
     manager that does not answer, or for the end of that step: its group is out of the quorum.
+    ``check_source`` raises when that group itself is, which may then never begin to send: one of
+    the others takes its place.
 
     Raises:
         PeerError: the source is gone, does not serve that step, or its data is damaged.
@@ -65,20 +68,21 @@ def fetch_state(
     addresses = quorum.recover_extra_src_manager_addresses if transport.can_stripe else []
     extra_timeout = min(timeout, _EXTRA_TIMEOUT)
     extras = [partial(look_up, address, extra_timeout) for address in addresses]
-    if extras:
-        state = transport.recv_striped(source, metadata, extras, quorum.max_step, timeout)
-    else:
-        state = transport.recv_checkpoint(source, metadata, quorum.max_step, timeout)
+    with _watching(check_source, transport.lose_source):
+        if extras:
+            state = transport.recv_striped(source, metadata, extras, quorum.max_step, timeout)
+        else:
+            state = transport.recv_checkpoint(source, metadata, quorum.max_step, timeout)
     if not (isinstance(state, dict) and EARLY_KEY in state):
         return state
-    with _ended_by(check, transport):
+    with _watching(check, transport.interrupt_receive):
         rest = transport.recv_deferred(source, metadata, extras, quorum.max_step, timeout)
     return join(state, rest, quorum.recover_src_manager_address)
 
 
 @contextlib.contextmanager
-def _ended_by(check: Callable[[], None], transport: CheckpointTransport[Any]) -> Iterator[None]:
-    """A receive in this block ends soon after ``check`` raises."""
+def _watching(check: Callable[[], None], tell: Callable[[str], None]) -> Iterator[None]:
+    """Soon after ``check`` raises in this block, ``tell`` is told why, on another thread."""
     is_over = threading.Event()
 
     def watch() -> None:
@@ -86,7 +90,7 @@ def _ended_by(check: Callable[[], None], transport: CheckpointTransport[Any]) ->
             try:
                 check()
             except TorchFTError as error:
-                transport.interrupt_receive(str(error))
+                tell(str(error))
                 return
 
     thread = threading.Thread(target=watch, name="torchft-heal-check", daemon=True)

@@ -94,6 +94,18 @@ class Membership:
             if loss.concerns(quorum):
                 raise QuorumFailed(str(loss))
 
+    def check_source(self, quorum: QuorumResult) -> None:
+        """Raise `QuorumFailed` if the group is gone from which this one heals.
+
+        An older manager does not tell who that is: then it does not count as gone.
+        """
+        source = quorum.recover_src_replica_rank
+        if source is None or source >= len(quorum.replica_ids):
+            return
+        for loss in list(self._losses):
+            if loss.concerns(quorum) and loss.replica_id == quorum.replica_ids[source]:
+                raise QuorumFailed(str(loss))
+
     def lost(self) -> str:
         """For people, who of the present quorum is gone and why; empty: nobody, as far as known."""
         quorum = self.quorum

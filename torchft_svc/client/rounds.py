@@ -455,6 +455,7 @@ class Round:
             timeout_s,
             self._links.client.security,
             lambda: self._membership.check_losses(quorum),
+            lambda: self._membership.check_source(quorum),
         )
         took_s = time.monotonic() - began_at
         self._links.registry.check(state, quorum.recover_src_manager_address)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from http.client import HTTPConnection
 from pathlib import Path
@@ -70,6 +71,12 @@ class Site:
         gate, throttle = Gate(start), Throttle(LINK_BYTES_PER_S / 3)
         self.add(state, lambda place, data: gate(place, throttle(place, data)))
         return gate
+
+    def add_silent(self) -> None:
+        """A source that does not offer anything."""
+        source: Transport = HTTPTransport(LONG, hostname="127.0.0.1")
+        self.add_proxy(self._stack.enter_context(source).metadata(), None)
+        self.sources.append(source)
 
     def add_proxy(self, url: str, hook: Hook | None = None) -> None:
         proxy = Proxy(url, Throttle(LINK_BYTES_PER_S) if hook is None else hook, PIECE_BYTES)
@@ -247,6 +254,43 @@ def test_a_source_that_stands_still_holds_nobody_up(
         assert site.heal() < DEADLINE_S / 2
     finally:
         gate.open()
+
+
+def test_an_assigned_source_that_is_lost_before_it_offers_is_not_waited_for(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its process is frozen before it begins, and its group is out of the quorum."""
+    site.add_silent()
+    site.add()
+    site.add()
+    fetched = site.fetch()
+    with pytest.raises(FutureTimeoutError):
+        fetched.result(0.5)
+    site.receiver.lose_source("a:1 is out: no sign of life for 5 s")
+    site.expect(fetched)
+    assert "is lost, others go on: checkpoint from" in caplog.text
+    assert "a:1 is out: no sign of life for 5 s" in caplog.text
+
+
+def test_an_only_source_that_is_lost_before_it_offers_is_not_waited_for(site: Site) -> None:
+    site.add_silent()
+    fetched = site.fetch()
+    with pytest.raises(FutureTimeoutError):
+        fetched.result(0.5)
+    site.receiver.lose_source("a:1 is out: no sign of life for 5 s")
+    with pytest.raises(CheckpointError, match="a:1 is out: no sign of life for 5 s"):
+        fetched.result(DEADLINE_S)
+
+
+def test_a_lost_source_sends_what_it_has_begun_to_send(site: Site) -> None:
+    """Its step hangs, or its manager is frozen: it is out, and still has the state."""
+    gate = Gate(HALF_WAY)
+    site.add(hook=gate)
+    fetched = site.fetch()
+    gate.wait_until_reached()
+    site.receiver.lose_source("a:1 is out: no sign of life for 5 s")
+    gate.open()
+    site.expect(fetched)
 
 
 def test_a_slow_source_gives_less(site: Site) -> None:

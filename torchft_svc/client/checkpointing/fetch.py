@@ -50,6 +50,7 @@ class Fetch:
         self._feeds: dict[int, Feed] = {_PRIMARY: self._primary}
         self._openings: dict[int, Opening | None] = {}  # None: it has none
         self._lost: dict[int, PeerError] = {}
+        self._has_begun = False  # the assigned source has said what it sends
         self._target: _Target | None = None
         self._workers: list[tuple[int, threading.Thread]] = []  # with the source's number
         self._learner: threading.Thread | None = None
@@ -58,6 +59,14 @@ class Fetch:
 
     def cancel(self, why: str) -> None:
         self._fail(CheckpointError(self._primary.address, why))
+
+    def lose_assigned(self, why: str) -> None:
+        """The assigned source is out of the quorum: if it has said nothing yet, it may never do."""
+        with self._changed:
+            if self._has_begun or _PRIMARY in self._lost:
+                return
+            self._lost[_PRIMARY] = CheckpointError(self._primary.address, why)
+        self._primary.stop()
 
     def run(self) -> Any:
         """Receive the state.
@@ -92,19 +101,26 @@ class Fetch:
     def _open_first(self) -> int:
         """The source to go by: the assigned one, or one that answers in its place."""
         try:
-            self._primary.open()
+            self._open_primary()
         except PeerError as error:
             self._check()
             with self._changed:
-                self._lost[_PRIMARY] = error
+                why = self._lost.setdefault(_PRIMARY, error)
                 self._changed.wait_for(self._has_other_opening, EXTRA_GRACE_S)
                 ready = sorted(number for number, opening in self._openings.items() if opening)
             self._check()
             if not ready:
-                raise
-            log.warning("source %s is lost, others go on: %s", self._primary.address, error)
+                raise why from None
+            log.warning("source %s is lost, others go on: %s", self._primary.address, why)
             return ready[0]
         return _PRIMARY
+
+    def _open_primary(self) -> None:
+        self._primary.open()
+        with self._changed:
+            if _PRIMARY in self._lost:  # in this moment: it is stopped
+                raise self._lost[_PRIMARY]
+            self._has_begun = True
 
     def _has_other_opening(self) -> bool:
         return (

@@ -242,6 +242,12 @@ class HTTPTransport(CheckpointTransport[T]):
         for fetch in fetches:
             fetch.cancel(why)
 
+    def lose_source(self, why: str) -> None:
+        with self._lock:
+            fetches = list(self._fetches)
+        for fetch in fetches:
+            fetch.lose_assigned(why)
+
     def shutdown(self, wait: bool = True) -> None:
         with self._lock:
             self._is_shut_down = True

@@ -152,6 +152,13 @@ class CheckpointTransport(ABC, Generic[T]):
     def interrupt_receive(self, why: str) -> None:
         """Let a `recv_deferred` on another thread fail soon; this one waits for its end."""
 
+    def lose_source(self, why: str) -> None:
+        """The group that a receive on another thread was assigned to is out of the quorum.
+
+        It may send what it has begun to send. If it has not, others take its place, or the receive
+        fails soon; this one waits for its end.
+        """
+
     @abstractmethod
     def shutdown(self, wait: bool = True) -> None:
         """Stop serving and receiving; ``wait`` joins the threads. May be called twice."""
