@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchft_svc.client import DistributedDataParallel, Manager
+from torchft_svc.client import DistributedDataParallel, Manager, Optimizer
 from torchft_svc.errors import ConfigError
 
 from .test_ddp import ONE, mlp
@@ -54,6 +54,25 @@ def test_a_parameter_that_was_frozen_cannot_be_trained(alone: Manager) -> None:
     model.get_submodule("0").requires_grad_(True)
     with pytest.raises(ConfigError, match=r"0\.weight\.requires_grad=True.*wrap the module again"):
         parallel(ONE)
+
+
+@pytest.mark.parametrize("is_averaged", [False, True])
+def test_gradients_that_nothing_averages_are_warned_of_once(
+    alone: Manager, is_averaged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, loss = mlp(), nn.Linear(2, 1)
+    sgd = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    parallel, optimizer = DistributedDataParallel(alone, model), Optimizer(alone, sgd)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(parallel(ONE)).sum().backward()
+        for parameter in loss.parameters() if is_averaged else ():
+            assert parameter.grad is not None
+            alone.allreduce(parameter.grad).wait()
+        assert optimizer.step()
+    told = [each.message for each in caplog.records if "nothing averages" in each.message]
+    assert len(told) == int(not is_averaged)
+    assert all("2 parameters (the first one's shape is (1, 2))" in each for each in told)
 
 
 class Lookup(nn.Module):

@@ -130,7 +130,12 @@ def test_who_joins_with_another_layout_is_refused_and_nobody_else_notices(
             "number 1, Manager.allreduce: average of 4 elements of float32",
             "number 1, Manager.allreduce: average of 4096 elements of float32",
         ),
-        (  # without the variable sizes differ before anything can be looked at
+        (  # in the first step with these members
+            ("an average first", ""),
+            "number 1, Manager.allreduce: average of 4 elements of float32",
+            "number 1, gradients: sum of 186 elements of float32",
+        ),
+        (
             ("an average first, checked", "checked"),
             "number 1, Manager.allreduce: average of 4 elements of float32",
             "number 1, gradients: sum of 186 elements of float32",

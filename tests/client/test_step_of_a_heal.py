@@ -25,6 +25,20 @@ def rate_after_the_backward_pass(trainer: Trainer) -> bool:
     return trainer.optimizer.step()
 
 
+def sums_around_the_backward_pass(trainer: Trainer) -> bool:
+    """Looks at step and rates while the others wait for the sums that are still to come."""
+    trainer.optimizer.zero_grad()
+    loss = trainer.loss()
+    trainer.manager.allreduce(loss.detach().clone()).wait()
+    trainer.manager.current_step()
+    loss.backward()
+    rates = [0.1 / (1 + trainer.manager.current_step()) for _ in trainer.optimizer.param_groups]
+    trainer.manager.allreduce(torch.ones(1)).wait()
+    for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    return trainer.optimizer.step()
+
+
 def rate_in_a_hook(trainer: Trainer) -> bool:
     def hook(*_: object) -> None:
         for group in trainer.inner.param_groups:
@@ -103,6 +117,7 @@ def seen_after_a_join(program: Program, **wrapping: Any) -> dict[str, dict[int, 
     "program",
     [
         rate_after_the_backward_pass,
+        sums_around_the_backward_pass,
         rate_in_a_hook,
         rate_in_the_block,
         layer_is_trained_later,

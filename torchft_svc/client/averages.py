@@ -36,6 +36,11 @@ class Averages:
         self._pg = pg
         self._works: list[ManagedWork] = []
 
+    @property
+    def has_any(self) -> bool:
+        """Whether something was averaged in this step."""
+        return bool(self._works)
+
     def begin(self, epoch: int) -> None:
         """A new step."""
         self._works = []

@@ -40,6 +40,9 @@ class Collectives:
         checks_all: bool = False,
     ) -> None:
         self._checks_all = checks_all
+        # Whether this is the first step of these members. One that has just come may be elsewhere
+        # in its loop, and gloo ends all of them where a sum meets a smaller one.
+        self.is_first_step = False
         self._num_launched = 0
         self._watchdog = watchdog
         self._on_wait = on_wait
@@ -55,6 +58,7 @@ class Collectives:
         """A new step: what is left of the last one is forgotten (the group keeps it alive)."""
         self._epoch = epoch
         self.launched = False
+        self.is_first_step = False
         self._num_launched = 0
         self._outstanding = []
         self._passes = set()
@@ -70,7 +74,8 @@ class Collectives:
         The tensor's memory must belong to the operation alone (see `Reduction`).
         """
         self._num_launched += 1
-        if self._checks_all and kind is Kind.GRADIENTS:  # an average was compared by `agree`
+        checks = self._checks_all or (self.is_first_step and tensor.device.type == "cpu")
+        if checks and kind is Kind.GRADIENTS:  # an average was compared by `agree`
             operation = Operation.of(self._num_launched, tensor, op, kind)
             if not self._compare(operation, tensor.device):
                 return None

@@ -401,17 +401,15 @@ class Manager:
     def current_step(self) -> int:
         """How many updates are in the weights; while one is applied, it included.
 
-        In a step in which this group heals that is the healed step as soon as the healed weights
-        are in place: in the update (hooks of the optimizer's step, the block of `commit`), and on
-        the training thread after a backward pass that has averaged gradients, where this waits for
-        them. Before, it is the group's own step.
+        In a step in which this group heals that is the healed step in the update (hooks of the
+        optimizer's step, the block of `commit`), where the healed weights are in place, and before
+        it on the training thread once something was reduced, as after a backward pass. Until then
+        it is the group's own step.
         """
-        self._stepper.catch_up()
-        return self._step.state.step
+        return self._stepper.shown_step()
 
     def batches_committed(self) -> int:
-        """How many groups' batches are in the weights; see `current_step`."""
-        self._stepper.catch_up()
+        """How many groups' batches are in the weights; those of a heal, once it is in place."""
         return self._step.state.batches_committed
 
     def participating_rank(self) -> int | None:

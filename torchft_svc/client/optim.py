@@ -105,8 +105,6 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's; of several, those of all, in a list of its own."""
-        # A heal replaces them: whoever is about to set a rate by the step has to get the new ones.
-        self.manager.current_step()
         if len(self.optims) == 1:
             return self.optims[0].param_groups
         return [group for optim in self.optims for group in optim.param_groups]

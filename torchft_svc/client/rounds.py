@@ -158,6 +158,7 @@ class Round:
         self.error: Exception | None = None
         self.quorum: QuorumResult | None = None
         self.state: dict[str, Any] | None = None
+        self.has_connected = False  # whether the members of this quorum were met in it
         self.healed_from = ""  # for people: from whom, how much, how long
         self._rest: _Rest | None = None  # what is owed to those that heal, when the step ends
         self._leaves_for: str | None = None  # why this worker has to end, if it has said so
@@ -319,6 +320,7 @@ class Round:
         # others; who waits for a store that does not answer has not hung itself.
         self._step.on_phase(Phase.QUORUM, self._step.state.step)
         self._tell_members(quorum, self._membership.enter(quorum))
+        self.has_connected = True
         try:
             self._membership.check_losses(quorum)
             self._links.pg.configure(

@@ -173,6 +173,11 @@ class StateRegistry:
         """What ``optimizer`` holds changes in its step alone."""
         self._optimizers.append(optimizer)
 
+    def updated_parameters(self) -> list[torch.Tensor]:
+        """What the optimizers update."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
+
     def collect_copied(self, counters: dict[str, int], timeout_s: float) -> dict[str, Any]:
         """`collect`, but with copies of all that something else than an update may change."""
         owned = self._owned_storages()
@@ -216,9 +221,8 @@ class StateRegistry:
         return state
 
     def _owned_storages(self) -> set[int]:
-        held: list[Any] = []
+        held: list[Any] = self.updated_parameters()
         for optimizer in self._optimizers:
-            held += [group["params"] for group in optimizer.param_groups]
             held += list(optimizer.state.values())
         owned: set[int] = set()
 

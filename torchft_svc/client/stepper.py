@@ -47,6 +47,12 @@ _NOTHING_REDUCED = (
     "outside of no_sync() before step(), also where it has nothing to learn from (a loss of zero)"
 )
 
+_UNSUMMED = (
+    "nothing averages the gradients of %d parameters (the first one's shape is %s) that an "
+    "optimizer updates: they will differ between groups. Wrap the module that they belong to, such "
+    "as a loss with weights, together with the rest, or call Manager.allreduce for them"
+)
+
 
 class Stepper:
     """What `Manager` does between two steps and in one; to be used on the training thread.
@@ -90,6 +96,7 @@ class Stepper:
         self.weights_version = 0  # see `Manager.weights_version`
         links.registry.watch(lambda: [each for r in self.reducers() for each in r.parameters])
         self._thread_of_step: int | None = None
+        self._has_warned = False  # of gradients that nothing sums
         self._loads = False  # a healed state is being put in place
         self._round: Round | None = None
         self._task: Task | None = None
@@ -279,18 +286,23 @@ class Stepper:
         layouts = [reducer.layout for reducer in self.reducers() if reducer.layout]
         return "; ".join([*layouts, self._rules.common()])[:MAX_LAYOUT_LENGTH] if layouts else ""
 
-    def catch_up(self) -> None:
-        """See `Manager.current_step`: put a healed state in place where nobody can be using the one
-        before, which is on the training thread, after a backward pass that has summed gradients."""
+    def shown_step(self) -> int:
+        """See `Manager.current_step`: while a heal is under way, its step from the moment on from
+        which others may rely on it, which is on the training thread, once gradients are summed.
+
+        It does not wait for the state: the others send that when their step ends, and may wait for
+        a sum of this worker until then.
+        """
+        state = self.state
         if (
-            self.state.pending_heal is not None
+            state.pending_heal is not None
             and not self._loads  # the program's own function may ask for the step
             and self._averages.collectives.launched
             and self._thread_of_step == threading.get_ident()
             and torch._C._current_graph_task_id() == NO_GRAPH
         ):
-            self._wait_for_task()
-            self._apply_heal()
+            return state.pending_heal.step
+        return state.step
 
     def is_fresh(self) -> bool:
         """See `Manager.has_fresh_step`."""
@@ -434,6 +446,19 @@ class Stepper:
             self._fail(error)
         if reducers and not sums.launched and self.state.error is None:
             self._fail(RequestRefused(_NOTHING_REDUCED))
+        if self._current_round().has_connected and not self._averages.has_any:
+            self._look_for_unsummed(reducers)
+
+    def _look_for_unsummed(self, reducers: list[Reducing]) -> None:
+        """Warn, once, of gradients by which each group is going to update by itself."""
+        summed = {id(each) for reducer in reducers for each in reducer.parameters}
+        if self._has_warned or not all(reducer.parameters for reducer in reducers) or not summed:
+            return  # it is not known here what is summed
+        updated = self._links.registry.updated_parameters()
+        apart = [each for each in updated if each.grad is not None and id(each) not in summed]
+        if apart:
+            self._has_warned = True
+            log.warning(_UNSUMMED, len(apart), str(tuple(apart[0].shape)))
 
     def _check_group(self) -> None:
         """An error that the process group did not raise is one of the step."""
@@ -470,6 +495,7 @@ class Stepper:
         broken = self._links.pg.errored()
         if broken is not None and state.error is None:
             self.hear_error(broken, state.epoch)
+        self._averages.collectives.is_first_step = round_.has_connected
         return broken is None and state.phase in _TRAINING
 
     def _protect_state(self) -> None:
