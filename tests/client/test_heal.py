@@ -148,6 +148,25 @@ def test_a_state_that_cannot_be_looked_at_before_the_first_quorum_is_healed_all_
             train_on(a, b)
 
 
+def test_a_step_that_is_given_up_while_it_heals_holds_up_nobody(address: str) -> None:
+    with Trainer(address, "a", 0) as a:
+        a.steps(2)
+        with Trainer(address, "b", 1) as b:
+
+            def newcomer() -> float:
+                b.optimizer.zero_grad()
+                b.manager.wait_quorum()  # the others count on its sums
+                began_at = time.monotonic()
+                b.manager.start_quorum()
+                took_s = time.monotonic() - began_at
+                b.loss().backward()
+                b.optimizer.step()
+                return took_s
+
+            took_s, _ = together(newcomer, lambda: float(a.meets(2) or a.meets(2)))
+            assert took_s < 10  # the timeout is 30 s
+
+
 def test_a_newcomer_contributes_zeros_in_the_step_in_which_it_heals(address: str) -> None:
     with Trainer(address, "a", 0) as a:
         a.steps(2)

@@ -114,7 +114,6 @@ class Stepper:
         self._end_last_step()
         for reducer in self.reducers():  # what they left unfinished ends with its step
             reducer.settle()
-        self._give_up()
         if self._round is not None:
             self._round.withhold_rest()
         request = dataclasses.replace(request, layout=self._layout())
@@ -150,6 +149,9 @@ class Stepper:
         round_, task = self._round, self._task
         if round_ is not None and task is not None:
             self._withdraw(round_, task, QuorumFailed("another step was begun"))
+        # Before its round is over: a heal may wait for others, who wait for sums of this worker.
+        self.wait_until_ready()
+        self._give_up()
         self._wait_for_task()
         self._reports.finish()
         if self.state.phase is Phase.APPLYING and not self._ends_update:
