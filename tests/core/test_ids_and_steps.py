@@ -97,8 +97,10 @@ def test_rule_6_an_id_of_the_far_future_is_refused() -> None:
     scene.ask("a", seen_quorum_id=highest)
     scene.ask("a", seen_quorum_id=highest + 1, commit_failures=1)  # it was given out here
     assert scene.take_quorums() == [(highest + 1, ["a"]), (highest + 2, ["a"])]
-    scene = formed("a")
-    of_running = 100 * IDS_PER_S + int(MAX_AHEAD_S) * IDS_PER_S
+    scene = Scene(first_id=70)
+    scene.ask("a")
+    scene.take()
+    of_running = 70 + int(scene.now + MAX_AHEAD_S) * IDS_PER_S
     for told in (of_running + 1, 2**61):
         with pytest.raises(RequestRefused, match=f"quorum {told}, which was told, was never given"):
             scene.ask("b", seen_quorum_id=told)
@@ -106,6 +108,14 @@ def test_rule_6_an_id_of_the_far_future_is_refused() -> None:
     scene.ask("b", seen_quorum_id=of_running)
     scene.ask("a")
     assert scene.take_quorums() == [(of_running + 1, ["a", "b"])]
+
+
+def test_rule_6_a_lighthouse_whose_clock_is_not_set_believes_any_id() -> None:
+    """Its clock says a time before all ids: the job that runs knows better."""
+    scene = Scene(first_id=7, id_stride=16)
+    scene.ask("a", seen_quorum_id=2**61)
+    ((quorum_id, _),) = scene.take_quorums()
+    assert 2**61 < quorum_id <= 2**61 + 16
 
 
 def test_rule_6_what_is_told_in_one_job_does_not_move_the_ids_of_another() -> None:

@@ -55,7 +55,9 @@ def test_i1_ids_grow_while_the_clock_jumps(set_clock: Callable[[float], None]) -
     assert ids == list(range(ids[0], ids[0] + 6 * ID_STRIDE, ID_STRIDE))
 
 
-@pytest.mark.parametrize("restarted_at_s", [BEFORE_ALL_IDS, 1.8e9], ids=["1970", "2027"])
+@pytest.mark.parametrize(
+    "restarted_at_s", [BEFORE_ALL_IDS, 1.9e9 - DAY_S], ids=["1970", "a day before"]
+)
 def test_i1_a_lighthouse_restarted_in_the_past_goes_on_above(
     set_clock: Callable[[float], None], restarted_at_s: float
 ) -> None:

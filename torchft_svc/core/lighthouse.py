@@ -374,7 +374,8 @@ class Lighthouse:
 
     def _check_told(self, name: str, state: _Job | None, told_id: int, now: float) -> None:
         """Refuse an id that cannot have been given out."""
-        if told_id <= self._base_id:
+        is_clock_unset = self._base_id < self._stride  # it says a time before all ids
+        if told_id <= self._base_id or is_clock_unset:
             return
         is_running = state is not None and state.members.previous is not None
         ahead_s = (told_id - self._base_id) / self._ids_per_s - (now - self._began_at)
