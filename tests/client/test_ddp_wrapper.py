@@ -116,3 +116,14 @@ def test_arguments_that_cannot_be_honored(alone: Manager) -> None:
     DistributedDataParallel(
         alone, mlp(), find_unused_parameters=True, broadcast_buffers=False, device_ids=None
     )
+
+
+def test_torch_s_wrapper_of_another_model_is_none_of_ours(
+    alone: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch notes the one whose forward pass is under way for all threads at once."""
+    other = nn.parallel.DistributedDataParallel
+    monkeypatch.setattr(other, "_active_ddp_module", nn.Sequential(nn.Linear(2, 2)))
+    parallel = DistributedDataParallel(alone, mlp())
+    with torch.no_grad():
+        assert parallel(ONE).shape == (2, 2)

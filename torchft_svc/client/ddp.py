@@ -105,7 +105,9 @@ class DistributedDataParallel(nn.Module):
             ConfigError: a parameter is trained now that was frozen when the module was wrapped, or
                 this is a part of a module that torch's class of the same name has wrapped.
         """
-        if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+        # Torch keeps this for the whole process, and with several threads for longer than it lasts.
+        outer = nn.parallel.DistributedDataParallel._active_ddp_module
+        if outer is not None and any(child is self for child in outer.modules()):
             raise _both_wrappers()
         for name, parameter in self._frozen:
             if parameter.requires_grad:

@@ -230,6 +230,10 @@ class Progress:
         if member.has_history:
             self._took_part.setdefault(job, set()).add(member.replica_id)
 
+    def gone(self, job: str, replica_id: str) -> None:
+        """A group has left, which is told as a loss only if it was let in."""
+        self._took_part.get(job, set()).discard(replica_id)
+
     def accepted(self, job: str) -> None:
         """An operator gives up what the groups that ask do not have."""
         self._accepted.add(job)

@@ -161,6 +161,7 @@ class LighthouseActor:
         now = self._world.now
         if between_steps:
             self._invariants.discards.left(replica_id)
+        self._invariants.progress.gone(job, replica_id)
         orders = self.core.leave(
             job, replica_id, reason, now, between_steps=between_steps, ends=ends
         )
