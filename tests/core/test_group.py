@@ -427,6 +427,14 @@ def test_the_next_question_of_a_worker_ends_the_one_before_for_all() -> None:
     assert group.quorum_requested(numbered(0, 2), 15) == (asks(),)
 
 
+def test_who_has_given_up_by_itself_has_missed_nothing() -> None:
+    """Its question went to the manager before this one; it comes with the next."""
+    group = asked_in_time()
+    group.withdrawn(11)
+    assert group.quorum_requested(numbered(0, 2), 12) == ()
+    assert group.quorum_requested(numbered(1, 2), 13) == (asks(),)
+
+
 def test_missed_barriers_are_bounded() -> None:
     group = asked_in_time()
     group.withdrawn(11)

@@ -47,7 +47,21 @@ class EndedQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """The errors of barriers that failed before ``worker_id`` came to them, the oldest first."""
+    """Barriers that failed before ``worker_id`` came to them, the oldest first: the number of the
+    question that others asked there, and the error.
+
+    Workers that begin together, and need one another in each step, have asked as many questions.
+    """
 
     worker_id: str
-    errors: deque[TorchFTError] = field(default_factory=lambda: deque(maxlen=MAX_MISSED))
+    failed: deque[tuple[int, TorchFTError]] = field(
+        default_factory=lambda: deque(maxlen=MAX_MISSED)
+    )
+
+    def next_error(self, question: int) -> TorchFTError | None:
+        """Of the first barrier that this question comes too late for; None if it does for none."""
+        while self.failed:
+            number, error = self.failed.popleft()
+            if number >= question:
+                return error
+        return None

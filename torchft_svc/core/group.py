@@ -409,6 +409,7 @@ class Group:
         if not self._requests:
             return []
         self._note_ended_questions(error)
+        number = max(request.question for request, _ in self._requests.values())
         for rank in range(self.world_size):
             worker_id = self._attached.get(rank) or self._workers.get(rank)
             if rank in self._requests or not worker_id:
@@ -416,7 +417,7 @@ class Group:
             missed = self._missed.get(rank)
             if missed is None or missed.worker_id != worker_id:
                 missed = self._missed[rank] = Missed(worker_id)
-            missed.errors.append(error)
+            missed.failed.append((number, error))
         return self._refuse_requests(error)
 
     def _note_ended_questions(self, error: TorchFTError | None) -> None:
@@ -439,9 +440,11 @@ class Group:
         if missed.worker_id != request.worker_id:
             del self._missed[rank]
             return None
-        error = missed.errors.popleft()
-        if not missed.errors:
+        error = missed.next_error(request.question)
+        if not missed.failed:
             del self._missed[rank]
+        if error is None:
+            return None
         self._ended_questions[rank] = EndedQuestion(request.worker_id, request.question, error)
         self._meet(request)
         return RefuseWorker(caller, error)

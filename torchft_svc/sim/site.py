@@ -191,6 +191,8 @@ class Site:
     def crash_manager(self) -> None:
         """Rank 0 starts another one."""
         self._kill_manager()
+        if self.collective is not None:
+            self.collective.excuse()
         for worker in self.workers:
             worker.line.end()
         self._launcher.after(NEW_MANAGER_S, self._replace_manager)

@@ -75,6 +75,14 @@ class GroupCollective:
         self._asks_since: dict[Process, float] = {}
         self._waiting: dict[Process, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._is_broken = False
+        self._is_excused = False
+
+    def excuse(self) -> None:
+        """Their manager is another one, which does not know who has gone on without an answer.
+
+        Until all come, one may wait in the quorum for as long as a question may take.
+        """
+        self._is_excused = True
 
     def asks(self, process: Process) -> None:
         """A worker waits for the quorum."""
@@ -92,6 +100,7 @@ class GroupCollective:
         self._waiting[process] = done, fail
         if len(self._waiting) == self._size:
             arrived, self._waiting = self._waiting, {}
+            self._is_excused = False
             for each, (proceed, _) in arrived.items():
                 each.after(self._network.latency(each), proceed)
         else:
@@ -109,9 +118,10 @@ class GroupCollective:
             return
         now = self._network.world.now
         for fellow, since in self._asks_since.items():
-            is_locked = now - since > LOCKED_S and not self._invariants.hangs.has_trouble(
+            is_explained = self._is_excused or self._invariants.hangs.has_trouble(
                 self._group, since
             )
+            is_locked = now - since > LOCKED_S and not is_explained
             what = f"{process.name} waits for {fellow.name} in a collective, that one in the quorum"
             must(not is_locked, "I5", what)
         process.after(LOCKED_S, self._check, process, done)
