@@ -225,10 +225,14 @@ class Progress:
             took_part.add(replica_id)
             self._heard[job] = max(self._heard.get(job, 0), max_step)
 
-    def asked(self, job: str, member: Member) -> None:
-        """A group asks, maybe as another incarnation of the one that has told."""
-        if member.has_history:
-            self._took_part.setdefault(job, set()).add(member.replica_id)
+    def asked(self, job: str, member: Member, has_rival: Callable[[], bool]) -> None:
+        """A group asks, maybe as another incarnation of the one that has told.
+
+        It is not let in while it ``has_rival``, another one that lives under its name.
+        """
+        took_part = self._took_part.setdefault(job, set())
+        if member.has_history and member.replica_id not in took_part and not has_rival():
+            took_part.add(member.replica_id)
 
     def gone(self, job: str, replica_id: str) -> None:
         """A group has left, which is told as a loss only if it was let in."""

@@ -20,6 +20,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportLeftHealing,
     ReportLoss,
 )
+from torchft_svc.core.names import stable_name
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import LastQuorum, Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded, RequestRefused, TorchFTError
@@ -136,10 +137,19 @@ class LighthouseActor:
         self._invariants.waits.begin(caller, self.process, member.replica_id, timeout_s)
         self.process.after(timeout_s, self._expire, caller, timeout_s)
         self.heard_at[session.key] = self._world.now
-        self._invariants.progress.asked(session.key[0], member)
+        self._invariants.progress.asked(
+            session.key[0], member, lambda: self._has_rival(*session.key)
+        )
         self.lookout.asked(session.key, member, self._world.now)
         self._carry_out(self.core.request(session.key[0], member, caller, self._world.now))
         return caller
+
+    def _has_rival(self, job: str, replica_id: str) -> bool:
+        name = stable_name(replica_id)
+        return any(
+            (where, stable_name(who)) == (job, name) and who != replica_id
+            for where, who in self.alive()
+        )
 
     def withdraw(self, session: Session) -> None:
         caller, session.caller = session.caller, None
