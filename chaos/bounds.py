@@ -6,6 +6,8 @@ import os
 
 # Architecture, section 6. All are from the fault until the others have committed again.
 NEWS_S = 0.25
+# The same where one joins in that step, too: the groups meet twice, and it heals.
+JOIN_S = 1.0
 MANAGER_BACK_S = 2.0
 LIGHTHOUSE_BACK_S = 1.0
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from chaos.bounds import LIGHTHOUSE_BACK_S, MANAGER_BACK_S, NEWS_S
+from chaos.bounds import JOIN_S, LIGHTHOUSE_BACK_S, MANAGER_BACK_S, NEWS_S
 from torchft_svc.manager_server.app import WORKER_KEEPALIVE_MS
 
 # The lighthouses' settings: short, so that many faults fit into a minute.
@@ -61,7 +61,7 @@ BOUNDS_S: Mapping[Kind, float] = {
     Kind.CUT_OFF: HEARTBEAT_TIMEOUT_S + NEWS_S,
     Kind.DRAINED: NEWS_S,
     Kind.LIGHTHOUSE_KILLED: LIGHTHOUSE_AWAY_S + LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S,
-    Kind.STORE_HOST_FROZEN: HEARTBEAT_TIMEOUT_S + NEWS_S,
+    Kind.STORE_HOST_FROZEN: HEARTBEAT_TIMEOUT_S + JOIN_S,
     Kind.STALE_SURVIVOR: NEWS_S,  # from the operator's word on
 }
 LASTING = frozenset(

@@ -11,7 +11,7 @@ import pytest
 from bounds import check
 from running import Process, eventually, lighthouse_process, line_to, silent
 
-from chaos.bounds import NEWS_S
+from chaos.bounds import JOIN_S
 from chaos.crew import Crew
 from torchft_svc.client.process_groups.store_line import CALL_TIMEOUT_S
 from torchft_svc.coordination import LighthouseClient
@@ -57,7 +57,7 @@ def test_the_host_of_the_store_is_frozen_while_it_asks(make_crew: Callable[..., 
         frozen_at = host.signal_all(signal.SIGSTOP)
         late.order("wake")
         again_at = crew.await_commits({1, 2}, LONG_S, since=frozen_at, num_members=2)
-        check("the store's host is frozen", again_at - frozen_at, HEARTBEAT_S + 2 * NEWS_S)
+        check("the store's host is frozen", again_at - frozen_at, HEARTBEAT_S + JOIN_S)
         host.signal_all(signal.SIGCONT)
         crew.all_meet({0, 1, 2})
         assert all(worker.is_running for worker in (host, late, newcomer)), crew.story()
