@@ -118,33 +118,10 @@ class HTTPTransport(CheckpointTransport[T]):
         state_dict: T,
         timeout: timedelta | None = None,
     ) -> None:
-        described = describe(state_dict)
-        size = described.memory.size
-        chunk_bytes = self._chunk_bytes or _usual_chunk_bytes(size)
-        # What is one chunk cannot be shared out.
-        extras = extra_dst_ranks if size > chunk_bytes else []
-        if not dst_ranks and not extras:
-            return
-        log.debug("offering step %d (%d bytes) to %s, a part to %s", step, size, dst_ranks, extras)
-        offer = self._offer(step, len(dst_ranks), chunk_bytes, timeout, len(extras))
-        self._deferred.withdraw("the step has begun anew")
-        self._server.offer(STATE, ServedState(offer, described.description, described.memory))
-
-    def _offer(
-        self,
-        step: int,
-        num_receivers: int,
-        chunk_bytes: int,
-        timeout: timedelta | None,
-        num_extras: int = 0,
-    ) -> Offer:
-        return Offer(
-            step=step,
-            num_receivers=num_receivers,
-            num_extras=num_extras,
-            chunk_bytes=chunk_bytes,
-            patience_s=self._timeout_s if timeout is None else _seconds(timeout),
-        )
+        state = self._to_serve(dst_ranks, extra_dst_ranks, step, state_dict, timeout)
+        if state is not None:
+            self._deferred.withdraw("the step has begun anew")
+            self._server.offer(STATE, state)
 
     def send_deferred(
         self,
@@ -154,16 +131,36 @@ class HTTPTransport(CheckpointTransport[T]):
         state_dict: T,
         timeout: timedelta | None = None,
     ) -> None:
+        state = self._to_serve(dst_ranks, extra_dst_ranks, step, state_dict, timeout)
+        if state is not None:
+            state.detach()
+            self._server.offer(DEFERRED, state)
+
+    def _to_serve(
+        self,
+        dst_ranks: list[int],
+        extra_dst_ranks: list[int],
+        step: int,
+        state_dict: T,
+        timeout: timedelta | None,
+    ) -> ServedState | None:
+        """What is offered of ``state_dict``; None if nobody fetches it."""
         described = describe(state_dict)
         size = described.memory.size
         chunk_bytes = self._chunk_bytes or _usual_chunk_bytes(size)
+        # What is one chunk cannot be shared out.
         extras = extra_dst_ranks if size > chunk_bytes else []
         if not dst_ranks and not extras:
-            return
-        offer = self._offer(step, len(dst_ranks), chunk_bytes, timeout, len(extras))
-        state = ServedState(offer, described.description, described.memory)
-        state.detach()
-        self._server.offer(DEFERRED, state)
+            return None
+        log.debug("offering step %d (%d bytes) to %s, a part to %s", step, size, dst_ranks, extras)
+        offer = Offer(
+            step=step,
+            num_receivers=len(dst_ranks),
+            num_extras=len(extras),
+            chunk_bytes=chunk_bytes,
+            patience_s=self._timeout_s if timeout is None else _seconds(timeout),
+        )
+        return ServedState(offer, described.description, described.memory)
 
     def disallow_checkpoint(self) -> None:
         state = self._board.state
