@@ -153,7 +153,8 @@ class Training:
 
 @contextlib.contextmanager
 def training() -> Iterator[Training]:
-    """It goes on at the beginning, and at the end of the block."""
+    """It goes on at the beginning and at the end of the block, and no process has logged a
+    traceback."""
     with contextlib.ExitStack() as stack:
         lighthouse = stack.enter_context(lighthouse_process("--log-level=info", "--min-replicas=2"))
         managers = [
@@ -164,3 +165,5 @@ def training() -> Iterator[Training]:
         steady.goes_on()
         yield steady
         steady.goes_on()
+        for process in (lighthouse, *managers):
+            assert "Traceback" not in process.errors(), process.errors()

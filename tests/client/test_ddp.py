@@ -45,6 +45,11 @@ class Group:
         with self.parallel.no_sync():
             self.parallel(*inputs).sum().backward()
 
+    def votes(self, batch: torch.Tensor) -> bool:
+        """A pass over ``batch``, and whether its step is committed."""
+        self.run(batch)
+        return self.manager.should_commit()
+
     def grads(self) -> list[torch.Tensor | None]:
         return [
             None if p.grad is None else p.grad.detach().clone() for p in self.model.parameters()
@@ -278,11 +283,7 @@ def test_a_pass_is_not_begun_again_in_a_step_that_has_begun_to_sum(
         a.run(ONE)  # what it would sum now, is not what the other group sums
         return a.manager.should_commit()
 
-    def waits() -> bool:
-        b.run(TWO)
-        return b.manager.should_commit()
-
-    assert together(fails, waits) == [False, False]
+    assert together(fails, lambda: b.votes(TWO)) == [False, False]
     assert "not finished" in str(a.manager.errored())
 
 
@@ -386,12 +387,8 @@ def test_an_exception_in_the_backward_pass_that_is_caught_discards_the_step(
         handle.remove()
         return a.manager.should_commit()
 
-    def waits() -> bool:
-        b.run(TWO)
-        return b.manager.should_commit()
-
     began_at = time.monotonic()
-    assert together(fails, waits) == [False, False]
+    assert together(fails, lambda: b.votes(TWO)) == [False, False]
     check("a step whose backward pass was ended", time.monotonic() - began_at, 5.0)
     assert "not finished" in str(a.manager.errored())
     together(*(group.model.zero_grad for group in (a, b)))
@@ -458,11 +455,7 @@ def test_a_graph_is_not_used_again_in_a_step_that_has_begun_to_sum(
         loss.backward()
         return a.manager.should_commit()
 
-    def waits() -> bool:
-        b.run(TWO)
-        return b.manager.should_commit()
-
-    assert together(fails, waits) == [False, False]
+    assert together(fails, lambda: b.votes(TWO)) == [False, False]
     assert "not finished" in str(a.manager.errored())
 
 
@@ -479,11 +472,7 @@ def test_a_pass_that_summed_nothing_may_be_tried_again(make: Callable[..., list[
         loss.backward()
         return a.manager.should_commit()
 
-    def waits() -> bool:
-        b.run(TWO)
-        return b.manager.should_commit()
-
-    assert together(tries_again, waits) == [True, True]
+    assert together(tries_again, lambda: b.votes(TWO)) == [True, True]
     assert_gradients(a, expected(mlp, ONE, TWO))
 
 

@@ -42,8 +42,6 @@ SETTINGS = frame(4, 0, 0)
 def steady() -> Iterator[Training]:
     with training() as steady:
         yield steady
-        for process in (steady.lighthouse, *steady.managers):
-            assert "Traceback" not in process.errors(), process.errors()
 
 
 @pytest.fixture(params=["lighthouse", "manager"])
