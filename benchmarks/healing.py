@@ -13,8 +13,15 @@ from typing import Any
 import click
 
 from benchmarks.children.healing_ends import MATRIX_BYTES, PLAIN_KINDS
-from benchmarks.options import gb_option, json_option, num_matrices_in
-from benchmarks.processes import START_TIMEOUT_S, Child, peer_python, program
+from benchmarks.options import before_option, gb_option, json_option, num_matrices_in
+from benchmarks.processes import (
+    ROOT,
+    START_TIMEOUT_S,
+    Child,
+    peer_python,
+    program,
+    root_with_package_of,
+)
 from benchmarks.table import Column, Result, hand_over
 
 _TRANSFER_TIMEOUT_S = 180.0
@@ -25,6 +32,7 @@ _COLUMNS = (
     Column("gb_per_s", "GB/s", 2),
     Column("kept_ratio", "kept = 1", 2),
     Column("ratio", "thrown away = 1", 2),
+    Column("before_ratio", "time, before = 1", 3),
     Column("best_gb_per_s", "best GB/s", 2),
     Column("worst_gb_per_s", "worst GB/s", 2),
     Column("prepare_s", "prepare s", 2),
@@ -68,13 +76,18 @@ class Course:
             self.receiver_cpu_s.append(float(cpu_s))
             self.sender_cpu_s.append(cpu_after_s - cpu_before_s)
 
-    def row(self, num_bytes: int, plain: Course, kept: Course) -> dict[str, Any]:
+    def row(
+        self, num_bytes: int, plain: Course, kept: Course, before: Course | None
+    ) -> dict[str, Any]:
         gigabytes = num_bytes / 1e9
+        olds_s = before.walls_s if before else []
+        of_before = [new_s / old_s for new_s, old_s in zip(self.walls_s, olds_s, strict=False)]
         return {
             "way": self.title,
             "gb_per_s": gigabytes / statistics.median(self.walls_s),
             "kept_ratio": statistics.median(kept.walls_s) / statistics.median(self.walls_s),
             "ratio": statistics.median(plain.walls_s) / statistics.median(self.walls_s),
+            "before_ratio": statistics.median(of_before) if of_before else None,
             "best_gb_per_s": gigabytes / min(self.walls_s),
             "worst_gb_per_s": gigabytes / max(self.walls_s),
             "prepare_s": statistics.median(self.prepares_s),
@@ -85,15 +98,19 @@ class Course:
         }
 
 
-def measure(num_matrices: int, repeat: int, connections: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure(
+    num_matrices: int, repeat: int, connections: tuple[int, ...], before: Path | None
+) -> list[dict[str, Any]]:
     """All ways in turns, ``repeat`` times each after one that does not count."""
     with ExitStack() as stack:
 
-        def ends(module: str, python: str = sys.executable) -> tuple[Child, Child]:
+        def ends(
+            module: str, python: str = sys.executable, root: Path = ROOT
+        ) -> tuple[Child, Child]:
             matrices = f"--matrices={num_matrices}"
             commands = [program(module, role, matrices, python=python) for role in _ROLES]
             send, receive = (
-                stack.enter_context(Child(command, {"OMP_NUM_THREADS": "1"}))
+                stack.enter_context(Child(command, {"OMP_NUM_THREADS": "1"}, root=root))
                 for command in commands
             )
             return send, receive
@@ -109,6 +126,13 @@ def measure(num_matrices: int, repeat: int, connections: tuple[int, ...]) -> lis
             for n in connections
         ]
         children = [*ours]
+        pairs: dict[int, Course] = {}  # what was measured before, by the id of what is now
+        if root := stack.enter_context(root_with_package_of(before)):
+            old = ends("benchmarks.children.healing_ours", root=root)
+            children += old
+            for course in [each for each in courses if each.kind not in PLAIN_KINDS]:
+                pairs[id(course)] = Course(course.kind, f"{course.title}, before", *old)
+                courses.append(pairs[id(course)])
         if peer := peer_python():
             public = ends("benchmarks.children.healing_public", peer)
             children += public
@@ -122,7 +146,10 @@ def measure(num_matrices: int, repeat: int, connections: tuple[int, ...]) -> lis
             for course in courses if step % 2 == 0 else courses[::-1]:
                 course.run(step, is_counted=step > 0)
         num_bytes = num_matrices * MATRIX_BYTES
-        return [course.row(num_bytes, courses[0], courses[1]) for course in courses]
+        return [
+            course.row(num_bytes, courses[0], courses[1], pairs.get(id(course)))
+            for course in courses
+        ]
 
 
 def _count(number: int, what: str) -> str:
@@ -134,8 +161,15 @@ def _count(number: int, what: str) -> str:
 @click.option("--repeat", type=click.IntRange(1), default=5, help="Transfers of each way.")
 @click.option("--connections", type=click.IntRange(1, 32), multiple=True, default=(1, 2, 4),
               help="Connections of ours; may be repeated.")  # fmt: skip
+@before_option
 @json_option
-def main(gb: float, repeat: int, connections: tuple[int, ...], json_file: Path | None) -> None:
+def main(
+    gb: float,
+    repeat: int,
+    connections: tuple[int, ...],
+    before: Path | None,
+    json_file: Path | None,
+) -> None:
     """Healing over loopback: a state from one process to another, checked and in fresh memory."""
     num_matrices = num_matrices_in(gb)
     num_bytes = num_matrices * MATRIX_BYTES
@@ -152,7 +186,7 @@ def main(gb: float, repeat: int, connections: tuple[int, ...], json_file: Path |
             "memory, as a state has to be; thrown away: into the same 1 MiB again and again",
         ],
     )
-    result.rows += measure(num_matrices, repeat, connections)
+    result.rows += measure(num_matrices, repeat, connections, before)
     hand_over(result, json_file)
 
 

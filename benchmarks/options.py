@@ -14,6 +14,12 @@ json_option = click.option(
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the result here, too.",
 )
+before_option = click.option(
+    "--before",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Another checkout of this project (git worktree add FOLDER COMMIT): its package is "
+    "measured beside this one, in turns.",
+)
 gb_option = click.option(
     "--gb", type=click.FloatRange(0.07), default=2.0, help="Size of the state in GiB."
 )

@@ -10,8 +10,9 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -33,7 +34,12 @@ class Child:
     """A running process with its standard output as a stream of lines."""
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str] | None = None, *, quiet: bool = True
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        root: Path = ROOT,
+        quiet: bool = True,
     ) -> None:
         self.command = list(command)
         self._lines: list[str] = []
@@ -42,7 +48,7 @@ class Child:
         self._errors = _anonymous_file() if quiet else None
         self._process = subprocess.Popen(
             self.command,
-            cwd=ROOT,
+            cwd=root,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -181,7 +187,25 @@ def peer_python() -> str | None:
     return python if answer.stdout.strip() == "True" else None
 
 
-def start_lighthouse(*, min_replicas: int, peer: str | None = None, **flags: int) -> Child:
+@contextlib.contextmanager
+def root_with_package_of(checkout: Path | None) -> Iterator[Path | None]:
+    """A root for children: these benchmarks, and the package of another checkout of the project.
+
+    None for None. Both sides of a comparison so run the very same loops.
+    """
+    if checkout is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="torchft-before-") as folder:
+        root = Path(folder)
+        for name, origin in (("torchft_svc", checkout), ("benchmarks", ROOT), ("demo", ROOT)):
+            (root / name).symlink_to(origin.resolve() / name)
+        yield root
+
+
+def start_lighthouse(
+    *, min_replicas: int, peer: str | None = None, root: Path = ROOT, **flags: int
+) -> Child:
     """Ours, or with ``peer`` (a Python) the public release's; `lighthouse_address` waits for it.
 
     ``flags`` are durations in milliseconds; what is not named has the default of each.
@@ -191,7 +215,7 @@ def start_lighthouse(*, min_replicas: int, peer: str | None = None, **flags: int
     if peer is not None:
         return Child(program("benchmarks.children.lighthouse_public", *options, python=peer))
     bind = ["--bind=127.0.0.1:0", "--log-level=error"]
-    return Child(program("torchft_svc.lighthouse_server", *bind, *options))
+    return Child(program("torchft_svc.lighthouse_server", *bind, *options), root=root)
 
 
 def lighthouse_address(lighthouse: Child) -> str:

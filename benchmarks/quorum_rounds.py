@@ -11,13 +11,15 @@ from pathlib import Path
 
 import click
 
-from benchmarks.options import json_option
+from benchmarks.options import before_option, json_option
 from benchmarks.processes import (
+    ROOT,
     START_TIMEOUT_S,
     Child,
     lighthouse_address,
     peer_python,
     program,
+    root_with_package_of,
     start_lighthouse,
 )
 from benchmarks.table import Column, Result, hand_over
@@ -35,6 +37,8 @@ _COLUMNS = (
     Column("load_cpu_ms", "load CPU ms", 2),
     Column("wall_ratio", "wall, public = 1", 2),
     Column("cpu_ratio", "CPU, public = 1", 2),
+    Column("before_wall_ratio", "wall, before = 1", 3),
+    Column("before_cpu_ratio", "CPU, before = 1", 3),
 )
 
 
@@ -90,22 +94,24 @@ class Course:
 
 
 @contextmanager
-def course(over: str, callers: int, processes: int, peer: str | None) -> Iterator[Course]:
+def course(
+    name: str, over: str, callers: int, processes: int, peer: str | None = None, root: Path = ROOT
+) -> Iterator[Course]:
     """Start a lighthouse (with ``peer``, the public release's) and its callers, all connected."""
     with ExitStack() as stack:
         flags = {"join_timeout_ms": _NEVER_MS, "heartbeat_timeout_ms": _NEVER_MS}
-        lighthouse = start_lighthouse(min_replicas=callers, peer=peer, **flags)
+        lighthouse = start_lighthouse(min_replicas=callers, peer=peer, root=root, **flags)
         stack.enter_context(lighthouse)
         address = lighthouse_address(lighthouse)
         load = []
         for first, count in shares(callers, processes):
             flags_of_load = (f"--address={address}", f"--over={over}", f"--first={first}")
             command = program("benchmarks.children.callers", *flags_of_load, f"--count={count}")
-            child = Child(command)
+            child = Child(command, root=root)
             load.append(stack.enter_context(child))
         for child in load:
             child.read_line(START_TIMEOUT_S)
-        yield Course("ours" if peer is None else "public", over, lighthouse, load)
+        yield Course(name, over, lighthouse, load)
 
 
 def shares(callers: int, processes: int) -> list[tuple[int, int]]:
@@ -115,12 +121,22 @@ def shares(callers: int, processes: int) -> list[tuple[int, int]]:
     return [(low, high - low) for low, high in itertools.pairwise(bounds)]
 
 
-def measure(callers: int, rounds: int, blocks: int, processes: int) -> list[dict[str, object]]:
+def measure(
+    callers: int, rounds: int, blocks: int, processes: int, before: Path | None
+) -> list[dict[str, object]]:
     """Rows of ours, both ways, and where installed of the public release, measured in turns."""
     peer = peer_python()
     with ExitStack() as stack:
-        plan = [("sessions", None), ("unary", None), *([("unary", peer)] if peer else [])]
-        courses = [stack.enter_context(course(over, callers, processes, by)) for over, by in plan]
+        sides = [("ours", ROOT)]
+        if root := stack.enter_context(root_with_package_of(before)):
+            sides.append(("ours, before", root))
+        courses = [
+            stack.enter_context(course(name, over, callers, processes, root=root))
+            for over in ("sessions", "unary")
+            for name, root in sides
+        ]
+        if peer:
+            courses.append(stack.enter_context(course("public", "unary", callers, processes, peer)))
         for each in courses:
             each.round()
             each.round()
@@ -128,20 +144,27 @@ def measure(callers: int, rounds: int, blocks: int, processes: int) -> list[dict
             for each in courses if block % 2 == 0 else courses[::-1]:
                 each.run(rounds)
         rows = [each.row(callers) for each in courses]
-    if peer is not None:
-        add_ratios(rows)
+    add_ratios(rows)
     return rows
 
 
 def add_ratios(rows: list[dict[str, object]]) -> None:
-    """Relate each row to the public release's, which is the last one."""
-    public = rows[-1]
+    """Relate each row to the public release's, and ours to what it was before, where measured."""
+    found = {(row["lighthouse"], row["over"]): row for row in rows}
     for row in rows:
-        for ratio, key in (("wall_ratio", "wall_ms"), ("cpu_ratio", "server_cpu_ms")):
-            value, base = row[key], public[key]
-            assert isinstance(value, float)
-            assert isinstance(base, float)
-            row[ratio] = value / base if base else None
+        _add_ratios(row, found.get(("public", "unary")), "")
+        if row["lighthouse"] == "ours":
+            _add_ratios(row, found.get(("ours, before", row["over"])), "before_")
+
+
+def _add_ratios(row: dict[str, object], other: dict[str, object] | None, prefix: str) -> None:
+    if other is None:
+        return
+    for ratio, key in (("wall_ratio", "wall_ms"), ("cpu_ratio", "server_cpu_ms")):
+        value, base = row[key], other[key]
+        assert isinstance(value, float)
+        assert isinstance(base, float)
+        row[prefix + ratio] = value / base if base else None
 
 
 def rounds_for(callers: int, seconds: float) -> int:
@@ -158,10 +181,12 @@ def rounds_for(callers: int, seconds: float) -> int:
               help="Blocks of rounds for each lighthouse, in turns.")  # fmt: skip
 @click.option("--load-processes", type=click.IntRange(1, 16), default=2,
               help="Processes that the callers are spread over.")  # fmt: skip
+@before_option
 @json_option
 def main(
-    sizes: tuple[int, ...], seconds: float, blocks: int, load_processes: int, json_file: Path | None
-) -> None:
+    sizes: tuple[int, ...], seconds: float, blocks: int, load_processes: int,
+    before: Path | None, json_file: Path | None,
+) -> None:  # fmt: skip
     """Quorum rounds: every caller on its own connection, all asking at once.
 
     Over sessions (ours alone has them) and over the unary call of the public release.
@@ -177,7 +202,8 @@ def main(
         ],
     )
     for callers in sizes:
-        result.rows += measure(callers, rounds_for(callers, seconds), blocks, load_processes)
+        rounds = rounds_for(callers, seconds)
+        result.rows += measure(callers, rounds, blocks, load_processes, before)
     hand_over(result, json_file)
 
 

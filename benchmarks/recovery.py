@@ -15,13 +15,15 @@ from typing import Any
 
 import click
 
-from benchmarks.options import json_option
+from benchmarks.options import before_option, json_option
 from benchmarks.processes import (
+    ROOT,
     Child,
     ChildError,
     lighthouse_address,
     peer_python,
     program,
+    root_with_package_of,
     start_lighthouse,
 )
 from benchmarks.table import Column, Result, hand_over
@@ -36,6 +38,8 @@ _ENVIRONMENT = {
 # Well above the public release's heartbeat timeout (5 s) and a start of Python with torch on a
 # machine that is busy with other work.
 _PATIENCE_S = 150.0
+# Of each side, where two checkouts are compared: the kills are spread over them.
+_WORLDS = 4
 # A kill comes at a random moment of a step, when the whole world has trained for a while.
 _CALM_S = (0.2, 0.6)
 _COLUMNS = (
@@ -141,15 +145,13 @@ class Course:
 
     name: str
     killed: str
-    world: World
     with_manager: bool
     pauses_ms: list[float] = field(default_factory=list)
     rejoins_s: list[float] = field(default_factory=list)
     builts_s: list[float] = field(default_factory=list)
 
-    def run(self, dice: random.Random) -> None:
+    def run(self, world: World, dice: random.Random) -> None:
         """One kill and one restart."""
-        world = self.world
         world.train_for(dice.uniform(*_CALM_S))
         victim = dice.randrange(world.num_groups)
         killed_ns = world.kill(victim, with_manager=self.with_manager)
@@ -177,17 +179,20 @@ class Course:
 
 
 @contextmanager
-def whole_world(model: list[str], num_groups: int, peer: str | None) -> Iterator[World]:
+def whole_world(
+    model: list[str], num_groups: int, peer: str | None = None, root: Path = ROOT
+) -> Iterator[World]:
     """All groups train together; ``peer``: the Python of the public release, None: ours."""
     with ExitStack() as stack:
-        lighthouse = stack.enter_context(start_lighthouse(min_replicas=1, peer=peer))
+        lighthouse = start_lighthouse(min_replicas=1, peer=peer, root=root)
+        stack.enter_context(lighthouse)
         where = f"--lighthouse={lighthouse_address(lighthouse)}"
         name = f"benchmarks.children.trainer_{'ours' if peer is None else 'public'}"
         python = {} if peer is None else {"python": peer}
 
         def start(group: int) -> Child:
             command = program(name, *model, where, f"--name=group-{group}", **python)
-            return stack.enter_context(Child(command, _ENVIRONMENT))
+            return stack.enter_context(Child(command, _ENVIRONMENT, root=root))
 
         world = World(start, num_groups)
         for group in range(num_groups):
@@ -197,30 +202,47 @@ def whole_world(model: list[str], num_groups: int, peer: str | None) -> Iterator
 
 
 def measure_ours(
-    model: list[str], num_groups: int, kinds: tuple[str, ...], kills: int, seed: int
-) -> list[dict[str, Any]]:
-    """A row for each kind of kill, in turns."""
-    with whole_world(model, num_groups, None) as world:
-        courses = [Course("ours", kind, world, with_manager=kind != "trainer") for kind in kinds]
-        return run_all(courses, kills, seed)
+    model: list[str], num_groups: int, kinds: tuple[str, ...], kills: int, seed: int,
+    before: Path | None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row for each kind of kill, in turns.
+
+    With another checkout beside this one, worlds of both follow each other: two at a time would
+    take each other's cores.
+    """
+    dice = random.Random(seed)
+    with root_with_package_of(before) as root_before:
+        sides = [(ROOT, _courses("ours", kinds))]
+        if root_before is not None:
+            sides.append((root_before, _courses("ours, before", kinds)))
+        worlds = 1 if root_before is None else min(_WORLDS, kills)
+        for number in range(worlds):
+            share = kills * (number + 1) // worlds - kills * number // worlds
+            for root, courses in sides if number % 2 == 0 else sides[::-1]:
+                with whole_world(model, num_groups, root=root) as world:
+                    run_all(courses, world, share, dice)
+    return [course.row() for _, courses in sides for course in courses]
 
 
 def measure_peer(
     peer: str, model: list[str], num_groups: int, kills: int, seed: int
 ) -> list[dict[str, Any]]:
     """The public release's manager is a part of its trainer: there is but one way to kill it."""
+    courses = _courses("public release", ("trainer",))
     with whole_world(model, num_groups, peer) as world:
-        course = Course("public release", "trainer", world, with_manager=False)
-        return run_all([course], kills, seed)
+        run_all(courses, world, kills, random.Random(seed))
+    return [course.row() for course in courses]
 
 
-def run_all(courses: list[Course], kills: int, seed: int) -> list[dict[str, Any]]:
+def _courses(name: str, kinds: tuple[str, ...]) -> list[Course]:
+    return [Course(name, kind, with_manager=kind != "trainer") for kind in kinds]
+
+
+def run_all(courses: list[Course], world: World, kills: int, dice: random.Random) -> None:
     """``kills`` of each course, in turns."""
-    dice = random.Random(seed)
     for _ in range(kills):
         for course in courses:
-            course.run(dice)
-    return [course.row() for course in courses]
+            course.run(world, dice)
 
 
 @click.command(context_settings={"show_default": True})
@@ -233,10 +255,11 @@ def run_all(courses: list[Course], kills: int, seed: int) -> list[dict[str, Any]
 @click.option("--width", type=click.IntRange(1), default=64, help="Width of the MLP's layers.")
 @click.option("--depth", type=click.IntRange(1), default=2, help="Number of its layers.")
 @click.option("--seed", type=int, default=0, help="Draws the victims and the moments.")
+@before_option
 @json_option
 def main(
     groups: int, kinds: tuple[str, ...], kills: int, peer_kills: int, width: int, depth: int,
-    seed: int, json_file: Path | None,
+    seed: int, before: Path | None, json_file: Path | None,
 ) -> None:  # fmt: skip
     """SIGKILL one of several replica groups, restart it, and look how long each takes."""
     result = Result(
@@ -252,8 +275,7 @@ def main(
         ],
     )
     model = [f"--width={width}", f"--depth={depth}", "--batch=8"]
-    # One world after the other: two would take each other's cores.
-    result.rows = measure_ours(model, groups, kinds, kills, seed)
+    result.rows = measure_ours(model, groups, kinds, kills, seed, before)
     peer = peer_python()
     if peer is not None and peer_kills:
         result.rows += measure_peer(peer, model, groups, peer_kills, seed)

@@ -14,14 +14,16 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.children.phases import PARTS, PHASES
-from benchmarks.options import json_option
+from benchmarks.children.phases import PARTS, PHASES, WRAPPERS
+from benchmarks.options import before_option, json_option
 from benchmarks.processes import (
+    ROOT,
     START_TIMEOUT_S,
     Child,
     lighthouse_address,
     peer_python,
     program,
+    root_with_package_of,
     start_lighthouse,
 )
 from benchmarks.table import Column, Result, hand_over, show
@@ -41,6 +43,7 @@ _COLUMNS = (
     Column("trainer", "trainer"),
     Column("total_ms", "step ms", 2),
     Column("ratio", "of plain DDP", 3),
+    Column("before_ratio", "of before", 3),
     *(Column(f"{phase}_ms", f"{phase}()", 2) for phase in PHASES),
     Column("trainer_cpu_ms", "CPU ms: trainer", 2),
     Column("manager_cpu_ms", "manager", 2),
@@ -86,16 +89,20 @@ class Pair:
             "lighthouse": self.lighthouse.cpu_s() if self.lighthouse else 0.0,
         }
 
+    def ratios(self, other: Pair) -> list[float]:
+        """Of neighbouring blocks' step times, so that drift cancels."""
+        return [
+            statistics.median(mine["total"]) / statistics.median(theirs["total"])
+            for mine, theirs in zip(self.blocks, other.blocks, strict=True)
+        ]
+
     def row(self, plain: Pair) -> dict[str, Any]:
-        """Medians over all steps; the ratio is that of neighbouring blocks, so drift cancels."""
+        """Medians over all steps."""
         medians = {
             phase: statistics.median([t for block in self.blocks for t in block[phase]])
             for phase in self.blocks[0]
         }
-        ratios = [
-            statistics.median(mine["total"]) / statistics.median(theirs["total"])
-            for mine, theirs in zip(self.blocks, plain.blocks, strict=True)
-        ]
+        ratios = self.ratios(plain)
         row: dict[str, Any] = {"trainer": self.name}
         row |= {f"{phase}_ms": time_ms for phase, time_ms in medians.items()}
         row |= {f"{name}_cpu_ms": 1000 * s / self.num_steps for name, s in self.cpu_s.items()}
@@ -132,9 +139,11 @@ def plain_pair(model: list[str]) -> Iterator[Pair]:
 
 
 @contextmanager
-def tolerant_pair(name: str, model: list[str], peer: str | None) -> Iterator[Pair]:
+def tolerant_pair(
+    name: str, model: list[str], peer: str | None = None, root: Path = ROOT
+) -> Iterator[Pair]:
     """Two replica groups of ours, or with ``peer`` of the public release, and its lighthouse."""
-    with start_lighthouse(min_replicas=2, peer=peer) as lighthouse:
+    with start_lighthouse(min_replicas=2, peer=peer, root=root) as lighthouse:
         where = f"--lighthouse={lighthouse_address(lighthouse)}"
         kind = "ours" if peer is None else "public"
         python = {} if peer is None else {"python": peer}
@@ -144,31 +153,44 @@ def tolerant_pair(name: str, model: list[str], peer: str | None) -> Iterator[Pai
             )
             for rank in range(2)
         ]
-        with started(name, commands, lighthouse) as pair:
+        with started(name, commands, lighthouse, root) as pair:
             yield pair
 
 
 @contextmanager
-def started(name: str, commands: list[list[str]], lighthouse: Child | None) -> Iterator[Pair]:
+def started(
+    name: str, commands: list[list[str]], lighthouse: Child | None, root: Path = ROOT
+) -> Iterator[Pair]:
     """Both trainers, ready."""
     with ExitStack() as stack:
-        trainers = [stack.enter_context(Child(command, _ENVIRONMENT)) for command in commands]
+        trainers = [
+            stack.enter_context(Child(command, _ENVIRONMENT, root=root)) for command in commands
+        ]
         for trainer in trainers:
             while trainer.read_line(START_TIMEOUT_S) != "ready":
                 pass
         yield Pair(name, trainers, lighthouse)
 
 
-def measure(model: list[str], num_steps: int, blocks: int) -> list[dict[str, Any]]:
+def measure(
+    model: list[str], wrapper: str, num_steps: int, blocks: int, before: Path | None
+) -> list[dict[str, Any]]:
     """The rows of all pairs, measured in turns."""
     peer = peer_python()
+    wrapped = [*model, f"--wrapper={wrapper}"]
     with ExitStack() as stack:
         pairs = [stack.enter_context(plain_pair(model))]
-        pairs.append(stack.enter_context(tolerant_pair("ours", model, None)))
+        pairs.append(stack.enter_context(tolerant_pair("ours", wrapped)))
+        if root := stack.enter_context(root_with_package_of(before)):
+            pairs.append(stack.enter_context(tolerant_pair("ours, before", wrapped, root=root)))
         if peer is not None:
             pairs.append(stack.enter_context(tolerant_pair("public release", model, peer)))
         in_turns(pairs, num_steps, blocks)
-        return [pair.row(pairs[0]) for pair in pairs]
+        rows = [pair.row(pairs[0]) for pair in pairs]
+        if root:
+            ratios = pairs[1].ratios(pairs[2])
+            rows[1] |= {"before_ratio": statistics.median(ratios), "before_ratios": ratios}
+        return rows
 
 
 def in_turns(pairs: list[Pair], num_steps: int, blocks: int) -> None:
@@ -214,26 +236,38 @@ def parts_table(rows: list[dict[str, Any]]) -> Result:
 @click.option("--width", type=click.IntRange(1), default=728, help="Width of the MLP's layers.")
 @click.option("--depth", type=click.IntRange(1), default=8, help="Number of its layers.")
 @click.option("--batch", type=click.IntRange(1), default=16, help="Samples of a step.")
+@click.option("--wrapper", type=click.Choice(WRAPPERS), default=WRAPPERS[0],
+              help="What averages ours: its own DDP, torch's over a ManagedProcessGroup, or "
+              "Manager.allreduce for each gradient.")  # fmt: skip
+@before_option
 @json_option
 def main(
-    steps: int, blocks: int, width: int, depth: int, batch: int, json_file: Path | None
-) -> None:
+    steps: int, blocks: int, width: int, depth: int, batch: int, wrapper: str,
+    before: Path | None, json_file: Path | None,
+) -> None:  # fmt: skip
     """Time of a training step without failures: two groups, one worker each, over gloo."""
     parameters = depth * (width * width + width) + 16 * (width + 1)
     result = Result(
         name="step_time",
         title=f"Step time without failures: 2 groups, {parameters * 4 / 1e6:.1f} MB of gradients",
         columns=_COLUMNS,
-        settings={"steps": steps, "blocks": blocks, "width": width, "depth": depth, "batch": batch},
+        settings={
+            "steps": steps,
+            "blocks": blocks,
+            "width": width,
+            "depth": depth,
+            "batch": batch,
+            "wrapper": wrapper,
+        },
         notes=[
-            "medians in milliseconds; 'of plain DDP' is the median over neighbouring blocks",
+            "medians in milliseconds; 'of plain DDP' (of before) is the median over neighbouring "
+            "blocks",
             "CPU: milliseconds per step, of one trainer, one manager, and the lighthouse; "
             "the public release's manager is a part of its trainer",
         ],
     )
-    result.rows = measure(
-        [f"--width={width}", f"--depth={depth}", f"--batch={batch}"], steps, blocks
-    )
+    model = [f"--width={width}", f"--depth={depth}", f"--batch={batch}"]
+    result.rows = measure(model, wrapper, steps, blocks, before)
     show(parts_table(result.rows))
     hand_over(result, json_file)
 

@@ -1,5 +1,6 @@
-"""The parts of a training step that the benchmarks tell apart."""
+"""The parts of a training step that the benchmarks tell apart, and who may average it."""
 
+WRAPPERS = ("ours", "torch", "none")
 PHASES = ("zero_grad", "forward", "backward", "step")
 # What ours does in which phase, beyond what plain DDP does; in the order of a step.
 PARTS = {

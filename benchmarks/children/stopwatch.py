@@ -31,7 +31,8 @@ class Stopwatch:
     def __init__(self) -> None:
         self._spent_ns = dict.fromkeys(PARTS, 0)
         for part, (owner, name) in _METHODS.items():
-            setattr(owner, name, self._timed(part, getattr(owner, name)))
+            if method := getattr(owner, name, None):  # a package from before may have another name
+                setattr(owner, name, self._timed(part, method))
 
     def lap(self) -> dict[str, float]:
         """Milliseconds of each part since the last call."""

@@ -2,9 +2,31 @@
 
 from typing import Any
 
+from torch import nn
+
 from benchmarks.children.stopwatch import Stopwatch
 from benchmarks.children.workload import Training, build, shape_from_flags
-from torchft_svc.client import DistributedDataParallel, Manager, OptimizerWrapper
+from torchft_svc.client import (
+    DistributedDataParallel,
+    ManagedProcessGroup,
+    Manager,
+    OptimizerWrapper,
+)
+
+
+def wrapped(wrapper: str, manager: Manager, model: nn.Module) -> nn.Module:
+    """``model``, averaged by ``wrapper``; as it is where nothing wraps it."""
+    if wrapper == "ours":
+        return DistributedDataParallel(manager, model)
+    if wrapper == "none":
+        return model
+    return nn.parallel.DistributedDataParallel(
+        model,
+        process_group=ManagedProcessGroup(manager, averages_sums=True),
+        init_sync=False,
+        broadcast_buffers=False,
+        find_unused_parameters=True,
+    )
 
 
 def main() -> None:
@@ -25,14 +47,21 @@ def main() -> None:
         lighthouse_addr=flags.lighthouse,
         replica_id=flags.name,
     )
+
+    def average() -> None:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        for work in [manager.allreduce(gradient) for gradient in gradients]:
+            work.wait()
+
     Training(
         shape,
-        DistributedDataParallel(manager, model),
+        wrapped(flags.wrapper, manager, model),
         OptimizerWrapper(manager, sgd),
         current_step=manager.current_step,
         num_participants=manager.num_participants,
         close=manager.shutdown,
         lap=watch.lap,
+        **({"average": average} if flags.wrapper == "none" else {}),
     ).obey()
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from benchmarks.children.phases import PHASES
+from benchmarks.children.phases import PHASES, WRAPPERS
 
 _WIDTH_OF_CLASSES = 16
 
@@ -46,6 +46,7 @@ def shape_from_flags() -> tuple[Shape, argparse.Namespace]:
     parser.add_argument("--name", default="0")
     parser.add_argument("--store-port", type=int, default=0)
     parser.add_argument("--lighthouse", default="")
+    parser.add_argument("--wrapper", choices=WRAPPERS, default=WRAPPERS[0])
     flags = parser.parse_args()
     return Shape(flags.width, flags.depth, flags.batch), flags
 
@@ -71,7 +72,10 @@ def no_participants() -> int:
 
 @dataclass
 class Training:
-    """What a trainer has set up; ``current_step`` counts commits, where there are any."""
+    """What a trainer has set up; ``current_step`` counts commits, where there are any.
+
+    ``average`` is called after the backward pass, where nothing averages during it.
+    """
 
     shape: Shape
     model: nn.Module
@@ -80,6 +84,7 @@ class Training:
     num_participants: Callable[[], int] = no_participants
     close: Callable[[], None] = lambda: None
     lap: Callable[[], dict[str, float]] = dict
+    average: Callable[[], None] = lambda: None
     _batch: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
 
     def obey(self) -> None:
@@ -103,6 +108,7 @@ class Training:
         loss = nn.functional.cross_entropy(self.model(inputs), labels)
         at.append(time.monotonic_ns())
         loss.backward()  # type: ignore[no-untyped-call]
+        self.average()
         at.append(time.monotonic_ns())
         self.optimizer.step()
         at.append(time.monotonic_ns())
@@ -137,6 +143,7 @@ class Training:
             self.optimizer.zero_grad()
             loss = nn.functional.cross_entropy(self.model(inputs), labels)
             loss.backward()  # type: ignore[no-untyped-call]
+            self.average()
             participants = self.num_participants()
             self.optimizer.step()
             if self.current_step() > before:

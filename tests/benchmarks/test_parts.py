@@ -16,14 +16,26 @@ def test_shares_give_each_caller_to_one_process() -> None:
     assert shares(1, 2) == [(0, 1)]
 
 
-def test_ratios_are_those_to_the_last_row() -> None:
-    rows: list[dict[str, object]] = [
-        {"wall_ms": 2.0, "server_cpu_ms": 0.5},
-        {"wall_ms": 4.0, "server_cpu_ms": 0.0},
+def test_ratios_are_those_to_the_public_release_and_to_the_package_before() -> None:
+    def row(lighthouse: str, over: str, wall_ms: float, cpu_ms: float = 0.0) -> dict[str, object]:
+        return {
+            "lighthouse": lighthouse,
+            "over": over,
+            "wall_ms": wall_ms,
+            "server_cpu_ms": cpu_ms,
+        }
+
+    rows = [
+        row("ours", "sessions", 2.0, 3.0),
+        row("ours, before", "sessions", 1.0, 2.0),
+        row("ours", "unary", 8.0),
+        row("public", "unary", 4.0),
     ]
     add_ratios(rows)
-    assert [row["wall_ratio"] for row in rows] == [0.5, 1.0]
-    assert [row["cpu_ratio"] for row in rows] == [None, None]  # nothing to be related to
+    assert [row["wall_ratio"] for row in rows] == [0.5, 0.25, 2.0, 1.0]
+    assert [row["cpu_ratio"] for row in rows] == [None] * 4  # nothing to be related to
+    assert (rows[0]["before_wall_ratio"], rows[0]["before_cpu_ratio"]) == (2.0, 1.5)
+    assert not any("before_wall_ratio" in row for row in rows[1:])
 
 
 def test_a_child_is_read_line_by_line_and_its_failure_has_its_last_words() -> None:

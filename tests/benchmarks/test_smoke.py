@@ -14,7 +14,7 @@ from warm import Warm
 
 from benchmarks import isolation, quorum_rounds, recovery, stall, step_time, striping
 from benchmarks.children.phases import PARTS, PHASES
-from benchmarks.processes import PEER_VARIABLE
+from benchmarks.processes import PEER_VARIABLE, ROOT
 
 Run = Callable[..., tuple[str, dict[str, Any]]]
 pytestmark = [pytest.mark.processes]
@@ -57,16 +57,28 @@ def test_quorum_rounds(run: Run) -> None:
 
 def test_step_time(run: Run) -> None:
     tiny = ("--width=16", "--depth=1", "--batch=2", "--steps=2", "--blocks=2")
-    output, result = run(step_time.main, *tiny)
+    output, result = run(step_time.main, *tiny, f"--before={ROOT}")
     assert "Where our step spends its time" in output
-    plain, ours = result["rows"]
-    assert (plain["trainer"], ours["trainer"]) == ("plain DDP", "ours")
+    plain, ours, before = result["rows"]
+    assert [row["trainer"] for row in (plain, ours, before)] == [
+        "plain DDP",
+        "ours",
+        "ours, before",
+    ]
+    assert ours["before_ratio"] > 0
     for row in (plain, ours):
         assert row.keys() >= {f"{phase}_ms" for phase in (*PHASES, "total")}
         assert len(row["ratios"]) == 2
     assert ours.keys() >= {f"{part}_ms" for part in PARTS}
     # Each part was really timed: the method that does it still has the name that is wrapped.
     assert all(ours[f"{part}_ms"] > 0 for part in PARTS)
+
+
+@pytest.mark.parametrize("wrapper", ["torch", "none"])
+def test_step_time_of_other_wrappers(run: Run, wrapper: str) -> None:
+    tiny = ("--width=16", "--depth=1", "--batch=2", "--steps=2", "--blocks=1")
+    _, result = run(step_time.main, *tiny, f"--wrapper={wrapper}")
+    assert all(row["total_ms"] > 0 for row in result["rows"])
 
 
 def test_recovery(run: Run) -> None:
