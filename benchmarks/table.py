@@ -49,9 +49,13 @@ class Result:
             "notes": self.notes,
         }
 
+    def shown(self) -> list[Column]:
+        """The columns in which something was measured."""
+        return [c for c in self.columns if any(row.get(c.key) is not None for row in self.rows)]
+
     def cells(self) -> list[list[str]]:
         """The table's text, row by row."""
-        return [[_text(row.get(c.key), c.digits) for c in self.columns] for row in self.rows]
+        return [[_text(row.get(c.key), c.digits) for c in self.shown()] for row in self.rows]
 
 
 def machine() -> dict[str, Value]:
@@ -97,7 +101,7 @@ def _print_rich(result: Result) -> None:
     if not console.is_terminal:
         console = Console(width=140)  # a log is wide enough; do not cut the table there
     table = Table(title=result.title, title_justify="left", caption_justify="left")
-    for index, column in enumerate(result.columns):
+    for index, column in enumerate(result.shown()):
         table.add_column(column.title, justify="left" if index == 0 else "right")
     for row in result.cells():
         table.add_row(*row)
@@ -107,7 +111,7 @@ def _print_rich(result: Result) -> None:
 
 
 def _print_plain(result: Result) -> None:
-    rows = [[column.title for column in result.columns], *result.cells()]
+    rows = [[column.title for column in result.shown()], *result.cells()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(result.title)
     for row in rows:
