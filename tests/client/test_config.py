@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from torchft_svc.client.bootstrap import _both
 from torchft_svc.client.config import (
     GroupPlace,
     Timeouts,
@@ -179,3 +180,8 @@ def test_contradictions_are_refused() -> None:
         services(NOTHING, quorum_retries=-1)
     with pytest.raises(ConfigError, match="min_replicas=-1"):
         services(NOTHING, min_replicas=-1)
+
+
+def test_a_store_address_that_is_given_but_empty_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="store_addr=' ' cannot work: it is empty"):
+        _both("store_addr", " ", "store_port", 29500)

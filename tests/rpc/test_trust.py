@@ -295,9 +295,8 @@ def test_the_flags(some: Papers, tmp_path_factory: pytest.TempPathFactory) -> No
     [
         (["--tls-cert=/nowhere.pem"], {}, "TORCHFT_TLS_KEY is needed with it"),
         (["--token-file=/nowhere"], {}, "TORCHFT_TOKEN_FILE='/nowhere' cannot work"),
-        (["--token-file", "", "--tls-cert", ""], {}, "TORCHFT_TOKEN_FILE='' cannot work"),
-        (["--token-file", ""], {}, "TORCHFT_TOKEN_FILE='' cannot work: it is empty"),
-        (["--tls-cert", "", "--tls-key", ""], {}, "TORCHFT_TLS_CERT='' cannot work: it is empty"),
+        (["--token-file", ""], {}, "Invalid value for '--token-file': '' is empty: give it a"),
+        (["--tls-cert", "", "--tls-key", ""], {}, "Invalid value for '--tls-"),
         ([], {"TORCHFT_TOKEN": ""}, "TORCHFT_TOKEN='' cannot work: it is empty"),
         ([], {"TORCHFT_TLS_CA": ""}, "TORCHFT_TLS_CA='' cannot work: it is empty"),
         ([], {"TORCHFT_TOKEN": "short"}, "TORCHFT_TOKEN='...' cannot work: it has 5 characters"),

@@ -187,6 +187,8 @@ def _both(addr_name: str, addr: str | None, port_name: str, port: int | None) ->
     if addr is None or port is None:
         missing, given = (addr_name, port_name) if addr is None else (port_name, addr_name)
         raise ConfigError(missing, None, f"{given} is set, so this is needed too")
+    if not addr.strip():
+        raise ConfigError(addr_name, addr, "it is empty: give it a value, or leave it out")
     return HostPort(addr, port)
 
 

@@ -84,8 +84,9 @@ class LighthouseServer(_Server):
 class ManagerServer(_Server):
     """A replica group's manager inside this process.
 
-    ``replica_id`` is the group's name; its incarnation is added. It shares the interpreter lock
-    with the program around it: a long call that holds it delays heartbeats.
+    ``replica_id`` is the group's name; its incarnation is added. ``hostname`` is the host under
+    which others reach it (empty: the one that the route to the lighthouse leaves from). It shares
+    the interpreter lock with the program around it: a long call that holds it delays heartbeats.
 
     Raises:
         AddressError: ``bind`` or an address cannot be parsed or bound.

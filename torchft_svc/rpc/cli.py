@@ -36,9 +36,23 @@ STOP_SIGNAL = signal.SIGUSR1
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class _GivenOption(click.Option):
+    """An empty value on the command line is an error: it comes from a shell variable that is not
+    set, and the default is not what was meant."""
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        source = ctx.get_parameter_source(self.name) if self.name else None
+        is_given = source is click.core.ParameterSource.COMMANDLINE
+        if is_given and isinstance(value, str) and not value.strip():
+            reason = f"{value!r} is empty: give it a value, or leave it out"
+            raise click.BadParameter(reason, ctx=ctx, param=self)
+        return super().process_value(ctx, value)
+
+
 def option(name: str, **attrs: Any) -> Callable[[F], F]:
-    """A click option; its help tells which environment variable counts where it is not given."""
-    return click.option(name, **{"show_envvar": True, **attrs})
+    """A click option; its help tells which environment variable counts where it is not given. On
+    the command line it must not be empty."""
+    return click.option(name, cls=_GivenOption, **{"show_envvar": True, **attrs})
 
 
 def log_level_option(main: F) -> F:

@@ -250,3 +250,8 @@ def test_a_wait_for_the_end_of_a_step_can_be_ended(source: HTTPTransport[Any]) -
             receiver.interrupt_receive("its group is lost")
             with pytest.raises(CheckpointError, match="its group is lost"):
                 waiting.result()
+
+
+def test_an_advertised_host_that_is_given_but_empty_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="hostname=' ' cannot work: it is empty"):
+        HTTPTransport(LONG, hostname=" ")

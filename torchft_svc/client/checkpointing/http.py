@@ -81,6 +81,9 @@ class HTTPTransport(CheckpointTransport[T]):
         _check("num_connections", num_connections, 1, MAX_NUM_CONNECTIONS)
         if chunk_bytes is not None:
             _check("chunk_bytes", chunk_bytes, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
+        if hostname is not None and not hostname.strip():
+            reason = "it is empty: give it a value, or leave it out"
+            raise ConfigError("hostname", hostname, reason)
         self._timeout_s = _seconds(timeout)
         self._num_connections = num_connections
         self._chunk_bytes = chunk_bytes
