@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     AnswerVote,
     AnswerWorker,
+    AwaitOwner,
     LeaveLighthouse,
     RefuseWorker,
     StopAsking,
@@ -182,6 +184,7 @@ def test_two_workers_with_one_rank() -> None:
 
 def test_a_restarted_worker_makes_another_incarnation() -> None:
     group = Group(2)
+    before: tuple[str, ...] = ("x", "y")
     for round_, ids, restarted in [
         (1, ("x", "y"), False),
         (2, ("x", "y"), False),
@@ -189,6 +192,11 @@ def test_a_restarted_worker_makes_another_incarnation() -> None:
         (4, ("x", "new"), False),
         (5, ("new", "newer"), True),
     ]:
+        for rank, (old, worker_id) in enumerate(zip(before, ids, strict=True)):
+            if old != worker_id:
+                group.detached(rank, old, "killed")
+            group.attached(rank, worker_id)
+        before = ids
         group.quorum_requested(request(0, worker_id=ids[0]), 2 * round_)
         orders = group.quorum_requested(request(1, worker_id=ids[1]), 2 * round_ + 1)
         assert orders == (asks(round_, new_incarnation=restarted),)
@@ -200,9 +208,85 @@ def test_a_restart_is_not_forgotten_when_the_barrier_fails() -> None:
     group.quorum_requested(request(0, worker_id="x"), 10)
     group.withdrawn(10)
     group.quorum_requested(request(0, worker_id="new"), 11)
+    group.owner_was_silent(0, 11)
     group.withdrawn(11)
     group.quorum_requested(request(0, worker_id="new"), 12)
     assert group.quorum_requested(request(1), 13) == (asks(new_incarnation=True),)
+
+
+ANOTHER = "another worker with this rank is there; give every worker of the group a rank of its own"
+
+
+def trains(*, attached: bool = True, worker_id: str = "x") -> Group:
+    """A group of one worker, which has been told a quorum."""
+    group = Group(1)
+    if attached:
+        group.attached(0, worker_id)
+    group.quorum_requested(request(0, worker_id=worker_id), 10)
+    group.quorum_formed(1, QUORUM)
+    return group
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("worker_id", ["x", ""])
+def test_a_stranger_with_the_rank_of_a_living_worker_is_the_one_refused(
+    attached: bool, worker_id: str
+) -> None:
+    group = trains(attached=attached, worker_id=worker_id)
+    may_be_dead = not attached and worker_id
+    held = group.quorum_requested(request(0, worker_id="evil", checkpoint_address="evil"), 11)
+    assert held == ((AwaitOwner(0, 11),) if may_be_dead else ())
+    assert group.why(11) == "group rank 0 belongs to another worker, which may be alive"
+    with pytest.raises(RequestRefused, match="group rank 0 is taken: another"):
+        group.quorum_requested(request(0, worker_id="worse"), 12)
+    with pytest.raises(RequestRefused, match="group rank 0 is taken: another"):
+        group.attached(0, "evil")
+    with pytest.raises(RequestRefused, match="group rank 0 is taken: another"):
+        group.voted(vote(0, yes=False, worker_id="evil"), 13)
+    refused = Refused(11, "RequestRefused", f"group rank 0 is taken: {ANOTHER}")
+    voted = plain(group.voted(vote(0, worker_id=worker_id), 14))
+    assert voted == [refused, AnswerVote(14, True)]
+    group.quorum_requested(request(0, worker_id="evil"), 15)
+    asked = plain(group.quorum_requested(request(0, worker_id=worker_id), 16))
+    assert asked == [replace(refused, caller=15), asks(2)], "and it is no other incarnation"
+    assert group.checkpoint_address(0) != "evil"
+    assert group.askers() == [16]
+
+
+def test_whose_line_has_ended_is_followed_by_the_one_that_waits() -> None:
+    group = trains()
+    assert group.quorum_requested(request(0, worker_id="new"), 11) == ()
+    again = request(0, worker_id="new", step=7)
+    newer = "no quorum: a newer call of group rank 0 has taken the place of this one"
+    asked = group.quorum_requested(again, 12)
+    assert plain(asked) == [Refused(11, "QuorumFailed", newer)]
+    assert group.owner_was_silent(0, 11) == (), "its line tells"
+    gone = LeaveLighthouse("group rank 0 is gone: killed")
+    new = asks(2, new_incarnation=True, step=7)
+    assert group.detached(0, "x", "killed") == (gone, new)
+    group.attached(0, "new")
+    with pytest.raises(RequestRefused, match="is taken"):
+        group.attached(0, "x")
+
+
+def test_a_worker_without_a_line_is_followed_when_it_was_silent_for_long() -> None:
+    """Also by one that is not as patient, and asks again."""
+    group = trains(attached=False)
+    assert group.quorum_requested(request(0, worker_id="new"), 11) == (AwaitOwner(0, 11),)
+    group.withdrawn(11)
+    assert group.quorum_requested(request(0, worker_id="new"), 12) == ()
+    assert group.owner_was_silent(0, 11) == (asks(2, new_incarnation=True),)
+    assert group.owner_was_silent(0, 11) == ()
+
+
+def test_a_worker_without_a_line_that_has_shown_itself_is_not_followed() -> None:
+    group = trains(attached=False)
+    group.quorum_requested(request(0, worker_id="new"), 11)
+    group.voted(vote(0, worker_id="x"), 12)
+    assert group.quorum_requested(request(0, worker_id="new"), 13) == (AwaitOwner(0, 13),)
+    assert group.owner_was_silent(0, 11) == (), "that was before"
+    group.attached(0, "x")
+    assert group.owner_was_silent(0, 13) == (), "its line tells by now"
 
 
 @pytest.mark.parametrize(
@@ -293,10 +377,10 @@ def test_a_worker_whose_line_broke_comes_back_as_another_incarnation() -> None:
 
 def test_a_worker_that_dies_releases_those_that_vote() -> None:
     group = in_round(2)
-    group.attached(1, "y")
+    group.attached(1, "")
     group.voted(vote(0), 20)
     gone = "group rank 1 is gone: killed"
-    assert plain(group.detached(1, "y", "killed")) == [
+    assert plain(group.detached(1, "", "killed")) == [
         Refused(20, "CommitFailed", f"no commit decision: {gone}"),
         LeaveLighthouse(gone),
     ]

@@ -46,7 +46,11 @@ def test_a_vote_may_name_the_step_of_the_group_or_of_the_quorum() -> None:
         (vote(2), "group rank 2 is outside this group of 2 workers"),
         (vote(-1), "group rank -1 is outside this group of 2 workers"),
         (vote(1, yes=False), "group rank 1 has already voted in round 3"),
-        (vote(1, worker_id="y"), "group rank 1 has already voted in round 3"),
+        (
+            vote(1, worker_id="y"),
+            "group rank 1 is taken: another worker with this rank is there; "
+            "give every worker of the group a rank of its own",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -128,8 +132,8 @@ def test_i3_a_late_no_is_not_answered_with_a_yes() -> None:
     group = in_round(2)
     group.voted(vote(0), 20)
     group.voted(vote(1), 21)
-    group.quorum_requested(request(0, worker_id="new"), 22)
-    assert group.voted(vote(1, worker_id="new", yes=False), 23) == (AnswerVote(23, False),)
+    group.quorum_requested(request(0), 22)
+    assert group.voted(vote(1, yes=False), 23) == (AnswerVote(23, False),)
     assert group.voted(vote(1), 24) == (AnswerVote(24, True),)  # its answer was lost
 
 
@@ -144,8 +148,8 @@ def test_a_late_vote_for_another_step_is_refused(step: int) -> None:
 
 def test_a_voter_that_is_later_than_a_death_learns_of_it() -> None:
     group = in_round(2)
-    group.attached(0, "x")
-    group.detached(0, "x", "its process ended")
+    group.attached(0, "")
+    group.detached(0, "", "its process ended")
     sentence = "no commit decision: group rank 0 is gone: its process ended"
     assert plain(group.voted(vote(1), 20)) == [Refused(20, "CommitFailed", sentence)]
 

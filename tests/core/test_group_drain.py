@@ -8,6 +8,7 @@ from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     AnswerWorker,
     AskLighthouse,
+    AwaitOwner,
     LeaveLighthouse,
     Order,
     RefuseWorker,
@@ -139,9 +140,11 @@ def test_the_workers_that_come_after_it_begin_anew() -> None:
 def test_workers_that_take_the_place_of_others_do_not_end_in_their_stead() -> None:
     """Of those before, rank 0 has asked and died, and nobody has noticed yet."""
     group = Group(2)
-    group.attached(1, "w")
+    group.quorum_requested(request(1), 0)
+    group.withdrawn(0)
     group.drain("preempted")
     assert group.quorum_requested(request(0), 1) == ()
-    (ask,) = group.quorum_requested(request(1, worker_id="new"), 2)
+    assert group.quorum_requested(request(1, worker_id="new"), 2) == (AwaitOwner(1, 2),)
+    (ask,) = group.owner_was_silent(1, 2)
     assert isinstance(ask, AskLighthouse)
     assert ask.new_incarnation

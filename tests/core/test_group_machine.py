@@ -13,6 +13,7 @@ from torchft_svc.core.group_orders import (
     AnswerVote,
     AnswerWorker,
     AskLighthouse,
+    AwaitOwner,
     LeaveLighthouse,
     Order,
     RefuseWorker,
@@ -36,6 +37,8 @@ class Barriers(RuleBasedStateMachine):
         super().__init__()
         self.caller = 0
         self.asking: dict[int, WorkerRequest] = {}  # callers that wait, by number
+        self.held: dict[int, tuple[int, WorkerRequest]] = {}  # callers and questions, by rank
+        self.suspects: list[AwaitOwner] = []
         self.voting: dict[int, Vote] = {}
         self.told: set[int] = set()
         self.question: AskLighthouse | None = None
@@ -63,31 +66,71 @@ class Barriers(RuleBasedStateMachine):
     def worker_asks(self, rank: int, step: int, **fields: Any) -> None:
         self.caller += 1
         request = WorkerRequest(group_rank=rank, step=step, **fields)
-        waiting = dict(self.asking)
+        is_own = self.group.belongs_to(rank, request.worker_id)
         try:
             orders = self.group.quorum_requested(request, self.caller)
         except RequestRefused:
-            taken = [each for each in waiting.values() if each.group_rank == rank]
-            assert rank >= self.group.world_size or taken[0].worker_id != request.worker_id
+            assert rank >= self.group.world_size or not is_own
             return
+        if is_own:
+            self.enters(request, self.caller)
+        self.carry_out(orders)
+        if not is_own:
+            self.held[rank] = self.caller, request
+
+    def enters(self, request: WorkerRequest, caller: int) -> None:
+        """The barrier, of the worker that the rank belongs to from now on."""
+        rank = request.group_rank
         self.over = True
         before = {self.known.get(rank), self.lines.get(rank)}
         is_new = not before <= {None, request.worker_id}
         self.is_new |= is_new
         self.is_draining = request.draining or (self.is_draining and not is_new)
-        self.asking[self.caller] = request
+        self.asking[caller] = request
         self.known[rank] = request.worker_id
+
+    def succeeds(self, rank: int, orders: tuple[Order, ...]) -> None:
+        """Whose question is held, now that the rank belongs to nobody else."""
+        if rank in self.held:
+            caller, request = self.held.pop(rank)
+            self.enters(request, caller)
         self.carry_out(orders)
 
-    @rule(rank=ranks, step=steps, yes=st.booleans(), age=st.sampled_from([0, 0, 0, 1, None]))
-    def worker_votes(self, rank: int, step: int, yes: bool, age: int | None) -> None:
+    @rule(data=st.data())
+    def owner_was_silent(self, data: st.DataObject) -> None:
+        if not self.suspects:
+            return
+        suspect = data.draw(st.sampled_from(self.suspects))
+        self.suspects.remove(suspect)
+        orders = self.group.owner_was_silent(suspect.group_rank, suspect.number)
+        if suspect.group_rank in self.lines:
+            assert orders == (), "its line tells when it is dead"
+        elif orders:
+            self.succeeds(suspect.group_rank, orders)
+
+    @rule(
+        rank=ranks,
+        step=steps,
+        yes=st.booleans(),
+        age=st.sampled_from([0, 0, 0, 1, None]),
+        is_own=st.sampled_from([True, True, True, False]),
+    )
+    def worker_votes(self, rank: int, step: int, yes: bool, age: int | None, is_own: bool) -> None:
         self.caller += 1
         number = 0 if age is None else self.last_round - age
-        vote = Vote(group_rank=rank, step=step, should_commit=yes, round=number)
+        worker_id = self.lines.get(rank, self.known.get(rank, "")) if is_own else "stranger"
+        fields = {"group_rank": rank, "step": step, "should_commit": yes, "round": number}
+        vote = Vote(**fields, worker_id=worker_id)
+        belongs = self.group.belongs_to(rank, worker_id)
         try:
             orders = self.group.voted(vote, self.caller)
         except RequestRefused:
             return
+        assert belongs, "a stranger has no vote"
+        if rank in self.held:
+            refused, *orders_left = orders
+            self.carry_out((refused,))
+            orders = tuple(orders_left)
         if self.over:
             self.check_late_answer(vote, orders)
             return
@@ -108,10 +151,15 @@ class Barriers(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def worker_gives_up(self, data: st.DataObject) -> None:
-        waiting = sorted(self.asking | self.voting)
+        held = {caller: rank for rank, (caller, _) in self.held.items()}
+        waiting = sorted({*self.asking, *self.voting, *held})
         if not waiting:
             return
         caller = data.draw(st.sampled_from(waiting))
+        if caller in held:
+            del self.held[held[caller]]
+            assert self.group.withdrawn(caller) == ()
+            return
         is_asking = caller in self.asking
         self.over |= not is_asking
         del (self.asking if is_asking else self.voting)[caller]
@@ -168,7 +216,7 @@ class Barriers(RuleBasedStateMachine):
         try:
             self.group.attached(rank, worker_id)
         except RequestRefused:
-            assert rank >= self.group.world_size or self.lines[rank] != worker_id
+            assert rank >= self.group.world_size or not self.group.belongs_to(rank, worker_id)
             return
         self.lines[rank] = worker_id
 
@@ -178,12 +226,15 @@ class Barriers(RuleBasedStateMachine):
             return
         rank = data.draw(st.sampled_from(sorted(self.lines)))
         self.over = True
-        self.carry_out(self.group.detached(rank, self.lines.pop(rank), "killed"))
+        orders = self.group.detached(rank, self.lines.pop(rank), "killed")
+        (leaves,) = [at for at, each in enumerate(orders) if isinstance(each, LeaveLighthouse)]
+        self.carry_out(orders[: leaves + 1])
         assert not self.asking, "its death releases the others"
         assert not self.voting, "its death releases the others"
         assert self.question is None
         self.is_new = True
         self.is_draining &= bool(self.lines)  # those who come next begin anew
+        self.succeeds(rank, orders[leaves + 1 :])
 
     def carry_out(self, orders: tuple[Order, ...]) -> None:
         for order in orders:
@@ -199,10 +250,17 @@ class Barriers(RuleBasedStateMachine):
                     assert not (self.voting or self.votes) or self.over, "it finishes its step"
                 else:
                     assert order == orders[-1], "it leaves after everyone has been told"
+            elif isinstance(order, AwaitOwner):
+                assert order.group_rank not in self.lines
+                self.suspects.append(order)
             else:
                 assert order.caller not in self.told, "nobody is answered twice"
                 self.told.add(order.caller)
-                if isinstance(order, AnswerVote):
+                held = [rank for rank, (each, _) in self.held.items() if each == order.caller]
+                if held:
+                    assert isinstance(order, RefuseWorker)
+                    del self.held[held[0]]
+                elif isinstance(order, AnswerVote):
                     del self.voting[order.caller]
                     self.decisions.add(order.should_commit)
                 elif isinstance(order, AnswerWorker) or order.caller in self.asking:

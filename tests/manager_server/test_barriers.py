@@ -216,7 +216,9 @@ def test_a_late_vote_of_an_earlier_round_is_refused(workers: Workers) -> None:
     workers.vote_all(0, True, True)
     workers.ask_all(step=1)
     with line_to(workers.address) as line:
-        code, reason = failure(line.vote(rank=0, step=1, should_commit=True, round=7))
+        me = workers.clients[0]._worker_id
+        late = line.vote(rank=0, step=1, should_commit=True, round=7, worker_id=me)
+        code, reason = failure(late)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert reason.startswith("the vote belongs to round 7, this is round ")
 

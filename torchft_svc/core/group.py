@@ -8,6 +8,10 @@ repeated vote can not count in another round.
 A quorum barrier that fails has failed for the workers that have not come to it yet, too: each is
 told the same error when it comes. It would else wait for the others, which have gone on with the
 step and may wait for it in a collective of the group.
+
+A group rank belongs to the worker whose line is open or, without a line, that asked last: everybody
+who reaches the manager may say that it is the worker with this rank. The question of another one is
+held until the worker is gone, which makes the other its successor, or shows that it lives.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from torchft_svc.core.group_orders import (
     AnswerVote,
     AnswerWorker,
     AskLighthouse,
+    AwaitOwner,
     LeaveLighthouse,
     Order,
     RefuseWorker,
@@ -65,6 +70,9 @@ class Group:
         self._workers: dict[int, str] = {}
         self._lives: dict[int, tuple[str, int]] = {}  # each rank's worker, and the life it is of
         self._attached: dict[int, str] = {}
+        self._owners: dict[int, str] = {}  # the worker that each group rank belongs to
+        self._heirs: dict[int, tuple[WorkerRequest, int]] = {}  # questions held, by group rank
+        self._suspects: dict[int, int] = {}  # group ranks whose owner may be dead, see `AwaitOwner`
         self._restarted = False
         self._drain_reason: str | None = None
         self._ended_workers: dict[int, tuple[str, str]] = {}  # told to end: worker id and why
@@ -76,12 +84,13 @@ class Group:
         """A worker has opened its line.
 
         Raises:
-            RequestRefused: the rank does not exist, or another worker with this rank is there.
+            RequestRefused: the rank does not exist, or belongs to another worker.
         """
         self._check_rank(group_rank)
-        if self._attached.get(group_rank, worker_id) != worker_id:
-            raise self._taken(group_rank)
-        self._attached[group_rank] = worker_id
+        if not self.belongs_to(group_rank, worker_id):
+            raise self._taken(group_rank, "is there")
+        self._attached[group_rank] = self._owners[group_rank] = worker_id
+        self._suspects.pop(group_rank, None)
         self._note_life(group_rank, worker_id)
 
     def detached(
@@ -106,7 +115,50 @@ class Group:
         orders += self._drop_votes(gone)
         if not self._attached:
             self._drain_reason = None  # whoever comes after those that were told begins anew
-        return (*orders, LeaveLighthouse(gone, ends=ends))
+        orders.append(LeaveLighthouse(gone, ends=ends))
+        return (*orders, *self._give_away(group_rank))
+
+    def belongs_to(self, group_rank: int, worker_id: str) -> bool:
+        """Whether no other worker is known to have this rank."""
+        return self._owners.get(group_rank, worker_id) == worker_id
+
+    def owner_was_silent(self, group_rank: int, number: int) -> tuple[Order, ...]:
+        """As long as `AwaitOwner` has said: unless it has shown itself since, it is dead."""
+        if self._suspects.get(group_rank) != number:
+            return ()
+        return self._give_away(group_rank)
+
+    def _give_away(self, group_rank: int) -> tuple[Order, ...]:
+        """The rank belongs to whoever waits for it, or comes next."""
+        self._owners.pop(group_rank, None)
+        self._suspects.pop(group_rank, None)
+        heir = self._heirs.pop(group_rank, None)
+        return self.quorum_requested(*heir) if heir else ()
+
+    def _hold(self, request: WorkerRequest, caller: int) -> tuple[Order, ...]:
+        """Another worker with a rank that is taken asks: as long as it is not known whether the
+        one before lives, it may be its successor."""
+        rank = request.group_rank
+        is_waiting = rank in self._requests or (rank in self._votes and self._decision is None)
+        if is_waiting:
+            raise self._taken(rank, "already waits")
+        held = self._heirs.get(rank)
+        if held and held[0].worker_id != request.worker_id:
+            raise self._taken(rank, "is there")
+        self._heirs[rank] = (request, caller)
+        orders: list[Order] = []
+        if held:
+            orders.append(RefuseWorker(held[1], QuorumFailed(_newer(rank))))
+        if rank not in self._attached and self._owners[rank] and rank not in self._suspects:
+            self._suspects[rank] = caller
+            orders.append(AwaitOwner(rank, caller))
+        return tuple(orders)
+
+    def _refuse_heir(self, group_rank: int) -> list[Order]:
+        """The worker that the rank belongs to lives."""
+        self._suspects.pop(group_rank, None)
+        heir = self._heirs.pop(group_rank, None)
+        return [RefuseWorker(heir[1], self._taken(group_rank, "is there"))] if heir else []
 
     def _is_missed(self, group_rank: int, worker_id: str) -> bool:
         """Whether those that wait in the quorum barrier wait for this worker.
@@ -152,6 +204,8 @@ class Group:
             for rank, (each, _) in self._requests.items()
             if each.worker_id
         }
+        for rank in self._requests.keys() - self._attached.keys():
+            self._owners.pop(rank, None)
         return self._refuse_requests(GroupLeft(reason))
 
     def _leave(self) -> LeaveLighthouse:
@@ -164,17 +218,21 @@ class Group:
         """A worker asks; when all have, the group asks the lighthouse.
 
         Raises:
-            RequestRefused: the rank does not exist, or is taken by another worker.
+            RequestRefused: the rank does not exist, or is taken by another worker that waits.
         """
         self._check_rank(request.group_rank)
         request.check()
+        if not self.belongs_to(request.group_rank, request.worker_id):
+            return self._hold(request, caller)
+        orders = self._enter_barrier(request, caller)
+        return (*self._refuse_heir(request.group_rank), *orders)
+
+    def _enter_barrier(self, request: WorkerRequest, caller: int) -> tuple[Order, ...]:
         told = self._ended_workers.get(request.group_rank)
         if told and told[0] == request.worker_id and self._restarted:
             # Its answer was lost, and a fellow that was told has ended: nobody else will ask.
             return (RefuseWorker(caller, GroupLeft(told[1])),)
         waiting = self._requests.get(request.group_rank)
-        if waiting and waiting[0].worker_id != request.worker_id:
-            raise self._taken(request.group_rank)
         late = self._answer_late_question(request, caller)
         if late is not None:
             return (late,)
@@ -253,6 +311,10 @@ class Group:
             if waiting == caller:
                 failed = self._give_up_barrier(rank)
                 return tuple(each for each in failed if getattr(each, "caller", None) != caller)
+        for rank, (_, held) in list(self._heirs.items()):
+            if held == caller:
+                del self._heirs[rank]
+                return ()
         for rank, (_, waiting) in list(self._votes.items()):
             if waiting == caller and self._decision is None:
                 del self._votes[rank]
@@ -275,6 +337,12 @@ class Group:
                 belongs to another round.
         """
         self._check_rank(vote.group_rank)
+        if not self.belongs_to(vote.group_rank, vote.worker_id):
+            raise self._taken(vote.group_rank, "is there")
+        orders = self._count(vote, caller)
+        return (*self._refuse_heir(vote.group_rank), *orders)
+
+    def _count(self, vote: Vote, caller: int) -> tuple[Order, ...]:
         if not self._is_inherited(vote):
             if self._ended is not None and self._is_late(vote, self._ended):
                 return (_answer_late(vote, caller, self._ended),)
@@ -318,8 +386,15 @@ class Group:
             raise RequestRefused(f"group rank {group_rank} has not told where it serves its state")
         return self._checkpoint_addresses[group_rank]
 
-    def why(self) -> str:
-        """What this group waits for."""
+    def askers(self) -> list[int]:
+        """The callers that wait in the quorum barrier."""
+        return [caller for _, caller in self._requests.values()]
+
+    def why(self, caller: int | None = None) -> str:
+        """What this group waits for, or ``caller``, whose question may be held."""
+        for rank, (_, held) in self._heirs.items():
+            if held == caller:
+                return f"group rank {rank} belongs to another worker, which may be alive"
         if self._asking:
             return "the lighthouse has not answered yet"
         waiting, barrier = (
@@ -373,7 +448,7 @@ class Group:
             # That was for the workers before. Those that live say it again; but one of them that is
             # dead may still ask, and those that come would end, and leave the last one waiting.
             self._drain_reason = None
-        self._workers[request.group_rank] = request.worker_id
+        self._workers[rank] = self._owners[rank] = request.worker_id
         self._note_life(request.group_rank, request.worker_id)
         self._checkpoint_addresses[request.group_rank] = request.checkpoint_address
         if request.draining:
@@ -467,9 +542,9 @@ class Group:
         self._decision = None
         return dropped
 
-    def _taken(self, group_rank: int) -> RequestRefused:
+    def _taken(self, group_rank: int, what: str) -> RequestRefused:
         return RequestRefused(
-            f"group rank {group_rank} is taken: another worker with this rank already waits; "
+            f"group rank {group_rank} is taken: another worker with this rank {what}; "
             "give every worker of the group a rank of its own"
         )
 

@@ -76,4 +76,24 @@ class RefuseWorker:
     error: TorchFTError
 
 
-Order = AskLighthouse | StopAsking | LeaveLighthouse | AnswerWorker | AnswerVote | RefuseWorker
+@dataclass(frozen=True, slots=True)
+class AwaitOwner:
+    """Ask `Group.owner_was_silent` with these in a while: another worker asks as the one with this
+    rank, and the one before has no line whose end would tell that it is dead.
+
+    Not if that has no worker id: such workers are one and the same, also after a restart.
+    """
+
+    group_rank: int
+    number: int
+
+
+Order = (
+    AskLighthouse
+    | StopAsking
+    | LeaveLighthouse
+    | AnswerWorker
+    | AnswerVote
+    | RefuseWorker
+    | AwaitOwner
+)

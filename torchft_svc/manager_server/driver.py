@@ -15,6 +15,7 @@ from torchft_svc.core.group_orders import (
     AnswerVote,
     AnswerWorker,
     AskLighthouse,
+    AwaitOwner,
     LeaveLighthouse,
     Order,
     RefuseWorker,
@@ -45,6 +46,9 @@ log = logging.getLogger(__name__)
 ANSWER_MARGIN_S = 0.05
 # Workers that do not read the last news, such as the order to end, do not hold up the end.
 LAST_NEWS_S = 0.5
+# Of a worker without a line nobody hears when it dies: another one with its rank waits for so long.
+# With a line its end tells, at once or, if its machine is gone, about as late.
+OWNER_SILENCE_S = 5.0
 
 
 class ManagerDriver:
@@ -69,13 +73,16 @@ class ManagerDriver:
     async def quorum(self, request: WorkerRequest, timeout_s: float) -> bytes:
         """Wait until all workers have asked and the lighthouse has answered; the encoded answer."""
         group_rank = request.group_rank
+        question = self._wait(
+            "quorum", timeout_s, lambda caller: self._core.quorum_requested(request, caller)
+        )
+        if not self._core.belongs_to(group_rank, request.worker_id):
+            return await question
         if group_rank in self._workers:  # others do not tell when it is over
             self._activities.asks(group_rank, request.step, self._clock.now())
         self._num_asking[group_rank] += 1
         try:
-            return await self._wait(
-                "quorum", timeout_s, lambda caller: self._core.quorum_requested(request, caller)
-            )
+            return await question
         finally:
             self._num_asking[group_rank] -= 1
             if not self._num_asking[group_rank]:
@@ -209,7 +216,7 @@ class ManagerDriver:
         answer: asyncio.Future[bytes] = loop.create_future()
         self._answers[caller] = answer
         self._deadlines[caller] = time.monotonic() + timeout_s
-        expiry = loop.call_later(timeout_s, self._expire, action, answer, timeout_s)
+        expiry = loop.call_later(timeout_s, self._expire, action, caller, timeout_s)
         try:
             self._carry_out(enter(caller))
             return await answer
@@ -219,14 +226,19 @@ class ManagerDriver:
             if self._answers.pop(caller, None) is not None:
                 self._carry_out(self._core.withdrawn(caller))
 
-    def _expire(self, action: str, answer: asyncio.Future[bytes], timeout_s: float) -> None:
-        if not answer.done():
-            answer.set_exception(DeadlineExceeded(action, timeout_s, self._core.why()))
+    def _expire(self, action: str, caller: int, timeout_s: float) -> None:
+        answer = self._answers.get(caller)
+        if answer is not None and not answer.done():
+            answer.set_exception(DeadlineExceeded(action, timeout_s, self._core.why(caller)))
+
+    def _look_at_owner(self, order: AwaitOwner) -> None:
+        self._carry_out(self._core.owner_was_silent(order.group_rank, order.number))
 
     def _carry_out(self, orders: Sequence[Order]) -> None:
         for order in orders:
             if isinstance(order, AskLighthouse):
-                timeout_s = min(self._deadlines.values()) - time.monotonic() - ANSWER_MARGIN_S
+                deadline = min(self._deadlines[caller] for caller in self._core.askers())
+                timeout_s = deadline - time.monotonic() - ANSWER_MARGIN_S
                 self._asking = self._tasks.start(self._ask(order, timeout_s), "ask lighthouse")
             elif isinstance(order, StopAsking):
                 if self._asking is not None:
@@ -240,6 +252,9 @@ class ManagerDriver:
                 self._answer(order.caller, answer.SerializeToString())
             elif isinstance(order, RefuseWorker):
                 self._refuse(order.caller, order.error)
+            elif isinstance(order, AwaitOwner):
+                loop = asyncio.get_running_loop()
+                loop.call_later(OWNER_SILENCE_S, self._look_at_owner, order)
 
     def _leave(self, order: LeaveLighthouse) -> None:
         log.info("leaving: %s", order.reason)

@@ -13,6 +13,7 @@ from torchft_svc.core.group_orders import (
     AnswerVote,
     AnswerWorker,
     AskLighthouse,
+    AwaitOwner,
     LeaveLighthouse,
     Order,
     RefuseWorker,
@@ -28,6 +29,7 @@ from torchft_svc.sim.story import Story
 from torchft_svc.sim.world import Process
 
 ANSWER_MARGIN_S = 0.05
+OWNER_SILENCE_S = 5.0
 FIRST_ROUND = 1 << 40
 
 
@@ -104,7 +106,8 @@ class ManagerActor:
 
     def quorum(self, request: WorkerRequest, timeout_s: float, reply: Reply) -> int:
         """The caller's number, to cancel the call by."""
-        if request.group_rank in self._news:
+        is_own = self.core.belongs_to(request.group_rank, request.worker_id)
+        if is_own and request.group_rank in self._news:
             self._activities.asks(request.group_rank, request.step, self.process.world.now)
 
         def enter(caller: int) -> Sequence[Order]:
@@ -152,7 +155,7 @@ class ManagerActor:
 
     def _expire(self, caller: int, action: str, timeout_s: float) -> None:
         if caller in self._replies:
-            self._end(caller, DeadlineExceeded(action, timeout_s, self.core.why()))
+            self._end(caller, DeadlineExceeded(action, timeout_s, self.core.why(caller)))
             self._carry_out(self.core.withdrawn(caller))
 
     def _end(self, caller: int, answer: WorkerAnswer) -> None:
@@ -184,10 +187,16 @@ class ManagerActor:
                 self._end(order.caller, order.should_commit)
             elif isinstance(order, RefuseWorker):
                 self._end(order.caller, order.error)
+            elif isinstance(order, AwaitOwner):
+                self.process.after(OWNER_SILENCE_S, self._look_at_owner, order)
+
+    def _look_at_owner(self, order: AwaitOwner) -> None:
+        self._carry_out(self.core.owner_was_silent(order.group_rank, order.number))
 
     def _ask(self, order: AskLighthouse) -> None:
         now = self.process.world.now
-        timeout_s = min(self._deadlines.values()) - now - ANSWER_MARGIN_S
+        timeout_s = min(self._deadlines[each] for each in self.core.askers())
+        timeout_s -= now + ANSWER_MARGIN_S
         self.link.ask(order, timeout_s, lambda outcome: self._told(order.round, outcome))
 
     def _told(self, round_: int, outcome: Outcome) -> None:
