@@ -26,6 +26,11 @@ EVERY_ERROR = [
         (errors.UsageError,),
     ),
     (
+        errors.OperationsDiffer("here: a sum, there: none", is_misfit=True),
+        "here: a sum, there: none",
+        (errors.RequestRefused,),
+    ),
+    (
         errors.Unauthorized("the token is wrong"),
         "not authorized: the token is wrong",
         (errors.UsageError,),

@@ -5,6 +5,7 @@
     │   ├── ConfigError             a value or a pair of values that cannot work   (ValueError)
     │   ├── AddressError            an address that cannot be parsed or bound      (ValueError)
     │   ├── RequestRefused          a request that breaks the protocol: wrong step, wrong rank, ...
+    │   │   └── OperationsDiffer    the groups are at different operations of one step
     │   └── Unauthorized            a token or certificate that the other side does not take
     └── PeerError                   a peer's or the network's: trying again may help
         ├── Unreachable             nobody answers at that address                 (ConnectionError)
@@ -80,6 +81,16 @@ class RequestRefused(UsageError):
 
     def __str__(self) -> str:
         return self.reason
+
+
+@dataclass(eq=False)
+class OperationsDiffer(RequestRefused):
+    """The groups are at different operations of one step; ``reason`` names both sides.
+
+    ``is_misfit``: it is this group that does not fit. The others train already, or nobody does.
+    """
+
+    is_misfit: bool = False
 
 
 @dataclass(eq=False)

@@ -61,8 +61,9 @@ def _train(kind: str, file: Path) -> None:
             manager.allreduce(torch.ones(4096)).wait()
             manager.allreduce(torch.ones(4)).wait()
         loss = parallel(inputs).square().mean()
-        if other is not None and (kind == "both branches" or manager.current_step() < 2):
-            loss = loss + other(inputs).square().mean()
+        if other is not None and (kind != "a branch until step 2" or manager.current_step() < 2):
+            branched = other(inputs).square().mean()
+            loss = branched if kind == "the branch alone" else loss + branched
         loss.backward()
         committed = optimizer.step()
         _tell(

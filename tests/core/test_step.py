@@ -7,6 +7,8 @@ import itertools
 import pytest
 
 from torchft_svc.core.step import (
+    MAX_FAILED_LOADS,
+    MAX_MISFITS,
     TRANSITIONS,
     Event,
     Participation,
@@ -17,12 +19,20 @@ from torchft_svc.core.step import (
     StepState,
     participation,
 )
-from torchft_svc.errors import CommitFailed, ConfigError, RequestRefused, TornState
+from torchft_svc.errors import (
+    CommitFailed,
+    ConfigError,
+    OperationsDiffer,
+    RequestRefused,
+    TornState,
+)
 
 TWO = Participation(participating_rank=0, num_participants=2)
 HEALING = Participation(participating_rank=None, num_participants=2)
 TORN = TornState("a source", "it hung up")
 OOPS = RuntimeError("oops")
+MISFIT = OperationsDiffer("7 sums, not 8", is_misfit=True)
+BESIDE_A_MISFIT = OperationsDiffer("8 sums, not 7")
 
 
 def training(**rules: int) -> StepMachine:
@@ -46,7 +56,7 @@ def test_a_committed_step() -> None:
     machine.decide(True)
     machine.end_update()
     assert machine.state == StepState(
-        phase=Phase.IDLE, epoch=1, step=1, batches_committed=2, participation=TWO
+        phase=Phase.IDLE, epoch=1, step=1, batches_committed=2, participation=TWO, settled=True
     )
 
 
@@ -192,6 +202,87 @@ def test_the_reason_for_a_discard_without_an_error() -> None:
     machine.begin_vote()
     with pytest.raises(CommitFailed, match="2 groups contributed, min_replica_size is 3"):
         machine.decide(False)
+
+
+def test_a_group_is_settled_from_its_first_commit_on_until_it_is_behind() -> None:
+    machine = applying()
+    assert machine.state.settled
+    machine.end_update()
+    machine.start()
+    machine.form(HEALING, heal_to=7)
+    assert not machine.state.settled
+    assert not healing().state.settled
+    machine = applying()
+    machine.lose_update()
+    assert not machine.state.settled
+
+
+def test_operations_that_differ_are_told_before_what_follows_from_it() -> None:
+    machine = training()
+    machine.latch(OOPS)
+    machine.latch(MISFIT)
+    assert machine.state.error is MISFIT
+
+
+def test_a_group_that_does_not_fit_ends_after_a_few_steps() -> None:
+    machine = StepMachine()
+    for misfits in range(1, MAX_MISFITS + 1):
+        for error in (OOPS, BESIDE_A_MISFIT, MISFIT):
+            assert machine.state.misfits == misfits - 1
+            machine.start()
+            machine.form(TWO)
+            machine.latch(error)
+            machine.begin_vote()
+            if error is not MISFIT or misfits < MAX_MISFITS:
+                machine.decide(False)
+    with pytest.raises(RequestRefused, match=r"does not fit.*3 steps in a row: 7 sums, not 8\."):
+        machine.decide(False)
+    assert machine.state.phase is Phase.IDLE
+    with pytest.raises(RequestRefused, match="does not fit"):
+        machine.start()
+
+
+def test_a_commit_clears_the_steps_in_which_a_group_did_not_fit() -> None:
+    machine = training()
+    machine.latch(MISFIT)
+    machine.decide(machine.begin_vote())
+    machine.start()
+    machine.form(TWO)
+    assert machine.state.misfits == 1
+    machine.decide(machine.begin_vote())
+    assert machine.state.misfits == 0
+
+
+def test_a_group_that_cannot_load_what_it_heals_to_ends_after_a_few_steps() -> None:
+    machine = StepMachine()
+    for failed in range(1, MAX_FAILED_LOADS + 1):
+        for arrives in (False, True):  # one that does not arrive may do so from another group
+            assert machine.state.failed_loads == failed - 1
+            machine.start()
+            machine.form(HEALING, heal_to=7)
+            if arrives:
+                machine.receive_state()
+            machine.fail_heal(TORN)
+            machine.begin_vote()
+            if not arrives or failed < MAX_FAILED_LOADS:
+                machine.decide(False)
+    with pytest.raises(RequestRefused, match=r"3 times in a row: .*hung up.*Mend load_state_dict"):
+        machine.decide(False)
+    with pytest.raises(RequestRefused, match="Mend load_state_dict"):
+        machine.start()
+
+
+def test_a_heal_that_is_applied_clears_those_that_were_not() -> None:
+    machine = healing()
+    machine.receive_state()
+    machine.fail_heal(TORN)
+    machine.decide(machine.begin_vote())
+    machine.start()
+    machine.form(HEALING, heal_to=7)
+    machine.receive_state()
+    assert machine.state.failed_loads == 1
+    machine.apply_heal(14)
+    assert machine.state.failed_loads == 0
 
 
 def in_phase(phase: Phase) -> StepMachine:

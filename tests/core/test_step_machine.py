@@ -7,7 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from torchft_svc.core.step import Participation, Phase, StepMachine, StepState
+from torchft_svc.core.step import (
+    MAX_FAILED_LOADS,
+    Participation,
+    Phase,
+    StepMachine,
+    StepState,
+)
 from torchft_svc.errors import RequestRefused, TornState
 
 OOPS = RuntimeError("oops")
@@ -24,6 +30,7 @@ class Life(RuleBasedStateMachine):
         self.before = StepState()
         self.arrived = False
         self.is_torn = False
+        self.num_failed_loads = 0
 
     @property
     def phase(self) -> Phase:
@@ -32,7 +39,8 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.phase in (Phase.IDLE, Phase.TRAINING))
     @rule()
     def start(self) -> None:
-        if self.is_torn and not self.machine.state.unhealed:
+        is_hopeless = self.num_failed_loads >= MAX_FAILED_LOADS
+        if is_hopeless or (self.is_torn and not self.machine.state.unhealed):
             with pytest.raises(RequestRefused):
                 self.machine.start()
             return
@@ -71,12 +79,14 @@ class Life(RuleBasedStateMachine):
     def lose_the_heal(self) -> None:
         if self.phase in (Phase.HEALING, Phase.TRAINING):
             self.machine.fail_heal(OOPS)
+            self.num_failed_loads += self.arrived
             self.arrived = False
 
     @precondition(lambda self: self.arrived and self.phase is Phase.TRAINING)
     @rule()
     def tear(self) -> None:
         self.machine.fail_heal(TORN)
+        self.num_failed_loads += 1
         self.arrived = False
         self.is_torn = True
 
@@ -87,6 +97,7 @@ class Life(RuleBasedStateMachine):
         assert heal is not None
         self.weights = heal.step
         self.is_torn = False
+        self.num_failed_loads = 0
         self.machine.apply_heal(batches)
         self.arrived = False
         self.before = self.machine.state
@@ -102,7 +113,11 @@ class Life(RuleBasedStateMachine):
         assert not (vote and self.machine.state.error)
         assert not (vote and (self.is_torn or self.machine.state.unhealed))
         committed = vote and others_agree
-        self.machine.decide(committed)
+        if not committed and self.num_failed_loads >= MAX_FAILED_LOADS:
+            with pytest.raises(RequestRefused):
+                self.machine.decide(False)
+        else:
+            self.machine.decide(committed)
         if committed:
             assert self.machine.state.failures == 0
         else:

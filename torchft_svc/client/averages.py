@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from torchft_svc.client.collectives import Collectives, neutral_element
+from torchft_svc.client.collectives import Collectives, Meeting, neutral_element
 from torchft_svc.client.operations import Kind
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.watchdog import Watchdog
@@ -41,10 +41,10 @@ class Averages:
         """Whether something was averaged in this step."""
         return bool(self._works)
 
-    def begin(self, epoch: int) -> None:
+    def begin(self, epoch: int, meeting: Meeting) -> None:
         """A new step."""
         self._works = []
-        self.collectives.begin(epoch)
+        self.collectives.begin(epoch, meeting)
 
     def check(self, tensor: torch.Tensor, quantized: bool, op: ReduceOp.RedOpType) -> None:
         """Refuse what cannot work, on every group alike.

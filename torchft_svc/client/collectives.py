@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,39 @@ from torchft_svc.client.operations import Kind, Operation
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.reduction import Reduction
 from torchft_svc.client.watchdog import Watchdog
-from torchft_svc.errors import ConfigError, RequestRefused, TorchFTError
+from torchft_svc.errors import ConfigError, OperationsDiffer, RequestRefused, TorchFTError
 
 # What a group that does not contribute puts in, so that the result is that of the others.
 _NEUTRAL = {ReduceOp.SUM: 0.0, ReduceOp.PRODUCT: 1.0}
 # What torch says where no backward pass runs.
 NO_GRAPH = -1
+
+
+def _no() -> bool:
+    return False
+
+
+def _yes() -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What is known of a step's members once they have met: whether this is their first step, and
+    whether this group is settled among them (see `StepState`)."""
+
+    is_first_step: Callable[[], bool] = _no
+    is_settled: Callable[[], bool] = _yes
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Of the operation that this group is at with those of the others; under way in ``header``."""
+
+    mine: Operation
+    is_settled: bool
+    header: torch.Tensor
+    reduction: Reduction
 
 
 class Collectives:
@@ -40,10 +68,11 @@ class Collectives:
         checks_all: bool = False,
     ) -> None:
         self._checks_all = checks_all
-        # Whether this is the first step of these members. One that has just come may be elsewhere
-        # in its loop, and gloo ends all of them where a sum meets a smaller one.
-        self.is_first_step = False
+        self._meeting = Meeting()
         self._num_launched = 0
+        self._num_agreed = 0  # up to which operation all groups were found to be at the same
+        self._device: torch.device | None = None  # on which the end of the step is compared
+        self._end: _Comparison | None = None
         self._watchdog = watchdog
         self._on_wait = on_wait
         self._pg = pg
@@ -54,12 +83,14 @@ class Collectives:
         self._passes: set[int] = set()  # in which something was launched, and which go on
         self.launched = False
 
-    def begin(self, epoch: int) -> None:
+    def begin(self, epoch: int, meeting: Meeting) -> None:
         """A new step: what is left of the last one is forgotten (the group keeps it alive)."""
         self._epoch = epoch
+        self._meeting = meeting
         self.launched = False
-        self.is_first_step = False
-        self._num_launched = 0
+        self._num_launched = self._num_agreed = 0
+        self._device = None
+        self._end = None
         self._outstanding = []
         self._passes = set()
 
@@ -74,12 +105,36 @@ class Collectives:
         The tensor's memory must belong to the operation alone (see `Reduction`).
         """
         self._num_launched += 1
-        checks = self._checks_all or (self.is_first_step and tensor.device.type == "cpu")
-        if checks and kind is Kind.GRADIENTS:  # an average was compared by `agree`
+        if self._device is None or self._device.type != "cpu":
+            self._device = tensor.device
+        if self._num_agreed < self._num_launched and self._checks(tensor.device):
             operation = Operation.of(self._num_launched, tensor, op, kind)
             if not self._compare(operation, tensor.device):
                 return None
         return self._start(tensor, op)
+
+    def launch_end(self) -> None:
+        """Nothing more is launched in this step: where each operation was compared, that is, too.
+        `finish` waits for it.
+
+        A group that has launched less would else vote for sums that the others discard, and leave
+        them waiting for the rest.
+        """
+        if self._device is None or not self._checks(self._device):
+            return
+        broken = self._pg.errored()
+        if broken is None:
+            self._end = self._begin_comparison(Operation.end(self._num_launched), self._device)
+        else:  # a member is gone, of which nobody knows any more whether it had launched the same
+            self._latch(broken, self._epoch)
+
+    def _checks(self, device: torch.device) -> bool:
+        """Whether every operation on ``device`` is compared before it is launched.
+
+        In the first step of these members: one that has just come may be elsewhere in its loop, and
+        gloo ends all of them where a sum meets a smaller one.
+        """
+        return self._checks_all or (device.type == "cpu" and self._meeting.is_first_step())
 
     def agree(
         self, tensor: torch.Tensor, op: ReduceOp.RedOpType, kind: Kind, wrapper: int = -1
@@ -95,22 +150,37 @@ class Collectives:
         return self._compare(operation, tensor.device)
 
     def _compare(self, mine: Operation, device: torch.device) -> bool:
+        if self._pg.size() > 1:
+            comparison = self._begin_comparison(mine, device)
+            if comparison is None or not self._end_comparison(comparison):
+                return False
+        self._num_agreed = mine.position
+        return True
+
+    def _begin_comparison(self, mine: Operation, device: torch.device) -> _Comparison | None:
+        """None: there is nobody to compare with, or that failed, and the error is latched."""
         if self._pg.size() == 1:
-            return True
-        epoch = self._epoch
-        header = mine.encode(device)
+            return None
+        is_settled = self._meeting.is_settled()
+        header = mine.encode(device, is_settled=is_settled)
         reduction = self._start(header, ReduceOp.MAX)
-        if reduction is None or not reduction.wait():
+        return None if reduction is None else _Comparison(mine, is_settled, header, reduction)
+
+    def _end_comparison(self, comparison: _Comparison) -> bool:
+        """Whether all groups are at the same operation; if not, the error is latched."""
+        if not comparison.reduction.wait():
             return False
-        theirs = mine.unlike(header)
+        mine, is_settled = comparison.mine, comparison.is_settled
+        theirs, is_misfit = mine.compare(comparison.header, is_settled=is_settled)
         if theirs is None:
             return True
         self._latch(
-            RequestRefused(
+            OperationsDiffer(
                 f"the groups are at different operations of the step. Here: {mine}. In another "
-                f"group: {theirs}. Call them in the same order and with the same sizes everywhere"
+                f"group: {theirs}. Call them in the same order and with the same sizes everywhere",
+                is_misfit,
             ),
-            epoch,
+            self._epoch,
         )
         return False
 
@@ -158,6 +228,9 @@ class Collectives:
         for reduction in self._outstanding:
             reduction.wait()
         self._outstanding = []
+        end, self._end = self._end, None
+        if end is not None:
+            self._end_comparison(end)
 
 
 def unfinished_pass() -> RequestRefused:

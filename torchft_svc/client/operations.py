@@ -2,7 +2,8 @@
 
 A sum is paired with the others' by its position alone. Where sizes differ gloo ends all processes,
 and where they do not, what belongs elsewhere is added up without a word. So the groups compare a
-few numbers first, in a sum of its own that is always of the same size.
+few numbers first, in a sum of its own that is always of the same size. The end of a step is
+compared in the same way, so that a group which has launched less is found before it votes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _DTYPES = (
     torch.bool,
 )
 _OTHER = -1
+# Less than all numbers that are compared, and than their negatives.
+_NOBODY = -(2**62)
 
 
 class Kind(enum.IntEnum):
@@ -37,6 +40,7 @@ class Kind(enum.IntEnum):
 
     AVERAGE = 0  # the program, with `Manager.allreduce`
     GRADIENTS = 1  # a wrapper of a model
+    END = 2  # nobody does any more in this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +72,42 @@ class Operation:
         number = _OPS.index(op) if op in _OPS else _OTHER
         return cls(position, kind, wrapper, tensor.numel(), dtype, number)
 
-    def encode(self, device: torch.device) -> torch.Tensor:
-        """What is reduced by ``MAX``: each number, and its negative."""
-        numbers = [int(getattr(self, field.name)) for field in fields(self)]
-        return torch.tensor(numbers + [-number for number in numbers], device=device)
+    @classmethod
+    def end(cls, num_launched: int) -> Operation:
+        """What a step ends with in which so many operations were launched."""
+        return cls(num_launched + 1, Kind.END, -1, 0, _OTHER, _OTHER)
 
-    def unlike(self, reduced: torch.Tensor) -> Operation | None:
-        """The operation of another group, or of several, from the largest and least numbers; None:
-        all are at this one."""
+    def encode(self, device: torch.device, *, is_settled: bool) -> torch.Tensor:
+        """What is reduced by ``MAX``: each number and its negative, of all groups, and once more
+        of those that are settled (see `StepState`)."""
+        numbers = self._numbers()
+        both = numbers + [-number for number in numbers]
+        settled = both if is_settled else [_NOBODY] * len(both)
+        return torch.tensor(both + settled, device=device)
+
+    def compare(self, reduced: torch.Tensor, *, is_settled: bool) -> tuple[Operation | None, bool]:
+        """The operation of another group, or of several (None: all are at this one), from what was
+        reduced; and whether it is this group that does not fit.
+
+        That is one that is not settled, and unlike those that are, if there are any.
+        """
         numbers: list[int] = reduced.tolist()
         half = len(numbers) // 2
-        mine = [int(getattr(self, field.name)) for field in fields(self)]
-        pairs = zip(mine, numbers[:half], numbers[half:], strict=True)
+        unlike = self._unlike(numbers[:half])
+        if unlike is None or is_settled:
+            return unlike, False
+        if numbers[half] == _NOBODY:
+            return unlike, True
+        unlike_settled = self._unlike(numbers[half:])
+        return unlike_settled or unlike, unlike_settled is not None
+
+    def _numbers(self) -> list[int]:
+        return [int(getattr(self, field.name)) for field in fields(self)]
+
+    def _unlike(self, limits: list[int]) -> Operation | None:
+        """An operation that is not this one, from the largest numbers and the largest negatives."""
+        mine, half = self._numbers(), len(limits) // 2
+        pairs = zip(mine, limits[:half], limits[half:], strict=True)
         theirs = [most if most != own else -negative for own, most, negative in pairs]
         if theirs == mine:
             return None
@@ -88,6 +116,10 @@ class Operation:
         return Operation(position, known, *others)
 
     def __str__(self) -> str:
+        if self.kind is Kind.END:
+            num = self.position - 1
+            launched = f"{num} operation{'s' * (num != 1)}"
+            return f"number {self.position}, the end of the step, after {launched}"
         if self.wrapper >= 0:
             return f"number {self.position}, the backward pass of wrapper {self.wrapper}"
         name = _OP_NAMES[self.op] if 0 <= self.op < len(_OPS) else "operation"

@@ -460,7 +460,6 @@ class Round:
             lambda: self._membership.check_source(quorum),
         )
         took_s = time.monotonic() - began_at
-        self._links.registry.check(state, quorum.recover_src_manager_address)
         self.state = state
         self.healed_from = f"{source}: {readable_size(state)} in {took_s:.2f} s"
         with self._step.changing() as machine:

@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 
 from torchft_svc.client.averages import Averages
 from torchft_svc.client.background import BackgroundThread, Task
-from torchft_svc.client.collectives import NO_GRAPH
+from torchft_svc.client.collectives import NO_GRAPH, Meeting
 from torchft_svc.client.membership import Membership
 from torchft_svc.client.operations import Kind
 from torchft_svc.client.reduction import Launching, Reducing, Reduction
@@ -29,7 +29,13 @@ from torchft_svc.client.state import MANAGER_KEY
 from torchft_svc.client.vote import ask_decision
 from torchft_svc.core.step import Phase, StepState
 from torchft_svc.core.types import MAX_LAYOUT_LENGTH
-from torchft_svc.errors import QuorumFailed, RequestRefused, TornState, Unauthorized
+from torchft_svc.errors import (
+    OperationsDiffer,
+    QuorumFailed,
+    RequestRefused,
+    TornState,
+    Unauthorized,
+)
 
 log = logging.getLogger(__name__)
 
@@ -129,8 +135,9 @@ class Stepper:
             self._thread_of_step = threading.get_ident()
             with self._step.changing() as machine:
                 epoch = machine.start()
-            self._averages.begin(epoch)
-            self._reports.begin(epoch)
+            meeting = Meeting(lambda: round_.has_connected, lambda: self.state.settled)
+            self._averages.begin(epoch, meeting)
+            self._reports.begin(epoch, Meeting())
             self._links.registry.gate.open()
             self._thread.submit(task)
             if task.done and task.error is not None:
@@ -366,6 +373,7 @@ class Stepper:
         self.wait_until_ready()
         round_.check_left()
         self._settle()
+        self._averages.collectives.launch_end()
         self._wait_for_task()
         round_.check_left()
         self._averages.finish()
@@ -399,8 +407,10 @@ class Stepper:
             state = machine.state
         if first:  # it is told in the words of people when the step is over
             log.debug("step %d cannot be committed", state.step, exc_info=error)
-        if state.participation.participating_rank is not None and state.phase in _TRAINING:
-            # Others count on this group's gradients: they must learn now that none will come.
+        contributes = state.participation.participating_rank is not None
+        if state.phase in _TRAINING and (contributes or isinstance(error, OperationsDiffer)):
+            # Others count on this group's gradients: they must learn now that none will come. Where
+            # operations differ, what it would launch now is not what they wait for.
             self._links.leave_members(error)
 
     def _why_not(self, vote: bool) -> str:
@@ -487,7 +497,8 @@ class Stepper:
         """Whether collectives are carried out: a healing group's go on though its heal failed.
 
         Without a quorum there is nobody to carry them out with: the members of the last one may
-        wait as well, or take what comes for this group's gradients.
+        wait as well, or take what comes for this group's gradients. Broken connections are an error
+        of the step.
         """
         round_ = self._current_round()
         self.wait_until_ready()
@@ -497,7 +508,6 @@ class Stepper:
         broken = self._links.pg.errored()
         if broken is not None and state.error is None:
             self.hear_error(broken, state.epoch)
-        self._averages.collectives.is_first_step = round_.has_connected
         return broken is None and state.phase in _TRAINING
 
     def _protect_state(self) -> None:
@@ -515,11 +525,12 @@ class Stepper:
     def _apply_heal(self) -> None:
         """Put a fetched state in place, and only then take over its step."""
         round_ = self._round
-        if round_ is None or round_.state is None:
+        if round_ is None or round_.quorum is None or round_.state is None:
             return
         state = round_.state
         try:
             self._loads = True
+            self._links.registry.check(state, round_.quorum.recover_src_manager_address)
             self._links.transport.retract_checkpoint()
             self.weights_version += 1
             trains_others = self._links.registry.load(state)

@@ -15,7 +15,18 @@ import enum
 from dataclasses import dataclass, replace
 
 from torchft_svc.core.types import MAX_INT64
-from torchft_svc.errors import CommitFailed, ConfigError, RequestRefused, TornState
+from torchft_svc.errors import (
+    CommitFailed,
+    ConfigError,
+    OperationsDiffer,
+    RequestRefused,
+    TornState,
+)
+
+# How many steps in a row a group may lose by what does not pass by itself: operations that are not
+# those of the others, a healed state that cannot be loaded. The others may lose each of them, too.
+MAX_MISFITS = 3
+MAX_FAILED_LOADS = 3
 
 
 class Phase(enum.Enum):
@@ -120,7 +131,10 @@ class StepState:
     ``failures`` counts the steps discarded since the last commit. ``unhealed``: this worker has to
     heal, because the last quorum wanted it or an update spoiled the weights, and no healed state is
     in place; its step need not show that. ``spoiled`` says why the weights are those of no step:
-    only who is to heal may go on with them.
+    only who is to heal may go on with them. ``settled``: it has committed a step since it came, or
+    was last behind, so that what it does in a step is what the others do. ``misfits`` counts the
+    steps since the last commit in which it was not, ``failed_loads`` the healed states in a row
+    that arrived and could not be put in place.
     """
 
     phase: Phase = Phase.IDLE
@@ -133,6 +147,9 @@ class StepState:
     pending_heal: PendingHeal | None = None
     spoiled: str = ""
     unhealed: bool = False
+    settled: bool = False
+    misfits: int = 0
+    failed_loads: int = 0
 
 
 class StepMachine:
@@ -155,6 +172,7 @@ class StepMachine:
     def start(self) -> int:
         """A quorum is asked for; the new epoch. What an earlier step left behind is forgotten."""
         self.check_healable()
+        self._check_hope()
         return self._move(
             Event.STARTED,
             epoch=self.state.epoch + 1,
@@ -185,7 +203,9 @@ class StepMachine:
         may not heal, the heal stays owed, and the step cannot be committed.
         """
         if heal_to is not None and not may_heal:
-            self._move(Event.QUORUM_FORMED, participation=participation, unhealed=True)
+            self._move(
+                Event.QUORUM_FORMED, participation=participation, unhealed=True, settled=False
+            )
             self.latch(
                 RequestRefused(
                     f"this worker has to heal from step {self.state.step} to the state of step "
@@ -202,7 +222,11 @@ class StepMachine:
             return
         heal = PendingHeal(step=heal_to)
         self._move(
-            Event.HEAL_PLANNED, participation=participation, pending_heal=heal, unhealed=True
+            Event.HEAL_PLANNED,
+            participation=participation,
+            pending_heal=heal,
+            unhealed=True,
+            settled=False,
         )
 
     def fail_quorum(self, error: Exception) -> None:
@@ -226,22 +250,31 @@ class StepMachine:
             pending_heal=None,
             unhealed=False,
             spoiled="",
+            failed_loads=0,
         )
 
     def fail_heal(self, error: Exception) -> None:
         """The state could not be fetched or applied: nothing of it stays behind, except after a
         `TornState`."""
-        spoiled = self.state.spoiled
+        spoiled, heal = self.state.spoiled, self.state.pending_heal
         if isinstance(error, TornState):
             spoiled = f"a heal was not put in place whole ({error})"
-        error = self.state.error or error
-        self._move(Event.HEAL_FAILED, error=error, pending_heal=None, spoiled=spoiled)
+        self._move(
+            Event.HEAL_FAILED,
+            error=self.state.error or error,
+            pending_heal=None,
+            spoiled=spoiled,
+            failed_loads=self.state.failed_loads + (heal is not None and heal.received),
+        )
 
     def latch(self, error: Exception, epoch: int | None = None) -> bool:
-        """Remember the first error of the step; an error of an earlier ``epoch`` is ignored."""
+        """Remember the first error of the step; an error of an earlier ``epoch`` is ignored.
+
+        Operations that differ explain what else failed, so that error takes the place of another.
+        """
         if epoch is not None and epoch != self.state.epoch:
             return False
-        if self.state.error is None:
+        if self.state.error is None or isinstance(error, OperationsDiffer):
             self.state = replace(self.state, error=error)
         return True
 
@@ -260,6 +293,7 @@ class StepMachine:
 
         Raises:
             CommitFailed: more than ``max_retries`` steps in a row were discarded.
+            RequestRefused: this worker would lose all further steps, too, and may begin none.
         """
         state = self.state
         if committed:
@@ -268,13 +302,36 @@ class StepMachine:
                 step=state.step + 1,
                 batches_committed=state.batches_committed + state.participation.num_participants,
                 failures=0,
+                settled=True,
+                misfits=0,
             )
             return
-        failures = self._move(Event.DISCARDED, failures=state.failures + 1).failures
+        misfit = isinstance(state.error, OperationsDiffer) and state.error.is_misfit
+        changes = {"failures": state.failures + 1, "misfits": state.misfits + misfit}
+        failures = self._move(Event.DISCARDED, **changes).failures
+        self._check_hope()
         if self._max_retries is not None and failures > self._max_retries:
             raise CommitFailed(
                 f"{failures} steps in a row were discarded, max_retries is {self._max_retries}; "
                 f"the last reason: {self._why_discarded()}"
+            )
+
+    def _check_hope(self) -> None:
+        """Raise `RequestRefused` if this worker would only hold the others up."""
+        state = self.state
+        if state.misfits >= MAX_MISFITS:
+            raise RequestRefused(
+                f"this group does not fit to the others, which has cost all of them "
+                f"{state.misfits} steps in a row: {self._why_discarded()}. Where steps take turns, "
+                "such as a discriminator's and a generator's, let the turn go by "
+                "manager.current_step() with use_async_quorum=False, or make both updates in one "
+                "step, by Optimizer(manager, [first, second]). Then restart this group"
+            )
+        if state.failed_loads >= MAX_FAILED_LOADS:
+            raise RequestRefused(
+                f"the state of the other groups could not be put in place {state.failed_loads} "
+                f"times in a row: {self._why_discarded()}. Mend load_state_dict, then restart this "
+                "group"
             )
 
     def end_update(self) -> None:
@@ -289,7 +346,7 @@ class StepMachine:
         `end_update` keeps the step's number, and has to heal all the same.
         """
         state = self.state
-        changes: dict[str, object] = {}
+        changes: dict[str, object] = {"settled": False}
         if state.phase is Phase.APPLYING:
             num = state.participation.num_participants
             changes.update(step=state.step - 1, batches_committed=state.batches_committed - num)

@@ -1,0 +1,275 @@
+"""Tests groups that are at another place of their loop than those that they join, such as at the
+other one of two steps that take turns."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from bounds import check
+from running import eventually
+from torch import nn
+
+from torchft_svc.client import DistributedDataParallel, Manager, Optimizer
+from torchft_svc.client.operations import Kind, Operation
+from torchft_svc.errors import RequestRefused
+
+from .training import TIMEOUT, Trainer, assert_identical, bits, lighthouse, together, trainers
+
+# What such a step may cost; without a comparison it takes the timeout of a collective.
+DISCARD_S = 5.0
+CPU = torch.device("cpu")
+
+
+class Adversaries:
+    """A group that trains a judge in one step, and a generator in the next."""
+
+    def __init__(self, address: str, name: str, seed: int, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.models = nn.ModuleDict({"generator": nn.Linear(2, 4), "judge": nn.Linear(4, 1)})
+        self.adams = {
+            each: torch.optim.Adam(model.parameters()) for each, model in self.models.items()
+        }
+        settings: dict[str, Any] = {
+            "lighthouse_addr": address,
+            "replica_id": name,
+            "in_process": True,
+            "timeout": TIMEOUT,
+            "quorum_timeout": TIMEOUT,
+            "state_dict": self.state_dict,
+            "load_state_dict": self.load_state_dict,
+        }
+        self.manager = Manager(**{**settings, **options})
+        self.generator = DistributedDataParallel(self.manager, self.models["generator"])
+        self.judge = DistributedDataParallel(self.manager, self.models["judge"])
+        self.optimizers = {each: Optimizer(self.manager, adam) for each, adam in self.adams.items()}
+        self.trains_judge = True
+
+    def state_dict(self) -> dict[str, Any]:
+        adams = {each: adam.state_dict() for each, adam in self.adams.items()}
+        return {"models": self.models.state_dict(), "adams": adams}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.models.load_state_dict(state["models"])
+        for each, adam in self.adams.items():
+            adam.load_state_dict(state["adams"][each])
+
+    def step(self) -> bool:
+        """The next turn; the generator's sums begin with those of the judge."""
+        turn = self.optimizers["judge" if self.trains_judge else "generator"]
+        turn.zero_grad()
+        made = self.generator(torch.randn(3, 2))
+        self.judge(made.detach() if self.trains_judge else made).square().mean().backward()
+        self.trains_judge = not self.trains_judge
+        return turn.step()
+
+    def joins(self, *others: Adversaries) -> list[bool]:
+        """Its first step with ``others``, which they begin when it waits for them."""
+
+        def step(other: Adversaries) -> bool:
+            eventually(lambda: other.manager.num_replicas_waiting() == 1, what="one waits to join")
+            return other.step()
+
+        steps = [lambda other=other: step(other) for other in others]
+        return together(self.step, *steps)
+
+
+@contextlib.contextmanager
+def adversaries(address: str, names: str, **options: Any) -> Iterator[list[Adversaries]]:
+    with contextlib.ExitStack() as stack:
+        groups = together(
+            *(
+                lambda name=name, seed=seed: Adversaries(address, name, seed, **options)
+                for seed, name in enumerate(names)
+            )
+        )
+        for group in groups:
+            stack.enter_context(group.manager)
+        yield groups
+
+
+def ending(step: Callable[[], bool]) -> str:
+    with pytest.raises(RequestRefused) as caught:
+        step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_a_group_that_joins_at_the_other_turn_ends_and_the_others_go_on(
+    use_async_quorum: bool,
+) -> None:
+    options = {"use_async_quorum": use_async_quorum}
+    with (
+        lighthouse() as address,
+        adversaries(address, "ab", min_replica_size=2, **options) as (a, b),
+    ):
+        while not all(together(a.step, b.step)):
+            pass
+        assert together(a.step, b.step) == [True, True]
+        with adversaries(address, "c", **options) as (c,):
+            c.trains_judge = not a.trains_judge
+            before = bits(a.state_dict())
+            began_at = time.monotonic()
+            assert c.joins(a, b) == [False, False, False]
+            check("a step with a group that is elsewhere", time.monotonic() - began_at, DISCARD_S)
+            ends, goes_on = (c, a) if a.trains_judge else (a, c)
+            end = "number 2, the end of the step, after 1 operation"
+            assert f"Here: {end}. In another group: number 2, the backward pass" in str(
+                ends.manager.errored()
+            )
+            assert f"In another group: {end}" in str(goes_on.manager.errored())
+            assert together(c.step, a.step, b.step) == [False, False, False]
+            last = together(lambda: ending(c.step), a.step, b.step)
+            assert last[1:] == [False, False]
+            assert "does not fit to the others" in str(last[0])
+            assert "3 steps in a row: the groups are at different operations" in str(last[0])
+            assert "Optimizer(manager, [first, second])" in str(last[0])
+            assert "does not fit to the others" in ending(c.step)
+            for group in (a, b, c):
+                assert bits(group.state_dict()) == before, "I6"
+        step = a.manager.current_step()
+        while not all(together(a.step, b.step)):
+            pass
+        assert a.manager.current_step() == step + 1
+        assert bits(a.state_dict()) == bits(b.state_dict())
+
+
+def test_a_group_that_joins_at_the_same_turn_trains_with_the_others() -> None:
+    with lighthouse() as address, adversaries(address, "ab", min_replica_size=2) as (a, b):
+        while not all(together(a.step, b.step)):
+            pass
+        with adversaries(address, "c") as (c,):
+            c.trains_judge = a.trains_judge
+            assert c.joins(a, b) == [True, True, True]
+            assert together(a.step, b.step, c.step) == [True, True, True]
+            assert bits(a.state_dict()) == bits(b.state_dict()) == bits(c.state_dict())
+
+
+def test_a_group_that_sums_less_is_found_at_the_end_of_the_step() -> None:
+    with lighthouse(min_replicas=2) as address, contextlib.ExitStack() as stack:
+        a, b = (
+            stack.enter_context(
+                Manager(
+                    lighthouse_addr=address,
+                    replica_id=name,
+                    in_process=True,
+                    timeout=TIMEOUT,
+                    quorum_timeout=TIMEOUT,
+                    init_sync=False,
+                )
+            )
+            for name in "ab"
+        )
+
+        def sums(manager: Manager, num: int) -> bool:
+            manager.start_quorum()
+            for _ in range(num):
+                manager.allreduce(torch.ones(4)).wait()
+            return manager.should_commit()
+
+        began_at = time.monotonic()
+        assert together(lambda: sums(a, 2), lambda: sums(b, 1)) == [False, False]
+        check("a step in which one group sums less", time.monotonic() - began_at, DISCARD_S)
+        assert "Here: number 2, Manager.allreduce" in str(a.errored())
+        assert "Here: number 2, the end of the step, after 1 operation" in str(b.errored())
+        assert together(lambda: sums(a, 2), lambda: sums(b, 2)) == [True, True]
+
+
+def test_only_the_first_step_of_a_quorum_is_compared() -> None:
+    with lighthouse(min_replicas=2) as address, trainers(address, 2) as (a, b):
+        launched: list[int] = []
+        run = a.manager._runtime.links.pg.allreduce
+
+        def count(tensors: list[torch.Tensor], options: Any) -> Any:
+            launched.append(tensors[0].numel())
+            return run(tensors, options)
+
+        a.manager._runtime.links.pg.allreduce = count  # type: ignore[method-assign]
+        together(a.step, b.step)
+        first, num_sums = len(launched), len(a.parallel._reducer._buckets)
+        assert first == 2 * num_sums + 1, "each sum, and the end of the step"
+        together(a.step, b.step)
+        assert len(launched) == first + num_sums
+
+
+def of(numel: int) -> Operation:
+    return Operation.of(1, torch.empty(numel), torch.distributed.ReduceOp.SUM, Kind.GRADIENTS)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        # Each group's operation, and whether it is settled; who is at another, and who misfits.
+        ([(of(4), True), (of(4), False)], [(None, False), (None, False)]),
+        ([(of(4), True), (of(5), True)], [(of(5), False), (of(4), False)]),
+        ([(of(4), True), (of(5), False)], [(of(5), False), (of(4), True)]),
+        ([(of(4), False), (of(5), False)], [(of(5), True), (of(4), True)]),
+        (  # a newcomer that fits, beside one that does not
+            [(of(4), True), (of(4), False), (of(5), False)],
+            [(of(5), False), (of(5), False), (of(4), True)],
+        ),
+        (
+            [(Operation.end(0), True), (of(5), False)],
+            [(of(5), False), (Operation.end(0), True)],
+        ),
+    ],
+)
+def test_who_does_not_fit(
+    groups: list[tuple[Operation, bool]], expected: list[tuple[Operation | None, bool]]
+) -> None:
+    sent = [mine.encode(CPU, is_settled=is_settled) for mine, is_settled in groups]
+    reduced = torch.stack(sent).amax(0)
+    found = [mine.compare(reduced, is_settled=is_settled) for mine, is_settled in groups]
+    assert found == expected
+
+
+def refuses(state: Any) -> None:
+    raise RuntimeError("another layer")
+
+
+def end_of_loading(trainer: Trainer) -> str:
+    """Train until that ends with an error, and leave; the reason."""
+    reason = ending(lambda: trainer.steps(4) == [])
+    trainer.manager.shutdown()
+    assert "could not be put in place 3 times in a row" in reason
+    assert "'default' cannot be loaded: RuntimeError('another layer')" in reason
+    assert "Mend load_state_dict" in reason
+    return reason
+
+
+def test_a_group_that_cannot_load_the_first_state_ends_and_the_others_go_on() -> None:
+    with (
+        lighthouse(min_replicas=2) as address,
+        Trainer(address, "a", 0) as a,
+        Trainer(address, "b", 1) as b,
+        Trainer(address, "c", 2, load_state_dict=refuses) as c,
+    ):
+
+        def num_discarded(trainer: Trainer) -> int:
+            return next(num for num in itertools.count() if trainer.step())
+
+        outcomes = together(
+            lambda: num_discarded(a), lambda: num_discarded(b), lambda: end_of_loading(c)
+        )
+        assert outcomes[:2] == [3, 3]
+        assert together(a.step, b.step) == [True, True]
+        assert_identical([a, b])
+
+
+def test_a_group_that_joins_and_cannot_load_ends_and_nobody_waits_for_it() -> None:
+    with lighthouse() as address, Trainer(address, "a", 0) as a:
+        a.steps(2)
+        with Trainer(address, "c", 2, load_state_dict=refuses) as c:
+
+            def trains() -> str:
+                while not c.manager._runtime.closed:
+                    assert a.step()
+                return ""
+
+            together(lambda: end_of_loading(c), trains)
+        assert a.step()
