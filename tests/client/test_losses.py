@@ -54,6 +54,36 @@ def test_who_was_lost_before_the_question_may_be_in_the_answer_whatever_its_id()
     membership.check_losses(QUORUM)
 
 
+def test_why_there_is_no_quorum_is_said_once_until_it_changes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [100.0]
+    membership = Membership(ProcessGroupDummy(), clock=lambda: now[0])
+
+    def hears(reason: str, *, at: float) -> list[str]:
+        now[0] = at
+        caplog.clear()
+        membership.hear_no_quorum(reason)
+        return caplog.messages
+
+    assert hears("late news", at=100) == [], "nobody has asked"
+    membership.ask()
+    assert hears("b is slow", at=104.9) == [], "as in many a step"
+    assert hears("b is slow", at=105) == ["no quorum for 5 s: b is slow"]
+    assert hears("b is slow", at=134.9) == []
+    assert hears("b is slow", at=135) == ["no quorum for 35 s: b is slow"]
+    assert hears("c is slow", at=139.9) == [], "it may change all the time"
+    membership.ask()  # the last question got an error
+    assert hears("", at=140) == ["no quorum for 40 s: the lighthouse does not say why"]
+    membership.answer(QUORUM)
+    assert hears("", at=300) == []
+    membership.ask()
+    assert hears("", at=305) == ["no quorum for 5 s: the lighthouse does not say why"]
+    membership.answer(QUORUM)
+    membership.ask()
+    assert hears("", at=311) == [], "each step takes so long"
+
+
 def test_a_strangers_loss_does_not_matter() -> None:
     membership = Membership(ProcessGroupDummy())
     membership.lose("c:1", "killed", 7)

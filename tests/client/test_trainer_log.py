@@ -172,10 +172,27 @@ def test_a_lighthouse_that_cannot_be_reached_is_named_until_the_end(tmp_path: Pa
     why = "lighthouse at 127.0.0.1:1 cannot be reached: Connection refused"
     told = errors.splitlines()
     assert said(errors, r"[\d-]+ [\d:,]+ WARNING torchft_svc\[a manager\] ")[:2] == [
-        f"lost the lighthouse: {why}",
+        f"there is no lighthouse: {why}",
         f"no lighthouse for 5 s: {why}",
     ]
     begins = told.index("Traceback (most recent call last):")
     ends = told.index(f"torchft_svc.errors.Unreachable: {why}")
     assert ends - begins <= 8, errors  # three of them are of the process that was forked
     assert any("lonely.py" in line for line in told[begins:ends])
+
+
+@pytest.mark.parametrize("own", ["", f"logging.basicConfig({FORMAT})"])
+def test_a_trainer_that_waits_for_others_says_so(tmp_path: Path, own: str) -> None:
+    with lighthouse_process("--min-replicas=2") as lighthouse:
+        (tmp_path / "lonely.py").write_text(
+            PROGRAM.format(before=own, after="", address=lighthouse.address)
+        )
+        command = [sys.executable, str(tmp_path / "lonely.py")]
+        with Warm(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+            lines = iter(process.stderr.readline, "")
+            told = next(line for line in lines if "no quorum" in line)
+            process.kill()
+    start = "mine" if own else r"[\d-]+ [\d:,]+"
+    who = "" if own else r"torchft_svc\[a\] "
+    why = r"no quorum for \d s: 1 of at least 2 groups ask\n"
+    assert re.fullmatch(f"{start} WARNING {who}{why}", told), told

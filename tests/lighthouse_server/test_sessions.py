@@ -173,3 +173,22 @@ def test_a_withdrawn_question_does_not_get_into_the_next_quorum(
     line.beat("b:1")
     asked = [line.quorum("b:1"), line.quorum("c:1")]
     assert [members(each.result()) for each in asked] == [["b:1", "c:1"]] * 2
+
+
+def test_who_waits_long_hears_why_and_when_that_changes(line: Line, session: RawSession) -> None:
+    session.ask(1)
+    assert next(session.news).no_quorum_yet.reason == "1 of at least 2 groups ask"
+    session.send(beat={})
+    fellows = [line.quorum("b:1", min_replicas=3)]
+    assert next(session.news).no_quorum_yet.reason == "2 of at least 3 groups ask"
+    fellows.append(line.quorum("c:1"))
+    assert members(next(session.news)) == ["a:1", "b:1", "c:1"]
+    for fellow in fellows:
+        fellow.result()
+
+
+def test_who_comes_to_a_wait_that_is_known_hears_why_too(line: Line, session: RawSession) -> None:
+    session.ask(1)
+    why = next(session.news).no_quorum_yet.reason
+    session.ask(2)
+    assert next(session.news).no_quorum_yet.reason == why

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import queue
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from running import eventually, failure, line_to
+from running import attach, eventually, failure, line_to
 
 from torchft_svc.coordination import (
     LighthouseClient,
@@ -342,3 +344,24 @@ def ask_alone(client: ManagerClient, step: int) -> QuorumResult:
         except Unreachable as error:
             if not patience.pause(error):
                 raise
+
+
+def test_the_first_worker_that_waits_hears_why() -> None:
+    """Of its fellows while they have not asked, then what the lighthouse says."""
+    told: list[queue.SimpleQueue[str]] = [queue.SimpleQueue(), queue.SimpleQueue()]
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=2) as lighthouse,
+        start_manager(lighthouse) as manager,
+        contextlib.closing(Workers(manager.address())) as workers,
+    ):
+        for rank, client in enumerate(workers.clients):
+            attach(client, rank, on_no_quorum=told[rank].put)
+        asked = [workers.ask(1, timeout=timedelta(seconds=30))]
+        missing = "group rank 0 of 2 workers has not asked for a quorum"
+        assert told[1].get(timeout=LONG.seconds) == missing
+        asked.append(workers.ask(0, timeout=timedelta(seconds=30)))
+        reasons = iter(lambda: told[0].get(timeout=LONG.seconds), None)
+        assert next(filter(None, reasons)) == "1 of at least 2 groups ask"
+        workers.close()
+        for each in asked:
+            assert each.exception() is not None

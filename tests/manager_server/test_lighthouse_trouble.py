@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import signal
 import socket
 import threading
@@ -20,6 +21,7 @@ from running import (
     attach,
     eventually,
     failure,
+    grpc_server,
     lighthouse_process,
     line_to,
     manager_process,
@@ -255,7 +257,7 @@ def test_a_group_that_has_to_end_does_not_wait_for_a_lighthouse_that_is_gone(now
         ThreadPoolExecutor(1) as thread,
     ):
         asked = thread.submit(client._quorum, 0, 0, "", False, 6 * LONG)
-        eventually(lambda: "lost the lighthouse" in manager.errors())
+        eventually(lambda: "there is no lighthouse" in manager.errors())
         client.drain("the node is needed")
         with pytest.raises(GroupLeft, match="the node is needed"):
             asked.result(LONG.total_seconds())
@@ -370,3 +372,41 @@ def join_both(line: Line, manager: Process) -> None:
         asked = worker.ask_manager(worker_id="w")
         eventually(lambda: len(members(line.quorum("zzz:1").result())) == 2)
         assert asked.result().replica_world_size == 2
+
+
+@contextlib.contextmanager
+def undecided() -> Iterator[str]:
+    """A lighthouse without sessions, as the public release's, which never has a quorum."""
+    over = threading.Event()
+
+    def wait(*_: object) -> bytes:
+        over.wait()
+        return b""
+
+    handlers = {"Quorum": wait, "Heartbeat": lambda *_: b""}
+    service = grpc.method_handlers_generic_handler(
+        "torchft.LighthouseService",
+        {name: grpc.unary_unary_rpc_method_handler(each) for name, each in handlers.items()},
+    )
+    with grpc_server(service, over.set) as address:
+        yield address
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_worker_that_waits_hears_what_is_known_of_the_lighthouse(
+    nowhere: str, *, is_there: bool
+) -> None:
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with (
+        undecided() if is_there else contextlib.nullcontext(nowhere) as address,
+        start_manager(address, workers=1, connect_timeout=LONG) as manager,
+        ManagerClient(manager.address(), LONG) as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        attach(client, 0, on_no_quorum=told.put)
+        asked = thread.submit(client._quorum, 0, 0, "", False, 3 * LONG)
+        why = told.get(timeout=LONG.seconds)
+        client.close()
+        assert asked.exception() is not None
+    missing = f"lighthouse at {nowhere} cannot be reached: "
+    assert why == "" if is_there else why.startswith(missing)

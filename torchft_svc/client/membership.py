@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchft_svc.client.process_groups.base import ProcessGroup
@@ -10,6 +14,13 @@ from torchft_svc.coordination import QuorumResult
 from torchft_svc.core.names import stable_name
 from torchft_svc.errors import QuorumFailed
 
+log = logging.getLogger(__name__)
+
+# Groups wait for one another in every step; what lasts longer than this, people want to know. The
+# reason is said as often at most when it changes all the time, as while a large job starts.
+_SAY_AFTER_S = 5.0
+# Who looks at a trainer that waits sees why, without looking back far.
+_SAY_AGAIN_S = 30.0
 # Only losses that are newer than the quorum matter, and these are few.
 _MAX_LOSSES = 256
 # A line in a log is read by people.
@@ -42,12 +53,15 @@ class _Loss:
 class Membership:
     """The quorum that ``pg`` was last built for, and who of it is gone since."""
 
-    def __init__(self, pg: ProcessGroup) -> None:
+    def __init__(self, pg: ProcessGroup, clock: Callable[[], float] = time.monotonic) -> None:
         self.quorum: QuorumResult | None = None
+        self._clock = clock
         self._pg = pg
         self._reasons: dict[str, str] = {}  # why groups are gone that no quorum has left out yet
         self._losses: deque[_Loss] = deque(maxlen=_MAX_LOSSES)
         self._newcomers: frozenset[str] = frozenset()  # replaced as a whole, for other threads
+        self._asked_at: float | None = None  # since when there is no answer; None: there is one
+        self._said, self._said_at = "", -math.inf
 
     @property
     def num_waiting(self) -> int:
@@ -63,10 +77,26 @@ class Membership:
         before is not in it, whatever its id: a lighthouse's clock may have been set back."""
         self._newcomers = frozenset()
         self._losses.clear()
+        if self._asked_at is None:  # else the question before had no answer
+            self._asked_at = self._clock()
 
     def answer(self, quorum: QuorumResult) -> None:
         """This is the next quorum."""
+        self._asked_at = None
         self._newcomers = self._newcomers.difference(quorum.replica_ids)
+
+    def hear_no_quorum(self, reason: str) -> None:
+        """There is none yet, because of ``reason`` (empty: not known); to be called on any thread,
+        again and again. Says so in the log if that lasts, when it changes, and from time to time.
+        """
+        asked_at, now = self._asked_at, self._clock()
+        if asked_at is None or min(now - asked_at, now - self._said_at) < _SAY_AFTER_S:
+            return
+        if reason == self._said and now - self._said_at < _SAY_AGAIN_S:
+            return
+        self._said, self._said_at = reason, now
+        why = reason or "the lighthouse does not say why"
+        log.warning("no quorum for %.0f s: %s", now - asked_at, why)
 
     def lose(self, replica_id: str, reason: str, quorum_id: int) -> None:
         """A member of quorum ``quorum_id`` is gone; to be called on any thread."""

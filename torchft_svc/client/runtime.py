@@ -141,6 +141,7 @@ def start_runtime(
             on_kill=kill,
             on_drain=draining.request,
             on_waiting=membership.hear_newcomer,
+            on_no_quorum=membership.hear_no_quorum,
             on_cut=membership.leave,
         )
         client.attach(rules.place.group_rank, listeners)

@@ -28,15 +28,19 @@ class Listeners:
 
     ``on_loss``: a member of the last quorum is dead or has left (replica id, reason, id of that
     quorum). ``on_kill``: this worker has to end at once, ``on_drain``: when its step is finished
-    (the reason). ``on_waiting``: a group waits to join the last quorum (replica id). ``on_over``:
-    the manager ends, and there will be no other (the reason). ``on_cut``: the line has ended, so
-    that the group is out of its quorum: its manager is gone, or takes this worker for gone.
+    (the reason). ``on_waiting``: a group waits to join the last quorum (replica id).
+    ``on_no_quorum``: this worker has asked for a quorum and waits, because of that (empty: not
+    known); called again and again, and of all workers of a group that wait only for the first.
+    ``on_over``: the manager ends, and there will be no other (the reason). ``on_cut``: the line has
+    ended, so that the group is out of its quorum: its manager is gone, or takes this worker for
+    gone.
     """
 
     on_loss: Callable[[str, str, int], None]
     on_kill: Callable[[str], None]
     on_drain: Callable[[str], None]
     on_waiting: Callable[[str], None]
+    on_no_quorum: Callable[[str], None] = lambda reason: None
     on_over: Callable[[str], None] = lambda reason: None
     on_cut: Callable[[], None] = lambda: None
 
@@ -51,6 +55,8 @@ class Listeners:
             self.on_drain(news.drain.reason)
         elif kind == "waiting":
             self.on_waiting(news.waiting.replica_id)
+        elif kind == "no_quorum_yet":
+            self.on_no_quorum(news.no_quorum_yet.reason)
         elif kind == "over":
             self.on_over(news.over.reason)
 

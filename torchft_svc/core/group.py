@@ -386,6 +386,11 @@ class Group:
             raise RequestRefused(f"group rank {group_rank} has not told where it serves its state")
         return self._checkpoint_addresses[group_rank]
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether all workers have asked, and the lighthouse has still to answer."""
+        return self._asking
+
     def askers(self) -> list[int]:
         """The callers that wait in the quorum barrier."""
         return [caller for _, caller in self._requests.values()]

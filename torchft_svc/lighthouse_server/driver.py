@@ -23,7 +23,7 @@ from torchft_svc.core.lighthouse_orders import (
 from torchft_svc.core.overview import JobStatus
 from torchft_svc.core.types import LastQuorum, Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded, NotLeader, RequestRefused, TorchFTError
-from torchft_svc.lighthouse_server.questions import Hear, Outcome, Question, Questions
+from torchft_svc.lighthouse_server.questions import Hear, HearWhy, Outcome, Question, Questions
 from torchft_svc.lighthouse_server.sessions import MAX_SESSIONS_PER_GROUP, Sessions
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.attention import AttentiveClock, usual_look_s
@@ -100,8 +100,17 @@ class LighthouseDriver:
         finally:
             self.withdraw(caller)
 
-    def ask(self, job: str, member: Member, timeout_s: float, hear: Hear) -> int:
+    def ask(
+        self,
+        job: str,
+        member: Member,
+        timeout_s: float,
+        hear: Hear,
+        hear_why: HearWhy | None = None,
+    ) -> int:
         """The same without waiting: ``hear`` is called once, maybe before this returns.
+
+        ``hear_why`` is told meanwhile why there is no quorum, see `Question`.
 
         Returns the caller's number, for `withdraw`.
 
@@ -109,7 +118,7 @@ class LighthouseDriver:
             RequestRefused: ``member`` cannot be; ``hear`` is not called.
         """
         now = self._clock.now()
-        caller = self._questions.open(Question(job, timeout_s, now + timeout_s, hear))
+        caller = self._questions.open(Question(job, timeout_s, now + timeout_s, hear, hear_why))
         try:
             orders = self._core.request(job, member, caller, now)
         except RequestRefused:

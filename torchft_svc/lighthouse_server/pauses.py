@@ -1,4 +1,4 @@
-"""Says in the log why a job stands still: what its groups wait for, and when that changes."""
+"""Says why a job stands still, in the log and to who waits: for what, and when that changes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 log = logging.getLogger(__name__)
 
@@ -15,36 +16,45 @@ log = logging.getLogger(__name__)
 SAY_AFTER_S = 2.0
 # What changes all the time is no other reason.
 _FOR_HOW_LONG = re.compile(r" since \d+ s\b")
+# Telling ten thousand groups takes longer than the others may be kept waiting: who is not told in
+# one look is told in the next.
+MAX_TOLD_PER_LOOK = 1000
 
 
 @dataclass(slots=True)
 class _Pause:
     since: float
-    num_waiting: int = 0
+    waiting: dict[int, str] = field(default_factory=dict)  # callers, and the reason they were told
     said: str = ""
     timer: asyncio.TimerHandle | None = None
 
 
 class Pauses:
-    """To be used on one event loop; ``why(job)`` tells what a job waits for."""
+    """To be used on one event loop.
 
-    def __init__(self, why: Callable[[str], str]) -> None:
+    ``why(job)`` tells what a job waits for; ``tell(callers, reason)`` lets these callers know.
+    """
+
+    def __init__(
+        self, why: Callable[[str], str], tell: Callable[[Sequence[int], str], None]
+    ) -> None:
         self._why = why
+        self._tell = tell
         self._pauses: dict[str, _Pause] = {}  # of the jobs in which somebody waits
 
-    def began(self, job: str) -> None:
-        """One more waits for a quorum of ``job``."""
+    def began(self, job: str, caller: int) -> None:
+        """``caller`` waits for a quorum of ``job``, too."""
         pause = self._pauses.get(job)
         if pause is None:
             pause = self._pauses[job] = _Pause(time.monotonic())
             self._look_later(job, pause)
-        pause.num_waiting += 1
+        pause.waiting[caller] = ""
 
-    def ended(self, job: str) -> None:
-        """One that waited does so no longer."""
+    def ended(self, job: str, caller: int) -> None:
+        """It does so no longer."""
         pause = self._pauses[job]
-        pause.num_waiting -= 1
-        if pause.num_waiting == 0:
+        del pause.waiting[caller]
+        if not pause.waiting:
             del self._pauses[job]
             if pause.timer is not None:
                 pause.timer.cancel()
@@ -59,4 +69,8 @@ class Pauses:
         if reason != pause.said:
             log.warning("no quorum job=%s for %.0f s: %s", job, now - pause.since, why)
             pause.said = reason
+        untold = (caller for caller, told in pause.waiting.items() if told != reason)
+        callers = list(islice(untold, MAX_TOLD_PER_LOOK))
+        pause.waiting.update(dict.fromkeys(callers, reason))
+        self._tell(callers, reason)
         self._look_later(job, pause)

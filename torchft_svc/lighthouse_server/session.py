@@ -93,7 +93,9 @@ class Session:
         member = member_from_wire(question.requester)
         timeout_s = min(max(question.timeout_ms, 0) / 1000, MAX_WAIT_S)
         try:
-            self._caller = self._driver.ask(self._job, member, timeout_s, self._answer)
+            self._caller = self._driver.ask(
+                self._job, member, timeout_s, self._answer, self._outbox.tell
+            )
         except RequestRefused as error:
             self._answer(error)
 

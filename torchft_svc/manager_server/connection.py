@@ -51,6 +51,7 @@ class Connection:
         self._backoff = backoff
         self._line: Line | None = None
         self._opened = asyncio.Event()
+        self._was_open = False  # ever
         self._settled = asyncio.Event()  # whoever waits for a connection can ask, or be told
         self._why_not: TorchFTError = self._unreachable("there is no connection yet")
         self.better = ""  # an earlier one of the list, which would take the group: go there
@@ -75,7 +76,7 @@ class Connection:
                 if failing_since is None:
                     failing_since = told_at = now
                     if not self._left:
-                        log.warning("lost the lighthouse: %s", error)
+                        log.warning("%s: %s", self._what_failed(), error)
                 elif now - told_at >= TELL_AGAIN_S:
                     told_at = now
                     log.warning("no lighthouse for %.0f s: %s", now - failing_since, error)
@@ -98,6 +99,11 @@ class Connection:
             return await self._line.ask(member, timeout_s)
         finally:
             self._num_asking -= 1
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be asked now; empty if something can."""
+        return "" if self._opened.is_set() else str(self._why_not)
 
     @property
     def is_asking(self) -> bool:
@@ -150,6 +156,7 @@ class Connection:
     def _is_open(self) -> None:
         if not self._opened.is_set():
             self._route.worked()
+            self._was_open = True
             self._opened.set()
             self._settled.set()
 
@@ -172,6 +179,9 @@ class Connection:
         looks = (would_take(at, config.job_id, config.security, LOOK_BACK_S) for at in preferred)
         takes = await asyncio.gather(*looks)
         return next((at for at, is_taken in zip(preferred, takes, strict=True) if is_taken), "")
+
+    def _what_failed(self) -> str:
+        return "lost the lighthouse" if self._was_open else "there is no lighthouse"
 
     def _unreachable(self, reason: str) -> Unreachable:
         return Unreachable("lighthouse", self._config.lighthouse_address, reason)

@@ -33,6 +33,7 @@ from torchft_svc.rpc.codec import (
     drain_news,
     kill_news,
     member_lost,
+    no_quorum_yet,
     over_news,
     phase_from_wire,
     worker_answer,
@@ -49,6 +50,8 @@ LAST_NEWS_S = 0.5
 # Of a worker without a line nobody hears when it dies: another one with its rank waits for so long.
 # With a line its end tells, at once or, if its machine is gone, about as late.
 OWNER_SILENCE_S = 5.0
+# Groups wait for one another in every step; who waits for longer than this is told what for.
+TELL_WHY_AFTER_S = 2.0
 
 
 class ManagerDriver:
@@ -65,7 +68,8 @@ class ManagerDriver:
         self._workers: dict[int, Outbox] = {}
         self._activities = WorkerActivities()
         self._num_asking: collections.Counter[int] = collections.Counter()  # by group rank
-        self._clock = AttentiveClock(MAX_LOOK_S)  # of the activities
+        self._asked_at = 0.0  # since when some worker waits for a quorum, if one does
+        self._clock = AttentiveClock(MAX_LOOK_S)  # of the activities and questions
         self._last_order: bytes | None = None
         self.kill_reason: str | None = None  # this group ends because of it
         self.killed = asyncio.Event()
@@ -78,6 +82,8 @@ class ManagerDriver:
         )
         if not self._core.belongs_to(group_rank, request.worker_id):
             return await question
+        if not self._num_asking:
+            self._asked_at = self._clock.now()
         if group_rank in self._workers:  # others do not tell when it is over
             self._activities.asks(group_rank, request.step, self._clock.now())
         self._num_asking[group_rank] += 1
@@ -143,10 +149,23 @@ class ManagerDriver:
         return beat_to_wire(self._activities.slowest(), self._clock.now())
 
     async def keep_looking(self) -> None:
-        """What the group does lasts no longer because this process, and it, was stopped."""
+        """What the group does lasts no longer because this process, and it, was stopped.
+
+        Who waits for a quorum is told what for."""
         while True:
             await asyncio.sleep(self._clock.look_s)
-            self._clock.now()
+            self._tell_why(self._clock.now())
+
+    def _tell_why(self, now: float) -> None:
+        """To one worker of the group: it would be the same line in the log of each."""
+        if now - self._asked_at < TELL_WHY_AFTER_S:
+            return
+        first = min(self._num_asking.keys() & self._workers.keys(), default=None)
+        if first is not None:
+            self._workers[first].tell(no_quorum_yet(self._why_no_quorum()))
+
+    def _why_no_quorum(self) -> str:
+        return self._link.why_no_quorum if self._core.is_asking else self._core.why()
 
     def hear(self, news: pb.SessionNews) -> None:
         """News from the lighthouse."""

@@ -57,6 +57,7 @@ class LighthouseLink:
         self._last_num_groups = 0
         self._last = NO_QUORUM  # that the group was in with the workers that it has now
         self._route = Route(config.lighthouses)
+        self._told_why = ""  # there is no quorum yet; by the lighthouse, about the last question
         self._holding: asyncio.Task[None] | None = None
         self._moving = asyncio.Lock()  # one incarnation ends before the next one begins
         self._new_incarnation()
@@ -65,6 +66,11 @@ class LighthouseLink:
     def seen_quorum_id(self) -> int:
         """Of the newest quorum that the group was told (0: none)."""
         return self._seen_quorum_id
+
+    @property
+    def why_no_quorum(self) -> str:
+        """What the question under way waits for; empty: the lighthouse does not say."""
+        return self._connection.trouble or self._told_why
 
     def start(self) -> None:
         """Begin to prove that the group is alive."""
@@ -138,6 +144,8 @@ class LighthouseLink:
         )
 
     def _pass_on(self, news: pb.SessionNews) -> None:
+        if news.WhichOneof("kind") == "no_quorum_yet":
+            self._told_why = news.no_quorum_yet.reason
         self.on_news(news)
 
     async def _begin_again(self, reason: str, *, between_steps: bool = False) -> None:
@@ -196,6 +204,7 @@ class LighthouseLink:
         timeout_s = deadline - time.monotonic()
         if timeout_s <= 0:
             raise DeadlineExceeded("quorum", 0.0, "no time is left")
+        self._told_why = ""
         self._seen_quorum_id = max(self._seen_quorum_id, question.seen_quorum_id)
         member = Member(
             replica_id=self.replica_id,

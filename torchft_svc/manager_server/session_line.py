@@ -236,7 +236,7 @@ class SessionLine:
     def _hear(self, news: pb.SessionNews) -> None:
         fit_for_logs(news)
         kind = news.WhichOneof("kind")
-        if kind in ("lost", "kill", "drain", "waiting"):
+        if kind in ("lost", "kill", "drain", "waiting", "no_quorum_yet"):
             self._on_news(news)
         elif kind == "refusal" and news.refusal.number == self._number:
             refusal = news.refusal

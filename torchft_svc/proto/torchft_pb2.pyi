@@ -176,7 +176,7 @@ class SessionQuestion(_message.Message):
     def __init__(self, requester: _Optional[_Union[QuorumMember, _Mapping]] = ..., number: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
 
 class SessionNews(_message.Message):
-    __slots__ = ("quorum", "welcome", "refusal", "lost", "kill", "drain", "waiting", "answers")
+    __slots__ = ("quorum", "welcome", "refusal", "lost", "kill", "drain", "waiting", "no_quorum_yet", "answers")
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +184,7 @@ class SessionNews(_message.Message):
     KILL_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    NO_QUORUM_YET_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     quorum: Quorum
     welcome: SessionWelcome
@@ -192,8 +193,9 @@ class SessionNews(_message.Message):
     kill: Kill
     drain: Drain
     waiting: MemberWaiting
+    no_quorum_yet: NoQuorumYet
     answers: int
-    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., welcome: _Optional[_Union[SessionWelcome, _Mapping]] = ..., refusal: _Optional[_Union[SessionRefusal, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ..., answers: _Optional[int] = ...) -> None: ...
+    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., welcome: _Optional[_Union[SessionWelcome, _Mapping]] = ..., refusal: _Optional[_Union[SessionRefusal, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ..., no_quorum_yet: _Optional[_Union[NoQuorumYet, _Mapping]] = ..., answers: _Optional[int] = ...) -> None: ...
 
 class SessionWelcome(_message.Message):
     __slots__ = ("min_interval_ms",)
@@ -226,6 +228,12 @@ class MemberWaiting(_message.Message):
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
+
+class NoQuorumYet(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Kill(_message.Message):
     __slots__ = ("reason",)
@@ -500,20 +508,22 @@ class AttachPhase(_message.Message):
     def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ...) -> None: ...
 
 class AttachNews(_message.Message):
-    __slots__ = ("welcome", "lost", "kill", "drain", "waiting", "over")
+    __slots__ = ("welcome", "lost", "kill", "drain", "waiting", "over", "no_quorum_yet")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     KILL_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
+    NO_QUORUM_YET_FIELD_NUMBER: _ClassVar[int]
     welcome: AttachWelcome
     lost: MemberLost
     kill: Kill
     drain: Drain
     waiting: MemberWaiting
     over: AttachOver
-    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ..., over: _Optional[_Union[AttachOver, _Mapping]] = ...) -> None: ...
+    no_quorum_yet: NoQuorumYet
+    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ..., over: _Optional[_Union[AttachOver, _Mapping]] = ..., no_quorum_yet: _Optional[_Union[NoQuorumYet, _Mapping]] = ...) -> None: ...
 
 class AttachWelcome(_message.Message):
     __slots__ = ()

@@ -117,6 +117,12 @@ def member_waiting(replica_id: str) -> bytes:
     return pb.SessionNews(waiting=pb.MemberWaiting(replica_id=replica_id)).SerializeToString()
 
 
+def no_quorum_yet(reason: str) -> bytes:
+    """The news, for those that wait, why there is no quorum; to a manager as to a worker."""
+    news = pb.NoQuorumYet(reason=one_line(reason))
+    return pb.SessionNews(no_quorum_yet=news).SerializeToString()
+
+
 def kill_news(reason: str) -> bytes:
     """The news that its group has to end at once; the same bytes for a manager and a worker."""
     return pb.SessionNews(kill=pb.Kill(reason=reason)).SerializeToString()
