@@ -72,7 +72,14 @@ keep_grpc_quiet()
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("torchft_svc.client"), name)
+    try:
+        client = importlib.import_module("torchft_svc.client")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        told = f"torchft_svc.{name} needs PyTorch, which is not installed here: pip install torch"
+        raise ModuleNotFoundError(told, name="torch") from None
+    return getattr(client, name)
 
 
 def __dir__() -> list[str]:

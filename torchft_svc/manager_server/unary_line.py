@@ -88,6 +88,8 @@ class UnaryLine:
 
     async def leave(self, reason: str, *, between_steps: bool, ends: bool = False) -> None:
         """See `Line.leave`."""
+        if self._left:  # the channel may be closed since
+            return
         self._left = True
         request = pb.LighthouseLeaveRequest(
             replica_id=self._replica_id, reason=reason, between_steps=between_steps, ends=ends
