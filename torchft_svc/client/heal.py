@@ -39,8 +39,8 @@ def fetch_state(
 
     ``timeout_s`` is the longest time without progress. ``check`` raises to end the wait for a
     manager that does not answer, or for the end of that step: its group is out of the quorum.
-    ``check_source`` raises when that group itself is, which may then never begin to send: one of
-    the others takes its place.
+    ``check_source`` raises when that group itself is: if it sends nothing, others take its place,
+    or it is not waited for.
 
     Raises:
         PeerError: the source is gone, does not serve that step, or its data is damaged.
@@ -82,7 +82,7 @@ def fetch_state(
 
 @contextlib.contextmanager
 def _watching(check: Callable[[], None], tell: Callable[[str], None]) -> Iterator[None]:
-    """Soon after ``check`` raises in this block, ``tell`` is told why, on another thread."""
+    """While ``check`` raises in this block, ``tell`` is told why, again and again, on a thread."""
     is_over = threading.Event()
 
     def watch() -> None:
@@ -91,7 +91,6 @@ def _watching(check: Callable[[], None], tell: Callable[[str], None]) -> Iterato
                 check()
             except TorchFTError as error:
                 tell(str(error))
-                return
 
     thread = threading.Thread(target=watch, name="torchft-heal-check", daemon=True)
     thread.start()

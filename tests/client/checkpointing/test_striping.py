@@ -21,7 +21,7 @@ import torch
 from bounds import Late
 from warm import Warm
 
-from torchft_svc.client.checkpointing import HTTPTransport, feed, served
+from torchft_svc.client.checkpointing import HTTPTransport, feed, fetch, served
 from torchft_svc.client.checkpointing.requests import Conversation
 from torchft_svc.client.checkpointing.wire import BadHead
 from torchft_svc.errors import CheckpointError, PeerError, Unreachable
@@ -282,15 +282,39 @@ def test_an_only_source_that_is_lost_before_it_offers_is_not_waited_for(site: Si
         fetched.result(DEADLINE_S)
 
 
-def test_a_lost_source_sends_what_it_has_begun_to_send(site: Site) -> None:
+def test_a_lost_source_that_still_sends_is_heard_to_the_end(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its step hangs, or its manager is frozen: it is out, and still has the state."""
-    gate = Gate(HALF_WAY)
+    monkeypatch.setattr(fetch, "SILENCE_S", 0.3)
+    site.add(hook=Throttle(LINK_BYTES_PER_S))
+    fetched = site.fetch()
+    until(lambda: site.shares[0] > 0.1)
+    num_told = 0
+    while not fetched.done():
+        site.receiver.lose_source("a:1 is out: it hangs")
+        num_told += 1
+        time.sleep(0.05)
+    assert num_told > 6
+    site.expect(fetched)
+
+
+@pytest.mark.parametrize("start", [100, 5_000, HALF_WAY], ids=["head", "at-once", "half-way"])
+def test_a_lost_source_that_stops_sending_is_not_waited_for(site: Site, start: int) -> None:
+    """It is the only one: what is one chunk, for instance, comes from nobody else."""
+    gate = Gate(start)
     site.add(hook=gate)
     fetched = site.fetch()
     gate.wait_until_reached()
-    site.receiver.lose_source("a:1 is out: no sign of life for 5 s")
-    gate.open()
-    site.expect(fetched)
+    deadline = time.monotonic() + DEADLINE_S
+    while not fetched.done() and time.monotonic() < deadline:
+        site.receiver.lose_source("a:1 is out: no sign of life for 5 s")
+        time.sleep(0.05)
+    try:
+        with pytest.raises(CheckpointError, match="a:1 is out: no sign of life for 5 s"):
+            fetched.result(0)
+    finally:
+        gate.open()
 
 
 def test_a_slow_source_gives_less(site: Site) -> None:

@@ -125,6 +125,10 @@ class Feed:
         self._source.interrupt()
         self._digests_source.interrupt()
 
+    def received_at(self) -> float:
+        """When the last byte of the state came (monotonic; 0: none has)."""
+        return self._source.received_at()
+
     def cut(self, connection: int) -> None:
         """Let what is under way over ``connection`` fail."""
         self._source.cut(connection)

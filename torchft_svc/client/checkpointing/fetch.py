@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchft_svc.client.checkpointing.chunks import Chunks, Way
@@ -32,6 +32,8 @@ EXTRA_GRACE_S = 1.0
 REPORT_TIMEOUT_S = 0.5
 # A thread ends as soon as its source is stopped, unless it is just about to connect.
 STOP_TIMEOUT_S = 0.5
+# Who is out of the quorum, and says nothing for longer, is not only busy.
+SILENCE_S = 1.0
 _PRIMARY = 0
 
 
@@ -61,12 +63,27 @@ class Fetch:
         self._fail(CheckpointError(self._primary.address, why))
 
     def lose_assigned(self, why: str) -> None:
-        """The assigned source is out of the quorum: if it has said nothing yet, it may never do."""
+        """The assigned source is out of the quorum: if it says nothing, it may never do so again.
+
+        To be called again and again.
+        """
+        error = CheckpointError(self._primary.address, why)
         with self._changed:
-            if self._has_begun or _PRIMARY in self._lost:
+            if _PRIMARY in self._lost or (self._has_begun and not self._is_silent()):
                 return
-            self._lost[_PRIMARY] = CheckpointError(self._primary.address, why)
-        self._primary.stop()
+            if not self._has_begun:
+                self._lost[_PRIMARY] = error
+        if self._has_begun:
+            self._lose(_PRIMARY, error)
+        else:
+            self._primary.stop()
+
+    def _is_silent(self) -> bool:
+        """Whether the assigned source, which has begun, does not go on."""
+        if self._target is None:  # it has not been asked to
+            return False
+        since = max(self._target.asked_at, self._primary.received_at())
+        return time.monotonic() - since > SILENCE_S
 
     def run(self) -> Any:
         """Receive the state.
@@ -369,6 +386,7 @@ class _Target:
     memory: memoryview
     opening: Opening
     chunks: Chunks
+    asked_at: float = field(default_factory=time.monotonic)
 
     def view(self, chunk: int) -> memoryview:
         size = self.opening.chunk_bytes

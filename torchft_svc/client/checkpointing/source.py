@@ -64,12 +64,18 @@ class Source:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._wires: dict[int, Wire] = {}
+        self._received_at = 0.0
         self._interrupted = False
 
     @property
     def address(self) -> str:
         """The host and port, without the secret: for messages."""
         return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+
+    def received_at(self) -> float:
+        """When the last byte came from there (monotonic; 0: none has)."""
+        with self._lock:
+            return max([self._received_at, *(wire.received_at for wire in self._wires.values())])
 
     def ask(self, path: str, connection: int, wait_s: float = 0.0) -> Answer:
         """Send a request over ``connection``, and read the head of its response.
@@ -113,6 +119,8 @@ class Source:
         """Close ``connection``; the next request over it opens another."""
         with self._lock:
             wire = self._wires.pop(connection, None)
+            if wire is not None:
+                self._received_at = max(self._received_at, wire.received_at)
         if wire is not None:
             wire.close()
 

@@ -155,8 +155,8 @@ class CheckpointTransport(ABC, Generic[T]):
     def lose_source(self, why: str) -> None:
         """The group that a receive on another thread was assigned to is out of the quorum.
 
-        It may send what it has begun to send. If it has not, others take its place, or the receive
-        fails soon; this one waits for its end.
+        It may still send. If it does not, others take its place, or the receive fails soon; this
+        one waits for its end. Called again and again as long as the receive is under way.
         """
 
     @abstractmethod

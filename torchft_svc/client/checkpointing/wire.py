@@ -72,6 +72,7 @@ class Wire:
         self._socket = sock
         self._pending = bytearray()
         self.timeout_s = timeout_s
+        self.received_at = 0.0  # monotonic; 0: nothing has come
 
     def close(self) -> None:
         self._socket.close()
@@ -185,14 +186,18 @@ class Wire:
                 continue
             if not count:
                 raise ConnectionResetError("the peer left in the middle of a body")
+            self.received_at = time.monotonic()
             return count
 
     def _receive(self, limit: int) -> bytes:
         while True:
             try:
-                return self._socket.recv(limit)
+                received = self._socket.recv(limit)
             except BlockingIOError:  # a spurious wake-up, or a part of a TLS record
                 self._wait(select.POLLIN, self.timeout_s)
+            else:
+                self.received_at = time.monotonic()
+                return received
 
     def _wait(self, events: int, timeout_s: float) -> None:
         tls = self._socket if isinstance(self._socket, ssl.SSLSocket) else None
