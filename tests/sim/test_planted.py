@@ -357,6 +357,27 @@ def what_holds_up_a_worker_is_ignored(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(activity, "_HELD_UP", frozenset())
 
 
+def who_puts_its_heal_off_votes_yes(plant: pytest.MonkeyPatch) -> None:
+    real = StepMachine.form
+
+    def form(
+        self: Any, participation: Any, heal_to: int | None = None, *, may_heal: bool = True
+    ) -> None:
+        real(self, participation, heal_to if may_heal else None)
+
+    plant.setattr(StepMachine, "form", form)
+
+
+def an_update_that_was_lost_counts(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(StepMachine, "lose_update", lambda self, spoiled_by="": self.end_update())
+
+
+def an_update_that_was_spoiled_counts_as_lost(plant: pytest.MonkeyPatch) -> None:
+    """The weights, of which a part was changed, count as those of the step before."""
+    real = StepMachine.lose_update
+    plant.setattr(StepMachine, "lose_update", lambda self, spoiled_by="": real(self))
+
+
 # Each with the first seed of the search: near the first one that finds it.
 PLANTS: dict[Plant, int] = {
     changed_list_keeps_its_id: 66,
@@ -382,7 +403,7 @@ PLANTS: dict[Plant, int] = {
     an_error_is_forgotten: 18,
     a_late_vote_counts: 8521,
     who_lost_his_answer_is_told_no: 0,
-    who_comes_late_waits_for_those_that_have_gone_on: 345,
+    who_comes_late_waits_for_those_that_have_gone_on: 690,
     what_holds_up_a_worker_is_ignored: 5015,
     a_healed_step_counts_at_once: 77,
     veterans_are_remembered_for_ever: 4,
@@ -402,6 +423,9 @@ PLANTS: dict[Plant, int] = {
     who_was_left_out_stays_out: 2,
     who_hangs_is_not_waited_for_again: 401,
     who_was_waited_for_again_is_never_left_out: 401,
+    who_puts_its_heal_off_votes_yes: 70,
+    an_update_that_was_lost_counts: 19,
+    an_update_that_was_spoiled_counts_as_lost: 15,
 }
 
 

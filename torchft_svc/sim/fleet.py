@@ -174,6 +174,18 @@ class Fleet:
         for worker in site.workers[int(fault.value * 2) :]:
             worker.is_broken = True
 
+    def _put_off(self, site: Site, fault: Fault) -> None:
+        for worker in site.workers[int(fault.value * 2) :]:
+            worker.puts_heals_off_until = self.world.now + fault.seconds
+
+    def _lose_update(self, site: Site, fault: Fault) -> None:
+        for worker in site.workers[int(fault.value * 2) :]:
+            worker.loses_update = ""
+
+    def _spoil_update(self, site: Site, fault: Fault) -> None:
+        for worker in site.workers[int(fault.value * 2) :]:
+            worker.loses_update = "it raises"
+
     def _cut(self, site: Site, fault: Fault) -> None:
         self._cut_off([process.name for process in site.processes()], fault.seconds)
 

@@ -376,6 +376,11 @@ class Discards:
         """A worker begins a step."""
         must(step == step_of_weights, "I6", f"{who}: step {step}, weights of {step_of_weights}")
 
+    def updates(self, who: str, step: int, step_of_weights: int, max_step: int) -> None:
+        """A worker applies the update to ``step``, in a quorum that trains ``max_step``."""
+        steps = (step, step_of_weights)
+        must(set(steps) == {max_step}, "I3", f"{who}: step and weights of {steps} at {max_step}")
+
     def left(self, replica_id: str) -> None:
         """A group has told that it leaves between two steps."""
         self._left[replica_id] = None

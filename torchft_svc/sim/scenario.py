@@ -41,6 +41,8 @@ MEAN_COPY_S, LONG_COPY_S = 0.05, 1.0
 NUMS_OF_BROKEN_LINES = (0, 0, 3, 20)
 # How often a run gives occasion to leave out who hangs, and to wait for who heals.
 MAX_OCCASIONS = 3
+# How often programs raise in an update, or put off what they have to heal.
+NUMS_OF_ODD_STEPS = (0, 0, 0, 4)
 LARGE = 200  # above this many groups, a run is about the number
 
 
@@ -205,6 +207,8 @@ def _draw_patience(chance: random.Random, scenario: Scenario, is_large: bool) ->
         at, target = chance.uniform(0.0, FAULTS_END_S), chance.randrange(scenario.num_groups)
         more.append(Fault(at=at, kind=kind, target=target, seconds=0.0, value=chance.random()))
     is_lockstep = scenario.group_world_size > 1 and chance.random() < 0.5
+    for _ in range(0 if is_large else chance.choice(NUMS_OF_ODD_STEPS)):
+        more += _draw_odd_steps(chance, scenario.num_groups)
     faults = sorted((*scenario.faults, *more), key=lambda fault: fault.at)
     return replace(
         scenario, config=config, trainer=trainer, is_lockstep=is_lockstep, faults=tuple(faults)
@@ -240,6 +244,21 @@ def _draw_hangs(
         seconds = chance.choice([0.3, 2.0, MAX_DOWN_S])
         lost = Fault(at=lost_at, kind=kind, target=target, seconds=seconds, value=chance.random())
         faults.append(lost)
+    return faults
+
+
+def _draw_odd_steps(chance: random.Random, num_groups: int) -> list[Fault]:
+    """Some groups, or all, lose an update or put heals off at about the same time."""
+    kind = chance.choice(["lose_update", "spoil_update", "put_off"])
+    at, value = chance.uniform(1.0, FAULTS_END_S), chance.random()
+    targets = chance.sample(range(num_groups), chance.choice([1, 1, num_groups]))
+    seconds = chance.choice([0.3, 2.0, MAX_DOWN_S]) if kind == "put_off" else 0.0
+    faults = [
+        Fault(at=at, kind=kind, target=target, seconds=seconds, value=value) for target in targets
+    ]
+    if kind == "put_off":  # one that has something to heal
+        crash = Fault(at=at - 0.1, kind="crash", target=targets[0], seconds=0.02, value=value)
+        faults.append(crash)
     return faults
 
 

@@ -40,6 +40,7 @@ from torchft_svc.sim.world import Event, Process
 # A user's loop that catches a failed quorum tries again after a moment.
 PAUSE_S = 0.01
 _TRAINING = (Phase.TRAINING, Phase.HEALING)
+NO_STEP = -1  # of weights that an update has spoiled
 
 
 class WorkerActor:
@@ -61,6 +62,8 @@ class WorkerActor:
         self.hung_until = 0.0
         self.is_broken = False  # the next collective raises
         self.vote_stalls_s = 0.0  # how much longer the next vote is on its way
+        self.puts_heals_off_until = 0.0  # `start_quorum(allow_heal=False)`
+        self.loses_update: str | None = None  # the next one ends by an exception, or by what spoils
         self.is_draining = False
         self._num_commits_draining = 0
         self.line = LineActor(process, home, group_rank, shared.network, self._hear)
@@ -78,11 +81,18 @@ class WorkerActor:
         """`zero_grad`: ask for a quorum, and go forward unless the quorum is needed first."""
         if self._is_hanging(self.begin_step):
             return
-        self.machine.start()
+        try:
+            self.machine.start()
+        except RequestRefused as error:  # its weights are those of no step
+            self._end(error)
+            return
         self._fellows.ask()
         state = self.machine.state
-        self._shared.invariants.discards.began(self.process.name, state.step, self._step_of_weights)
+        if not (state.spoiled and state.unhealed):
+            name = self.process.name
+            self._shared.invariants.discards.began(name, state.step, self._step_of_weights)
         step = self._step = _Step(epoch=state.epoch, leaves=self.is_draining)
+        step.may_heal = self.puts_heals_off_until <= self.process.world.now
         # One of several workers that is to end goes on as those do that have not heard of it yet.
         ends_alone = self.is_draining and self.home.group_world_size == 1
         step.is_sync = state.step == 0 or ends_alone or not self._rules.use_async_quorum
@@ -167,16 +177,22 @@ class WorkerActor:
 
     def _form(self, step: _Step, part: Assignment) -> None:
         problem = self._fellows.meet(part)
-        heals = part.heal_source is not None
-        self.machine.form(self._participation(step, part), part.max_step if heals else None)
+        has_to_heal = part.heal_source is not None
+        heals = has_to_heal and step.may_heal
+        place = self._participation(step, part)
+        heal_to = part.max_step if has_to_heal else None
+        self.machine.form(place, heal_to, may_heal=step.may_heal)
         if problem is not None:
             self.machine.latch(problem)
-        if self.machine.state.error is not None:
+        # Whoever puts a heal off and contributes nothing does the others no harm.
+        contributes = place.participating_rank is not None
+        is_awaited = contributes or heals or not has_to_heal or problem is not None
+        if self.machine.state.error is not None and is_awaited:
             self._fellows.abort()
         self._tell_phase()
         step.is_ready = True
-        if part.heal_targets:
-            state = self.machine.state
+        state = self.machine.state
+        if part.heal_targets and step.may_heal and not state.spoiled:
             self.offers.offer(part.max_step, Fetched(self._state(), state.batches_committed))
         if heals:
             step.is_fetching = True
@@ -194,6 +210,7 @@ class WorkerActor:
             max_world_size=part.max_world_size,
         )
         heals_first = part.max_step == 0 or not self._rules.use_async_quorum
+        heals_first = heals_first and step.may_heal
         return participation(standing, heals_first=heals_first, num_wanted=self._rules.num_wanted)
 
     def _fetch(self, step: _Step, part: Assignment) -> None:
@@ -366,15 +383,24 @@ class WorkerActor:
 
     def _commit(self, step: _Step, before: StepState) -> None:
         assert step.part is not None
+        name, discards = self.process.name, self._shared.invariants.discards
+        discards.updates(name, before.step, self._step_of_weights, step.part.max_step)
+        spoiled_by, self.loses_update = self.loses_update, None
+        if spoiled_by is not None:
+            self.machine.lose_update(spoiled_by)
+            if spoiled_by:
+                self.weights = self.process.chance.getrandbits(32)
+                self._step_of_weights = NO_STEP
+            return
         self.weights = hash((self.weights, step.result))
         self._step_of_weights += 1
         self.machine.end_update()
         if self.is_draining:
             self._num_commits_draining += 1
-            self._shared.invariants.discards.drained(self.process.name, self._num_commits_draining)
+            discards.drained(name, self._num_commits_draining)
         part = step.part
         key = (self.home.job, self.group_rank, part.quorum_id, part.replica_ids, before.step)
-        self._shared.invariants.identity.committed(key, self.process.name, self.weights)
+        self._shared.invariants.identity.committed(key, name, self.weights)
         self._shared.count_commit(self.home.job, step.part.quorum_id, before.step)
         self.home.save(self.group_rank, self._state(), self.machine.state.batches_committed)
 
@@ -414,6 +440,7 @@ class _Step:
 
     epoch: int
     leaves: bool = False  # it is told to end, and has said so
+    may_heal: bool = True
     is_sync: bool = False
     is_ready: bool = False
     is_forward_done: bool = False
