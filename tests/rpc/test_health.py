@@ -37,13 +37,23 @@ class Watchers:
 
 
 @pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(health, "MAX_WATCHERS", LIMIT)
-    with LighthouseServer("127.0.0.1:0", min_replicas=1) as server:
-        yield server.address()
+    with LighthouseServer(":0", min_replicas=1) as server:
+        yield server.address().rpartition(":")[2]
 
 
-def test_many_watchers_keep_nobody_out(address: str) -> None:
+def test_a_host_with_many_connections_keeps_no_other_one_out(port: str) -> None:
+    """However few watchers each of them has."""
+    honest = Watchers(f"[::1]:{port}", LIMIT // 4)
+    greedy = [Watchers(f"127.0.0.1:{port}", LIMIT // 10) for _ in range(LIMIT)]
+    assert honest.num_left() == LIMIT // 4
+    for each in (honest, *greedy):
+        each.close()
+
+
+def test_many_watchers_keep_nobody_out(port: str) -> None:
+    address = f"127.0.0.1:{port}"
     honest = Watchers(address, 1)
     greedy = [Watchers(address, LIMIT - 1), Watchers(address, LIMIT), Watchers(address, LIMIT)]
     late = Watchers(address, 1)
