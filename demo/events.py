@@ -44,10 +44,15 @@ class Joined(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseBegan(Event):
-    """The trainer entered ``phase`` of working on the update after ``step``."""
+    """The trainer entered ``phase`` of working on the update after ``step``.
+
+    ``whole`` covers all that a group heals by, with what differs between groups; it is left out by
+    who has no use.
+    """
 
     step: int
     phase: str
+    whole: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +85,13 @@ class Discarded(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Healed(Event):
-    """Another group's state was put in place; the update after it is the next to be committed."""
+    """Another group's state was put in place; the update after it is the next to be committed.
+
+    ``step`` and ``whole``, as in `PhaseBegan`, tell of the moment at which the groups are equal.
+    """
+
+    step: int = 0
+    whole: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

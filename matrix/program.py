@@ -201,10 +201,6 @@ def reason_against(program: Program) -> str | None:
             "the scale is healed state that goes into the gradients",
         ),
         (
-            has(Feature.GRAD_SCALER) and (program.is_sharded or has(Feature.TWO_OPTIMIZERS)),
-            "a scaler looks at the gradients of one worker and one optimizer",
-        ),
-        (
             has(Feature.SPARSE) and wrapper is not Wrapper.DDP,
             "only our wrapper promises to refuse them",
         ),

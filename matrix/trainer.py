@@ -144,6 +144,7 @@ class Training:
             growth_interval=3,
             enabled=program.has(Feature.GRAD_SCALER),
         )
+        self._has_healed = False  # and not told it yet
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(lambda *_: self.bomb.at(Moment.UPDATE))
         self.net.block.register_forward_hook(self._pass_block)
@@ -248,7 +249,7 @@ class Training:
         if torn:
             print(torn, file=sys.stderr, flush=True)
             os._exit(TORN_STATUS)
-        self.log.write(Healed)
+        self._has_healed = True
 
     def _load_rest(self, state: dict[str, Any]) -> None:
         for optimizer, part in zip(self.optimizers, state["optimizers"], strict=True):
@@ -263,18 +264,29 @@ class Training:
 
     def digest(self) -> str:
         """Of all that must be equal in groups that have committed the same step."""
-        whole = {
-            "model": shared_part(self._model_state(), self.program),
-            "manager": self.manager.state_dict(),
-            **self._rest(),
-        }
+        return self._digest_with(shared_part(self._model_state(), self.program))
+
+    def whole_digest(self) -> str:
+        """Of all that a group heals by: equal to that of the source, where it has just healed."""
+        return self._digest_with(self._model_state())
+
+    def _digest_with(self, model: dict[str, Any]) -> str:
+        whole = {"model": model, "manager": self.manager.state_dict(), **self._rest()}
         return fingerprint(tree_map(_local, whole))
+
+    def _tell_heal(self, *, is_whole: bool) -> None:
+        """``is_whole``: this is the moment at which it has what the source has."""
+        if self._has_healed:
+            self._has_healed = False
+            whole = self.whole_digest() if is_whole else ""
+            self.log.write(Healed, step=self.manager.current_step(), whole=whole)
 
     # -- a step ----------------------------------------------------------------------------------
 
     def update(self, inputs: list[Tensor]) -> tuple[bool, float]:
         """One step: whether it was committed, and its loss."""
         self._begin()
+        self._tell_heal(is_whole=True)  # with that it goes forward, as the source does
         self.bomb.at(Moment.QUORUM)
         loss = 0.0
         for number, part in enumerate(inputs):
@@ -292,6 +304,7 @@ class Training:
         committed = self._end()
         if committed and self.program.has(Feature.SCHEDULER):
             self.scheduler.step()
+        self._tell_heal(is_whole=committed)  # it came at the end of the step
         return committed, loss
 
     def _begin(self) -> None:
@@ -326,12 +339,11 @@ class Training:
             with self.manager.commit() as committed:
                 if committed:
                     for optimizer in self.optimizers:
-                        optimizer.step()
-            return committed
-        if not self.program.has(Feature.GRAD_SCALER):
-            return self.optimizer.step()
-        committed = bool(self.scaler.step(self.optimizer))
-        self.scaler.update(None if committed else self.scaler.get_scale())
+                        self.scaler.step(optimizer)
+        else:
+            committed = bool(self.scaler.step(self.optimizer))
+        if self.program.has(Feature.GRAD_SCALER):
+            self.scaler.update(None if committed else self.scaler.get_scale())
         return committed
 
 
@@ -397,7 +409,7 @@ def run(options: WorkerOptions) -> None:
 def _one_step(training: Training, options: WorkerOptions, log: EventLog) -> None:
     manager, program = training.manager, training.program
     step = manager.current_step()
-    log.write(PhaseBegan, step=step, phase="forward")
+    log.write(PhaseBegan, step=step, phase="forward", whole=training.whole_digest())
     num_parts = _PARTS if program.has(Feature.ACCUMULATION) else 1
     committed, loss = training.update([_inputs(options, step, part) for part in range(num_parts)])
     quorum = manager.last_quorum()

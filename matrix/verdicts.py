@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chaos import verdicts as chaos
-from demo.events import Committed, Event, Exited, Finished, Killed, PhaseBegan
+from demo.events import Committed, Event, Exited, Finished, Healed, Killed, PhaseBegan
 from demo.promises import Outcome, Verdict
 from matrix.program import Program
 
@@ -42,6 +42,7 @@ def judge(run: Run) -> list[Verdict]:
         verdicts = [
             judge_end(run),
             judge_stalls(run),
+            judge_heals(run),
             chaos.judge_ids(seen),
             chaos.judge_identity(seen),
             chaos.judge_progress(seen),
@@ -83,6 +84,28 @@ def judge_stalls(run: Run) -> Verdict:
                 faults.append(f"group {event.group} stood still for {gap_s:.1f} s before {step}")
     proof = f"longest stall {max(longest.values(), default=0.0):.2f} s"
     return Verdict.of("nobody stands still", faults, proof)
+
+
+def judge_heals(run: Run) -> Verdict:
+    """Who has healed has all that its source has, averages of the source's own data included.
+
+    Not all can be compared: a source may have died before it told what it had.
+    """
+    told: dict[tuple[int, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for event in run.events:
+        if isinstance(event, PhaseBegan) and event.whole:
+            told[event.step, event.worker][event.group].add(event.whole)
+    faults = []
+    num_compared = 0
+    for event in run.events:
+        if isinstance(event, Healed) and event.whole:
+            groups = told[event.step, event.worker]
+            others = [wholes for group, wholes in groups.items() if group != event.group]
+            if len(others) == run.program.num_groups - 1:
+                num_compared += 1
+                if not any(event.whole in wholes for wholes in others):
+                    faults.append(f"group {event.group} has nobody's state at step {event.step}")
+    return Verdict.of("who heals has all that its source has", faults, f"{num_compared} heals")
 
 
 def judge_refusal(run: Run) -> Verdict:

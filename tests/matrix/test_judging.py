@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from demo.events import Committed, Event, Exited, Finished, Killed
+from demo.events import Committed, Event, Exited, Finished, Healed, Killed, PhaseBegan
 from matrix.program import Feature, Program
 from matrix.verdicts import MAX_STALL_S, Run, judge, tell
 
@@ -33,6 +33,14 @@ def finished(group: int, at: float) -> Finished:
 
 def ended(group: int, at: float, status: int) -> Exited:
     return Exited(group=group, incarnation=0, at=at, status=status, expected=False)
+
+
+def begun(group: int, step: int, whole: str) -> PhaseBegan:
+    return PhaseBegan(group=group, incarnation=0, at=0.0, step=step, phase="forward", whole=whole)
+
+
+def healed(group: int, step: int, whole: str) -> Healed:
+    return Healed(group=group, incarnation=0, at=0.0, step=step, whole=whole)
 
 
 def killed(group: int, at: float) -> Killed:
@@ -71,6 +79,18 @@ def test_a_good_run_has_no_faults() -> None:
 )
 def test_what_is_broken_is_found(events: list[Event], told: str) -> None:
     assert told in faults(*events)
+
+
+@pytest.mark.parametrize("whole", ["bits and averages", ""])
+def test_who_heals_has_all_that_its_source_has(whole: str) -> None:
+    """Nothing is compared where it is not told, or where the source may have died."""
+    source = begun(0, 1, "bits and averages")
+    assert not faults(source, begun(0, 1, "changed since"), healed(1, 1, whole), *GOOD)
+    told = faults(source, healed(1, 1, "bits, and averages of its own"), *GOOD)
+    assert told == "group 1 has nobody's state at step 1"
+    assert not faults(source, healed(1, 2, "of the other"), *GOOD)
+    of_three = Program(seed=0, num_groups=3)
+    assert not faults(source, healed(1, 1, "of the third"), *GOOD, program=of_three)
 
 
 def test_what_did_not_come_in_time_is_found() -> None:
