@@ -58,16 +58,20 @@ def said(command: click.Command, arguments: list[str]) -> str:
     return result.output
 
 
-@pytest.mark.parametrize("value", ODD.values(), ids=ODD)
-@pytest.mark.parametrize("main", [lighthouse, manager])
-def test_each_flag_of_a_service(
-    main: click.Command, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def unserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes before a service starts is looked at."""
+
     def serve_not(*_: Any, **__: Any) -> None:
-        """What comes before a service starts is looked at."""
+        """It would run until it is stopped."""
 
     monkeypatch.setattr(lighthouse_cli, "run", serve_not)
     monkeypatch.setattr(manager_cli, "run", serve_not)
+
+
+@pytest.mark.parametrize("value", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("main", [lighthouse, manager])
+def test_each_flag_of_a_service(main: click.Command, value: str, unserved: None) -> None:
     election = ["--leader-election=etcd://127.0.0.1:1"] if main is lighthouse else []
     needed = [f"{flag}={told}" for flag, told in NEEDED.items()] if main is manager else []
     for flag in flags_of(main):
@@ -115,7 +119,7 @@ def test_each_flag_that_is_given_but_empty_is_an_error(main: click.Command, valu
         ),
     ],
 )
-def test_what_is_wrong_is_said(arguments: list[str], sentence: str) -> None:
+def test_what_is_wrong_is_said(arguments: list[str], sentence: str, unserved: None) -> None:
     assert sentence in said(lighthouse, arguments)
 
 
