@@ -133,14 +133,14 @@ class _Play:
         if workers[0].options.incarnation != end.incarnation or end.status == 0:
             return
         kills = [each for each in self.crew.of(end.group, Killed) if each.life == end.life]
-        if not kills:
-            if not self.program.is_refused:
-                self._dead.add(end.group)
+        if not kills and not self.program.is_refused:
+            self._dead.add(end.group)
             return
         for worker in workers:
             if worker.is_running:
                 self.crew.kill(worker, with_manager=True)
-        self.crew.start(end.group)
+        if not self.program.is_refused:
+            self.crew.start(end.group)
 
     def _discards_for_ever(self) -> bool:
         """Whether errors had a worker discard its last so many steps: it will never commit any."""

@@ -109,10 +109,12 @@ def judge_heals(run: Run) -> Verdict:
 
 
 def judge_refusal(run: Run) -> Verdict:
+    """All groups are; a worker may be ended before, because another one of its group was."""
     faults = [run.missed] if run.missed else []
-    faults += [
-        f"{life} was not refused" for life, said in run.words.items() if _REFUSAL not in said
-    ]
+    groups: dict[str, bool] = defaultdict(bool)
+    for life, said in run.words.items():
+        groups[life.rpartition(".")[0]] |= _REFUSAL in said
+    faults += [f"{group} was not refused" for group, is_refused in groups.items() if not is_refused]
     if any(isinstance(event, Committed) for event in run.events):
         faults.append("steps were committed")
     return Verdict.of("what cannot work is refused", faults, _REFUSAL)

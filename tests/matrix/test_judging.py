@@ -100,9 +100,11 @@ def test_what_did_not_come_in_time_is_found() -> None:
 
 
 def test_what_is_refused_names_its_reason_and_commits_nothing() -> None:
-    assert not faults(program=REFUSED, a="errors.ConfigError: table.sparse=True cannot work")
-    assert faults(program=REFUSED, a="errors.ConfigError: ...", b="") == "b was not refused"
-    told = faults(commit(0, 1, 1.0), program=REFUSED, a="errors.ConfigError: ...")
+    good = {"group-0.0.0": "errors.ConfigError: table.sparse=True cannot work"}
+    assert not faults(program=REFUSED, **good)
+    assert not faults(program=REFUSED, **good, **{"group-0.0.1": "the other one has ended"})
+    assert faults(program=REFUSED, **good, **{"group-1.0.0": ""}) == "group-1.0 was not refused"
+    told = faults(commit(0, 1, 1.0), program=REFUSED, **good)
     assert told == "steps were committed"
 
 
