@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -22,6 +23,11 @@ class Written(list[bytes]):
         self.append(news)
 
 
+async def _none() -> AsyncIterator[None]:
+    await asyncio.sleep(LONG_S)
+    yield
+
+
 def test_who_does_not_lead_any_more_publishes_nothing_and_forgets_everybody() -> None:
     leader = ["here:1"]
 
@@ -39,7 +45,7 @@ def test_who_does_not_lead_any_more_publishes_nothing_and_forgets_everybody() ->
         driver.ask("job", Member(replica_id="a:1"), LONG_S, heard.append)
         assert driver.status("") == []
         with pytest.raises(NotLeader, match="there:1"):
-            await asyncio.wait_for(waits.exchange(asyncio.sleep(LONG_S), written), LONG_S)
+            await asyncio.wait_for(waits.exchange(_none(), lambda _: True, written), LONG_S)
         driver.close()
         return heard
 

@@ -36,7 +36,7 @@ from torchft_svc.rpc.codec import (
     welcome_news,
 )
 from torchft_svc.rpc.heavy_writes import HeavyWrites
-from torchft_svc.rpc.outbox import Outbox
+from torchft_svc.rpc.outbox import Outbox, Unread
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class LighthouseDriver:
         self._quorum_ids: dict[str, int] = {}  # the last one logged, by job
         self._sessions = Sessions()
         self.heavy_writes = HeavyWrites()
+        self.unread = Unread()
 
     def _why(self, job: str) -> str:
         return self._core.why(job, self._clock.now())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,11 +14,8 @@ from torchft_svc.lighthouse_server.questions import Outcome
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import answers, member_from_wire, refusal
 from torchft_svc.rpc.deadline import MAX_WAIT_S
-from torchft_svc.rpc.outbox import Outbox
+from torchft_svc.rpc.outbox import Outbox, first_message
 from torchft_svc.rpc.parsing import is_of_a_newer_kind
-
-# A connection that says nothing is not a session.
-HELLO_TIMEOUT_S = 5.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -34,7 +30,7 @@ class Session:
         self._reason = "its session ended"
         self._number = 0  # of the last question
         self._caller: int | None = None  # who asked it at the driver
-        self._outbox = Outbox(driver.heavy_writes, job)
+        self._outbox = Outbox(driver.heavy_writes, job, driver.unread)
 
     async def run(self, requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
         """Serve the stream to its end.
@@ -47,7 +43,7 @@ class Session:
         last = LastQuorum(hello.last_quorum_id, hello.last_max_step)
         self._driver.open_session(self._job, self._replica_id, last, self._outbox)
         try:
-            await self._outbox.exchange(self._read(requests), context)
+            await self._outbox.exchange(requests, self._hear, context)
         except Unreachable:
             raise
         except TorchFTError as error:
@@ -58,29 +54,29 @@ class Session:
             self._driver.close_session(self._job, self._replica_id, self._outbox, self._reason)
 
     async def _hello(self, requests: AsyncIterator[pb.SessionRequest]) -> pb.SessionHello:
-        try:
-            first = await asyncio.wait_for(anext(requests), HELLO_TIMEOUT_S)
-        except (asyncio.TimeoutError, StopAsyncIteration):
-            raise RequestRefused("a session begins with a hello; none came") from None
+        first = await first_message(requests)
+        if first is None:
+            raise RequestRefused("a session begins with a hello; none came")
         if first.WhichOneof("kind") != "hello":
             raise RequestRefused("a session begins with a hello")
         return first.hello
 
-    async def _read(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
-        async for message in requests:
-            kind = message.WhichOneof("kind")
-            if kind == "beat":
-                self._driver.heard(self._job, self._replica_id, self._outbox, message.beat)
-            elif kind == "question":
-                self._ask(message.question)
-            elif kind == "withdrawal":
-                if message.withdrawal.number == self._number:  # or it has been overtaken
-                    self._withdraw()
-            elif kind == "leave":
-                self._leave(message.leave)
-                return
-            elif kind is not None or not is_of_a_newer_kind(message):
-                raise RequestRefused(f"a session has no place for {kind or 'an empty message'}")
+    def _hear(self, message: pb.SessionRequest) -> bool:
+        """Whether the session goes on behind ``message``."""
+        kind = message.WhichOneof("kind")
+        if kind == "beat":
+            self._driver.heard(self._job, self._replica_id, self._outbox, message.beat)
+        elif kind == "question":
+            self._ask(message.question)
+        elif kind == "withdrawal":
+            if message.withdrawal.number == self._number:  # or it has been overtaken
+                self._withdraw()
+        elif kind == "leave":
+            self._leave(message.leave)
+            return False
+        elif kind is not None or not is_of_a_newer_kind(message):
+            raise RequestRefused(f"a session has no place for {kind or 'an empty message'}")
+        return True
 
     def _ask(self, question: pb.SessionQuestion) -> None:
         if question.requester.replica_id != self._replica_id:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,13 +13,11 @@ from torchft_svc.core.types import MAX_ADDRESS_LENGTH, check_text
 from torchft_svc.errors import RequestRefused
 from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.outbox import Outbox
+from torchft_svc.rpc.outbox import Outbox, first_message
 from torchft_svc.rpc.parsing import is_of_a_newer_kind
 
 log = logging.getLogger(__name__)
 
-# A connection that says nothing is not a worker.
-HELLO_TIMEOUT_S = 5.0
 # An error is shown in one log line.
 MAX_FAILURE_LENGTH = 500
 
@@ -35,10 +33,9 @@ async def attach(
     Raises:
         RequestRefused: the client breaks the protocol.
     """
-    try:
-        first = await asyncio.wait_for(anext(requests), HELLO_TIMEOUT_S)
-    except (asyncio.TimeoutError, StopAsyncIteration):
-        raise RequestRefused("an attachment begins with a hello; none came") from None
+    first = await first_message(requests)
+    if first is None:
+        raise RequestRefused("an attachment begins with a hello; none came")
     if first.WhichOneof("kind") != "hello":
         raise RequestRefused("an attachment begins with a hello")
     group_rank, worker_id = first.hello.rank, first.hello.worker_id
@@ -49,7 +46,8 @@ async def attach(
     reason, ends = "its process ended, or does not answer", False
     goodbyes: list[pb.AttachDetach] = []
     try:
-        await outbox.exchange(_read(driver, group_rank, requests, goodbyes), context)
+        hear = functools.partial(_hear, driver, group_rank, goodbyes)
+        await outbox.exchange(requests, hear, context)
         for goodbye in goodbyes:
             ends = not goodbye.failure
             reason = "it has shut down" if ends else f"it ends with {goodbye.failure}"
@@ -59,23 +57,24 @@ async def attach(
         driver.detach(group_rank, worker_id, outbox, reason, ends=ends)
 
 
-async def _read(
+def _hear(
     driver: ManagerDriver,
     group_rank: int,
-    requests: AsyncIterator[pb.AttachRequest],
     goodbyes: list[pb.AttachDetach],
-) -> None:
-    """Until the worker detaches, with what is then in ``goodbyes``, or goes without a word.
+    message: pb.AttachRequest,
+) -> bool:
+    """Whether the attachment goes on behind ``message``: until the worker detaches, with what is
+    then in ``goodbyes``, or goes without a word.
 
     gRPC may end the requests of a connection that has broken as if they had ended in good order.
     """
-    async for message in requests:
-        kind = message.WhichOneof("kind")
-        if kind == "detach":
-            check_text("failure", message.detach.failure, MAX_FAILURE_LENGTH)
-            goodbyes.append(message.detach)
-            return
-        if kind == "phase":
-            driver.hear_phase(group_rank, message.phase)
-        elif kind is not None or not is_of_a_newer_kind(message):
-            raise RequestRefused(f"an attachment has no place for {kind or 'an empty message'}")
+    kind = message.WhichOneof("kind")
+    if kind == "detach":
+        check_text("failure", message.detach.failure, MAX_FAILURE_LENGTH)
+        goodbyes.append(message.detach)
+        return False
+    if kind == "phase":
+        driver.hear_phase(group_rank, message.phase)
+    elif kind is not None or not is_of_a_newer_kind(message):
+        raise RequestRefused(f"an attachment has no place for {kind or 'an empty message'}")
+    return True

@@ -24,6 +24,7 @@ from torchft_svc.rpc.parsing import parser, refusing_garbage, refusing_garbage_i
 from torchft_svc.rpc.refusals import Refusals
 from torchft_svc.rpc.security import PLAIN, Security
 from torchft_svc.rpc.status import Handler, answering_errors
+from torchft_svc.rpc.upkeep import UPKEEP
 
 log = logging.getLogger(__name__)
 
@@ -98,14 +99,19 @@ class Service:
         missing = methods.keys() - self.handlers.keys() - self.streams.keys()
         assert not missing, f"no handler for {missing}"
         kinds = (
-            (self.handlers, grpc.unary_unary_rpc_method_handler, refusing_garbage),
-            (self.streams, grpc.stream_stream_rpc_method_handler, refusing_garbage_in_stream),
+            (self.handlers, grpc.unary_unary_rpc_method_handler, refusing_garbage, calls.known),
+            (
+                self.streams,
+                grpc.stream_stream_rpc_method_handler,
+                refusing_garbage_in_stream,
+                lambda handler: calls.known(UPKEEP.counting(handler)),
+            ),
         )
         return grpc.method_handlers_generic_handler(
             self.full_name,
             {
                 method: make_handler(
-                    calls.known(
+                    counted(
                         answering_errors(
                             self._if_ready(checked(handler)),
                             _teller(refusals, f"/{self.full_name}/{method}"),
@@ -116,7 +122,7 @@ class Service:
                     ),
                     response_serializer=_as_is,
                 )
-                for handlers, make_handler, checked in kinds
+                for handlers, make_handler, checked, counted in kinds
                 for method, handler in handlers.items()
             },
         )

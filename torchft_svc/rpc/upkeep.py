@@ -10,12 +10,19 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+from typing import Any
+
+import grpc
+
+from torchft_svc.rpc.status import Handler
 
 # So many streams, and this part of those that were open, leave something behind worth a look: it
 # takes 0.1 s for a thousand sessions.
 MIN_ENDED, ENDED_PART = 32, 0.25
-# Streams end together; one look, after the last of them.
-LOOK_AFTER_S = 1.0
+# Streams end together; one look, when so long none has ended, or they go on ending for longer.
+LOOK_AFTER_S, MAX_QUIET_WAITS = 1.0, 10
+# One more: gRPC frees the memory of a connection some time after its streams.
+LAST_LOOK_AFTER_S = 3.0
 
 
 class Upkeep:
@@ -37,19 +44,43 @@ class Upkeep:
         gc.set_threshold(5_000, 50, 100)
         self._is_on = True
 
-    def stream_began(self) -> None:
-        self._num_open += 1
+    def counting(self, handler: Handler) -> Handler:
+        """``handler`` of a stream, which leaves something behind when it ends: what has lived for
+        long the collector would come by in hours."""
 
-    def stream_ended(self) -> None:
-        """What it leaves behind has lived for long: the collector would come by in hours."""
-        self._num_open -= 1
-        self._num_ended += 1
+        async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
+            self._num_open += 1
+            try:
+                return await handler(request, context)
+            finally:
+                self._num_open -= 1
+                self._num_ended += 1
+                self._look_if_worth_it()
+
+        return answer
+
+    def _look_if_worth_it(self) -> None:
         enough = max(MIN_ENDED, ENDED_PART * self._num_open)
         if self._is_on and self._timer is None and self._num_ended >= enough:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_AFTER_S, self._look)
+            self._wait(MAX_QUIET_WAITS)
+
+    def _wait(self, num_waits: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(LOOK_AFTER_S, self._waited, self._num_ended, num_waits)
+
+    def _waited(self, num_ended: int, num_waits: int) -> None:
+        if self._num_ended > num_ended and num_waits:
+            self._wait(num_waits - 1)
+            return
+        self._look()
+        self._timer = asyncio.get_running_loop().call_later(LAST_LOOK_AFTER_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._look()
+        self._timer = None
 
     def _look(self) -> None:
-        self._timer, self._num_ended = None, 0
+        self._num_ended = 0
         gc.collect()
         _trim()
 
