@@ -94,6 +94,31 @@ def test_a_forged_step_does_not_hold_the_job(house: Process, step: int) -> None:
         assert_identical(members)
 
 
+def test_a_forged_history_does_not_hold_the_job(house: Process) -> None:
+    """The stranger tells that it was in a newer quorum, with another lighthouse, and how far."""
+    with trainers(house.address, 2) as members, line_to(house.address) as line:
+        in_step(3, *members)
+        known = members[0].manager._runtime.membership.quorum
+        assert known is not None
+        ahead = known.quorum_id + 3600 * 1000 * 4096
+
+        def comes_and_goes() -> bool:
+            told = {"seen_quorum_id": ahead, "has_history": True, "last_num_groups": 3}
+            answer = line.quorum("stranger:1", step=2**62, **told).result().quorum
+            shown = {
+                each.replica_id: (each.step, each.doubted_step) for each in answer.participants
+            }
+            assert shown["stranger:1"] == (0, 2**62)
+            line.leave("stranger:1")
+            return True
+
+        together(comes_and_goes, *(lambda each=each: each.meets(3) for each in members))
+        last = max(member.manager.current_step() for member in members)
+        in_step(last + 2, *members)
+        assert max(member.manager.current_step() for member in members) < FAR
+        assert_identical(members)
+
+
 def test_a_forged_id_moves_neither_other_jobs_nor_the_next_lighthouse(house: Process) -> None:
     """Far ahead of the clock it is refused; by some hours it moves its own job, and no other."""
     with line_to(house.address) as line:

@@ -129,9 +129,19 @@ class Naive:
             committed_step=self.newest.max_step,
             told_min_replicas=max((each.member.min_replicas for each in asking), default=0),
             loss_accepted=self.loss_accepted,
-            ahead=set(self.ahead),
+            ahead=self._believed(),
             gathering=self._gathering(),
         )
+
+    def _believed(self) -> set[str]:
+        """Of those who tell of a newer quorum, whose names the last one had; unless as many of it
+        live, and do not tell that."""
+        loyal = {each for each in self._before() if each in self.groups and each not in self.ahead}
+        loyal_names = {each.split(":")[0] for each in loyal}
+        old_names = {each.split(":")[0] for each in self._before()} - loyal_names
+        found = {each for each in self.ahead if each.split(":")[0] in old_names}
+        is_most = len({each.split(":")[0] for each in found}) > len(loyal_names)
+        return found if is_most else set()
 
     def _before(self) -> set[str]:
         """The members of the last quorum, as far as this lighthouse can know."""

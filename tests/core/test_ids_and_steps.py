@@ -9,6 +9,7 @@ import pytest
 from torchft_svc.core.assignment import assign
 from torchft_svc.core.gathering import GATHER_S
 from torchft_svc.core.lighthouse import MAX_AHEAD_OF_NEW_JOB_S, MAX_AHEAD_S
+from torchft_svc.core.lighthouse_orders import AnswerQuorum
 from torchft_svc.core.membership import Membership
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 from torchft_svc.errors import RequestRefused
@@ -250,6 +251,64 @@ def test_doubt_who_was_in_a_newer_quorum_elsewhere_is_believed() -> None:
     steps = {each.replica_id: each.step for each in order.quorum.participants}
     assert steps == {"a:2": 301, "b:2": 301, "c:1": 100, "d:1": 0}
     assert scene.house.committed_step(JOB) == 301
+
+
+def forge(scene: Scene, *replica_ids: str, step: int = 2**62) -> None:
+    """They tell that the job went on elsewhere, with all that shows that."""
+    for replica_id in replica_ids:
+        scene.opened(replica_id, quorum_id=50, max_step=step)
+        told = {"seen_quorum_id": 50, "has_history": True, "last_num_groups": 3}
+        scene.ask(replica_id, step=step, **told)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [("e:1",), ("e:1", "f:1", "g:1", "h:1"), ("b:9", "e:1"), ("b:9", "b:8", "a:9")],
+    ids=["one", "many", "a name of a lost group", "one name twice, and one that lives"],
+)
+def test_doubt_a_history_that_strangers_have_made_up_is_not_believed(
+    forged: tuple[str, ...],
+) -> None:
+    """Nor does it hold the job when they have left."""
+    scene = formed("a:1", "b:1", "c:1", step=70)
+    scene.leave("b:1")
+    forge(scene, *forged)
+    scene.ask_all("a:1", "c:1", step=71)
+    (order,) = [each for each in scene.take() if isinstance(each, AnswerQuorum)]
+    steps = {each.replica_id: each.step for each in order.quorum.participants}
+    assert {steps.pop("a:1"), steps.pop("c:1")} == {71}
+    assert set(steps.values()) == {0}
+    for replica_id in forged:
+        scene.leave(replica_id)
+    scene.take()
+    scene.ask_all("a:1", "c:1", step=72)
+    assert [members for _, members in scene.take_quorums()] == [["a:1", "c:1"]]
+    assert scene.house.committed_step(JOB) == 72
+
+
+def test_doubt_of_two_groups_the_one_that_stayed_is_believed() -> None:
+    """Both may have gone on alone, and nobody else can say who is right."""
+    scene = formed("a:1", "b:1", step=70)
+    scene.leave("b:1")
+    forge(scene, "b:2", step=200)
+    scene.ask("a:1", step=71)
+    (order,) = [each for each in scene.take() if isinstance(each, AnswerQuorum)]
+    assert [each.step for each in order.quorum.participants] == [71, 0]
+
+
+def test_doubt_a_stranger_has_not_committed_the_step_that_the_group_discarded() -> None:
+    """It was not in their quorum. Where one of them has, or none asks, there is no doubt."""
+    scene = formed("a:1", "b:1", step=70)
+    scene.leave("b:1")
+    scene.ask("evil:1", step=71)
+    scene.ask("a:1", step=70, commit_failures=1)
+    order = scene.take()[-1]
+    assert [each.step for each in order.quorum.participants] == [70, 0]
+    assert scene.house.committed_step(JOB) == 70
+    scene.ask("late:1", step=71)  # from a checkpoint that a:1 has just written
+    scene.ask_all("evil:1", "a:1", step=71)
+    order = scene.take()[-1]
+    assert {each.step for each in order.quorum.participants} == {71}
 
 
 def test_doubt_a_lighthouse_that_is_new_to_the_job_believes_those_that_tell_of_it() -> None:

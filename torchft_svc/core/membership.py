@@ -15,7 +15,7 @@ from torchft_svc.core.announcements import Announcements
 from torchft_svc.core.gathering import NOBODY_IS_TO_COME
 from torchft_svc.core.healing import Heals
 from torchft_svc.core.joining import joining
-from torchft_svc.core.names import Names
+from torchft_svc.core.names import Names, stable_name
 from torchft_svc.core.outlook import Outlook
 from torchft_svc.core.quorum import (
     Formed,
@@ -104,9 +104,25 @@ class Membership:
         self._outlook.forget()
 
     def _note_ahead(self, replica_id: str, quorum_id: int) -> None:
-        """It was in this quorum; if that is newer than the last one here, the job went on there."""
+        """It tells that it was in this quorum; if that is newer than the last one here, the job may
+        have gone on there."""
         if self.previous is not None and quorum_id > self.last.quorum_id:
             self._ahead.add(replica_id)
+
+    def _believed_ahead(self) -> set[str]:
+        """Who tells that the job went on elsewhere, and had a name in the last quorum here.
+
+        Everybody may tell that. So it counts only if more groups of the last quorum, by their
+        names, say so than live that do not: the others have been here all the time.
+        """
+        names = {stable_name(replica_id) for replica_id in self._previous_ids}
+        stay = {
+            stable_name(key) for key in self._previous_ids - self._ahead if key in self._seen_at
+        }
+        went = {stable_name(key) for key in self._ahead} & names - stay
+        if len(went) <= len(stay):
+            return set()
+        return {key for key in self._ahead if stable_name(key) in went}
 
     def asked(self, member: Member, caller: int, now: float) -> int | None:
         """``caller`` asks on behalf of ``member``, which has been seen; returns the caller that it
@@ -416,7 +432,7 @@ class Membership:
             told_min_replicas=max(self._told_min_replicas, default=0),
             loss_accepted=self._loss_accepted,
             is_finished=self.is_finished,
-            ahead=self._ahead,
+            ahead=self._believed_ahead() if self._ahead else self._ahead,
             gathering=self._gathering,
             heals=self.heals.known,
         )

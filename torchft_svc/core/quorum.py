@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from torchft_svc.core.gathering import NOBODY_IS_TO_COME, Gathering
 from torchft_svc.core.healing import Heal
+from torchft_svc.core.names import stable_name
 from torchft_svc.core.types import Member, QuorumConfig
 
 # A reason is read by people: it names a few groups and counts the others.
@@ -35,7 +36,8 @@ class JobView:
     the largest that those who wait tell (0: none). ``loss_accepted``: an operator gave up the steps
     that those who wait do not have. ``is_finished``: that step is the one of a run that has ended
     on purpose.
-    ``ahead`` tell of a quorum that is newer than the last one here: the job went on elsewhere.
+    ``ahead`` tell of a quorum that is newer than the last one here: the job went on elsewhere. Who
+    tells that and is not to be believed is not among them.
     ``gathering`` matters until this lighthouse has published a quorum. ``heals`` are those of
     groups since the last quorum.
     """
@@ -191,21 +193,40 @@ def _doubted(view: JobView, config: QuorumConfig, candidates: list[Member]) -> d
     """Whose step is not believed, and which: it is further than a commit ahead of the job, though a
     group of the last quorum lives that does not say so.
 
-    From a quorum to the next a group commits one step, also alone while the others discard it. Who
-    tells more comes from another run, or is wrong, unless it was in a newer quorum elsewhere. A
-    lighthouse that has published none yet knows the last one only if all its groups are here.
+    From a quorum to the next a group commits one step, also alone while the others discard it; but
+    only if it was in that quorum. Who tells more comes from another run, or is wrong, unless it was
+    in a newer quorum elsewhere. A lighthouse that has published none yet knows the last one only if
+    all its groups are here.
     """
     limit = view.committed_step + 1
     jumps = {member.replica_id: member.step for member in candidates if member.step > limit}
-    if not jumps or config.on_step_jump == "follow":
+    foreign = _foreign_commits(view, candidates)
+    if not (jumps or foreign) or config.on_step_jump == "follow":
         return {}
     if view.gathering.num_groups > len(view.previous):
         return {}
     claims = {key for key, waiter in view.waiting.items() if waiter.member.step > limit}
     if not (view.previous & view.living) - claims:
         return {}
-    elsewhere = max((jumps[key] for key in jumps if key in view.ahead), default=limit)
-    return {key: step for key, step in jumps.items() if step > elsewhere and key not in view.ahead}
+    elsewhere = max((jumps[key] for key in jumps if key in view.ahead), default=0)
+    told = {**foreign, **jumps}
+    return {key: step for key, step in told.items() if step > elsewhere and key not in view.ahead}
+
+
+def _foreign_commits(view: JobView, candidates: list[Member]) -> dict[str, int]:
+    """Who tells the step after the last quorum's without having been in it, though no group that
+    was, and asks, has committed that."""
+    limit = view.committed_step + 1
+    new = [
+        each for each in candidates if each.step == limit and each.replica_id not in view.previous
+    ]
+    if not new:
+        return {}
+    back = [each.step for each in candidates if each.replica_id in view.previous]
+    if not back or max(back) >= limit:
+        return {}
+    names = {stable_name(replica_id) for replica_id in view.previous}
+    return {each.replica_id: limit for each in new if stable_name(each.replica_id) not in names}
 
 
 def _with_doubt(member: Member, *, is_doubted: bool) -> Member:
