@@ -99,12 +99,15 @@ def test_i3_who_joined_and_could_not_heal_is_told_apart_until_it_has() -> None:
 
 def test_i3_of_groups_from_different_quorums_the_newest_is_right() -> None:
     """Both come from other lighthouses, and nobody here is as far."""
-    scene = formed("a")
-    scene.ask("b", step=7, seen_quorum_id=40, has_history=True)
-    scene.ask("c", step=7, seen_quorum_id=50, has_history=True)
-    scene.ask("a", step=1)
+    scene = formed("a:1", "b:1", "c:1")
+    scene.leave("b:1")
+    scene.leave("c:1")
+    scene.take()
+    scene.ask("b:2", step=7, seen_quorum_id=40, has_history=True)
+    scene.ask("c:2", step=7, seen_quorum_id=50, has_history=True)
+    scene.ask("a:1", step=1)
     (order,) = scene.take()
-    assert [each.replica_id for each in order.quorum.up_to_date] == ["c"]
+    assert [each.replica_id for each in order.quorum.up_to_date] == ["c:2"]
 
 
 def test_rule_3_a_missing_member_is_waited_for_until_the_deadline() -> None:

@@ -401,7 +401,7 @@ PLANTS: dict[Plant, int] = {
     a_restarted_worker_goes_unnoticed: 17,
     a_discarded_step_counts: 9,
     an_error_is_forgotten: 18,
-    a_late_vote_counts: 8521,
+    a_late_vote_counts: 8560,
     who_lost_his_answer_is_told_no: 0,
     who_comes_late_waits_for_those_that_have_gone_on: 690,
     what_holds_up_a_worker_is_ignored: 5015,
