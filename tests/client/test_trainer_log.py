@@ -196,3 +196,22 @@ def test_a_trainer_that_waits_for_others_says_so(tmp_path: Path, own: str) -> No
     who = "" if own else r"torchft_svc\[a\] "
     why = r"no quorum for \d s: 1 of at least 2 groups ask\n"
     assert re.fullmatch(f"{start} WARNING {who}{why}", told), told
+
+
+def test_a_trainer_that_does_not_shut_down_says_after_which_step(tmp_path: Path) -> None:
+    errors = errors_of(tmp_path, after="manager.shutdown = lambda: None")
+    assert said(errors) == [JOINS, QUORUM, LEAVES]
+
+
+def test_a_program_without_torch_is_told_what_is_missing(tmp_path: Path) -> None:
+    hide = "import sys; sys.modules['torch'] = None; "
+    script = hide + "from torchft_svc import Manager"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    why = "torchft_svc.Manager needs PyTorch, which is not installed here: pip install torch"
+    assert done.stderr.splitlines()[-1] == f"ModuleNotFoundError: {why}"

@@ -215,3 +215,11 @@ def test_a_long_table_stays_readable() -> None:
         if state in line[:24]
     }
     assert len(columns) == 1, "aligned"
+
+
+@pytest.mark.parametrize(("finished", "how"), [(True, "finished"), (False, "ended unfinished")])
+def test_a_job_that_has_ended_is_shown_with_its_last_step(finished: bool, how: str) -> None:
+    job = JobStatus(
+        job="x", quorum_id=1, committed_step=999, min_replicas=1, ended_s=8.0, finished=finished
+    )
+    assert status_text([job]) == f"job x: {how} 8 s ago, in step 1000"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
+import threading
 from collections.abc import Iterator
 
 import click
@@ -180,3 +182,33 @@ def test_a_port_in_use_is_noticed_across_address_families(taken: str) -> None:
     result = command("lighthouse_server", f"--bind=:{port}")
     assert result.returncode == 2
     assert result.stderr == (f"Error: address ':{port}': cannot be bound: Address already in use\n")
+
+
+@pytest.mark.parametrize(
+    ("greeting", "why"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak gRPC: is the port right?"),
+        (None, "its host name cannot be resolved"),
+    ],
+)
+def test_who_is_not_a_lighthouse_is_called_that(greeting: bytes | None, why: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}" if greeting else "nobody.invalid:1"
+
+        def greet() -> None:
+            with contextlib.suppress(OSError):  # the listener is closed
+                while True:
+                    peer, _ = listener.accept()
+                    with peer:
+                        peer.sendall(greeting or b"")
+                        peer.recv(1 << 16)
+
+        greeter = threading.Thread(target=greet)
+        greeter.start()
+        result = CliRunner().invoke(lighthouse, ["status", f"--lighthouse={address}"])
+        listener.shutdown(socket.SHUT_RDWR)
+        greeter.join()
+    assert result.exit_code == 1
+    told = result.output.splitlines()[-1]
+    assert told.startswith(f"Error: lighthouse at {address} cannot be reached: "), told
+    assert told.endswith(why), told

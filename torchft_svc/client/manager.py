@@ -168,7 +168,8 @@ class Manager:
         )
         run = self._runtime = _start(self._rules, services, environment, brought)
         self._stepper = Stepper(run.links, self._rules, self._step, run.membership, run.thread)
-        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), run)
+        leads = self._rules.place.leads
+        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), run, self._step, leads)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -450,8 +451,7 @@ class Manager:
     def shutdown(self, wait: bool = True) -> None:
         """Leave the quorum and end everything that was started; may be called twice."""
         if not self._runtime.closed:
-            level = logging.INFO if self._rules.place.leads else logging.DEBUG
-            log.log(level, "leaves after step %d", self.current_step())
+            _tell_leaving(self.current_step(), self._rules.place.leads)
         self._finalizer.detach()
         self._runtime.close(wait)
 
@@ -479,7 +479,11 @@ def _start(*parts: Any) -> Runtime:
         raise _shortened(error) from None
 
 
-def _close_in(pid: int, runtime: Runtime) -> None:
+def _tell_leaving(step: int, leads: bool) -> None:
+    log.log(logging.INFO if leads else logging.DEBUG, "leaves after step %d", step)
+
+
+def _close_in(pid: int, runtime: Runtime, step: SharedStep, leads: bool) -> None:
     """At exit, or when a manager that nobody shut down is collected.
 
     A forked child must not end its parent's services. A collection may happen on any thread, such
@@ -487,6 +491,8 @@ def _close_in(pid: int, runtime: Runtime) -> None:
     """
     if os.getpid() != pid:
         return
+    if not runtime.closed:
+        _tell_leaving(step.state.step, leads)
     if threading.current_thread() is threading.main_thread():
         runtime.close(False)
     else:

@@ -35,8 +35,9 @@ def _phase_name(phase: object) -> str:
 
 def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
     if job.ended_s is not None:
-        how = "finished" if job.finished else "its last group is gone, and it had not finished"
-        yield f"job {job.job}: {how} {job.ended_s:.0f} s ago, committed step {job.committed_step}"
+        # Its last quorum told what was committed before it: the step that followed was the last.
+        how, step = "finished" if job.finished else "ended unfinished", job.committed_step + 1
+        yield f"job {job.job}: {how} {job.ended_s:.0f} s ago, in step {step}"
         yield from _gone(job, show_all)
         return
     num_asking = sum(group.asking for group in job.groups)

@@ -311,7 +311,7 @@ class ManagerDriver:
         try:
             quorum = await self._link.ask(question, timeout_s)
         except TorchFTError as error:
-            log.warning("the workers are told: %s", error)
+            log.info("the workers are told: %s", error)  # who say it, or raise it
             self._carry_out(self._core.quorum_failed(question.round, error))
         except Exception as error:
             fault = QuorumFailed(f"the manager failed: {error!r}")

@@ -34,10 +34,19 @@ _UNEXPLAINED = "Deadline Exceeded"
 # A call may end so much before its deadline: gRPC counts on both sides, in milliseconds.
 _ROUNDING_S = 0.1
 
-_NOT_CONNECTED = re.compile(
-    r"failed to connect to all addresses; last error: \w+: \S+: "
-    r"Failed to connect to remote host: (.*)",
-    re.DOTALL,
+# What gRPC says of a connection that is not made, and what that is in plain words.
+_NOT_MADE = "failed to connect to all addresses; last error: "
+_CAUSES = (
+    (rf"{_NOT_MADE}\w+: \S+: Failed to connect to remote host: (.*)", r"\1"),
+    (
+        rf"{_NOT_MADE}.*Failed parsing HTTP/2 .*",
+        "what listens there does not speak gRPC: is the port right?",
+    ),
+    (
+        rf"{_NOT_MADE}.*timed out before receiving SETTINGS frame.*",
+        "what listens there does not answer: it is frozen, or is the port right?",
+    ),
+    (r"errors resolving .*", "its host name cannot be resolved"),
 )
 _CODES: dict[type[TorchFTError], grpc.StatusCode] = {
     RequestRefused: grpc.StatusCode.INVALID_ARGUMENT,
@@ -143,8 +152,11 @@ def to_not_leader(error: grpc.RpcError) -> NotLeader | None:
 
 def cause_of(code: grpc.StatusCode, details: str) -> str:
     """What gRPC says, without what every connection that is not made has in common."""
-    refused = _NOT_CONNECTED.fullmatch(details)
-    return refused[1] if refused else f"{code.name}: {details}"
+    for said, cause in _CAUSES:
+        found = re.fullmatch(said, details, re.DOTALL)
+        if found:
+            return found.expand(cause)
+    return f"{code.name}: {details}"
 
 
 def _trailing(error: grpc.RpcError) -> dict[str, str]:
