@@ -91,6 +91,7 @@ def trainers(tmp_path: Path) -> Iterator[Callable[..., Trainers]]:
         ),
         ("channels last", ("float32, 2 not contiguous, in 1 parts", "float32, in 1 parts")),
         ("a synchronous quorum", ("use_async_quorum=False", "use_async_quorum=True")),
+        ("another minimum", ("min_replica_size=2", "min_replica_size=1")),
     ],
 )
 def test_who_joins_with_another_layout_is_refused_and_nobody_else_notices(

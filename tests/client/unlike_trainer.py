@@ -47,6 +47,7 @@ def _train(kind: str, file: Path) -> None:
         timeout=timedelta(seconds=20),
         quorum_timeout=timedelta(seconds=60),
         use_async_quorum=kind != "a synchronous quorum",
+        min_replica_size=2 if kind == "another minimum" else 1,
     )
     parallel = DistributedDataParallel(manager, model)
     other = DistributedDataParallel(manager, branch) if "branch" in kind else None

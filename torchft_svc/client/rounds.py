@@ -104,11 +104,11 @@ class RoundRules:
     checks_collectives: bool = False
 
     def common(self) -> str:
-        """The settings that decide who contributes, and so have to be the same in all groups."""
-        spares = self.mode is WorldSizeMode.FIXED_WITH_SPARES
+        """The settings that decide who contributes, and which steps count, and so have to be the
+        same in all groups."""
         named = {
             "world_size_mode": self.mode.name,
-            **({"min_replica_size": self.min_replica_size} if spares else {}),
+            "min_replica_size": self.min_replica_size,
             "use_async_quorum": self.use_async_quorum,
             "init_sync": self.init_sync,
             **({"checks_collectives": True} if self.checks_collectives else {}),
