@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import time
@@ -46,7 +47,13 @@ def test_i3_groups_that_committed_the_same_step_are_identical(pair_address: str)
         for num in range(1, 6):
             together(a.step, b.step)
             assert_identical([a, b])
-            assert a.manager.state_dict() == {"step": num, "batches_committed": 2 * num}
+            quorum = a.manager.last_quorum()
+            assert quorum is not None
+            assert a.manager.state_dict() == {
+                "step": num,
+                "batches_committed": 2 * num,
+                "quorum_id": quorum.quorum_id,
+            }
 
 
 def test_an_average_is_that_of_the_groups(pair_address: str) -> None:
@@ -219,7 +226,29 @@ def test_a_periodic_checkpoint_is_gone_on_from(address: str) -> None:
             b.manager.load_state_dict(saved[0])
             assert b.manager.current_step() == 3
             b.step()
-            assert b.manager.state_dict() == {"step": 4, "batches_committed": 4}
+            assert b.manager.current_step() == b.manager.batches_committed() == 4
+
+
+def test_i3_groups_from_checkpoints_of_one_step_and_of_different_runs_become_equal(
+    address: str, pair_address: str
+) -> None:
+    """The job went back once, and one of them has kept what was given up."""
+    saved = []
+    for seed in range(2):
+        with Trainer(address, "a", seed) as first:
+            first.steps(3)
+            saved.append((copy.deepcopy(first.state_dict()), first.manager.state_dict()))
+    with trainers(pair_address, 2) as (a, b):
+        for trainer, (state, counters) in zip((a, b), saved, strict=True):
+            trainer.load_state_dict(state)
+            trainer.manager.load_state_dict(counters)
+        newer = bits(b.model.state_dict())
+        together(a.manager.start_quorum, b.manager.start_quorum)
+        together(a.manager.wait_quorum, b.manager.wait_quorum)
+        assert [each.manager.is_participating() for each in (a, b)] == [False, True], "a heals"
+        assert bits(b.model.state_dict()) == newer
+        in_step(5, a, b)
+        assert_identical([a, b])
 
 
 def test_the_state_of_a_checkpoint_cannot_be_loaded_in_a_step(address: str) -> None:

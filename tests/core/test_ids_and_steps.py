@@ -616,3 +616,18 @@ def test_i1_two_lighthouses_that_a_job_has_come_apart_to_give_out_other_ids() ->
         assert next_id == quorum_id + 8
         told.add(quorum_id)
     assert told == set(range(501, 509))
+
+
+def test_of_groups_that_restored_one_step_the_one_that_was_committed_last_is_right() -> None:
+    """The job went back to before that step once, and did it again."""
+    members = Membership(QuorumConfig())
+    asking = (
+        Member(replica_id="a", step=17, step_quorum_id=9),
+        Member(replica_id="b", step=17, step_quorum_id=5),
+        Member(replica_id="c", step=17),  # its checkpoint does not tell
+    )
+    assert members.joining(asking) == {"b", "c"}
+    running = (*asking, Member(replica_id="d", step=17, step_quorum_id=4, seen_quorum_id=4))
+    assert members.joining(running) == {"a", "b", "c"}, "who trains is not held up by them"
+    same = tuple(Member(replica_id=name, step=17, step_quorum_id=9) for name in "ab")
+    assert members.joining(same) == frozenset(), "nobody has to heal"

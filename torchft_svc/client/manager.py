@@ -384,18 +384,22 @@ class Manager:
     def state_dict(self) -> dict[str, int]:
         """The manager's own state; it belongs into every periodic checkpoint.
 
+        Its step, how many batches are in it, and the id of the quorum in which it was committed, by
+        which groups tell checkpoints of one step from one another.
+
         Raises:
             RequestRefused: the weights are those of no step, and not worth a checkpoint.
         """
         with self._step.changing() as machine:
             machine.check_whole()
-        state = self._step.state
-        return {"step": state.step, "batches_committed": state.batches_committed}
+        return self._step.state.counters()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Go on from a periodic checkpoint; to be called before a step begins."""
         with self._step.changing() as machine:
-            machine.restore(state_dict["step"], state_dict["batches_committed"])
+            machine.restore(
+                state_dict["step"], state_dict["batches_committed"], state_dict.get("quorum_id", 0)
+            )
 
     # -- who and where ---------------------------------------------------------------------------
 

@@ -308,6 +308,7 @@ class Round:
             unhealed=state.unhealed,
             question=state.epoch,
             layout=self._request.layout,
+            step_quorum_id=state.quorum_id,
         )
 
     def _meet(self, quorum: QuorumResult) -> Exception | None:
@@ -406,8 +407,7 @@ class Round:
         self._links.transport.refuse_checkpoint(receivers, self.quorum.max_step, repr(error))
 
     def _counters(self) -> dict[str, int]:
-        state = self._step.state
-        return {"step": state.step, "batches_committed": state.batches_committed}
+        return self._step.state.counters()
 
     def offer_rest(self) -> None:
         """The forward and the backward pass are over: send what they may have changed.

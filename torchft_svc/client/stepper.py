@@ -388,7 +388,7 @@ class Stepper:
         if not committed:
             self._tell_discarded(state, self._why_not(vote))
         with self._step.changing() as machine:
-            machine.decide(committed)
+            machine.decide(committed, round_.quorum.quorum_id if round_.quorum else 0)
         if committed:
             return True
         self._links.registry.gate.open()
@@ -535,7 +535,8 @@ class Stepper:
             self.weights_version += 1
             trains_others = self._links.registry.load(state)
             with self._step.changing() as machine:
-                machine.apply_heal(state[MANAGER_KEY]["batches_committed"])
+                counters = state[MANAGER_KEY]
+                machine.apply_heal(counters["batches_committed"], counters.get("quorum_id", 0))
             log.info("healed to step %d from %s", self.state.step, round_.healed_from)
             if trains_others and not round_.heals_first:
                 self.hear_error(_other_parameters(), self.state.epoch)

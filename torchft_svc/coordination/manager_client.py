@@ -131,6 +131,7 @@ class ManagerClient(Client):
         unhealed: bool = False,
         question: int = 0,
         layout: str = "",
+        step_quorum_id: int = 0,
     ) -> QuorumResult:
         """Wait until every worker of the group has asked and there is a quorum.
 
@@ -143,6 +144,7 @@ class ManagerClient(Client):
         it then fails for it, too (0: it waits for the next one).
         ``layout``: what this worker sums and how, which must be the same in all groups (empty: not
         told).
+        ``step_quorum_id``: in which quorum ``step`` was committed (0: not known).
 
         Raises:
             GroupLeft: the group was drained, there will be no quorum any more.
@@ -164,6 +166,7 @@ class ManagerClient(Client):
             last_quorum_id=self._last_quorum_id,
             question=question,
             layout=layout,
+            step_quorum_id=step_quorum_id,
         )
         answer = self._ask_quorum(request, timeout)
         if not answer.store_address:

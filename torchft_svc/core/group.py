@@ -474,6 +474,7 @@ class Group:
             seen_quorum_id=max(request.last_quorum_id for request in requests),
             has_history=all(request.last_quorum_id for request in requests),
             layout=group_layout([layouts[rank] for rank in sorted(layouts)]),
+            step_quorum_id=min(request.step_quorum_id for request in requests),
         )
         self._restarted = False
         return ask

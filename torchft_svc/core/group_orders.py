@@ -16,7 +16,8 @@ class AskLighthouse:
     ``new_incarnation``: a worker was restarted, so to the others this is another group now.
     ``unhealed``: a worker of it should have healed, and has not. ``seen_quorum_id``: the highest
     that a worker of it has been told. ``has_history``: all of them have been told one.
-    ``layout``: what its workers sum (empty: not told).
+    ``layout``: what its workers sum (empty: not told). ``step_quorum_id``: in which
+    its step was committed, the oldest that a worker of it tells.
     """
 
     round: int
@@ -28,6 +29,7 @@ class AskLighthouse:
     seen_quorum_id: int = 0
     has_history: bool = False
     layout: str = ""
+    step_quorum_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)

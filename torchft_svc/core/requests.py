@@ -22,6 +22,7 @@ class WorkerRequest:
     highest that it has been told (0: none), maybe by the manager before this one. ``question``
     counts the questions of this worker, and stays the same when one is repeated because its answer
     was lost (0: the worker does not count). ``layout``: what it sums (empty: not told).
+    ``step_quorum_id``: in which its step was committed (0: not known).
     """
 
     group_rank: int
@@ -35,6 +36,7 @@ class WorkerRequest:
     unhealed: bool = False
     last_quorum_id: int = 0
     layout: str = ""
+    step_quorum_id: int = 0
     question: int = 0
 
     def check(self) -> None:
@@ -43,6 +45,7 @@ class WorkerRequest:
             if not 0 <= getattr(self, field) <= MAX_INT64:
                 raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 or more")
         check_quorum_id("last_quorum_id", self.last_quorum_id)
+        check_quorum_id("step_quorum_id", self.step_quorum_id)
         check_text("checkpoint address", self.checkpoint_address, MAX_ADDRESS_LENGTH)
         check_text("layout", self.layout, MAX_LAYOUT_LENGTH)
         check_text("worker id", self.worker_id, MAX_ADDRESS_LENGTH)

@@ -131,16 +131,18 @@ class StepState:
     ``failures`` counts the steps discarded since the last commit. ``unhealed``: this worker has to
     heal, because the last quorum wanted it or an update spoiled the weights, and no healed state is
     in place; its step need not show that. ``spoiled`` says why the weights are those of no step:
-    only who is to heal may go on with them. ``settled``: it has committed a step since it came, or
-    was last behind, so that what it does in a step is what the others do. ``misfits`` counts the
-    steps since the last commit in which it was not, ``failed_loads`` the healed states in a row
-    that arrived and could not be put in place.
+    only who is to heal may go on with them. ``quorum_id``: in which ``step`` was committed (0: not
+    known); two groups at one step that was committed in one quorum have one state. ``settled``: it
+    has committed a step since it came, or was last behind, so that what it does in a step is what
+    the others do. ``misfits`` counts the steps since the last commit in which it was not,
+    ``failed_loads`` the healed states in a row that arrived and could not be put in place.
     """
 
     phase: Phase = Phase.IDLE
     epoch: int = 0
     step: int = 0
     batches_committed: int = 0
+    quorum_id: int = 0
     failures: int = 0
     error: Exception | None = None
     participation: Participation = Participation()
@@ -150,6 +152,14 @@ class StepState:
     settled: bool = False
     misfits: int = 0
     failed_loads: int = 0
+
+    def counters(self) -> dict[str, int]:
+        """What travels with the weights: to a group that heals, and into a checkpoint."""
+        return {
+            "step": self.step,
+            "batches_committed": self.batches_committed,
+            "quorum_id": self.quorum_id,
+        }
 
 
 class StepMachine:
@@ -238,7 +248,7 @@ class StepMachine:
         heal = self.state.pending_heal
         self._move(Event.STATE_RECEIVED, pending_heal=heal and replace(heal, received=True))
 
-    def apply_heal(self, batches_committed: int) -> None:
+    def apply_heal(self, batches_committed: int, quorum_id: int = 0) -> None:
         """The healed weights are in place: from here on this worker is at their step."""
         heal = self.state.pending_heal
         if heal is None or not heal.received:
@@ -247,6 +257,7 @@ class StepMachine:
             Event.HEAL_APPLIED,
             step=heal.step,
             batches_committed=_counter("batches_committed", batches_committed),
+            quorum_id=_counter("quorum_id", quorum_id),
             pending_heal=None,
             unhealed=False,
             spoiled="",
@@ -286,10 +297,11 @@ class StepMachine:
         enough = state.participation.num_participants >= self._min_replica_size
         return state.error is None and enough
 
-    def decide(self, committed: bool) -> None:
+    def decide(self, committed: bool, quorum_id: int = 0) -> None:
         """The group's decision: the step counts, or it is discarded whole.
 
-        After a commit the update is under way, until `end_update` or `lose_update`.
+        After a commit the update is under way, until `end_update` or `lose_update`. ``quorum_id``:
+        in which quorum that was.
 
         Raises:
             CommitFailed: more than ``max_retries`` steps in a row were discarded.
@@ -301,6 +313,7 @@ class StepMachine:
                 Event.COMMITTED,
                 step=state.step + 1,
                 batches_committed=state.batches_committed + state.participation.num_participants,
+                quorum_id=quorum_id,
                 failures=0,
                 settled=True,
                 misfits=0,
@@ -349,7 +362,8 @@ class StepMachine:
         changes: dict[str, object] = {"settled": False}
         if state.phase is Phase.APPLYING:
             num = state.participation.num_participants
-            changes.update(step=state.step - 1, batches_committed=state.batches_committed - num)
+            batches = state.batches_committed - num
+            changes.update(step=state.step - 1, batches_committed=batches, quorum_id=0)
         if spoiled_by:
             spoiled = f"the update to step {state.step} was not applied whole ({spoiled_by})"
             changes.update(spoiled=spoiled, unhealed=True)
@@ -362,13 +376,14 @@ class StepMachine:
         elif self.state.phase is Phase.APPLYING:
             self.lose_update()
 
-    def restore(self, step: int, batches_committed: int) -> None:
+    def restore(self, step: int, batches_committed: int, quorum_id: int = 0) -> None:
         """Go on from a periodic checkpoint; only between two steps."""
         self._move(
             Event.RESTORED,
             spoiled="",
             step=_counter("step", step),
             batches_committed=_counter("batches_committed", batches_committed),
+            quorum_id=_counter("quorum_id", quorum_id),
         )
 
     def _why_discarded(self) -> str:

@@ -16,7 +16,7 @@ MAX_NAME_LENGTH = 256
 MAX_ADDRESS_LENGTH = 512
 MAX_DATA_LENGTH = 16 * 1024  # bytes
 # Numbers, flags and field tags of a member, encoded.
-MAX_NUMBERS_LENGTH = 80
+MAX_NUMBERS_LENGTH = 92
 # A quorum goes to each of its members: ten of twice the size are four times the work. 20,000 groups
 # need 4 MB; clients of the public release take no more in one message either.
 DEFAULT_QUORUM_BYTES = 4 << 20
@@ -49,6 +49,8 @@ class Member:
     ``layout``: what it sums, and how, which must be the same in all groups (empty: not told).
     ``doubted_step``: in a quorum, the step that it told, if that is not believed (0: it is); its
     ``step`` is 0 then.
+    ``step_quorum_id``: in which quorum ``step`` was committed, be it before the checkpoint that was
+    restored (0: not known).
     ``unknown`` is what a newer client says about itself, encoded; its fellows get it as it came.
     """
 
@@ -67,6 +69,7 @@ class Member:
     has_history: bool = False
     layout: str = ""
     doubted_step: int = 0
+    step_quorum_id: int = 0
     unknown: bytes = b""
 
     def check(self) -> None:
@@ -87,6 +90,7 @@ class Member:
                 raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 or more")
         check_text("layout", self.layout, MAX_LAYOUT_LENGTH)
         check_quorum_id("seen_quorum_id", self.seen_quorum_id)
+        check_quorum_id("step_quorum_id", self.step_quorum_id)
         for field in ("world_size", "min_replicas", "last_num_groups"):
             if not 0 <= getattr(self, field) <= MAX_WORLD_SIZE:
                 raise RequestRefused(
@@ -98,6 +102,11 @@ class Member:
         """At most so many are needed for it in an encoded quorum."""
         texts = (self.replica_id, self.address, self.store_address, self.data)
         return MAX_NUMBERS_LENGTH + len(self.unknown) + sum(map(utf8_length, texts))
+
+    @property
+    def history(self) -> tuple[int, int]:
+        """Of two groups at one step, the state of the one where this is larger is the newer one."""
+        return self.seen_quorum_id, self.step_quorum_id
 
     @property
     def place(self) -> tuple[str, str, str]:

@@ -220,6 +220,7 @@ class LighthouseLink:
             unhealed=question.unhealed,
             has_history=question.has_history,
             layout=question.layout,
+            step_quorum_id=question.step_quorum_id,
         )
         quorum = await self._connection.ask(member, timeout_s)
         self._seen_quorum_id = max(self._seen_quorum_id, quorum.quorum_id)

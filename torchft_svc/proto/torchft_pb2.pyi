@@ -24,7 +24,7 @@ PHASE_TRAINING: Phase
 PHASE_VOTING: Phase
 
 class QuorumMember(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "seen_quorum_id", "joining", "min_replicas", "last_num_groups", "has_history", "layout", "doubted_step")
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "seen_quorum_id", "joining", "min_replicas", "last_num_groups", "has_history", "layout", "doubted_step", "step_quorum_id")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class QuorumMember(_message.Message):
     HAS_HISTORY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     DOUBTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    STEP_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -55,7 +56,8 @@ class QuorumMember(_message.Message):
     has_history: bool
     layout: str
     doubted_step: int
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., seen_quorum_id: _Optional[int] = ..., joining: bool = ..., min_replicas: _Optional[int] = ..., last_num_groups: _Optional[int] = ..., has_history: bool = ..., layout: _Optional[str] = ..., doubted_step: _Optional[int] = ...) -> None: ...
+    step_quorum_id: int
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., seen_quorum_id: _Optional[int] = ..., joining: bool = ..., min_replicas: _Optional[int] = ..., last_num_groups: _Optional[int] = ..., has_history: bool = ..., layout: _Optional[str] = ..., doubted_step: _Optional[int] = ..., step_quorum_id: _Optional[int] = ...) -> None: ...
 
 class Quorum(_message.Message):
     __slots__ = ("quorum_id", "participants", "created")
@@ -360,7 +362,7 @@ class LighthouseDrainResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ManagerQuorumRequest(_message.Message):
-    __slots__ = ("rank", "step", "checkpoint_server_addr", "shrink_only", "commit_failures", "init_sync", "worker_id", "draining", "unhealed", "last_quorum_id", "layout", "question")
+    __slots__ = ("rank", "step", "checkpoint_server_addr", "shrink_only", "commit_failures", "init_sync", "worker_id", "draining", "unhealed", "last_quorum_id", "layout", "step_quorum_id", "question")
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_SERVER_ADDR_FIELD_NUMBER: _ClassVar[int]
@@ -372,6 +374,7 @@ class ManagerQuorumRequest(_message.Message):
     UNHEALED_FIELD_NUMBER: _ClassVar[int]
     LAST_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    STEP_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     rank: int
     step: int
@@ -384,8 +387,9 @@ class ManagerQuorumRequest(_message.Message):
     unhealed: bool
     last_quorum_id: int
     layout: str
+    step_quorum_id: int
     question: int
-    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_server_addr: _Optional[str] = ..., shrink_only: bool = ..., commit_failures: _Optional[int] = ..., init_sync: bool = ..., worker_id: _Optional[str] = ..., draining: bool = ..., unhealed: bool = ..., last_quorum_id: _Optional[int] = ..., layout: _Optional[str] = ..., question: _Optional[int] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_server_addr: _Optional[str] = ..., shrink_only: bool = ..., commit_failures: _Optional[int] = ..., init_sync: bool = ..., worker_id: _Optional[str] = ..., draining: bool = ..., unhealed: bool = ..., last_quorum_id: _Optional[int] = ..., layout: _Optional[str] = ..., step_quorum_id: _Optional[int] = ..., question: _Optional[int] = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
     __slots__ = ("quorum_id", "address", "store_address", "max_step", "max_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "recover_src_replica_rank", "recover_dst_replica_ranks", "commit_failures", "replica_ids", "round", "recover_extra_src_addresses", "recover_extra_dst_replica_ranks")

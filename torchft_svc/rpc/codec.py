@@ -37,6 +37,7 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         has_history=message.has_history,
         layout=message.layout,
         doubted_step=message.doubted_step,
+        step_quorum_id=message.step_quorum_id,
         unknown=_unknown_fields(message),
     )
 
@@ -69,6 +70,7 @@ def member_to_wire(member: Member) -> pb.QuorumMember:
         has_history=member.has_history,
         layout=member.layout,
         doubted_step=member.doubted_step,
+        step_quorum_id=member.step_quorum_id,
     )
     if member.unknown:
         message.MergeFromString(member.unknown)
@@ -231,6 +233,7 @@ def worker_request_from_wire(message: pb.ManagerQuorumRequest) -> WorkerRequest:
         unhealed=message.unhealed,
         last_quorum_id=message.last_quorum_id,
         layout=message.layout,
+        step_quorum_id=message.step_quorum_id,
         question=message.question,
     )
 
