@@ -14,7 +14,8 @@ from bounds import check
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchft_svc.client import DistributedDataParallel, Manager
+from torchft_svc.client import DistributedDataParallel, ManagedProcessGroup, Manager
+from torchft_svc.errors import RequestRefused
 
 from .training import TIMEOUT, lighthouse, together
 
@@ -571,3 +572,35 @@ def test_two_wrappers_of_one_manager_may_be_used_in_one_graph(
     assert_gradients(groups[0], [p.grad for p in trunk.parameters()])
     for got, wanted in zip(heads[0].parameters(), head.parameters(), strict=True):
         torch.testing.assert_close(got.grad, wanted.grad)
+
+
+def test_a_model_may_be_wrapped_again_when_its_manager_was_shut_down() -> None:
+    """And is not trained by a wrapper that would average nothing."""
+    with lighthouse() as address:
+        with Group(address, "a").manager as manager:
+            first = Group.__new__(Group)
+            first.manager = manager
+            first.wrap(mlp)
+            torchs = managed_ddp(manager, mlp())
+            manager.start_quorum()
+            assert first.votes(ONE)
+        for each in (first.parallel, torchs):
+            with pytest.raises(RequestRefused, match=r"was shut down.*wrap the model again"):
+                each(ONE).sum().backward()
+        first.model(ONE).sum().backward()
+        with Group(address, "a").manager as manager:
+            parallel = DistributedDataParallel(manager, first.model)
+            manager.start_quorum()
+            parallel(ONE).sum().backward()
+            assert manager.should_commit()
+
+
+def managed_ddp(manager: Manager, model: nn.Module) -> nn.Module:
+    group = ManagedProcessGroup(manager, averages_sums=True)
+    return nn.parallel.DistributedDataParallel(
+        model,
+        process_group=group,
+        init_sync=False,
+        broadcast_buffers=False,
+        find_unused_parameters=True,
+    )

@@ -59,6 +59,9 @@ class Averages:
     def wait(self) -> bool:
         return True
 
+    def has_ended(self) -> bool:
+        return False
+
     def weights_version(self) -> int:
         return 0
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchft_svc.client.buckets import describe_tensors
-from torchft_svc.client.reducer import watch_outputs
+from torchft_svc.client.reducer import check_running, watch_outputs
 from torchft_svc.errors import ConfigError, RequestRefused
 
 if TYPE_CHECKING:
@@ -71,12 +71,13 @@ class _ShardedSums:
 
     def average(self, reduced: torch.Tensor) -> None:
         """FSDP's hook: average ``reduced`` in place."""
+        check_running(self._manager)
         self._manager._average_gradients(reduced).wait()
 
     def watch(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         """A forward pass of a module has ended."""
-        if not torch.compiler.is_compiling():
-            watch_outputs(self._manager, outputs)
+        if not torch.compiler.is_compiling() and not self._manager.has_ended():
+            watch_outputs(self._manager, outputs)  # else another one may have taken its place
 
     def settle(self) -> Exception | None:
         """See `Reducing.settle`; the manager knows of passes in which something is summed."""

@@ -302,6 +302,10 @@ class Manager:
         in which that may happen at once: what a forward pass has kept from before is stale."""
         return self._stepper.weights_version
 
+    def has_ended(self) -> bool:
+        """Whether it was shut down: what is wrapped for it is averaged no more."""
+        return self._runtime.closed
+
     def has_fresh_step(self) -> bool:
         """Whether a step is under way in which nothing was reduced yet."""
         return self._stepper.is_fresh()

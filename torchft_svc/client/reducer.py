@@ -29,6 +29,11 @@ _STALE = (
     "the forward pass ran before zero_grad() (or start_quorum()), by which the weights may be "
     "replaced by another group's: call zero_grad() first, then the model, then backward()"
 )
+_ENDED = (
+    "the manager that the model was wrapped for was shut down, so nothing would be averaged: wrap "
+    "the model again for the manager that trains now; to train without one, call the module that "
+    "was wrapped"
+)
 _OVERWRITTEN = (
     "the averages across groups were overwritten in the same backward pass: the parameters are "
     "reduced by another wrapper, too, such as torch's DistributedDataParallel; use one of them"
@@ -125,8 +130,9 @@ class Reducer:
 
         def hook(parameter: nn.Parameter) -> None:
             listener = reducer()
-            if listener is not None and listener.enabled:
-                listener._count_down(index, parameter)
+            if listener is None or not listener.enabled or listener._manager.has_ended():
+                return  # the module may be trained without it, or for another manager
+            listener._count_down(index, parameter)
 
         return hook
 
@@ -261,12 +267,19 @@ def watch_outputs(
         manager = known()
         if manager is not None and manager.weights_version() != version:
             raise RequestRefused(_STALE)
+        check_running(manager)
         if on_backward is not None:
             on_backward()
 
     for output in tree_leaves(outputs):
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
             output.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def check_running(manager: Manager | None) -> None:
+    """Raise `RequestRefused` if nothing is averaged any more because the manager has ended."""
+    if manager is None or manager.has_ended():
+        raise RequestRefused(_ENDED)
 
 
 class _Pass:

@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import result_of
+from torchft_svc.client.reducer import check_running
 from torchft_svc.client.work import CompletedWork
 from torchft_svc.errors import ConfigError, RequestRefused
 
@@ -84,6 +85,8 @@ class ManagedProcessGroup(ProcessGroup):
             return CompletedWork()
         if name not in ("allreduce", "allreduce_coalesced"):
             raise ConfigError("collective", name, _ONLY_REDUCTIONS)
+        if self._averages_sums:
+            check_running(self._manager)  # else torch's wrapper would go on without averages
         op = _operation(args, kwargs)
         tensors = result_of(name, args, kwargs)
         works = [
