@@ -198,7 +198,7 @@ def test_what_only_a_newer_client_says_is_passed_over(
     newer = b"\xa2\x06\x00"
     leave = pb.SessionRequest(leave={}).SerializeToString()
     hello = pb.SessionRequest(hello={"replica_id": "n:1"}).SerializeToString()
-    attach = pb.AttachRequest(hello={"worker_id": "n"}).SerializeToString()
+    attach = pb.AttachRequest(hello={"worker_id": "w"}).SerializeToString()
     detach = pb.AttachRequest(detach={}).SerializeToString()
     for address, method, messages in (
         (lighthouse.address, "LighthouseService/Session", (hello, newer, leave)),
