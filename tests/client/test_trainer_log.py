@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import subprocess
@@ -10,7 +11,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from running import environment, lighthouse_process
+from running import environment, lighthouse_process, steady_address
 from warm import Warm
 
 from torchft_svc.client.checkpointing.source import Source
@@ -215,3 +216,30 @@ def test_a_program_without_torch_is_told_what_is_missing(tmp_path: Path) -> None
     )
     why = "torchft_svc.Manager needs PyTorch, which is not installed here: pip install torch"
     assert done.stderr.splitlines()[-1] == f"ModuleNotFoundError: {why}"
+
+
+def test_a_group_of_two_workers_ends_without_warnings(tmp_path: Path) -> None:
+    """The manager goes with rank 0, whatever rank 1 still does."""
+    waits = "import sys; end = manager.shutdown; manager.shutdown = lambda: (input(), end())"
+    host, _, port = steady_address().rpartition(":")
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port}
+    with lighthouse_process() as lighthouse, contextlib.ExitStack() as stack:
+        workers = []
+        for rank, after in enumerate(["", waits]):
+            file = tmp_path / f"worker{rank}.py"
+            file.write_text(PROGRAM.format(before="", after=after, address=lighthouse.address))
+            worker = Warm(
+                [sys.executable, str(file)],
+                env=environment(RANK=str(rank), **shared),
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            workers.append(stack.enter_context(worker))
+        errors = workers[0].stderr.read()
+        workers[1].stdin.write("\n")
+        workers[1].stdin.flush()
+        errors += workers[1].stderr.read()
+        assert [worker.wait() for worker in workers] == [0, 0], errors
+    assert "WARNING" not in errors, errors
+    assert "ends for good: the process of group rank 0, which had started it, has shut" in errors

@@ -167,7 +167,10 @@ def test_a_child_that_cannot_start_says_why(
 ) -> None:
     with pytest.raises(Unreachable) as caught:
         ManagerProcess.start(config(lighthouse.address, bind=lighthouse.address))
-    assert str(caught.value) == ("manager at its start cannot be reached: it ended with status 2")
+    assert str(caught.value) == (
+        f"manager at {lighthouse.address} cannot be reached: its process ended with status 2 at "
+        "its start, and says above why"
+    )
     said = capfd.readouterr().err
     assert said == (
         f"Error: address '{lighthouse.address}': cannot be bound: Address already in use\n"

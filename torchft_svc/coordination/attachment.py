@@ -85,6 +85,7 @@ class Attachment:
         self._closing = threading.Event()
         self._outgoing = Outgoing(self._hello)
         self._phase: pb.AttachPhase | None = None
+        self._is_over = False  # the manager has said that it ends for good
         self._stream: Any = None
         self._thread = threading.Thread(target=self._run, name="torchft-news", daemon=True)
         self._thread.start()
@@ -134,7 +135,8 @@ class Attachment:
 
     def _hear_break(self, error: grpc.RpcError) -> None:
         if not self._failing and not self._closing.is_set():
-            log.warning("no line to the manager: %s", one_line(error.details() or ""))
+            level = logging.DEBUG if self._is_over else logging.WARNING
+            log.log(level, "no line to the manager: %s", one_line(error.details() or ""))
             self._hear_end()
         self._failing = True
         # Refused: a worker that had this rank before may be dead, and not be missed yet.
@@ -157,6 +159,7 @@ class Attachment:
         try:
             for news in self._stream:
                 self._failing = False
+                self._is_over = news.WhichOneof("kind") == "over"
                 self._listeners.hear(news)
         finally:
             outgoing.end()  # or the thread that sends would wait for more

@@ -109,7 +109,7 @@ class ManagerClient(Client):
             self._move(addr)
 
     def _hear_over(self, reason: str) -> None:
-        log.warning("the manager at %s ends for good: %s", self._addr, reason)
+        log.info("the manager at %s ends for good: %s", self._addr, reason)
         self._over = self._addr
 
     def _find(self) -> str | None:

@@ -67,7 +67,7 @@ async def _end(driver: ManagerDriver, link: LighthouseLink, *, has_owner: bool) 
     """The other groups hear of it first. Who has an owner stops because that does, or is dead: it
     will have no successor, and the workers need not look for one."""
     if has_owner:
-        driver.tell_over("the process of group rank 0, which had started it, stops or is dead")
+        driver.tell_over()
     if driver.kill_reason is not None:
         await link.leave(driver.kill_reason, ends=True)
     elif has_owner:  # who stops on purpose has detached before, so that the group has left

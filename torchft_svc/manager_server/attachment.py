@@ -52,7 +52,9 @@ async def attach(
             ends = not goodbye.failure
             reason = "it has shut down" if ends else f"it ends with {goodbye.failure}"
     finally:
-        level = logging.INFO if goodbyes else logging.WARNING  # an error is shown by its program
+        # An error is shown by its program.
+        is_known = bool(goodbyes) or driver.is_over
+        level = logging.INFO if is_known else logging.WARNING
         log.log(level, "worker gone group_rank=%d: %s", group_rank, reason)
         driver.detach(group_rank, worker_id, outbox, reason, ends=ends)
 

@@ -48,7 +48,7 @@ class ManagerProcess:
                 os.close(writing)
             undo.callback(process.wait)
             undo.callback(process.kill)
-            child = cls(process, _read_address(process, timeout_s), signs)
+            child = cls(process, _read_address(process, config.bind, timeout_s), signs)
             undo.pop_all()
         return child
 
@@ -125,7 +125,7 @@ def _command(config: ManagerConfig, signs: int) -> list[str]:
     return [sys.executable, "-m", "torchft_svc.manager_server", *told]
 
 
-def _read_address(process: subprocess.Popen[bytes], timeout_s: float) -> str:
+def _read_address(process: subprocess.Popen[bytes], bind: str, timeout_s: float) -> str:
     """The address on the child's first line, which it prints once it serves."""
     assert process.stdout is not None
     deadline = time.monotonic() + timeout_s
@@ -138,6 +138,7 @@ def _read_address(process: subprocess.Popen[bytes], timeout_s: float) -> str:
             more = os.read(out.fileno(), 4096)
             if not more:
                 status = process.wait()
-                raise Unreachable("manager", "its start", f"it ended with status {status}")
+                told = f"its process ended with status {status} at its start, and says above why"
+                raise Unreachable("manager", bind, told)
             line += more
     return line.decode().strip().removeprefix(_READY)

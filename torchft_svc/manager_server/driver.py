@@ -71,6 +71,8 @@ class ManagerDriver:
         self._asked_at = 0.0  # since when some worker waits for a quorum, if one does
         self._clock = AttentiveClock(MAX_LOOK_S)  # of the activities and questions
         self._last_order: bytes | None = None
+        self._leader_ends = False  # group rank 0 has ended on purpose
+        self.is_over = False  # this manager ends, and so do its workers' streams
         self.kill_reason: str | None = None  # this group ends because of it
         self.killed = asyncio.Event()
 
@@ -123,6 +125,8 @@ class ManagerDriver:
         if self._workers.get(group_rank) is outbox:
             del self._workers[group_rank]
             self._activities.gone(group_rank)
+            if group_rank == 0:
+                self._leader_ends = ends
             if not self._workers and self.kill_reason is None:
                 self._last_order = None  # whoever comes after those that were told begins anew
             self._carry_out(self._core.detached(group_rank, worker_id, reason, ends=ends))
@@ -198,9 +202,11 @@ class ManagerDriver:
         self._order(drain_news(reason))
         self._carry_out(self._core.drain(reason))
 
-    def tell_over(self, reason: str) -> None:
+    def tell_over(self) -> None:
         """This manager ends, and there will be no other: nobody need look for one."""
-        self._tell_workers(over_news(reason))
+        self.is_over = True
+        how = "has shut down" if self._leader_ends else "stops or is dead"
+        self._tell_workers(over_news(f"the process of group rank 0, which had started it, {how}"))
 
     def _order(self, news: bytes) -> None:
         """Also a worker that attaches later hears it."""
