@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bounds import check
 from running import eventually
 
 from torchft_svc.client import (
@@ -30,6 +33,8 @@ from .meeting_place import MeetingPlace
 from .training import Trainer, assert_identical, bits, in_step, lighthouse, together
 
 TIMEOUT = timedelta(seconds=10)
+# From the end of the moment of grace; without it, the whole timeout.
+SOON_S = 2.0
 
 
 @pytest.fixture(params=[ProcessGroupGloo, ProcessGroupBabyGloo])
@@ -281,6 +286,24 @@ def test_a_source_that_sends_nothing(pair: list[ProcessGroup]) -> None:
     soon = timedelta(seconds=0.2)
     with pytest.raises(DeadlineExceeded, match=r"receiving a state timed out after 0\.2 s"):
         PGTransport(pair[1], TIMEOUT).recv_checkpoint(0, "", 3, soon)
+
+
+def test_a_source_that_is_out_of_the_quorum_and_frozen_is_not_waited_for(
+    pair: list[ProcessGroup],
+) -> None:
+    receiver = PGTransport(pair[1], TIMEOUT)
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(receiver.recv_checkpoint, 0, "", 3, TIMEOUT)
+        assert pair[1]._quorum_id is not None
+        receiver.lose_source("not yet")  # what it has sent may still come
+        pair[1].lose_member(pair[1]._quorum_id, "a:1 is out: no sign of life for 5 s")
+        began_at = time.monotonic()
+        while not receiving.done():
+            receiver.lose_source("a:1 is out: no sign of life for 5 s")
+            time.sleep(0.02)
+        check("a frozen source", time.monotonic() - began_at, SOON_S)
+        with pytest.raises(CheckpointError, match="replica rank 0: a:1 is out: no sign of life"):
+            receiving.result()
 
 
 @pytest.mark.parametrize("why", ["ZeroDivisionError()", "\n\x1b[0m" + 2000 * "x", ""])

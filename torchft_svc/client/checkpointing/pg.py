@@ -120,6 +120,7 @@ class PGTransport(CheckpointTransport[Any]):
         self._own_state = state_dict
         self._sending: list[tuple[Any, torch.Tensor]] = []  # kept until the operation is over
         self._lock = threading.Lock()  # for that list alone
+        self._lost_source = ""  # why a receive under way has been cut
         self._begun: set[int] = set()  # to whom the state goes that is being handed over
 
     def metadata(self) -> str:
@@ -187,6 +188,7 @@ class PGTransport(CheckpointTransport[Any]):
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """See `CheckpointTransport.recv_checkpoint`."""
         source = f"replica rank {src_rank}"
+        self._lost_source = ""
 
         def receive(tensor: torch.Tensor) -> torch.Tensor:
             for part in _parts(tensor):
@@ -262,6 +264,19 @@ class PGTransport(CheckpointTransport[Any]):
         """See `CheckpointTransport.recv_deferred`."""
         return self.recv_checkpoint(src_rank, metadata, step, timeout)
 
+    def interrupt_receive(self, why: str) -> None:
+        """See `CheckpointTransport.interrupt_receive`."""
+        self.lose_source(why)
+
+    def lose_source(self, why: str) -> None:
+        """See `CheckpointTransport.lose_source`; a source that is frozen ends no connection itself.
+
+        With a member that is out nothing can be summed either, so all connections may end.
+        """
+        if self._pg.errored() is not None:  # else what it has sent may be about to arrive
+            self._lost_source = why
+            self._pg.cut()
+
     def shutdown(self, wait: bool = True) -> None:
         """See `CheckpointTransport.shutdown`; the group's own end ends what is under way."""
         self._sending = []
@@ -298,7 +313,8 @@ class PGTransport(CheckpointTransport[Any]):
         except RuntimeError as error:
             if "timed out" in str(error).lower() or not work.is_completed():
                 raise self._too_late(limit, str(error)) from error
-            raise CheckpointError(f"replica rank {src_rank}", str(error)) from error
+            reason = self._lost_source or str(error)
+            raise CheckpointError(f"replica rank {src_rank}", reason) from error
         # Elsewhere a wait is for the stream alone, which the digest waits for.
         if not is_over or (self._device.type == "cpu" and not work.is_completed()):
             raise self._too_late(limit, str(self._pg.errored() or ""))

@@ -131,6 +131,13 @@ class ProcessGroup(dist.ProcessGroup):
         Operations under way fail or are abandoned: what they write to must not be used again.
         """
 
+    def cut(self) -> None:
+        """Make operations under way fail soon that `abort` leaves to themselves, if there are any.
+
+        The group is of no use after it, until it is configured again. May be called on any thread.
+        """
+        self.abort()
+
     def errored(self) -> Exception | None:
         """Why the group cannot be used until it is configured again, or None."""
         return None

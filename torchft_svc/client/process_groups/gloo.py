@@ -48,6 +48,10 @@ class ProcessGroupGloo(DelegatingProcessGroup):
         backend._set_default_timeout(self._timeout)
         return _Link(backend, store, rank, world_size)
 
+    def cut(self) -> None:
+        """See `ProcessGroup.cut`; gloo ends what it waits for when a connection does."""
+        self._sockets.cut()
+
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
         work = super()._launch(name, args, kwargs)
         return _Transfer(work, self._timeout) if name in self._hidden else work

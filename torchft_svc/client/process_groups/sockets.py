@@ -44,6 +44,13 @@ class BackendSockets:
         }
         self._known = still_there | opened  # replaced as a whole: a fork may come at any moment
 
+    def cut(self) -> None:
+        """End the connections, so that whatever waits for them fails.
+
+        Not what listens: gloo ends the process where that fails.
+        """
+        cut({fd: inode for fd, inode in self._known.items() if _peer(fd) is not None})
+
     def drop_descriptors(self) -> None:
         """In a forked child."""
         for fd, inode in self._known.items():

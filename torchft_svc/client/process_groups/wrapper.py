@@ -37,6 +37,10 @@ class ProcessGroupWrapper(ProcessGroup):
         """See `ProcessGroup.abort`."""
         self._pg.abort()
 
+    def cut(self) -> None:
+        """See `ProcessGroup.cut`."""
+        self._pg.cut()
+
     def errored(self) -> Exception | None:
         """See `ProcessGroup.errored`."""
         return self._pg.errored()
