@@ -31,7 +31,7 @@ soak: $(READY)
 soak-rounds: $(READY)
 	PYTHONPATH=tests:. $(BIN)/python -m soak_rounds --rounds 20000 --seed $(SEED)
 	PYTHONPATH=tests:. $(BIN)/python -m quorum_load --rounds 50
-	PYTHONPATH=tests:. $(BIN)/python -m quorum_load --jobs 200 --rounds 10
+	PYTHONPATH=tests:. $(BIN)/python -m quorum_load --jobs 100 --rounds 10
 
 # Explores fresh seeds, unless SEED names the first one.
 sim: $(READY)

@@ -2,7 +2,7 @@
 long?
 
 PYTHONPATH=tests:. python -m quorum_load --groups 200 --kilobytes 8 --rounds 20
-PYTHONPATH=tests:. python -m quorum_load --jobs 200 --questions 400 --rounds 10
+PYTHONPATH=tests:. python -m quorum_load --jobs 100 --questions 400 --rounds 10
 """
 
 from __future__ import annotations
