@@ -207,6 +207,23 @@ def test_scaled_gradients_of_several_optimizers(trainer: Trainer, fused: bool) -
         torch.testing.assert_close(each.detach(), was - 0.5)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_a_scaled_update_whose_second_part_raises_spoils_the_weights(
+    trainer: Trainer, fused: bool
+) -> None:
+    weights = [trainer.model.get_submodule(name).get_parameter("weight") for name in ("0", "2")]
+    optims = [torch.optim.SGD([each], lr=1.0, fused=fused) for each in weights]
+    optimizer = Optimizer(trainer.manager, optims)
+    optims[1].register_step_pre_hook(lambda *_: 1 / 0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer.zero_grad()
+    scaler.scale(sum(each.sum() for each in weights)).backward()
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    with pytest.raises(RequestRefused, match=r"step 1 was not applied whole \(ZeroDivisionError"):
+        trainer.manager.state_dict()
+
+
 def test_what_a_list_of_optimizers_cannot_do_says_so(trainer: Trainer) -> None:
     adam, sgd = split(trainer)
     optimizer = Optimizer(trainer.manager, [adam, sgd])
