@@ -100,6 +100,23 @@ def test_a_manager_s_orders_reach_its_workers_as_one_line(order: str) -> None:
         assert "\x1b" not in manager.errors()
 
 
+@pytest.mark.processes
+def test_the_lighthouse_hears_why_a_group_was_killed_whatever_the_reason() -> None:
+    with (
+        lighthouse_process("--min-replicas=2") as lighthouse,
+        manager_process(lighthouse.address) as manager,
+        ManagerClient(manager.address, CALL) as stranger,
+        line_to(manager.address) as line,
+        LighthouseClient(lighthouse.address, CALL) as client,
+    ):
+        line.ask_manager(worker_id="w", timeout_s=20)
+        eventually(client.status)  # it has a session
+        stranger.kill(HOSTILE + LONG)
+        eventually(lambda: PLAIN in lighthouse.errors())
+        assert "group left" in lighthouse.errors()
+        assert "group lost" not in lighthouse.errors()
+
+
 class _Liar(grpc.GenericRpcHandler):  # type: ignore[misc]
     """A lighthouse and a manager that says what it likes."""
 

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable
 
 from torchft_svc.core.group_orders import AskLighthouse
-from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum
+from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, one_line
 from torchft_svc.errors import (
     DeadlineExceeded,
     NotLeader,
@@ -111,7 +111,9 @@ class LighthouseLink:
 
     async def _leave(self, reason: str, *, between_steps: bool, ends: bool = False) -> None:
         self._left = True
-        await self._connection.leave(reason, between_steps=between_steps, ends=ends)
+        # The lighthouse refuses a longer one, and takes a session that breaks for a loss.
+        told = one_line(reason)
+        await self._connection.leave(told, between_steps=between_steps, ends=ends)
         if self._holding is not None:
             self._holding.cancel()
 
