@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import socket
 import threading
 import time
@@ -482,3 +483,46 @@ def test_only_the_group_that_was_assigned_counts_as_a_lost_source() -> None:
     with pytest.raises(QuorumFailed, match="b:1 is out: no sign of life for 5 s"):
         membership.check_source(quorum)
     membership.check_source(dataclasses.replace(quorum, replica_ids=[]))
+
+
+class Deserted(Unreliable):
+    """Its source says nothing, until it is told that the source is out, and once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.receives = threading.Event()
+        self.lost = threading.Event()
+        self.why = ""
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        self.receives.set()
+        assert self.lost.wait(DEADLINE_S)
+        raise CheckpointError(metadata, self.why)
+
+    def lose_source(self, why: str) -> None:
+        if self.why:  # the first time it may still have been about to send
+            self.lost.set()
+        self.why = why
+
+
+def test_a_transport_that_receives_is_told_that_its_source_is_out(address: str) -> None:
+    transport = Deserted()
+    with Trainer(address, "a", 0) as a:
+        a.steps(2)
+        with Trainer(address, "b", 1, checkpoint_transport=transport) as b:
+
+            def begins_a_step_with_b() -> None:
+                while not transport.receives.is_set():
+                    a.optimizer.zero_grad()
+                    a.manager.wait_quorum()
+                    quorum = a.manager.last_quorum()
+                    if quorum is not None and quorum.replica_world_size == 2:
+                        return
+                    a.loss().backward()
+                    a.optimizer.step()
+
+            together(b.manager.start_quorum, begins_a_step_with_b)
+            assert transport.receives.wait(DEADLINE_S)
+            a.manager.shutdown()
+            assert transport.lost.wait(DEADLINE_S), "it waits for its timeout"
+            assert re.search(r"\ba:\S+ is out: ", transport.why)
