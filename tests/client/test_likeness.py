@@ -171,6 +171,43 @@ def test_operations_that_do_not_match_are_an_error_of_the_step(
     assert all(len(each) == 1 for each in hashes.values()), "I3"
 
 
+@pytest.mark.parametrize(
+    ("kind", "here", "there"),
+    [
+        (
+            "an average once before",
+            "number 1, Manager.allreduce: average of 4096 elements of float32",
+            "number 1, gradients: sum of 186 elements of float32",
+        ),
+        (
+            "an average once behind",
+            "number 2, Manager.allreduce: average of 1 elements of float32",
+            "number 2, the end of the step, after 1 operation",
+        ),
+    ],
+)
+def test_an_operation_that_one_group_alone_has_in_a_later_step_ends_nobody(
+    trainers: Callable[..., Trainers], kind: str, here: str, there: str
+) -> None:
+    """Gloo would end all of them, where a sum meets one of another size."""
+    crew = trainers("--min-replicas=2")
+    crew.start("a", kind)
+    crew.start("b")
+
+    def errors() -> list[str]:
+        return [str(told["error"]) for told in crew.told("a") if told.get("error")]
+
+    eventually(lambda: len(errors()) > 0, START_S, "the step is discarded")
+    assert f"Here: {here}. In another group: {there}, as in the step before" in errors()[0]
+    crew.await_commits("a", "b", more=3)
+    assert all(crew.is_running(name) for name in "ab"), "gloo has ended it"
+    hashes: dict[int, set[str]] = {}
+    for name in "ab":
+        for told in crew.commits(name):
+            hashes.setdefault(told["step"], set()).add(told["hash"])
+    assert all(len(each) == 1 for each in hashes.values()), "I3"
+
+
 def test_a_group_that_never_fits_ends_and_the_others_go_on(
     trainers: Callable[..., Trainers],
 ) -> None:

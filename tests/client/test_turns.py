@@ -16,14 +16,12 @@ from running import eventually
 from torch import nn
 
 from torchft_svc.client import DistributedDataParallel, Manager, Optimizer
-from torchft_svc.client.operations import Kind, Operation
 from torchft_svc.errors import RequestRefused
 
 from .training import TIMEOUT, Trainer, assert_identical, bits, lighthouse, together, trainers
 
 # What such a step may cost; without a comparison it takes the timeout of a collective.
 DISCARD_S = 5.0
-CPU = torch.device("cpu")
 
 
 class Adversaries:
@@ -103,11 +101,8 @@ def ending(step: Callable[[], bool]) -> str:
 def test_a_group_that_joins_at_the_other_turn_ends_and_the_others_go_on(
     use_async_quorum: bool,
 ) -> None:
-    options = {"use_async_quorum": use_async_quorum}
-    with (
-        lighthouse() as address,
-        adversaries(address, "ab", min_replica_size=2, **options) as (a, b),
-    ):
+    options = {"use_async_quorum": use_async_quorum, "min_replica_size": 2}
+    with lighthouse() as address, adversaries(address, "ab", **options) as (a, b):
         while not all(together(a.step, b.step)):
             pass
         assert together(a.step, b.step) == [True, True]
@@ -143,7 +138,7 @@ def test_a_group_that_joins_at_the_same_turn_trains_with_the_others() -> None:
     with lighthouse() as address, adversaries(address, "ab", min_replica_size=2) as (a, b):
         while not all(together(a.step, b.step)):
             pass
-        with adversaries(address, "c") as (c,):
+        with adversaries(address, "c", min_replica_size=2) as (c,):
             c.trains_judge = a.trains_judge
             assert c.joins(a, b) == [True, True, True]
             assert together(a.step, b.step, c.step) == [True, True, True]
@@ -180,52 +175,94 @@ def test_a_group_that_sums_less_is_found_at_the_end_of_the_step() -> None:
         assert together(lambda: sums(a, 2), lambda: sums(b, 2)) == [True, True]
 
 
-def test_only_the_first_step_of_a_quorum_is_compared() -> None:
+class Launches:
+    """Counts what a trainer's process group is given: sums, and comparisons."""
+
+    def __init__(self, manager: Manager) -> None:
+        self.found = {"allreduce": 0, "allgather": 0}
+        pg = manager._runtime.links.pg
+        for name in self.found:
+            setattr(pg, name, self._counting(name, getattr(pg, name)))
+
+    def _counting(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any) -> Any:
+            self.found[name] += 1
+            return run(*args)
+
+        return count
+
+    def take(self) -> tuple[int, int]:
+        """Sums and comparisons since the last time."""
+        taken = self.found["allreduce"], self.found["allgather"]
+        self.found.update(allreduce=0, allgather=0)
+        return taken
+
+
+def test_only_what_is_not_known_is_compared() -> None:
+    with lighthouse(min_replicas=2) as address, trainers(address, 3) as (a, b, c):
+        counts = Launches(a.manager)
+        num_sums = len(a.parallel._reducer._buckets)
+        together(a.step, b.step, c.step)
+        assert counts.take() == (num_sums, num_sums + 1), "the end of the step, too"
+        together(a.step, b.step, c.step)
+        assert counts.take() == (num_sums, 0)
+        c.manager.shutdown()
+        while not all(together(a.step, b.step)):
+            pass
+        counts.take()
+        together(a.step, b.step)
+        assert counts.take() == (num_sums, 0)
+
+
+def test_survivors_compare_the_first_operation_alone() -> None:
+    with lighthouse(min_replicas=2) as address, trainers(address, 3) as (a, b, c):
+        for _ in range(2):
+            together(a.step, b.step, c.step)
+        c.manager.shutdown()
+        counts = Launches(a.manager)
+        committed = together(a.step, b.step)
+        while not all(committed):
+            counts.take()
+            committed = together(a.step, b.step)
+        assert counts.take() == (len(a.parallel._reducer._buckets), 1)
+
+
+def test_steps_that_take_turns_are_compared_once_each() -> None:
+    with lighthouse() as address, adversaries(address, "ab", min_replica_size=2) as (a, b):
+        while not all(together(a.step, b.step)):
+            pass
+        for _ in range(3):
+            together(a.step, b.step)
+        counts = Launches(a.manager)
+        for _ in range(2):
+            # Both turns begin with the judge's pass, and what begins a pass is told in any case.
+            # Then one goes on and the other ends.
+            assert together(a.step, b.step) == [True, True]
+            assert counts.take() in ((1, 2), (2, 2))
+
+
+def test_what_is_logged_now_and_then_is_compared_when_it_is() -> None:
     with lighthouse(min_replicas=2) as address, trainers(address, 2) as (a, b):
-        launched: list[int] = []
-        run = a.manager._runtime.links.pg.allreduce
 
-        def count(tensors: list[torch.Tensor], options: Any) -> Any:
-            launched.append(tensors[0].numel())
-            return run(tensors, options)
+        def logs(trainer: Trainer) -> float:
+            assert trainer.step()
+            loss = torch.full((1,), float(trainer is a))
+            trainer.manager.allreduce(loss).wait()
+            return loss.item()
 
-        a.manager._runtime.links.pg.allreduce = count  # type: ignore[method-assign]
+        counts = Launches(a.manager)
+        for _ in range(2):
+            together(a.step, b.step)
+        counts.take()
+        assert together(lambda: logs(a), lambda: logs(b)) == [0.5, 0.5]
+        assert counts.take()[1] == 1
         together(a.step, b.step)
-        first, num_sums = len(launched), len(a.parallel._reducer._buckets)
-        assert first == 2 * num_sums + 1, "each sum, and the end of the step"
-        together(a.step, b.step)
-        assert len(launched) == first + num_sums
-
-
-def of(numel: int) -> Operation:
-    return Operation.of(1, torch.empty(numel), torch.distributed.ReduceOp.SUM, Kind.GRADIENTS)
-
-
-@pytest.mark.parametrize(
-    ("groups", "expected"),
-    [
-        # Each group's operation, and whether it is settled; who is at another, and who misfits.
-        ([(of(4), True), (of(4), False)], [(None, False), (None, False)]),
-        ([(of(4), True), (of(5), True)], [(of(5), False), (of(4), False)]),
-        ([(of(4), True), (of(5), False)], [(of(5), False), (of(4), True)]),
-        ([(of(4), False), (of(5), False)], [(of(5), True), (of(4), True)]),
-        (  # a newcomer that fits, beside one that does not
-            [(of(4), True), (of(4), False), (of(5), False)],
-            [(of(5), False), (of(5), False), (of(4), True)],
-        ),
-        (
-            [(Operation.end(0), True), (of(5), False)],
-            [(of(5), False), (Operation.end(0), True)],
-        ),
-    ],
-)
-def test_who_does_not_fit(
-    groups: list[tuple[Operation, bool]], expected: list[tuple[Operation | None, bool]]
-) -> None:
-    sent = [mine.encode(CPU, is_settled=is_settled) for mine, is_settled in groups]
-    reduced = torch.stack(sent).amax(0)
-    found = [mine.compare(reduced, is_settled=is_settled) for mine, is_settled in groups]
-    assert found == expected
+        assert counts.take()[1] == 0, "the sums of a step are what they were"
+        assert together(lambda: logs(a), lambda: logs(b)) == [0.5, 0.5]
+        assert counts.take()[1] == 1
+        assert together(lambda: logs(a), lambda: logs(b)) == [0.5, 0.5]
+        assert counts.take()[1] == 1, "what begins a run of averages is told"
+        assert_identical([a, b])
 
 
 def refuses(state: Any) -> None:

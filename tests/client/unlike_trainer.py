@@ -44,7 +44,7 @@ def _train(kind: str, file: Path) -> None:
         state_dict=both.state_dict,
         load_state_dict=both.load_state_dict,
         hostname="127.0.0.1",
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=5 if "once" in kind else 20),
         quorum_timeout=timedelta(seconds=60),
         use_async_quorum=kind != "a synchronous quorum",
         min_replica_size=2 if kind == "another minimum" else 1,
@@ -53,8 +53,13 @@ def _train(kind: str, file: Path) -> None:
     other = DistributedDataParallel(manager, branch) if "branch" in kind else None
     optimizer = OptimizerWrapper(manager, sgd)
     inputs = torch.randn(2, 3, 8, 8)
+    at_step_3 = "once" in kind
     while True:
         optimizer.zero_grad()
+        if at_step_3 and manager.current_step() == 3:
+            at_step_3 = False
+            if "before" in kind:
+                manager.allreduce(torch.ones(4096)).wait()
         if "an average first" in kind:
             manager.allreduce(torch.ones(4)).wait()
             manager.allreduce(torch.ones(4096)).wait()
@@ -66,6 +71,9 @@ def _train(kind: str, file: Path) -> None:
             branched = other(inputs).square().mean()
             loss = branched if kind == "the branch alone" else loss + branched
         loss.backward()
+        if not at_step_3 and "once behind" in kind:
+            kind = ""
+            manager.allreduce(torch.ones(1)).wait()
         committed = optimizer.step()
         _tell(
             file,

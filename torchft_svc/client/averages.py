@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from torchft_svc.client.collectives import Collectives, Meeting, neutral_element
-from torchft_svc.client.operations import Kind
+from torchft_svc.client.collectives import Collectives, neutral_element
+from torchft_svc.client.operations import Kind, LaunchOrder
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.watchdog import Watchdog
 from torchft_svc.client.work import CompletedWork, ManagedWork
@@ -28,10 +28,11 @@ class Averages:
         on_wait: Callable[[bool], None],
         watchdog: Watchdog,
         *,
+        order: LaunchOrder,
         checks_all: bool = False,
     ) -> None:
         self.collectives = Collectives(
-            pg, timeout_s, latch, on_wait, watchdog, checks_all=checks_all
+            pg, timeout_s, latch, on_wait, watchdog, order=order, checks_all=checks_all
         )
         self._pg = pg
         self._works: list[ManagedWork] = []
@@ -41,10 +42,10 @@ class Averages:
         """Whether something was averaged in this step."""
         return bool(self._works)
 
-    def begin(self, epoch: int, meeting: Meeting) -> None:
+    def begin(self, epoch: int, is_settled: Callable[[], bool]) -> None:
         """A new step."""
         self._works = []
-        self.collectives.begin(epoch, meeting)
+        self.collectives.begin(epoch, is_settled)
 
     def check(self, tensor: torch.Tensor, quantized: bool, op: ReduceOp.RedOpType) -> None:
         """Refuse what cannot work, on every group alike.
@@ -71,12 +72,7 @@ class Averages:
         participation: Participation,
         kind: Kind,
     ) -> dist.Work:
-        """Start reducing a copy of ``tensor``; it comes back when the work was waited for.
-
-        Of ``kind`` gradients: their order, and their sizes, were compared when the groups met.
-        """
-        if kind is Kind.AVERAGE and not self.collectives.agree(tensor, op, kind):
-            return self.skip(tensor)
+        """Start reducing a copy of ``tensor``; it comes back when the work was waited for."""
         average = op == ReduceOp.AVG
         sent_op = ReduceOp.SUM if average else op
         copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -87,7 +83,7 @@ class Averages:
             torch.div(tensor, participation.num_participants, out=copy)
         else:
             copy.copy_(tensor)
-        reduction = self.collectives.launch(copy, sent_op, kind)
+        reduction = self.collectives.launch(copy, sent_op, kind, op)
         if reduction is None:
             return self.skip(tensor)
 

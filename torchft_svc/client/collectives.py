@@ -5,17 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed import ReduceOp
 
-from torchft_svc.client.operations import Kind, Operation
+from torchft_svc.client.operations import Header, Kind, LaunchOrder, Operation
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.reduction import Reduction
 from torchft_svc.client.watchdog import Watchdog
-from torchft_svc.errors import ConfigError, OperationsDiffer, RequestRefused, TorchFTError
+from torchft_svc.errors import (
+    ConfigError,
+    MemberLost,
+    OperationsDiffer,
+    RequestRefused,
+    TorchFTError,
+)
 
 # What a group that does not contribute puts in, so that the result is that of the others.
 _NEUTRAL = {ReduceOp.SUM: 0.0, ReduceOp.PRODUCT: 1.0}
@@ -23,30 +30,12 @@ _NEUTRAL = {ReduceOp.SUM: 0.0, ReduceOp.PRODUCT: 1.0}
 NO_GRAPH = -1
 
 
-def _no() -> bool:
-    return False
-
-
-def _yes() -> bool:
-    return True
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """What is known of a step's members once they have met: whether this is their first step, and
-    whether this group is settled among them (see `StepState`)."""
-
-    is_first_step: Callable[[], bool] = _no
-    is_settled: Callable[[], bool] = _yes
-
-
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """Of the operation that this group is at with those of the others; under way in ``header``."""
+    """Of the operation that this group is at with those of the others; under way in ``rows``."""
 
-    mine: Operation
-    is_settled: bool
-    header: torch.Tensor
+    mine: Header
+    rows: torch.Tensor
     reduction: Reduction
 
 
@@ -54,7 +43,8 @@ class Collectives:
     """Launches on ``pg`` on behalf of one step after another; ``latch`` hears of errors.
 
     ``latch(error, epoch)`` is called at most once for every operation; ``on_wait`` hears that a
-    wait for one gets long (True), and that it is over (False).
+    wait for one gets long (True), and that it is over (False). ``order`` is what all know of each
+    other; ``checks_all``: compare every operation all the same.
     """
 
     def __init__(
@@ -65,14 +55,17 @@ class Collectives:
         on_wait: Callable[[bool], None],
         watchdog: Watchdog,
         *,
+        order: LaunchOrder,
         checks_all: bool = False,
     ) -> None:
+        self._order = order
         self._checks_all = checks_all
-        self._meeting = Meeting()
+        self._is_settled: Callable[[], bool] = bool
         self._num_launched = 0
         self._num_agreed = 0  # up to which operation all groups were found to be at the same
         self._device: torch.device | None = None  # on which the end of the step is compared
         self._end: _Comparison | None = None
+        self._told: list[_Comparison] = []  # that nobody has waited for
         self._watchdog = watchdog
         self._on_wait = on_wait
         self._pg = pg
@@ -83,14 +76,18 @@ class Collectives:
         self._passes: set[int] = set()  # in which something was launched, and which go on
         self.launched = False
 
-    def begin(self, epoch: int, meeting: Meeting) -> None:
-        """A new step: what is left of the last one is forgotten (the group keeps it alive)."""
+    def begin(self, epoch: int, is_settled: Callable[[], bool]) -> None:
+        """A new step: what is left of the last one is forgotten (the group keeps it alive).
+
+        ``is_settled``: whether this group is, among the step's members; see `StepState`.
+        """
         self._epoch = epoch
-        self._meeting = meeting
+        self._is_settled = is_settled
         self.launched = False
         self._num_launched = self._num_agreed = 0
         self._device = None
         self._end = None
+        self._told = []
         self._outstanding = []
         self._passes = set()
 
@@ -99,81 +96,113 @@ class Collectives:
         tensor: torch.Tensor,
         op: ReduceOp.RedOpType = ReduceOp.SUM,
         kind: Kind = Kind.GRADIENTS,
+        called: ReduceOp.RedOpType | None = None,
     ) -> Reduction | None:
         """Start reducing ``tensor`` in place; None if that failed, with the error latched.
 
-        The tensor's memory must belong to the operation alone (see `Reduction`).
+        The tensor's memory must belong to the operation alone (see `Reduction`). ``called``: what
+        the program asked for, if it is not ``op``.
         """
         self._num_launched += 1
         if self._device is None or self._device.type != "cpu":
             self._device = tensor.device
-        if self._num_agreed < self._num_launched and self._checks(tensor.device):
-            operation = Operation.of(self._num_launched, tensor, op, kind)
-            if not self._compare(operation, tensor.device):
+        if self._num_agreed < self._num_launched:
+            operation = Operation.of(self._num_launched, tensor, called or op, kind)
+            if not self._admit(operation, tensor.device):
                 return None
         return self._start(tensor, op)
 
+    def agree(self, tensor: torch.Tensor, wrapper: int) -> None:
+        """A pass of ``wrapper`` is about to begin with the sum of ``tensor``; if that is not so in
+        all groups, the error is latched."""
+        position = self._num_launched + 1
+        self._admit(
+            Operation.of(position, tensor, ReduceOp.SUM, Kind.GRADIENTS, wrapper), tensor.device
+        )
+
     def launch_end(self) -> None:
-        """Nothing more is launched in this step: where each operation was compared, that is, too.
-        `finish` waits for it.
+        """Nothing more is launched in this step; if that is compared, `finish` waits for it.
 
         A group that has launched less would else vote for sums that the others discard, and leave
         them waiting for the rest.
         """
-        if self._device is None or not self._checks(self._device):
+        if self._device is None:
+            return
+        end = Operation.end(self._num_launched)
+        if not self._is_compared(end, self._device):
+            self._note(end, self._device)
             return
         broken = self._pg.errored()
         if broken is None:
-            self._end = self._begin_comparison(Operation.end(self._num_launched), self._device)
+            self._end = self._begin_comparison(end, self._device)
         else:  # a member is gone, of which nobody knows any more whether it had launched the same
             self._latch(broken, self._epoch)
 
-    def _checks(self, device: torch.device) -> bool:
-        """Whether every operation on ``device`` is compared before it is launched.
+    def _admit(self, mine: Operation, device: torch.device) -> bool:
+        """Whether all groups are at this operation; if not, the error is latched.
 
-        In the first step of these members: one that has just come may be elsewhere in its loop, and
-        gloo ends all of them where a sum meets a smaller one.
+        Where that is known, what begins a pass, or a run of averages, is told all the same, without
+        a wait: a group that is elsewhere compares, and so hears at once where the others are. To
+        tell all would cost as much as a small sum for each.
         """
-        return self._checks_all or (device.type == "cpu" and self._meeting.is_first_step())
-
-    def agree(
-        self, tensor: torch.Tensor, op: ReduceOp.RedOpType, kind: Kind, wrapper: int = -1
-    ) -> bool:
-        """Whether all groups are about to begin with ``tensor``; if not, the error is latched.
-
-        Not asked on devices, where an operation that does not match ends at its timeout, and
-        waiting for the answer would hold up the device.
-        """
-        if not self._checks_all and tensor.device.type != "cpu":
-            return True
-        operation = Operation.of(self._num_launched + 1, tensor, op, kind, wrapper)
-        return self._compare(operation, tensor.device)
-
-    def _compare(self, mine: Operation, device: torch.device) -> bool:
-        if self._pg.size() > 1:
+        if self._is_compared(mine, device):
             comparison = self._begin_comparison(mine, device)
-            if comparison is None or not self._end_comparison(comparison):
+            return comparison is not None and self._end_comparison(comparison)
+        begins = mine.wrapper >= 0 or (mine.kind is Kind.AVERAGE and not self._told)
+        if begins and device.type == "cpu" and self._pg.size() > 1:
+            comparison = self._begin_comparison(mine, device)
+            if comparison is None:
                 return False
-        self._num_agreed = mine.position
+            self._told.append(comparison)
+        self._note(mine, device)
         return True
 
-    def _begin_comparison(self, mine: Operation, device: torch.device) -> _Comparison | None:
-        """None: there is nobody to compare with, or that failed, and the error is latched."""
+    def _is_compared(self, mine: Operation, device: torch.device) -> bool:
+        """Not on devices, where an operation that does not match ends at its timeout, and waiting
+        for the answer would hold up the device."""
         if self._pg.size() == 1:
-            return None
-        is_settled = self._meeting.is_settled()
-        header = mine.encode(device, is_settled=is_settled)
-        reduction = self._start(header, ReduceOp.MAX)
-        return None if reduction is None else _Comparison(mine, is_settled, header, reduction)
+            return False
+        return self._checks_all or (device.type == "cpu" and not self._order.expects(mine))
+
+    def _note(self, mine: Operation, device: torch.device) -> None:
+        self._num_agreed = mine.position
+        if device.type == "cpu":
+            self._order.launched(mine)
+
+    def _begin_comparison(self, mine: Operation, device: torch.device) -> _Comparison | None:
+        """None: that failed, and the error is latched."""
+        header = Header(mine, self._is_settled(), self._order.pattern(mine))
+        row = header.encode(device)
+        rows = row.new_empty(self._pg.size(), len(row))
+        reduction = self._launch(rows, lambda: self._pg.allgather([list(rows.unbind())], [row]))
+        return None if reduction is None else _Comparison(header, rows, reduction)
 
     def _end_comparison(self, comparison: _Comparison) -> bool:
         """Whether all groups are at the same operation; if not, the error is latched."""
+        mine = comparison.mine.operation
         if not comparison.reduction.wait():
+            others = self._order.instead(mine)
+            if others is not None and not isinstance(self._pg.errored(), MemberLost):
+                self._latch_difference(mine, f"{others}, as in the step before")
             return False
-        mine, is_settled = comparison.mine, comparison.is_settled
-        theirs, is_misfit = mine.compare(comparison.header, is_settled=is_settled)
+        headers = self._read(comparison)
+        if headers is None:
+            return False
+        self._order.agreed(mine, [header.pattern for header in headers])
+        self._note(mine, comparison.rows.device)
+        return True
+
+    def _read(self, comparison: _Comparison) -> list[Header] | None:
+        """What all groups tell; None: they are at different operations, the error is latched."""
+        mine = comparison.mine
+        headers = [Header.decode(numbers) for numbers in comparison.rows.tolist()]
+        theirs, is_misfit = mine.unlike(headers)
         if theirs is None:
-            return True
+            return headers
+        self._latch_difference(mine.operation, str(theirs), is_misfit=is_misfit)
+        return None
+
+    def _latch_difference(self, mine: Operation, theirs: str, *, is_misfit: bool = False) -> None:
         self._latch(
             OperationsDiffer(
                 f"the groups are at different operations of the step. Here: {mine}. In another "
@@ -182,16 +211,27 @@ class Collectives:
             ),
             self._epoch,
         )
-        return False
+
+    def _hear_error(self, error: Exception, epoch: int) -> None:
+        """An operation has failed: what another group has told of its own may say why."""
+        told, self._told = self._told, []
+        if epoch == self._epoch:
+            for comparison in told:
+                if comparison.reduction.is_over():
+                    self._read(comparison)
+        self._latch(error, epoch)
 
     def _start(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Reduction | None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = op  # type: ignore[assignment]
+        return self._launch(tensor, lambda: self._pg.allreduce([tensor], options))
+
+    def _launch(self, tensor: torch.Tensor, begin: Callable[[], Any]) -> Reduction | None:
         epoch = self._epoch
         self.launched = True
         self._note_pass()
-        options = dist.AllreduceOptions()
-        options.reduceOp = op  # type: ignore[assignment]
         try:
-            work = self._pg.allreduce([tensor], options)
+            work = begin()
         except (RuntimeError, TorchFTError) as error:
             self._latch(error, epoch)
             return None
@@ -200,7 +240,7 @@ class Collectives:
             work,
             self._timeout_s,
             pg=self._pg,
-            on_error=lambda error: self._latch(error, epoch),
+            on_error=lambda error: self._hear_error(error, epoch),
             on_wait=self._on_wait,
             watchdog=self._watchdog,
         )
@@ -228,6 +268,9 @@ class Collectives:
         for reduction in self._outstanding:
             reduction.wait()
         self._outstanding = []
+        told, self._told = self._told, []
+        for comparison in told:
+            self._read(comparison)
         end, self._end = self._end, None
         if end is not None:
             self._end_comparison(end)

@@ -2,14 +2,19 @@
 
 A sum is paired with the others' by its position alone. Where sizes differ gloo ends all processes,
 and where they do not, what belongs elsewhere is added up without a word. So the groups compare a
-few numbers first, in a sum of its own that is always of the same size. The end of a step is
-compared in the same way, so that a group which has launched less is found before it votes.
+few numbers first, unless they know already what all of them launch (`LaunchOrder`). The end of a
+step is compared in the same way, so that a group which has launched less is found before it votes.
+
+The numbers are gathered, never summed: gloo pairs by the kind of a collective, too, so they do not
+meet a sum of a group that knows what comes, and both sides end at their timeout instead.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, fields
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 
 import torch
 from torch.distributed import ReduceOp
@@ -31,8 +36,12 @@ _DTYPES = (
     torch.bool,
 )
 _OTHER = -1
-# Less than all numbers that are compared, and than their negatives.
-_NOBODY = -(2**62)
+# Steps that are remembered as patterns: those that take turns, or log something now and then.
+MAX_PATTERNS = 8
+# What a step launches beyond this is always compared.
+MAX_PLACES = 4096
+# Of a header: an operation's numbers, whether its group is settled, and what it expects.
+HEADER_LENGTH = 8
 
 
 class Kind(enum.IntEnum):
@@ -77,44 +86,6 @@ class Operation:
         """What a step ends with in which so many operations were launched."""
         return cls(num_launched + 1, Kind.END, -1, 0, _OTHER, _OTHER)
 
-    def encode(self, device: torch.device, *, is_settled: bool) -> torch.Tensor:
-        """What is reduced by ``MAX``: each number and its negative, of all groups, and once more
-        of those that are settled (see `StepState`)."""
-        numbers = self._numbers()
-        both = numbers + [-number for number in numbers]
-        settled = both if is_settled else [_NOBODY] * len(both)
-        return torch.tensor(both + settled, device=device)
-
-    def compare(self, reduced: torch.Tensor, *, is_settled: bool) -> tuple[Operation | None, bool]:
-        """The operation of another group, or of several (None: all are at this one), from what was
-        reduced; and whether it is this group that does not fit.
-
-        That is one that is not settled, and unlike those that are, if there are any.
-        """
-        numbers: list[int] = reduced.tolist()
-        half = len(numbers) // 2
-        unlike = self._unlike(numbers[:half])
-        if unlike is None or is_settled:
-            return unlike, False
-        if numbers[half] == _NOBODY:
-            return unlike, True
-        unlike_settled = self._unlike(numbers[half:])
-        return unlike_settled or unlike, unlike_settled is not None
-
-    def _numbers(self) -> list[int]:
-        return [int(getattr(self, field.name)) for field in fields(self)]
-
-    def _unlike(self, limits: list[int]) -> Operation | None:
-        """An operation that is not this one, from the largest numbers and the largest negatives."""
-        mine, half = self._numbers(), len(limits) // 2
-        pairs = zip(mine, limits[:half], limits[half:], strict=True)
-        theirs = [most if most != own else -negative for own, most, negative in pairs]
-        if theirs == mine:
-            return None
-        position, kind, *others = theirs
-        known = Kind(kind) if kind in tuple(Kind) else Kind.AVERAGE
-        return Operation(position, known, *others)
-
     def __str__(self) -> str:
         if self.kind is Kind.END:
             num = self.position - 1
@@ -129,3 +100,111 @@ class Operation:
             f"number {self.position}, {whose}: {name} of {self.numel} elements of "
             f"{dtype.removeprefix('torch.')}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a group tells when operations are compared.
+
+    ``is_settled``: see `StepState`. ``pattern``: a number for the steps that begin as this one
+    did up to ``operation``, as this group knows them; 0: it knows none.
+    """
+
+    operation: Operation
+    is_settled: bool
+    pattern: int
+
+    def encode(self, device: torch.device) -> torch.Tensor:
+        """As `HEADER_LENGTH` numbers."""
+        numbers = [*map(int, astuple(self.operation)), int(self.is_settled), self.pattern]
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+    @classmethod
+    def decode(cls, numbers: Sequence[int]) -> Header:
+        """Another group's; whatever its numbers are, the header can be shown."""
+        position, kind, wrapper, numel, dtype, op, is_settled, pattern = numbers
+        known = Kind(kind) if kind in tuple(Kind) else Kind.AVERAGE
+        operation = Operation(position, known, wrapper, numel, dtype, op)
+        return cls(operation, bool(is_settled), pattern)
+
+    def unlike(self, headers: Sequence[Header]) -> tuple[Operation | None, bool]:
+        """The operation of another group that is not at this one (None: all are), and whether it is
+        this group that does not fit: it is not settled, and unlike those that are, if any is."""
+        others = [each for each in headers if each.operation != self.operation]
+        if not others:
+            return None, False
+        settled = [each for each in others if each.is_settled]
+        first = (settled or others)[0].operation
+        if self.is_settled:
+            return others[0].operation, False
+        return first, bool(settled) or not any(each.is_settled for each in headers)
+
+
+class LaunchOrder:
+    """What all groups of a quorum are known to launch in a step, place by place.
+
+    Members that were in a step together have launched the same in it. Whoever differed was found
+    when that was compared, or waited in vain for the others, and so they for it; either way it has
+    left the members, and there is a new quorum. So an operation that is the one of the last step at
+    its place is that of all groups, without a word: that step is *in force*. In the first step of
+    a quorum nothing is. Where an operation is compared, the groups also tell which remembered step
+    they expect from there on; if it is the same one, it is in force.
+    """
+
+    def __init__(self) -> None:
+        self._patterns: list[
+            tuple[Operation, ...]
+        ] = []  # the steps that are remembered, newest first
+        self._last: tuple[Operation, ...] = ()  # of the last step, if these members were in it
+        self._in_force: tuple[Operation, ...] = ()
+        self._launched: list[Operation] = []
+        self._is_first_step: Callable[[], bool] = bool
+
+    def begin(self, is_first_step: Callable[[], bool]) -> None:
+        """A new step; ``is_first_step``, once its members are known: whether it is the first one of
+        these members."""
+        if self._launched:
+            self._last = tuple(self._launched)
+            others = [pattern for pattern in self._patterns if pattern != self._last]
+            self._patterns = [self._last, *others][:MAX_PATTERNS]
+        elif self._is_first_step():
+            self._last = ()
+        self._is_first_step = is_first_step
+        self._launched = []
+        self._in_force = ()
+
+    def expects(self, operation: Operation) -> bool:
+        """Whether all groups are known to launch ``operation`` next."""
+        place = len(self._launched)
+        if place == 0:
+            self._in_force = () if self._is_first_step() else self._last
+        return self._in_force[place : place + 1] == (operation,)
+
+    def instead(self, operation: Operation) -> Operation | None:
+        """What all groups are known to launch where this one launches ``operation``, if another."""
+        place = len(self._launched)
+        known = self._in_force[place : place + 1]
+        return known[0] if known and known[0] != operation else None
+
+    def pattern(self, operation: Operation) -> int:
+        """See `Header`, of a step that goes on with ``operation``."""
+        pattern = self._find(operation)
+        if not pattern:
+            return 0
+        numbers = [tuple(map(int, astuple(each))) for each in pattern]
+        digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1 or 1
+
+    def agreed(self, operation: Operation, patterns: Sequence[int]) -> None:
+        """All groups are at ``operation``, and each has told its `pattern`."""
+        is_shared = bool(patterns[0]) and len(set(patterns)) == 1
+        self._in_force = self._find(operation) if is_shared else ()
+
+    def launched(self, operation: Operation) -> None:
+        """It is launched by all groups."""
+        if len(self._launched) < MAX_PLACES:
+            self._launched.append(operation)
+
+    def _find(self, operation: Operation) -> tuple[Operation, ...]:
+        begun = (*self._launched, operation)
+        return next((p for p in self._patterns if p[: len(begun)] == begun), ())

@@ -112,6 +112,10 @@ class Reduction:
             self._work = None
         return self._ok
 
+    def is_over(self) -> bool:
+        """Whether the tensor holds the sum, as far as can be told without waiting."""
+        return self._ok or (self._work is not None and _has_succeeded(self._work))
+
     def _wait_in_slices(self) -> None:
         """Such that signals are heard meanwhile.
 
@@ -147,3 +151,7 @@ class Reduction:
         report, self._on_error = self._on_error, None
         if report is not None:
             report(error)
+
+
+def _has_succeeded(work: Any) -> bool:
+    return bool(work.is_completed()) and work.exception() is None

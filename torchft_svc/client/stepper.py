@@ -14,9 +14,9 @@ from torch.distributed import ReduceOp
 
 from torchft_svc.client.averages import Averages
 from torchft_svc.client.background import BackgroundThread, Task
-from torchft_svc.client.collectives import NO_GRAPH, Meeting
+from torchft_svc.client.collectives import NO_GRAPH
 from torchft_svc.client.membership import Membership
-from torchft_svc.client.operations import Kind
+from torchft_svc.client.operations import Kind, LaunchOrder
 from torchft_svc.client.reduction import Launching, Reducing, Reduction
 from torchft_svc.client.rounds import (
     Links,
@@ -80,12 +80,14 @@ class Stepper:
         step.on_phase = links.client.tell_phase
         self._membership = membership
         self._thread = thread
+        self._order = LaunchOrder()
         self._averages = Averages(
             links.pg,
             rules.timeouts.collective_s,
             self.hear_error,
             self._tell_wait,
             links.watchdog,
+            order=self._order,
             checks_all=rules.checks_collectives,
         )
         # Of what is reduced between two steps, which no step can fail by.
@@ -95,6 +97,7 @@ class Stepper:
             self._hear_report_error,
             self._tell_wait,
             links.watchdog,
+            order=self._order,
             checks_all=rules.checks_collectives,
         )
         self._turn: weakref.ref[Launching] | None = None
@@ -135,9 +138,9 @@ class Stepper:
             self._thread_of_step = threading.get_ident()
             with self._step.changing() as machine:
                 epoch = machine.start()
-            meeting = Meeting(lambda: round_.has_connected, lambda: self.state.settled)
-            self._averages.begin(epoch, meeting)
-            self._reports.begin(epoch, Meeting())
+            self._order.begin(lambda: round_.has_connected)
+            self._averages.begin(epoch, lambda: self.state.settled)
+            self._reports.begin(epoch, lambda: self.state.settled)
             self._links.registry.gate.open()
             self._thread.submit(task)
             if task.done and task.error is not None:
@@ -276,7 +279,7 @@ class Stepper:
         self._turn = weakref.ref(reducer)
         if self._can_reduce():
             wrapper = next(i for i, each in enumerate(reducers) if each is reducer)
-            self._averages.collectives.agree(reducer.first, ReduceOp.SUM, Kind.GRADIENTS, wrapper)
+            self._averages.collectives.agree(reducer.first, wrapper)
         return True
 
     def add_reducer(self, reducer: Reducing) -> None:
