@@ -18,10 +18,10 @@ from running import ROOT, environment, eventually, is_alive
 from warm import Warm
 
 from torchft_svc.client import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
-from torchft_svc.client.process_groups.isolated.nursery import NURSERY
+from torchft_svc.client.process_groups.isolated.nursery import NURSERY, Nursery
 from torchft_svc.client.process_groups.isolated.segments import HostSegment, Pool
 from torchft_svc.coordination import LighthouseClient
-from torchft_svc.errors import QuorumFailed
+from torchft_svc.errors import DeadlineExceeded, QuorumFailed
 
 from .meeting_place import MeetingPlace
 from .training import Trainer, assert_identical, in_step, lighthouse, together
@@ -53,6 +53,30 @@ def shared_descriptors() -> int:
     """How many pieces of shared memory this process holds."""
     links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
     return sum("torchft-collectives" in os.readlink(link) for link in links if link.is_symlink())
+
+
+def test_a_process_that_comes_too_late_is_not_taken_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nursery = Nursery()
+    nursery.start()
+    assert nursery.is_ready(60.0)
+    template = nursery._template
+    assert template is not None
+    monkeypatch.setattr("torchft_svc.client.process_groups.isolated.nursery.START_S", 0.5)
+    template.send_signal(signal.SIGSTOP)
+    with pytest.raises(DeadlineExceeded):
+        nursery.bear()
+    monkeypatch.undo()
+    template.send_signal(signal.SIGCONT)
+    pid, connection = nursery.bear()
+    others = [each for each in psutil.Process(template.pid).children() if each.pid != pid]
+    psutil.wait_procs(others, 20.0)  # nobody has its connection
+    assert is_alive(pid)
+    connection.close()
+    assert nursery.status_of(pid, 20.0) is not None
+    template.kill()
+    template.wait()
 
 
 def test_a_killed_process_is_an_error_that_says_so(

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from torchft_svc.client.process_groups.isolated.messages import MAX_TEMPLATE_MESSAGE
@@ -32,7 +33,8 @@ class Nursery:
         self._owner = 0
         self._started_at = 0.0
         self._ready = False
-        self._born: list[int] = []
+        self._num_asked = 0
+        self._born: dict[int, int] = {}  # processes, by the number of the question
         self._statuses: OrderedDict[int, int] = OrderedDict()
         self._bearing = threading.Lock()
 
@@ -54,7 +56,7 @@ class Nursery:
                 )
             self._line, self._owner = ours, os.getpid()
             self._started_at = time.monotonic()
-            self._ready, self._born = False, []
+            self._ready, self._born = False, {}
         threading.Thread(
             target=self._read, args=(ours,), name="torchft-nursery", daemon=True
         ).start()
@@ -73,11 +75,15 @@ class Nursery:
                 line = self._line
                 if line is None:
                     raise QuorumFailed(_ENDED)
-                self._wait_for("ready", line)
+                self._wait_for(lambda: self._ready, line)
+                self._num_asked += 1
+                number = self._num_asked
                 with contextlib.suppress(OSError):
-                    socket.send_fds(line, [b"bear"], [theirs.fileno()])
-                self._wait_for("born", line)
-                pid = self._born.pop()
+                    socket.send_fds(line, [b"bear %d" % number], [theirs.fileno()])
+                # One that comes later than this ends by itself, as nobody has its connection.
+                self._wait_for(lambda: number in self._born, line)
+                pid = self._born[number]
+                self._born.clear()
         return pid, Connection(ours.detach())
 
     def is_ready(self, within_s: float) -> bool:
@@ -101,11 +107,8 @@ class Nursery:
             self._changed.wait_for(lambda: pid in self._statuses, timeout_s)
             return self._statuses.pop(pid, None)
 
-    def _wait_for(self, what: str, line: socket.socket) -> None:
-        def is_there() -> bool:
-            return self._line is not line or bool(self._born if what == "born" else self._ready)
-
-        if not self._changed.wait_for(is_there, START_S):
+    def _wait_for(self, is_there: Callable[[], bool], line: socket.socket) -> None:
+        if not self._changed.wait_for(lambda: self._line is not line or is_there(), START_S):
             raise DeadlineExceeded("starting a process for collectives", START_S)
         if self._line is not line:
             raise QuorumFailed(_ENDED)
@@ -121,7 +124,7 @@ class Nursery:
                 if kind == "ready":
                     self._ready = True
                 elif kind == "born":
-                    self._born.append(int(numbers[0]))
+                    self._born[int(numbers[0])] = int(numbers[1])
                 elif kind == "ended":
                     self._statuses[int(numbers[0])] = int(numbers[1])
                     while len(self._statuses) > MAX_STATUSES:

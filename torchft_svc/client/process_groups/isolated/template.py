@@ -47,7 +47,7 @@ def serve(line: socket.socket, trainer_pid: int) -> None:
                     end.close()
                 _be_child(descriptors[0], trainer_pid)
             os.close(descriptors[0])
-            line.send(b"born %d" % pid)
+            line.send(b"born %s %d" % (message.split()[1], pid))
     signal.set_wakeup_fd(-1)  # before it is closed: the last copies end just now
 
 
