@@ -34,9 +34,9 @@ def _train(kind: str, file: Path) -> None:
     if "checked" in kind:
         os.environ["TORCHFT_CHECK_COLLECTIVES"] = "1"
     width = 512 if kind == "a bigger model" else 4
+    strides = torch.channels_last if kind == "channels last" else torch.contiguous_format
     model = nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Conv2d(width, 2, 3))
-    if kind == "channels last":
-        model = model.to(memory_format=torch.channels_last)
+    model = model.to(memory_format=strides)
     branch = nn.Conv2d(3, 4, 3)
     both = nn.ModuleList([model, branch])
     sgd = torch.optim.SGD(both.parameters(), lr=0.01)
@@ -46,10 +46,10 @@ def _train(kind: str, file: Path) -> None:
         hostname="127.0.0.1",
         timeout=timedelta(seconds=5 if "once" in kind else 20),
         quorum_timeout=timedelta(seconds=60),
-        use_async_quorum=kind != "a synchronous quorum",
-        min_replica_size=2 if kind == "another minimum" else 1,
+        use_async_quorum="a synchronous quorum" not in kind,
+        min_replica_size=2 if "another minimum" in kind else 1,
     )
-    parallel = DistributedDataParallel(manager, model)
+    parallel = model if "by hand" in kind else DistributedDataParallel(manager, model)
     other = DistributedDataParallel(manager, branch) if "branch" in kind else None
     optimizer = OptimizerWrapper(manager, sgd)
     inputs = torch.randn(2, 3, 8, 8)
@@ -60,17 +60,15 @@ def _train(kind: str, file: Path) -> None:
             at_step_3 = False
             if "before" in kind:
                 manager.allreduce(torch.ones(4096)).wait()
-        if "an average first" in kind:
-            manager.allreduce(torch.ones(4)).wait()
-            manager.allreduce(torch.ones(4096)).wait()
-        elif "an average last" in kind:
-            manager.allreduce(torch.ones(4096)).wait()
-            manager.allreduce(torch.ones(4)).wait()
+        for numel in _averaged(kind):
+            manager.allreduce(torch.ones(numel)).wait()
         loss = parallel(inputs).square().mean()
         if other is not None and (kind != "a branch until step 2" or manager.current_step() < 2):
             branched = other(inputs).square().mean()
             loss = branched if kind == "the branch alone" else loss + branched
         loss.backward()
+        for gradient in [p.grad for p in model.parameters() if parallel is model]:
+            manager.allreduce(gradient).wait()
         if not at_step_3 and "once behind" in kind:
             kind = ""
             manager.allreduce(torch.ones(1)).wait()
@@ -83,6 +81,13 @@ def _train(kind: str, file: Path) -> None:
             error=str(manager.errored() or ""),
             hash=fingerprint(both.state_dict(), sgd.state_dict()),
         )
+
+
+def _averaged(kind: str) -> tuple[int, ...]:
+    """The sizes of what is averaged at the beginning of each step."""
+    if "an average first" in kind:
+        return 4, 4096
+    return (4096, 4) if "an average last" in kind else ()
 
 
 def _tell(file: Path, **told: Any) -> None:

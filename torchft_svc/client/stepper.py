@@ -294,9 +294,9 @@ class Stepper:
         return [reducer for _, reducer in living]
 
     def _layout(self) -> str:
-        """What must be the same in all groups; empty: it is not known what is summed here."""
+        """What must be the same in all groups, as far as it is known what is summed here."""
         layouts = [reducer.layout for reducer in self.reducers() if reducer.layout]
-        return "; ".join([*layouts, self._rules.common()])[:MAX_LAYOUT_LENGTH] if layouts else ""
+        return "; ".join([*layouts, self._rules.common()])[:MAX_LAYOUT_LENGTH]
 
     def shown_step(self) -> int:
         """See `Manager.current_step`: while a heal is under way, its step from the moment on from

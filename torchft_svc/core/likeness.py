@@ -16,7 +16,7 @@ from torchft_svc.errors import RequestRefused
 class Likeness:
     """What all groups of one job must have in common, as those tell it that are alive.
 
-    Who tells nothing of it (an older version, a loop that sums by itself) is not compared. A group
+    Who tells nothing of it (an older version, the public release) is not compared. A group
     that trains may change its layout, as all do in the same step of their program; so it is
     compared with those that ask for the same step only, and a newcomer with all.
     """
@@ -54,9 +54,9 @@ class Likeness:
 def why_unlike(asker: Member, other: Member) -> str:
     """The sentence for ``asker``, whose layout is not that of ``other``."""
     return (
-        f"{asker.replica_id!r} sums other gradients than {other.replica_id!r}: all groups of a job "
-        "need the same model, in the same memory formats, wrapped in the same way, and the same "
-        "settings; start this one as they are, or as another job. "
+        f"{asker.replica_id!r} is unlike {other.replica_id!r}: all groups of a job need the same "
+        "model, in the same memory formats, wrapped in the same way, and the same settings; start "
+        "this one as they are, or as another job. "
         f"{asker.replica_id!r}: {asker.layout}. {other.replica_id!r}: {other.layout}"
     )
 
