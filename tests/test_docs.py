@@ -18,7 +18,8 @@ from torchft_svc.manager_server.orders import ORDERS as MANAGER_ORDERS
 
 ROOT = Path(__file__).parents[1]
 README, OPERATIONS = ROOT / "README.md", ROOT / "docs" / "operations.md"
-DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
 TREES = ("torchft_svc", "tests", "demo", "chaos", "benchmarks", "examples", "docs", "proto")
 # What only the benchmarks read, and what stands for several.
 OTHER_SETTINGS = {"TORCHFT_PEER_PYTHON", "TORCHFT_TLS"}
@@ -63,6 +64,38 @@ def test_every_test_that_the_architecture_names_is_there() -> None:
                     missing.append(each)
             assert named or "the demo" in cell, f"no test checks: {cell}"
     assert not missing
+
+
+def rules_of(path: Path) -> list[str]:
+    """The rules that a page of the design fixes, in its order."""
+    return re.findall(r"^\*\*([A-Z]\d+)\. ", path.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", DESIGN, ids=lambda path: path.name)
+def test_the_rules_of_a_page_are_numbered(path: Path) -> None:
+    rules = rules_of(path)
+    assert rules
+    assert rules == [f"{rules[0][0]}{number}" for number in range(1, len(rules) + 1)]
+    assert f"{rules[0]} to {rules[-1]}" in (ROOT / "ARCHITECTURE.md").read_text()
+
+
+def test_every_rule_that_is_cited_is_there() -> None:
+    rules = {rule for path in DESIGN for rule in rules_of(path)}
+    assert len(rules) == sum(len(rules_of(path)) for path in DESIGN), "no two have one number"
+    letters = "".join(sorted({rule[0] for rule in rules}))
+    cited: dict[str, str] = {}
+    for tree in ("torchft_svc", "tests", "chaos", "matrix"):
+        for file in (ROOT / tree).rglob("*.py"):
+            text = file.read_text()
+            for clause in re.findall(r"\brules?\s+((?:[A-Z]\d+(?:, | and | to |,\s)?)+)", text):
+                cited |= dict.fromkeys(re.findall(r"[A-Z]\d+", clause), file.name)
+            named = re.findall(rf"def test_([{letters.lower()}]\d+)_", text)
+            cited |= {rule.upper(): file.name for rule in named if rule[0] != "i"}
+    for path in DESIGN:
+        for rule in re.findall(rf"\b[{letters}]\d+\b", path.read_text()):
+            cited[rule] = path.name
+    assert not {rule: where for rule, where in cited.items() if rule not in rules}
+    assert len(cited) > 60
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)

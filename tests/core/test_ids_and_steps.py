@@ -44,15 +44,15 @@ def ids_after(*groups: Member, first_id: int = 0) -> list[int]:
     ],
     ids=["same", "other fields", "failures", "address", "store", "joiner", "own", "seen", "most"],
 )
-def test_rule_6_when_the_id_grows(groups: tuple[Member, ...], ids: list[int]) -> None:
+def test_q6_when_the_id_grows(groups: tuple[Member, ...], ids: list[int]) -> None:
     assert ids_after(*groups) == ids
 
 
-def test_rule_6_ids_begin_above_the_base() -> None:
+def test_q6_ids_begin_above_the_base() -> None:
     assert ids_after(member("a"), member("b"), first_id=1_700_000_000) == [1_700_000_001] * 2
 
 
-def test_rule_6_a_member_less() -> None:
+def test_q6_a_member_less() -> None:
     scene = formed("a", "b")
     scene.leave("b")
     scene.ask("a")
@@ -60,7 +60,7 @@ def test_rule_6_a_member_less() -> None:
     assert scene.take_quorums() == [(2, ["a"]), (3, ["a", "b"])]
 
 
-def test_rule_6_an_id_heard_from_anyone_is_not_given_out_again() -> None:
+def test_q6_an_id_heard_from_anyone_is_not_given_out_again() -> None:
     """Not even when it was heard from a group that gave up, or is kept out of the quorum."""
     scene = formed("a")
     scene.withdraw(scene.ask("c", seen_quorum_id=6))
@@ -73,7 +73,7 @@ def test_rule_6_an_id_heard_from_anyone_is_not_given_out_again() -> None:
     assert scene.take_quorums() == [(10, ["a"]), (11, ["a", "b"])]
 
 
-def test_rule_6_ids_go_on_after_the_job_has_ended_and_come_back() -> None:
+def test_q6_ids_go_on_after_the_job_has_ended_and_come_back() -> None:
     scene = formed("a")
     scene.leave("a")
     scene.ask("a")
@@ -89,7 +89,7 @@ def test_rule_6_ids_go_on_after_the_job_has_ended_and_come_back() -> None:
 IDS_PER_S = 1000
 
 
-def test_rule_6_an_id_of_the_far_future_is_refused() -> None:
+def test_q6_an_id_of_the_far_future_is_refused() -> None:
     """As far as clocks may differ it is taken up, of a job that is new here a little further."""
     scene = Scene(first_id=70)
     scene.now = 60.0
@@ -111,7 +111,7 @@ def test_rule_6_an_id_of_the_far_future_is_refused() -> None:
     assert scene.take_quorums() == [(of_running + 1, ["a", "b"])]
 
 
-def test_rule_6_a_lighthouse_whose_clock_is_not_set_believes_any_id() -> None:
+def test_q6_a_lighthouse_whose_clock_is_not_set_believes_any_id() -> None:
     """Its clock says a time before all ids: the job that runs knows better."""
     scene = Scene(first_id=7, id_stride=16)
     scene.ask("a", seen_quorum_id=2**61)
@@ -119,7 +119,7 @@ def test_rule_6_a_lighthouse_whose_clock_is_not_set_believes_any_id() -> None:
     assert 2**61 < quorum_id <= 2**61 + 16
 
 
-def test_rule_6_what_is_told_in_one_job_does_not_move_the_ids_of_another() -> None:
+def test_q6_what_is_told_in_one_job_does_not_move_the_ids_of_another() -> None:
     scene = Scene(config(max_jobs=2), first_id=70)
     far = 70 + int(MAX_AHEAD_S) * IDS_PER_S
     scene.ask("a", job="forged", seen_quorum_id=far)
@@ -132,7 +132,7 @@ def test_rule_6_what_is_told_in_one_job_does_not_move_the_ids_of_another() -> No
     assert scene.take_quorums() == [(far + 2, ["a"]), (72, ["b"])]
 
 
-def test_rule_6_ids_do_not_come_back_when_a_job_is_forgotten() -> None:
+def test_q6_ids_do_not_come_back_when_a_job_is_forgotten() -> None:
     """Unless they were ahead of the clock."""
     scene = Scene(config(max_jobs=1), first_id=70)
     scene.now = 60.0
@@ -147,7 +147,7 @@ def test_rule_6_ids_do_not_come_back_when_a_job_is_forgotten() -> None:
     assert 5001 < ids[3] <= ids[4] <= 70 + 60 * IDS_PER_S + 1
 
 
-def test_rule_6_a_forged_id_does_not_keep_the_job_from_the_next_lighthouse() -> None:
+def test_q6_a_forged_id_does_not_keep_the_job_from_the_next_lighthouse() -> None:
     """Which has the same clock, or one that is a little behind."""
     scene = formed("a")
     scene.ask("b", seen_quorum_id=int(MAX_AHEAD_S) * IDS_PER_S)
@@ -356,7 +356,7 @@ def test_doubt_at_the_first_step_nobody_begins_with_the_weights_of_one_that_is_n
         assert {part.store_address for part in parts} <= {"b:2", "c:2"}
 
 
-def test_rule_7_hold_until_the_newer_state_is_back() -> None:
+def test_q7_hold_until_the_newer_state_is_back() -> None:
     scene = formed("a", "b", step=7)
     scene.leave("a")
     scene.take()
@@ -369,7 +369,7 @@ def test_rule_7_hold_until_the_newer_state_is_back() -> None:
     assert scene.take_quorums() == [(2, ["a:2", "b", "c"])]
 
 
-def test_rule_7_a_restart_of_the_whole_job_goes_on_with_a_warning() -> None:
+def test_q7_a_restart_of_the_whole_job_goes_on_with_a_warning() -> None:
     scene = formed("a", "b", step=7)
     scene.leave("a")
     scene.leave("b")
@@ -380,7 +380,7 @@ def test_rule_7_a_restart_of_the_whole_job_goes_on_with_a_warning() -> None:
     assert scene.take() == [answer(2, member("c", 5), callers=(4,))]
 
 
-def test_rule_7_newcomers_that_saw_the_job_end_count_as_a_restart() -> None:
+def test_q7_newcomers_that_saw_the_job_end_count_as_a_restart() -> None:
     scene = formed("a", step=7)
     scene.ask("b", step=4)
     assert scene.take() == []
@@ -389,7 +389,7 @@ def test_rule_7_newcomers_that_saw_the_job_end_count_as_a_restart() -> None:
 
 
 @pytest.mark.parametrize("all_gone", [True, False])
-def test_rule_7_warn_goes_on_in_either_case(all_gone: bool) -> None:
+def test_q7_warn_goes_on_in_either_case(all_gone: bool) -> None:
     scene = formed("a", "b", step=7, settings=config(on_step_regression="warn"))
     scene.leave("a")
     if all_gone:
@@ -400,7 +400,7 @@ def test_rule_7_warn_goes_on_in_either_case(all_gone: bool) -> None:
 
 
 @pytest.mark.parametrize("all_gone", [True, False])
-def test_rule_7_hold_waits_in_either_case(all_gone: bool) -> None:
+def test_q7_hold_waits_in_either_case(all_gone: bool) -> None:
     scene = formed("a", "b", step=7, settings=config(on_step_regression="hold"))
     scene.leave("a")
     if all_gone:
@@ -412,7 +412,7 @@ def test_rule_7_hold_waits_in_either_case(all_gone: bool) -> None:
     assert scene.take_quorums() == [(2, ["b", "c"])]
 
 
-def test_rule_7_who_was_frozen_while_the_others_went_on_never_takes_the_job_back() -> None:
+def test_q7_who_was_frozen_while_the_others_went_on_never_takes_the_job_back() -> None:
     """As another incarnation, which does not tell of the quorum that it was in: nobody waits for it
     there."""
     scene = formed("a:1", "b:1", step=62)
@@ -431,7 +431,7 @@ def test_rule_7_who_was_frozen_while_the_others_went_on_never_takes_the_job_back
 
 
 @pytest.mark.parametrize("policy", ["auto", "hold", "warn"])
-def test_rule_7_after_a_finished_job_another_run_begins(policy: str) -> None:
+def test_q7_after_a_finished_job_another_run_begins(policy: str) -> None:
     scene = formed("a", "b", step=7, settings=config(on_step_regression=policy))
     scene.leave("a", ends=True)
     scene.leave("b", ends=True)
@@ -450,7 +450,7 @@ def test_rule_7_after_a_finished_job_another_run_begins(policy: str) -> None:
     assert scene.take() == ([] if policy == "hold" else told), "that run had not finished"
 
 
-def test_rule_7_who_belongs_to_a_finished_job_does_not_begin_it_anew() -> None:
+def test_q7_who_belongs_to_a_finished_job_does_not_begin_it_anew() -> None:
     scene = formed("a:1", "b:1", step=62)
     scene.leave("b:1", "no sign of life")
     scene.ask("a:1", step=210)
@@ -461,7 +461,7 @@ def test_rule_7_who_belongs_to_a_finished_job_does_not_begin_it_anew() -> None:
     assert scene.why().startswith("the job has finished after step 210, the groups that ask have")
 
 
-def test_rule_7_a_job_is_finished_only_if_all_its_groups_ended_on_purpose() -> None:
+def test_q7_a_job_is_finished_only_if_all_its_groups_ended_on_purpose() -> None:
     scene = formed("a", "b", step=7)
     scene.leave("a", ends=True)
     scene.leave("b")
@@ -478,7 +478,7 @@ def test_who_is_killed_by_an_operator_ends_on_purpose_however_it_goes() -> None:
     assert scene.house.status(JOB, scene.now)[0].finished
 
 
-def test_rule_7_a_held_quorum_is_let_go_when_the_last_veteran_dies() -> None:
+def test_q7_a_held_quorum_is_let_go_when_the_last_veteran_dies() -> None:
     """The scene's group c asks late, so that it outlives b."""
     scene = formed("a", "b", step=7)
     scene.leave("a")
@@ -511,7 +511,7 @@ def held(min_replicas: int = 1) -> Scene:
     return scene
 
 
-def test_rule_7_an_operator_accepts_the_loss_once() -> None:
+def test_q7_an_operator_accepts_the_loss_once() -> None:
     scene = held()
     scene.accept_loss()
     group = member("b", 5, min_replicas=1)
@@ -522,7 +522,7 @@ def test_rule_7_an_operator_accepts_the_loss_once() -> None:
     assert "committed step 5" in scene.why()
 
 
-def test_rule_7_a_loss_is_accepted_before_there_are_enough_groups() -> None:
+def test_q7_a_loss_is_accepted_before_there_are_enough_groups() -> None:
     scene = held(min_replicas=2)
     assert scene.why() == "1 of at least 2 groups ask"
     scene.accept_loss()
@@ -533,7 +533,7 @@ def test_rule_7_a_loss_is_accepted_before_there_are_enough_groups() -> None:
     assert (order.callers, order.lost_from) == ((3, 4), 7)
 
 
-def test_rule_7_a_loss_that_was_accepted_is_none_if_the_newer_state_comes_back() -> None:
+def test_q7_a_loss_that_was_accepted_is_none_if_the_newer_state_comes_back() -> None:
     scene = held(min_replicas=3)
     scene.accept_loss()
     caller = scene.ask("a", step=7)
@@ -545,7 +545,7 @@ def test_rule_7_a_loss_that_was_accepted_is_none_if_the_newer_state_comes_back()
     assert "committed step 7" in scene.why()
 
 
-def test_rule_7_no_loss_is_accepted_while_a_group_that_may_know_more_is_awaited() -> None:
+def test_q7_no_loss_is_accepted_while_a_group_that_may_know_more_is_awaited() -> None:
     scene = formed("a", "b", step=7)
     scene.ask("c", step=4)  # a newcomer in a healthy job
     with pytest.raises(RequestRefused, match="waiting for a, b: alive, but has not asked"):
@@ -556,7 +556,7 @@ def test_rule_7_no_loss_is_accepted_while_a_group_that_may_know_more_is_awaited(
     assert scene.take_quorums() == [(2, ["b", "c"])]
 
 
-def test_rule_7_no_loss_is_accepted_while_groups_gather() -> None:
+def test_q7_no_loss_is_accepted_while_groups_gather() -> None:
     scene = formed("a", "b", step=7, settings=config(on_step_regression="hold"))
     scene.leave("a")
     scene.leave("b")
@@ -568,7 +568,7 @@ def test_rule_7_no_loss_is_accepted_while_groups_gather() -> None:
     assert scene.take_quorums() == [(2, ["b"])]
 
 
-def test_rule_7_no_loss_is_accepted_when_nobody_asks_any_more() -> None:
+def test_q7_no_loss_is_accepted_when_nobody_asks_any_more() -> None:
     scene = held(min_replicas=2)
     scene.accept_loss()
     scene.withdraw(3)
@@ -577,7 +577,7 @@ def test_rule_7_no_loss_is_accepted_when_nobody_asks_any_more() -> None:
 
 
 @pytest.mark.parametrize("policy", ["auto", "hold", "warn"])
-def test_rule_7_nothing_to_accept(policy: str) -> None:
+def test_q7_nothing_to_accept(policy: str) -> None:
     scene = formed("a", "b", step=7, settings=config(on_step_regression=policy))
     for job, why in ((JOB, "no group asks for a quorum"), ("else", "no group asks")):
         with pytest.raises(RequestRefused, match=f"job '{job}' has no loss to accept: {why}"):

@@ -1,4 +1,4 @@
-"""Who is in the quorum, and when: rules 1 to 5 and 8 as whole orders of the lighthouse."""
+"""Who is in the quorum, and when: rules Q1 to Q5 and Q8 as whole orders of the lighthouse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .scenes import Refused, Scene, answer, config, formed, loss, member
 SILENT = "no sign of life for 100 s"
 
 
-def test_rule_1_a_request_counts_as_a_sign_of_life() -> None:
+def test_q1_a_request_counts_as_a_sign_of_life() -> None:
     scene = Scene(config(min_replicas=2))
     caller = scene.ask("a")
     scene.before(100)
@@ -21,7 +21,7 @@ def test_rule_1_a_request_counts_as_a_sign_of_life() -> None:
     ]
 
 
-def test_rule_1_who_gave_up_is_not_in_the_quorum() -> None:
+def test_q1_who_gave_up_is_not_in_the_quorum() -> None:
     scene = Scene(config(min_replicas=2))
     scene.withdraw(scene.ask("a"))
     scene.ask("b")
@@ -29,7 +29,7 @@ def test_rule_1_who_gave_up_is_not_in_the_quorum() -> None:
     assert scene.why() == "waiting for a: alive, but has not asked"
 
 
-def test_rule_1_withdrawing_twice_or_an_unknown_caller_changes_nothing() -> None:
+def test_q1_withdrawing_twice_or_an_unknown_caller_changes_nothing() -> None:
     scene = Scene(config(min_replicas=2))
     first = scene.ask("a")
     scene.withdraw(99)
@@ -41,7 +41,7 @@ def test_rule_1_withdrawing_twice_or_an_unknown_caller_changes_nothing() -> None
     assert scene.take() == [answer(1, member("a"), member("b"), callers=(again, 3))]
 
 
-def test_rule_1_a_newer_request_of_a_group_takes_the_place_of_the_older() -> None:
+def test_q1_a_newer_request_of_a_group_takes_the_place_of_the_older() -> None:
     scene = Scene(config(min_replicas=2))
     scene.ask("a")
     assert scene.take() == []
@@ -53,7 +53,7 @@ def test_rule_1_a_newer_request_of_a_group_takes_the_place_of_the_older() -> Non
     assert scene.take() == [answer(1, member("a", 3), member("b"), callers=(2, 3))]
 
 
-def test_rule_2_all_members_are_back() -> None:
+def test_q2_all_members_are_back() -> None:
     scene = formed("a", "b")
     scene.ask("a", step=1)
     scene.beat("c")
@@ -62,7 +62,7 @@ def test_rule_2_all_members_are_back() -> None:
     assert scene.take() == [answer(1, member("a", 1), member("b", 1), callers=(3, 4))]
 
 
-def test_rule_2_a_newcomer_that_asks_is_in() -> None:
+def test_q2_a_newcomer_that_asks_is_in() -> None:
     scene = formed("a", "b")
     scene.ask_all("c", "a", "b")
     assert scene.take_quorums() == [(2, ["a", "b", "c"])]
@@ -110,7 +110,7 @@ def test_i3_of_groups_from_different_quorums_the_newest_is_right() -> None:
     assert [each.replica_id for each in order.quorum.up_to_date] == ["c:2"]
 
 
-def test_rule_3_a_missing_member_is_waited_for_until_the_deadline() -> None:
+def test_q3_a_missing_member_is_waited_for_until_the_deadline() -> None:
     scene = formed("a", "b")
     scene.until(150)
     scene.ask("a", step=1)
@@ -121,7 +121,7 @@ def test_rule_3_a_missing_member_is_waited_for_until_the_deadline() -> None:
     assert scene.take() == [answer(2, member("a", 1), callers=(3,))]
 
 
-def test_rule_3_not_enough_at_the_deadline_then_enough() -> None:
+def test_q3_not_enough_at_the_deadline_then_enough() -> None:
     scene = Scene(config(min_replicas=2))
     scene.beat("b")
     scene.ask("a")
@@ -132,7 +132,7 @@ def test_rule_3_not_enough_at_the_deadline_then_enough() -> None:
     assert scene.take_quorums() == [(1, ["a", "c"])]
 
 
-def test_rule_3_a_cold_start_waits_for_all_who_live() -> None:
+def test_q3_a_cold_start_waits_for_all_who_live() -> None:
     scene = Scene()
     scene.beat("a", "b", "c")
     scene.ask_all("b", "a")
@@ -142,7 +142,7 @@ def test_rule_3_a_cold_start_waits_for_all_who_live() -> None:
     assert scene.take_quorums() == [(1, ["a", "b"])]
 
 
-def test_rule_3_a_cold_start_is_over_when_all_have_asked() -> None:
+def test_q3_a_cold_start_is_over_when_all_have_asked() -> None:
     scene = Scene()
     scene.beat("a", "b", "c")
     scene.ask_all("b", "a", "c")
@@ -160,7 +160,7 @@ def test_a_loss_names_the_quorum_that_it_is_a_loss_for() -> None:
     assert [order.quorum_id for order in fresh.take()] == [0]
 
 
-def test_rule_3_a_group_that_dies_is_waited_for_no_longer() -> None:
+def test_q3_a_group_that_dies_is_waited_for_no_longer() -> None:
     scene = formed("a", "b", "c")
     scene.ask_all("a", "c", step=1)
     scene.leave("b")
@@ -170,7 +170,7 @@ def test_rule_3_a_group_that_dies_is_waited_for_no_longer() -> None:
     ]
 
 
-def test_rule_4_a_straggler_delays_the_others_once() -> None:
+def test_q4_a_straggler_delays_the_others_once() -> None:
     scene = formed("a", "b", "c")
     scene.ask_all("a", "b", step=1)
     scene.until(110)
@@ -180,7 +180,7 @@ def test_rule_4_a_straggler_delays_the_others_once() -> None:
     assert scene.take_quorums() == [(2, ["a", "b"])]
 
 
-def test_rule_4_a_straggler_comes_back() -> None:
+def test_q4_a_straggler_comes_back() -> None:
     scene = formed("a", "b", "c")
     scene.ask_all("a", "b", step=1)
     scene.until(110)
@@ -194,7 +194,7 @@ def test_rule_4_a_straggler_comes_back() -> None:
     assert scene.why() == "waiting for c: alive, but has not asked"
 
 
-def test_rule_4_a_straggler_that_asked_and_gave_up_is_waited_for_again() -> None:
+def test_q4_a_straggler_that_asked_and_gave_up_is_waited_for_again() -> None:
     scene = formed("a", "b", "c", settings=config(min_replicas=3))
     scene.ask("a", step=1)
     scene.until(110)
@@ -204,7 +204,7 @@ def test_rule_4_a_straggler_that_asked_and_gave_up_is_waited_for_again() -> None
     assert scene.take_quorums() == [(2, ["a", "d", "e"])]
 
 
-def test_rule_4_the_deadline_makes_stragglers_even_if_there_are_not_enough() -> None:
+def test_q4_the_deadline_makes_stragglers_even_if_there_are_not_enough() -> None:
     scene = formed("a", "b", settings=config(min_replicas=2))
     first = scene.ask("a", step=1)
     scene.until(110)
@@ -214,7 +214,7 @@ def test_rule_4_the_deadline_makes_stragglers_even_if_there_are_not_enough() -> 
     assert scene.take_quorums() == [(2, ["a", "c"])]
 
 
-def test_rule_4_a_repeated_request_does_not_put_the_deadline_off() -> None:
+def test_q4_a_repeated_request_does_not_put_the_deadline_off() -> None:
     scene = formed("a", "b")
     scene.ask("a", step=1)
     scene.until(109)
@@ -223,7 +223,7 @@ def test_rule_4_a_repeated_request_does_not_put_the_deadline_off() -> None:
     assert scene.take_quorums() == [(2, ["a"])]
 
 
-def test_rule_4_giving_up_and_asking_again_does_not_put_the_deadline_off() -> None:
+def test_q4_giving_up_and_asking_again_does_not_put_the_deadline_off() -> None:
     scene = formed("a", "b")
     first = scene.ask("a", step=1)
     scene.until(105)
@@ -236,7 +236,7 @@ def test_rule_4_giving_up_and_asking_again_does_not_put_the_deadline_off() -> No
     assert scene.take_quorums() == [(2, ["a"])]
 
 
-def test_rule_4_giving_up_for_long_is_a_new_beginning() -> None:
+def test_q4_giving_up_for_long_is_a_new_beginning() -> None:
     scene = formed("a", "b", settings=config(join_timeout_s=200))
     first = scene.ask("a", step=1)
     scene.until(105)
@@ -256,7 +256,7 @@ def test_rule_4_giving_up_for_long_is_a_new_beginning() -> None:
 
 
 def test_a_member_that_was_silent_for_too_long_is_a_member_again() -> None:
-    """Its successors do not start a second history: deviation b, and rule 7."""
+    """Its successors do not start a second history: rules Q7 and Q10."""
     scene = formed("a", "b", step=7, settings=config(heartbeat_timeout_s=8))
     scene.beat("n")
     scene.until(107)
@@ -303,7 +303,7 @@ def test_a_deadline_that_needs_no_decision_does_not_keep_the_lighthouse_awake() 
     assert scene.take() == []
 
 
-def test_rule_5_shrink_only_keeps_newcomers_waiting() -> None:
+def test_q5_shrink_only_keeps_newcomers_waiting() -> None:
     scene = formed("a", "b")
     scene.ask("c")
     scene.ask("a", shrink_only=True)
@@ -314,7 +314,7 @@ def test_rule_5_shrink_only_keeps_newcomers_waiting() -> None:
     assert scene.take() == [answer(2, member("a"), member("b"), member("c"), callers=(6, 7, 3))]
 
 
-def test_rule_8_a_group_lives_exactly_for_the_heartbeat_timeout() -> None:
+def test_q8_a_group_lives_exactly_for_the_heartbeat_timeout() -> None:
     scene = Scene()
     scene.beat("a")
     scene.until(50)
@@ -325,7 +325,7 @@ def test_rule_8_a_group_lives_exactly_for_the_heartbeat_timeout() -> None:
     assert scene.take() == [loss("a", SILENT)]
 
 
-def test_rule_8_a_leave_takes_the_group_and_its_request_out_at_once() -> None:
+def test_q8_a_leave_takes_the_group_and_its_request_out_at_once() -> None:
     scene = Scene(config(min_replicas=2))
     caller = scene.ask("a")
     scene.leave("a", "preempted")
@@ -337,7 +337,7 @@ def test_rule_8_a_leave_takes_the_group_and_its_request_out_at_once() -> None:
     assert scene.take() == []
 
 
-def test_rule_8_leaving_twice_or_unknown_changes_nothing() -> None:
+def test_q8_leaving_twice_or_unknown_changes_nothing() -> None:
     scene = Scene()
     scene.leave("a")
     scene.beat("b")
@@ -347,7 +347,7 @@ def test_rule_8_leaving_twice_or_unknown_changes_nothing() -> None:
     assert scene.take() == [loss("b")]
 
 
-def test_rule_8_a_waiter_lives_by_its_beats() -> None:
+def test_q8_a_waiter_lives_by_its_beats() -> None:
     scene = Scene(config(min_replicas=2))
     scene.ask("a")
     for now in (90, 180, 270):
@@ -358,7 +358,7 @@ def test_rule_8_a_waiter_lives_by_its_beats() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [0.1, 0.2, 0.3, 0.7, 5.0])
-def test_rule_8_the_deadline_of_a_death_is_not_lost_in_rounding(timeout_s: float) -> None:
+def test_q8_the_deadline_of_a_death_is_not_lost_in_rounding(timeout_s: float) -> None:
     """Waking at the deadline must find the group dead, else the shell wakes again and again."""
     for tenths in range(1, 200):
         scene = Scene(config(heartbeat_timeout_s=timeout_s))

@@ -279,7 +279,7 @@ class World:
         self.greeted.discard((order.job, order.replica_id))
         if order.reason.startswith("no sign of life"):
             assert seen_at is not None
-            assert self.now - seen_at >= self.config.heartbeat_timeout_s, "rule 8"
+            assert self.now - seen_at >= self.config.heartbeat_timeout_s, "rule Q8"
         self.hangs_told.pop((order.job, order.replica_id), None)  # if it comes back, it is news
         self.left_healing.discard((order.job, order.replica_id))
         books = self.books.get(order.job, JobBooks())
@@ -360,14 +360,14 @@ class World:
         assert len(set(order.callers)) == len(order.callers) == len(order.quorum.participants)
         living = self.living(order.job)
         for caller, each in zip(order.callers, order.quorum.participants, strict=True):
-            assert each.replica_id in living, "rule 8: no dead member"
+            assert each.replica_id in living, "rule Q8: no dead member"
             asker = self.asked_by.pop(caller)  # I5: told once
             assert (asker.job, asker.replica_id) == (order.job, each.replica_id)
             group = self.groups.get((order.job, each.replica_id))
             if group is None:
                 continue  # killed a moment ago, and nobody has noticed yet
             told = replace(each, step=each.doubted_step or each.step, doubted_step=0)
-            assert (group.caller, group.asked) == (caller, told), "rule 1: nobody who gave up"
+            assert (group.caller, group.asked) == (caller, told), "rule Q1: nobody who gave up"
             group.caller = group.asked = None
             group.quorum, group.trains_since = order.quorum, self.now
             group.seen_quorum_id = order.quorum.quorum_id

@@ -1,4 +1,4 @@
-"""Each planted fault in the core is found by some seed: else the simulator would prove nothing."""
+"""Each planted fault is found by some seed (rule X3); else the simulator would prove nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether this worker's group was told to finish its step and end, be it by a signal."""
+"""Whether this worker's group was told to finish its step and end, be it by a signal (rule M11)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells the other workers of a group at once that the process of group rank 0 is dead.
+"""Tells the other workers of a group at once that the process of group rank 0 is dead (rule M6).
 
 Over a connection on which nothing is ever said. Rank 0 does not even accept it: the system does,
 and ends it with the process, also if that is killed together with the manager, whose last word

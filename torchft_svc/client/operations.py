@@ -1,4 +1,4 @@
-"""Finds out, before a sum, whether all groups are at the same operation of the step.
+"""Finds out, before a sum, whether all groups are at the same operation of the step (rule T9).
 
 A sum is paired with the others' by its position alone. Where sizes differ gloo ends all processes,
 and where they do not, what belongs elsewhere is added up without a word. So the groups compare a

@@ -1,4 +1,4 @@
-"""Takes DTensors in a state apart into what any transport can carry, and puts them together again.
+"""Takes DTensors apart into what any transport carries, and puts them together (rule H9).
 
 A worker heals from the worker with its own group rank, so only the local part travels, with a
 description of the whole. The device mesh does not: the receiver has one like it.

@@ -1,4 +1,4 @@
-"""What a group takes for the answer to its question."""
+"""What a group takes for the answer to its question (rule Q23)."""
 
 from __future__ import annotations
 

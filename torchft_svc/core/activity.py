@@ -1,4 +1,4 @@
-"""What workers and groups are doing, since when, and which of them have hung.
+"""What workers and groups are doing, since when, and which of them have hung (rule Q17).
 
 ``now`` and ``since`` are monotonic seconds of whoever keeps these books.
 """

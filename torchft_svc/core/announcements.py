@@ -1,4 +1,4 @@
-"""Decides how much a quorum is told, while it lasts, of who comes and who is lost."""
+"""Decides how much a quorum is told, while it lasts, of who comes and who is lost (rule Q22)."""
 
 from __future__ import annotations
 

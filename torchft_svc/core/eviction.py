@@ -1,4 +1,4 @@
-"""Decides which groups that hang are left out of their quorum: those that others wait for."""
+"""Decides which groups that hang are left out: those that others wait for (rule Q18)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides how long a lighthouse that is new to a running job waits for groups not seen yet."""
+"""Decides how long a lighthouse that is new to a job waits for groups not seen yet (rule Q11)."""
 
 from __future__ import annotations
 

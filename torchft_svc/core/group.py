@@ -1,4 +1,4 @@
-"""One replica group's barriers: its workers arrive, and all get one answer or one error.
+"""One replica group's barriers: its workers arrive, and all get one answer or one error (rule M7).
 
 Two barriers follow each other in every round: the *quorum* barrier (all workers ask, the group asks
 the lighthouse once, all are answered) and the *commit* barrier (all workers vote, all get the same

@@ -1,4 +1,4 @@
-"""Which groups heal, and who was left out for that: a heal may take longer than others wait."""
+"""Which groups heal, and who was left out for that: heals have their own deadline (rule Q16)."""
 
 from __future__ import annotations
 

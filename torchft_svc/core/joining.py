@@ -1,4 +1,4 @@
-"""Decides whose state is not known to be that of the others, although its step may be theirs."""
+"""Decides whose state may not be that of the others, although its step is theirs (rule Q13)."""
 
 from __future__ import annotations
 

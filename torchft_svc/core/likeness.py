@@ -1,6 +1,7 @@
 """Decides whether a group is like the others of its job: their workers form one sum, rank for rank.
 
-So all need as many workers, and what they sum must lie in the same order, in the same places.
+So all need as many workers, and what they sum must lie in the same order, in the same places (rule
+Q21).
 """
 
 from __future__ import annotations

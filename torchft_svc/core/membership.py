@@ -259,7 +259,7 @@ class Membership:
         self._ahead.clear()
         self._veterans |= self._previous_ids
         self._announcements = Announcements()
-        # Its step is lower than before only if that is accepted (7).
+        # Its step is lower than before only if that is accepted (rule Q7).
         self.last = LastQuorum(quorum.quorum_id, quorum.max_step)
         self.is_finished = False
         self._loss_accepted = False  # once

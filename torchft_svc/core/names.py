@@ -1,4 +1,4 @@
-"""Decides who of several living groups with one stable name has it: the one that came first."""
+"""Decides who of several living groups with one name has it: the first one (rule Q20)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Decides whether the groups that ask now are a quorum, and if not, why not and when to look again.
 
-The rules are those of architecture.md, section 4; the numbers in the comments are theirs.
+The rules are those of docs/design/quorum.md, and so are their numbers in the comments.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class JobView:
 @dataclass(frozen=True, slots=True)
 class Formed:
     """These members are the quorum, sorted by replica id. ``lost_from`` is the committed step of
-    the job if it goes back with this quorum (7), else None."""
+    the job if it goes back with this quorum (rule Q7), else None."""
 
     members: tuple[Member, ...]
     lost_from: int | None = None
@@ -107,20 +107,20 @@ def _before_all_are_here(view: JobView, config: QuorumConfig, now: float) -> Wai
 
 
 def absent_deadlines(view: JobView, config: QuorumConfig) -> dict[str, float]:
-    """The living groups that have not asked, each with the time until which it is waited for (3).
+    """The living groups that have not asked, each with the time until which it is waited for: Q3.
 
     ``inf``: as long as it lives. That holds for members of the previous quorum while none of them
     has asked: they may be in the middle of a long step, and newcomers must not start a second
-    history.
+    history (rule Q10).
     """
     if len(view.waiting) + len(view.straggling) == len(view.living):
         return {}  # the usual case, without looking at each of ten thousand groups
-    absent = view.living - view.waiting.keys() - view.straggling  # (4)
+    absent = view.living - view.waiting.keys() - view.straggling  # rule Q4
     rivals = absent & view.previous
     first_at = first_asked_at(view)
     if first_at < math.inf:
         # Newcomers that have not asked do not make a running job wait. So if all members of the
-        # previous quorum are back, nobody is waited for: that is the fast path (2).
+        # previous quorum are back, nobody is waited for: that is the fast path (rule Q2).
         deadlines = dict.fromkeys(rivals, first_at + config.join_timeout_s)
         if config.heal_timeout_s is not None:
             for key in rivals & view.heals.keys():
@@ -154,7 +154,7 @@ def _name_heal(view: JobView, absent: Mapping[str, object], now: float) -> str:
 
 
 def _candidates(view: JobView) -> list[Member]:
-    """Who could be in the quorum: all who ask, or with shrink_only, no newcomers (5)."""
+    """Who could be in the quorum: all who ask, or with shrink_only, no newcomers (rule Q5)."""
     back = [waiter.member for key, waiter in view.waiting.items() if key in view.previous]
     if any(member.shrink_only for member in back):
         return back
@@ -164,7 +164,7 @@ def _candidates(view: JobView) -> list[Member]:
 def _check_progress(
     view: JobView, config: QuorumConfig, candidates: list[Member]
 ) -> Formed | Waiting:
-    """Hold back a quorum that would silently lose committed steps (7), or skip some."""
+    """Hold back a quorum that would silently lose committed steps (rule Q7), or skip some."""
     doubted = _doubted(view, config, candidates)
     believed = [member for member in candidates if member.replica_id not in doubted]
     if not believed:
@@ -190,8 +190,8 @@ def _check_progress(
 
 
 def _doubted(view: JobView, config: QuorumConfig, candidates: list[Member]) -> dict[str, int]:
-    """Whose step is not believed, and which: it is further than a commit ahead of the job, though a
-    group of the last quorum lives that does not say so.
+    """Whose step is not believed (rule Q14), and which: it is further than a commit ahead of the
+    job, though a group of the last quorum lives that does not say so.
 
     From a quorum to the next a group commits one step, also alone while the others discard it; but
     only if it was in that quorum. Who tells more comes from another run, or is wrong, unless it was

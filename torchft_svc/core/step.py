@@ -1,4 +1,4 @@
-"""Decides what a trainer's step may do next: its phases, its counters, its pending heal.
+"""Decides what a trainer's step may do next: its phases, its counters, its pending heal (rule T3).
 
     idle ── start ──> quorum ── formed ──> training ── vote ──> voting ── discarded ──> idle
                         │                   ^  │                  └─ committed ─> applying ─> idle

@@ -1,4 +1,4 @@
-"""Whether this lighthouse leads: of several, the one whose lease etcd has elected."""
+"""Whether this lighthouse leads: of several, the one whose lease etcd has elected (rule F6)."""
 
 from __future__ import annotations
 

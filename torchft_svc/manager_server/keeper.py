@@ -1,4 +1,4 @@
-"""Keeps a trainer's manager running: one that dies, or is stuck, is followed by another."""
+"""Keeps a trainer's manager running: one that dies or is stuck is replaced (rule M3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a manager shows the process that started it that it moves: a byte on a pipe, every second.
+"""How a manager shows the process that started it that it moves: a byte a second (rule M5).
 
 A dead one is noticed by its end. One that is stopped, or whose event loop is stuck, would live on,
 and its group would neither train nor end.

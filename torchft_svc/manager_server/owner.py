@@ -1,4 +1,4 @@
-"""Notices at once that the process which started this one has died, or ends it."""
+"""Notices at once that the process which started this one has died, or ends it (rule M2)."""
 
 from __future__ import annotations
 

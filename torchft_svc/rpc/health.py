@@ -1,4 +1,4 @@
-"""The gRPC health protocol: whether the process lives, and whether its service takes requests."""
+"""The gRPC health protocol: does the process live, and is its service ready (rule F5)?"""
 
 from __future__ import annotations
 

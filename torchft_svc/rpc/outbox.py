@@ -1,4 +1,4 @@
-"""What a service has to tell on a stream, while it reads the stream's other direction."""
+"""What a service has to tell on a stream, while it reads the stream's other direction (rule S7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which lighthouse of a list to go to next. Pure: it neither waits nor connects."""
+"""Which lighthouse of a list to go to next. Pure: it neither waits nor connects (rule F2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one gRPC service with health checking and reflection on an address."""
+"""Runs one gRPC service with health checking and reflection on an address (rule S6)."""
 
 from __future__ import annotations
 

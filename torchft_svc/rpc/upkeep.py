@@ -1,4 +1,4 @@
-"""Keeps a service's memory flat: what was not in use for long is given back to the system.
+"""Keeps a service's memory flat: what is not in use goes back to the system (rule S8).
 
 It changes what the whole process does with memory, so nothing happens in a program that only hosts
 a service: the command line switches it on.

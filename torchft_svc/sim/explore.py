@@ -1,4 +1,4 @@
-"""Runs seeds; where one falls, looks for the smallest scenario in which it still falls."""
+"""Runs seeds; where one falls, looks for the smallest scenario that still does (rule X1)."""
 
 from __future__ import annotations
 

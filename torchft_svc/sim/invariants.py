@@ -1,4 +1,4 @@
-"""Checks the promises I1 to I7 on what happens, as it happens; each by its name.
+"""Checks the promises I1 to I7 on what happens, as it happens; each by its name (rule X4).
 
 The checks keep their own books, from what was said aloud, and take nothing from the core on trust.
 """

@@ -1,4 +1,4 @@
-"""Keeps the virtual clock: what happens next, in which process, and what chance decides.
+"""Keeps the virtual clock: what happens next, in which process, and what chance decides (rule X2).
 
 Nothing here waits. An event belongs to a process: it is lost if that process is dead by then, and
 comes late if it is frozen.

@@ -1,4 +1,4 @@
-"""What comes from one source of a state: its description, its chunks, and their digests."""
+"""What comes from one source: a state's description, its chunks, their digests (rules H3, H4)."""
 
 from __future__ import annotations
 

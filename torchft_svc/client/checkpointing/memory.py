@@ -1,4 +1,4 @@
-"""Memory to receive into, and bytes that are scattered over many buffers."""
+"""Memory to receive into, and bytes that are scattered over many buffers (rule H10)."""
 
 from __future__ import annotations
 

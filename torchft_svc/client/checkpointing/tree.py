@@ -1,4 +1,4 @@
-"""Writes a state's nesting as JSON and reads it back; tensors are left to a table of their own.
+"""Writes a state's nesting as JSON and reads it back; tensors have a table of their own (rule H8).
 
 null, booleans, strings, finite floats and small integers stand for themselves. Everything else is
 an array that begins with a tag:

@@ -1,4 +1,4 @@
-"""Members that meet hear from a member that has failed, and will not be there, over their store."""
+"""Members that meet are told of one that has failed, over their store (rule P3)."""
 
 from __future__ import annotations
 

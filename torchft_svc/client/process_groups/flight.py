@@ -1,4 +1,4 @@
-"""What a process group launched among the members of one quorum, in the words of torch's analyzer.
+"""What a process group launched among one quorum's members, for torch's analyzer (rule P8).
 
 Torch records NCCL alone, and only where its watchdog runs. This records every class of group.
 """

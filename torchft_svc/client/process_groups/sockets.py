@@ -1,4 +1,4 @@
-"""Lets forked children, such as DataLoader workers, let go of a backend's connections.
+"""Lets forked children, such as DataLoader workers, let go of a backend's connections (rule P2).
 
 Leaving the members closes the connections, which is what makes their collectives fail. A child that
 had them open as well would keep the others waiting for a whole timeout.

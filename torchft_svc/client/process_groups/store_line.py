@@ -1,4 +1,4 @@
-"""Connections to the stores at which members meet, which keep every deadline.
+"""Connections to the stores at which members meet, which keep every deadline (rule P4).
 
 A store is in another process, which may be frozen, or not be a store at all. Torch's own client
 waits for it without an end, whatever its timeout. So each of its calls has a thread of its own, and
