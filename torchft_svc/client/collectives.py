@@ -103,6 +103,7 @@ class Collectives:
         The tensor's memory must belong to the operation alone (see `Reduction`). ``called``: what
         the program asked for, if it is not ``op``.
         """
+        self.launched = True  # before anything else: who is interrupted from here on has begun
         self._num_launched += 1
         if self._device is None or self._device.type != "cpu":
             self._device = tensor.device
@@ -115,6 +116,7 @@ class Collectives:
     def agree(self, tensor: torch.Tensor, wrapper: int) -> None:
         """A pass of ``wrapper`` is about to begin with the sum of ``tensor``; if that is not so in
         all groups, the error is latched."""
+        self.launched = True
         position = self._num_launched + 1
         self._admit(
             Operation.of(position, tensor, ReduceOp.SUM, Kind.GRADIENTS, wrapper), tensor.device
@@ -228,7 +230,6 @@ class Collectives:
 
     def _launch(self, tensor: torch.Tensor, begin: Callable[[], Any]) -> Reduction | None:
         epoch = self._epoch
-        self.launched = True
         self._note_pass()
         try:
             work = begin()
