@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from bounds import check
 
 from torchft_svc.client import ManagedProcessGroup, Manager
+from torchft_svc.client.reduction import Reduction
 from torchft_svc.errors import RequestRefused
 
 from .training import Trainer, assert_identical, lighthouse, together, trainers
@@ -141,18 +143,26 @@ def test_a_wait_that_is_interrupted_discards_the_step(
             a.backward()
             extra = torch.ones(1)
             work = a.manager.allreduce(extra)
+            thread, wait = threading.get_ident(), Reduction._wait_in_slices
+
+            def interrupt(reduction: Reduction) -> None:
+                if threading.get_ident() == thread:  # the other group waits here, too
+                    raise KeyboardInterrupt
+                wait(reduction)
+
             with monkeypatch.context() as patch:
-                patch.setattr(
-                    "torchft_svc.client.reduction.Reduction._wait_in_slices",
-                    lambda _: (_ for _ in ()).throw(KeyboardInterrupt),
-                )
+                patch.setattr(Reduction, "_wait_in_slices", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     work.wait()
-            return a.optimizer.step()
+            committed = a.optimizer.step()
+            a.step()  # it goes on, and lets go of the sum that it left
+            return committed
 
         def goes_on() -> bool:
             b.backward()
             b.manager.allreduce(torch.ones(1))
-            return b.optimizer.step()
+            committed = b.optimizer.step()
+            b.step()
+            return committed
 
         assert not together(is_interrupted, goes_on)[0]

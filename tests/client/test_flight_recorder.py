@@ -273,12 +273,13 @@ def test_the_analyzer_names_a_trainer_that_hung(
             operator.kill(f"hangs-{hung.process.pid}", "it hangs")
         assert hung.ends() == 1
         assert waits.ends() == 0, waits.errors()
-        said = r"replica rank 1 of 2: all_reduce \d+ \(launched .*\) (failed after|did not end in)"
+        # A sum, or the comparison before the first one of these members.
+        said = r"replica rank 1 of 2: all_\w+ \d+ \(launched .*\) (failed after|did not end in)"
         assert re.search(said, waits.errors())
     (quorum,) = (tmp_path / "job_default").glob("quorum_*/group_rank_0")
     told = analyze(quorum)
     assert "missing ranks: {0}" in told
-    assert "collective: gloo:all_reduce" in told
+    assert "collective: gloo:all_" in told
     (quorum / "rank_0").unlink()  # as if it had been frozen, or killed by the system
     with pytest.raises(AssertionError, match=r"Missing dump files from ranks \{0\}"):
         analyze(quorum)

@@ -79,7 +79,10 @@ def test_a_mistake_on_the_lighthouses_command_line(flags: list[str], sentence: s
         ([*NEEDED, "--store-address=x"], f"address 'x': has no port; {EXPECTED}"),
         ([*NEEDED, f"--connect-timeout-ms={10**12}"], "use 2073600000 (24 days) at most"),
         ([*NEEDED, "--group-world-size=0"], "group_world_size=0 cannot work: use 1 to 1000000"),
-        ([*NEEDED, "--replica-name="], "replica_name='' cannot work: use 1 to 219 printable"),
+        (
+            [*NEEDED, "--replica-name="],
+            "'--replica-name' (env var: 'REPLICA_GROUP_ID'): '' is empty: give it",
+        ),
         ([*NEEDED, "--replica-name=a\nb"], "replica_name='a\\nb' cannot work"),
         ([*NEEDED, "--job-id=\x7f"], "job_id='\\x7f' cannot work: use 1 to 256 printable"),
         ([*NEEDED, "--heartbeat-interval-ms=0"], "heartbeat_interval_s=0.0 cannot work"),
