@@ -261,7 +261,7 @@ def test_what_is_logged_now_and_then_is_compared_when_it_is() -> None:
         assert together(lambda: logs(a), lambda: logs(b)) == [0.5, 0.5]
         assert counts.take()[1] == 1
         assert together(lambda: logs(a), lambda: logs(b)) == [0.5, 0.5]
-        assert counts.take()[1] == 1, "what begins a run of averages is told"
+        assert counts.take()[1] == 0, "it is as in the last step"
         assert_identical([a, b])
 
 

@@ -143,15 +143,14 @@ class Collectives:
     def _admit(self, mine: Operation, device: torch.device) -> bool:
         """Whether all groups are at this operation; if not, the error is latched.
 
-        Where that is known, what begins a pass, or a run of averages, is told all the same, without
-        a wait: a group that is elsewhere compares, and so hears at once where the others are. To
-        tell all would cost as much as a small sum for each.
+        Where that is known, what begins a pass of one of several wrappers is told all the same,
+        without a wait: a group that is elsewhere compares, and so hears at once where the others
+        are. To tell all would cost as much as a small sum for each.
         """
         if self._is_compared(mine, device):
             comparison = self._begin_comparison(mine, device)
             return comparison is not None and self._end_comparison(comparison)
-        begins = mine.wrapper >= 0 or (mine.kind is Kind.AVERAGE and not self._told)
-        if begins and device.type == "cpu" and self._pg.size() > 1:
+        if mine.wrapper >= 0 and device.type == "cpu" and self._pg.size() > 1:
             comparison = self._begin_comparison(mine, device)
             if comparison is None:
                 return False
