@@ -54,11 +54,15 @@ class Attempt(Generic[T]):
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(action, timeout_s)
         except BaseException:
-            _note_given_up(self)
+            self.give_up()
             raise
         if self._error is not None:
             raise self._error
         return self._made.pop()  # the thread must not hold it
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more."""
+        _note_given_up(self)
 
     def is_over(self) -> bool:
         """Whether ``make`` has come back."""

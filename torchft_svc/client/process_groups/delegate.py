@@ -18,7 +18,7 @@ from torchft_svc.client.process_groups.failures import FailureWatch, announce
 from torchft_svc.client.process_groups.flight import Followed
 from torchft_svc.client.process_groups.graveyard import Graveyard
 from torchft_svc.client.process_groups.loss import Loss
-from torchft_svc.client.process_groups.meeting import meet
+from torchft_svc.client.process_groups.meeting import meet, tidy_store
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.sockets import BackendSockets
 from torchft_svc.client.process_groups.store_line import StoreLine
@@ -87,6 +87,8 @@ class DelegatingProcessGroup(ProcessGroup):
         with self._lock:
             self._backend, self._rank, self._world_size = backend, rank, world_size
             self._quorum_id, self._error = quorum_id, None
+        if rank == 0 and world_size > 1:
+            tidy_store(self._line, members.store_addr)
         if self._stopped:
             self.abort()
         else:

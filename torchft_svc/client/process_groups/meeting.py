@@ -49,8 +49,7 @@ def meet(
     address, _, prefix = store_addr.partition("/")
     deadline = time.monotonic() + timeout_s
     connection = line.to(address, timeout_s, check)
-    shared = connection.store
-    store = PrefixStore(prefix, shared)
+    store = PrefixStore(prefix, connection.store)
     missing = collections.deque(range(world_size))
 
     def look() -> bool:
@@ -64,9 +63,14 @@ def meet(
                 "meeting the other groups", timeout_s, f"replica rank {missing[0]} did not come"
             )
     check()
-    if rank == 0:
-        connection.call(lambda: _forget_earlier(shared, prefix), check)
     return store
+
+
+def tidy_store(line: StoreLine, store_addr: str) -> None:
+    """Delete what earlier quorums left in the store of the last meeting, without waiting for it:
+    one member does so once it is connected with the others."""
+    prefix = store_addr.partition("/")[2]
+    line.start(lambda store: _forget_earlier(store, prefix))
 
 
 def _all_come(store: Store, missing: collections.deque[int], until: float) -> bool:

@@ -55,6 +55,12 @@ class StoreLine:
             self._connection = Connection(address, timeout_s, check)
         return self._connection
 
+    def start(self, action: Callable[[TCPStore], None]) -> None:
+        """Have ``action`` use the store where the members met last, on another thread; nobody waits
+        for it, or hears whether it has failed."""
+        if self._connection is not None:
+            self._connection.start(action)
+
     def drop(self) -> None:
         """Forget the connection, because it does not work."""
         self._connection = None
@@ -92,6 +98,10 @@ class Connection:
             Unreachable: the store does not answer within `CALL_TIMEOUT_S`, or fails.
         """
         return _call(action, self.address, check, self.cut)
+
+    def start(self, action: Callable[[TCPStore], None]) -> None:
+        """See `StoreLine.start`."""
+        Attempt(lambda: action(self.store), "torchft-store", self.cut).give_up()
 
     def cut(self) -> None:
         """Have whatever waits for the store fail; may be called on any thread."""
