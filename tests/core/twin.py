@@ -109,8 +109,7 @@ def progress(
 
 
 def not_believed(view: JobView, config: QuorumConfig, asking: list[Member]) -> list[Member]:
-    """More than a step ahead, against the word of a living group of the last quorum; or one step,
-    which only those commit who were there, and none of them that asks has."""
+    """More than a step ahead, against the word of a living group of the last quorum."""
     usual = view.committed_step + 1
     witnesses = []
     for replica_id in view.previous:
@@ -120,19 +119,9 @@ def not_believed(view: JobView, config: QuorumConfig, asking: list[Member]) -> l
     few = view.gathering.num_groups > 0 and len(view.previous) < view.gathering.num_groups
     if config.on_step_jump == "follow" or not witnesses or few:
         return []
-    from_elsewhere = [
-        member.step for member in asking if member.replica_id in view.ahead and member.step > usual
-    ]
+    from_elsewhere = [member.step for member in asking if member.replica_id in view.ahead]
     most = max([usual, *from_elsewhere])
-    wrong = [each for each in asking if each.step > most and each.replica_id not in view.ahead]
-    back = [each for each in asking if each.replica_id in view.previous]
-    if back and not from_elsewhere and all(each.step < usual for each in back):
-        names = [replica_id.split(":")[0] for replica_id in view.previous]
-        for each in asking:
-            was_there = each.replica_id.split(":")[0] in names or each.replica_id in view.ahead
-            if each.step == usual and not was_there:
-                wrong.append(each)
-    return wrong
+    return [each for each in asking if each.step > most and each.replica_id not in view.ahead]
 
 
 def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) -> Assignment:

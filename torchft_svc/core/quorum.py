@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from torchft_svc.core.gathering import NOBODY_IS_TO_COME, Gathering
 from torchft_svc.core.healing import Heal
-from torchft_svc.core.names import stable_name
 from torchft_svc.core.types import Member, QuorumConfig
 
 # A reason is read by people: it names a few groups and counts the others.
@@ -193,40 +192,22 @@ def _doubted(view: JobView, config: QuorumConfig, candidates: list[Member]) -> d
     """Whose step is not believed (rule Q14), and which: it is further than a commit ahead of the
     job, though a group of the last quorum lives that does not say so.
 
-    From a quorum to the next a group commits one step, also alone while the others discard it; but
-    only if it was in that quorum. Who tells more comes from another run, or is wrong, unless it was
-    in a newer quorum elsewhere. A lighthouse that has published none yet knows the last one only if
-    all its groups are here.
+    From a quorum to the next a group commits one step, also alone while the others discard it, and
+    maybe while this lighthouse was away: then it was not in the last quorum here. Who tells more
+    comes from another run, or is wrong, unless it was in a newer quorum elsewhere. A lighthouse
+    that has published none yet knows the last one only if all its groups are here.
     """
     limit = view.committed_step + 1
     jumps = {member.replica_id: member.step for member in candidates if member.step > limit}
-    foreign = _foreign_commits(view, candidates)
-    if not (jumps or foreign) or config.on_step_jump == "follow":
+    if not jumps or config.on_step_jump == "follow":
         return {}
     if view.gathering.num_groups > len(view.previous):
         return {}
     claims = {key for key, waiter in view.waiting.items() if waiter.member.step > limit}
     if not (view.previous & view.living) - claims:
         return {}
-    elsewhere = max((jumps[key] for key in jumps if key in view.ahead), default=0)
-    told = {**foreign, **jumps}
-    return {key: step for key, step in told.items() if step > elsewhere and key not in view.ahead}
-
-
-def _foreign_commits(view: JobView, candidates: list[Member]) -> dict[str, int]:
-    """Who tells the step after the last quorum's without having been in it, though no group that
-    was, and asks, has committed that."""
-    limit = view.committed_step + 1
-    new = [
-        each for each in candidates if each.step == limit and each.replica_id not in view.previous
-    ]
-    if not new:
-        return {}
-    back = [each.step for each in candidates if each.replica_id in view.previous]
-    if not back or max(back) >= limit:
-        return {}
-    names = {stable_name(replica_id) for replica_id in view.previous}
-    return {each.replica_id: limit for each in new if stable_name(each.replica_id) not in names}
+    elsewhere = max((jumps[key] for key in jumps if key in view.ahead), default=limit)
+    return {key: step for key, step in jumps.items() if step > elsewhere and key not in view.ahead}
 
 
 def _with_doubt(member: Member, *, is_doubted: bool) -> Member:
