@@ -28,6 +28,7 @@ from chaos.options import WorkerOptions
 from chaos.trainer import Orders, group_store
 from demo.events import Committed, Discarded, EventLog, Finished, Healed, Joined, Killed, PhaseBegan
 from demo.fingerprint import fingerprint
+from demo.torch_wrapper import torch_data_parallel
 from matrix.model import INPUTS, Net, shared_part
 from matrix.program import Feature, Kill, Moment, Pg, Program, Transport, Wrapper, decode
 from torchft_svc.client import (
@@ -35,7 +36,6 @@ from torchft_svc.client import (
     DistributedDataParallel,
     ErrorSwallowingProcessGroupWrapper,
     HTTPTransport,
-    ManagedProcessGroup,
     Manager,
     OptimizerWrapper,
     PGTransport,
@@ -195,13 +195,7 @@ class Training:
             case Wrapper.DDP:
                 return DistributedDataParallel(manager, net)
             case Wrapper.TORCH_DDP:
-                return nn.parallel.DistributedDataParallel(
-                    net,
-                    process_group=ManagedProcessGroup(manager, averages_sums=True),
-                    init_sync=False,
-                    broadcast_buffers=False,
-                    find_unused_parameters=True,
-                )
+                return torch_data_parallel(manager, net)
             case Wrapper.FSDP:
                 replicate_across_groups(manager, net)
             case Wrapper.HSDP:

@@ -6,9 +6,9 @@ from torch import nn
 
 from benchmarks.children.stopwatch import Stopwatch
 from benchmarks.children.workload import Training, build, shape_from_flags
+from demo.torch_wrapper import torch_data_parallel
 from torchft_svc.client import (
     DistributedDataParallel,
-    ManagedProcessGroup,
     Manager,
     OptimizerWrapper,
 )
@@ -20,13 +20,7 @@ def wrapped(wrapper: str, manager: Manager, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(manager, model)
     if wrapper == "none":
         return model
-    return nn.parallel.DistributedDataParallel(
-        model,
-        process_group=ManagedProcessGroup(manager, averages_sums=True),
-        init_sync=False,
-        broadcast_buffers=False,
-        find_unused_parameters=True,
-    )
+    return torch_data_parallel(manager, model)
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from demo.fingerprint import fingerprint
+from demo.torch_wrapper import torch_data_parallel
 from torchft_svc.client import (
     DistributedDataParallel,
-    ManagedProcessGroup,
     Manager,
     OptimizerWrapper,
 )
@@ -69,10 +69,4 @@ def run(wrapper: str, file: Path) -> None:
 def wrap(model: nn.Module, manager: Manager, wrapper: str) -> nn.Module:
     if wrapper == "ours":
         return DistributedDataParallel(manager, model)
-    return nn.parallel.DistributedDataParallel(
-        model,
-        process_group=ManagedProcessGroup(manager, averages_sums=True),
-        init_sync=False,
-        broadcast_buffers=False,
-        find_unused_parameters=True,
-    )
+    return torch_data_parallel(manager, model)

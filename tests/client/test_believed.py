@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from running import Process, lighthouse_process, line_to
+from running import Line, Process, lighthouse_process, line_to
 
 from .test_heal import Unreliable
 from .training import Trainer, assert_identical, in_step, together, trainers
@@ -74,24 +74,29 @@ def test_a_lighthouse_may_let_the_job_follow() -> None:
             assert_identical([*members, late])
 
 
+def comes_and_goes(members: list[Trainer], line: Line, step: int, **told: Any) -> None:
+    """A stranger that tells ``step`` is in a quorum with ``members``, and leaves; they go on."""
+
+    def stranger() -> bool:
+        answer = line.quorum("stranger:1", step=step, **told).result().quorum
+        shown = {each.replica_id: (each.step, each.doubted_step) for each in answer.participants}
+        assert shown["stranger:1"] == (0, step)
+        line.leave("stranger:1")
+        return True
+
+    together(stranger, *(lambda each=each: each.meets(3) for each in members))
+    last = max(member.manager.current_step() for member in members)
+    in_step(last + 2, *members)
+    assert max(member.manager.current_step() for member in members) < FAR
+    assert_identical(members)
+
+
 @pytest.mark.parametrize("step", [FAR, 2**62])
 def test_a_forged_step_does_not_hold_the_job(house: Process, step: int) -> None:
     """Neither while the stranger is there, nor when it has left."""
     with trainers(house.address, 2) as members, line_to(house.address) as line:
         in_step(3, *members)
-
-        def comes_and_goes() -> bool:
-            answer = line.quorum("stranger:1", step=step).result().quorum
-            told = {each.replica_id: (each.step, each.doubted_step) for each in answer.participants}
-            assert told["stranger:1"] == (0, step)
-            line.leave("stranger:1")
-            return True
-
-        together(comes_and_goes, *(lambda each=each: each.meets(3) for each in members))
-        last = max(member.manager.current_step() for member in members)
-        in_step(last + 2, *members)
-        assert max(member.manager.current_step() for member in members) < FAR
-        assert_identical(members)
+        comes_and_goes(members, line, step)
 
 
 def test_a_forged_history_does_not_hold_the_job(house: Process) -> None:
@@ -101,22 +106,8 @@ def test_a_forged_history_does_not_hold_the_job(house: Process) -> None:
         known = members[0].manager._runtime.membership.quorum
         assert known is not None
         ahead = known.quorum_id + 3600 * 1000 * 4096
-
-        def comes_and_goes() -> bool:
-            told = {"seen_quorum_id": ahead, "has_history": True, "last_num_groups": 3}
-            answer = line.quorum("stranger:1", step=2**62, **told).result().quorum
-            shown = {
-                each.replica_id: (each.step, each.doubted_step) for each in answer.participants
-            }
-            assert shown["stranger:1"] == (0, 2**62)
-            line.leave("stranger:1")
-            return True
-
-        together(comes_and_goes, *(lambda each=each: each.meets(3) for each in members))
-        last = max(member.manager.current_step() for member in members)
-        in_step(last + 2, *members)
-        assert max(member.manager.current_step() for member in members) < FAR
-        assert_identical(members)
+        told = {"seen_quorum_id": ahead, "has_history": True, "last_num_groups": 3}
+        comes_and_goes(members, line, 2**62, **told)
 
 
 def test_a_forged_id_moves_neither_other_jobs_nor_the_next_lighthouse(house: Process) -> None:

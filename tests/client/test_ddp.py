@@ -14,24 +14,18 @@ from bounds import check
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchft_svc.client import DistributedDataParallel, ManagedProcessGroup, Manager
+from demo.torch_wrapper import torch_data_parallel
+from torchft_svc.client import DistributedDataParallel
 from torchft_svc.errors import RequestRefused
 
-from .training import TIMEOUT, lighthouse, together
+from .training import lighthouse, make_manager, together
 
 
 class Group:
     """A manager, a model, and its parallel wrapper; every group begins with the same weights."""
 
     def __init__(self, address: str, name: str) -> None:
-        self.manager = Manager(
-            lighthouse_addr=address,
-            replica_id=name,
-            in_process=True,
-            timeout=TIMEOUT,
-            quorum_timeout=TIMEOUT,
-            init_sync=False,
-        )
+        self.manager = make_manager(address, name, init_sync=False)
 
     def wrap(self, build: Callable[[], nn.Module], **options: Any) -> None:
         torch.manual_seed(7)
@@ -581,7 +575,7 @@ def test_a_model_may_be_wrapped_again_when_its_manager_was_shut_down() -> None:
             first = Group.__new__(Group)
             first.manager = manager
             first.wrap(mlp)
-            torchs = managed_ddp(manager, mlp())
+            torchs = torch_data_parallel(manager, mlp())
             manager.start_quorum()
             assert first.votes(ONE)
         for each in (first.parallel, torchs):
@@ -593,14 +587,3 @@ def test_a_model_may_be_wrapped_again_when_its_manager_was_shut_down() -> None:
             manager.start_quorum()
             parallel(ONE).sum().backward()
             assert manager.should_commit()
-
-
-def managed_ddp(manager: Manager, model: nn.Module) -> nn.Module:
-    group = ManagedProcessGroup(manager, averages_sums=True)
-    return nn.parallel.DistributedDataParallel(
-        model,
-        process_group=group,
-        init_sync=False,
-        broadcast_buffers=False,
-        find_unused_parameters=True,
-    )

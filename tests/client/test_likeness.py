@@ -62,6 +62,14 @@ class Trainers:
             f"{names} train together: {[self.told(name)[-3:] for name in self.groups]}",
         )
 
+    def assert_identical(self, *names: str) -> None:
+        """I3: what they committed as one step is one state."""
+        hashes: dict[int, set[str]] = {}
+        for name in names:
+            for told in self.commits(name):
+                hashes.setdefault(told["step"], set()).add(told["hash"])
+        assert all(len(each) == 1 for each in hashes.values()), "I3"
+
     def is_running(self, name: str) -> bool:
         return bool(self.groups[name].workers[0].is_alive())
 
@@ -123,11 +131,7 @@ def test_who_joins_with_another_layout_is_refused_and_nobody_else_notices(
     for name in "ab":
         assert crew.is_running(name)
         assert all(told["committed"] for told in crew.told(name)[before[name] :]), "nobody noticed"
-    hashes: dict[int, set[str]] = {}
-    for name in "ab":
-        for told in crew.commits(name):
-            hashes.setdefault(told["step"], set()).add(told["hash"])
-    assert all(len(each) == 1 for each in hashes.values()), "I3"
+    crew.assert_identical("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -176,11 +180,7 @@ def test_operations_that_do_not_match_are_an_error_of_the_step(
     assert f"Here: {here}. In another group: {there}." in mismatches("a")[0]
     assert f"Here: {there}. In another group: {here}." in mismatches("b")[0]
     assert not any(told["step"] > 2 for name in "ab" for told in crew.commits(name))
-    hashes: dict[int, set[str]] = {}
-    for name in "ab":
-        for told in crew.commits(name):
-            hashes.setdefault(told["step"], set()).add(told["hash"])
-    assert all(len(each) == 1 for each in hashes.values()), "I3"
+    crew.assert_identical("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -213,11 +213,7 @@ def test_an_operation_that_one_group_alone_has_in_a_later_step_ends_nobody(
     assert f"Here: {here}. In another group: {there}, as in the step before" in errors()[0]
     crew.await_commits("a", "b", more=3)
     assert all(crew.is_running(name) for name in "ab"), "gloo has ended it"
-    hashes: dict[int, set[str]] = {}
-    for name in "ab":
-        for told in crew.commits(name):
-            hashes.setdefault(told["step"], set()).add(told["hash"])
-    assert all(len(each) == 1 for each in hashes.values()), "I3"
+    crew.assert_identical("a", "b")
 
 
 def test_a_group_that_never_fits_ends_and_the_others_go_on(
@@ -240,8 +236,4 @@ def test_a_group_that_never_fits_ends_and_the_others_go_on(
         discarded = [told for told in crew.told(name) if told["step"] and not told["committed"]]
         assert len(discarded) == 3
         assert all(f"In another group: {end}" in told["error"] for told in discarded)
-    hashes: dict[int, set[str]] = {}
-    for name in "ab":
-        for told in crew.commits(name):
-            hashes.setdefault(told["step"], set()).add(told["hash"])
-    assert all(len(each) == 1 for each in hashes.values()), "I3"
+    crew.assert_identical("a", "b")

@@ -18,7 +18,7 @@ from torch import nn
 from torchft_svc.client import DistributedDataParallel, Manager, Optimizer
 from torchft_svc.errors import RequestRefused
 
-from .training import TIMEOUT, Trainer, assert_identical, bits, lighthouse, together, trainers
+from .training import Trainer, assert_identical, bits, lighthouse, make_manager, together, trainers
 
 # What such a step may cost; without a comparison it takes the timeout of a collective.
 DISCARD_S = 5.0
@@ -33,16 +33,8 @@ class Adversaries:
         self.adams = {
             each: torch.optim.Adam(model.parameters()) for each, model in self.models.items()
         }
-        settings: dict[str, Any] = {
-            "lighthouse_addr": address,
-            "replica_id": name,
-            "in_process": True,
-            "timeout": TIMEOUT,
-            "quorum_timeout": TIMEOUT,
-            "state_dict": self.state_dict,
-            "load_state_dict": self.load_state_dict,
-        }
-        self.manager = Manager(**{**settings, **options})
+        states = {"load_state_dict": self.load_state_dict, "state_dict": self.state_dict}
+        self.manager = make_manager(address, name, **states, **options)
         self.generator = DistributedDataParallel(self.manager, self.models["generator"])
         self.judge = DistributedDataParallel(self.manager, self.models["judge"])
         self.optimizers = {each: Optimizer(self.manager, adam) for each, adam in self.adams.items()}
@@ -147,19 +139,7 @@ def test_a_group_that_joins_at_the_same_turn_trains_with_the_others() -> None:
 
 def test_a_group_that_sums_less_is_found_at_the_end_of_the_step() -> None:
     with lighthouse(min_replicas=2) as address, contextlib.ExitStack() as stack:
-        a, b = (
-            stack.enter_context(
-                Manager(
-                    lighthouse_addr=address,
-                    replica_id=name,
-                    in_process=True,
-                    timeout=TIMEOUT,
-                    quorum_timeout=TIMEOUT,
-                    init_sync=False,
-                )
-            )
-            for name in "ab"
-        )
+        a, b = (stack.enter_context(make_manager(address, name, init_sync=False)) for name in "ab")
 
         def sums(manager: Manager, num: int) -> bool:
             manager.start_quorum()

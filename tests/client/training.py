@@ -57,6 +57,18 @@ def together(*programs: Callable[[], T]) -> list[T]:
     return [results[index] for index in range(len(programs))]
 
 
+def make_manager(address: str, name: str, **options: Any) -> Manager:
+    """Of a group in this process; ``options`` go before what it has otherwise."""
+    settings: dict[str, Any] = {
+        "lighthouse_addr": address,
+        "replica_id": name,
+        "in_process": True,
+        "timeout": TIMEOUT,
+        "quorum_timeout": TIMEOUT,
+    }
+    return Manager(**{**settings, **options})
+
+
 class Trainer:
     """A replica group of one worker with a small model; ``seed`` makes its weights and its data."""
 
@@ -66,16 +78,8 @@ class Trainer:
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
         self.inner = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.data = torch.Generator().manual_seed(seed)
-        settings: dict[str, Any] = {
-            "lighthouse_addr": address,
-            "replica_id": name,
-            "in_process": True,
-            "timeout": TIMEOUT,
-            "quorum_timeout": TIMEOUT,
-            "load_state_dict": self.load_state_dict,
-            "state_dict": self.state_dict,
-        }
-        self.manager = Manager(**{**settings, **options})
+        states = {"load_state_dict": self.load_state_dict, "state_dict": self.state_dict}
+        self.manager = make_manager(address, name, **{**states, **options})
         self.optimizer = Optimizer(self.manager, self.inner)
         self.parallel = DistributedDataParallel(self.manager, self.model, bucket_cap_mb=0.0001)
 
