@@ -36,21 +36,21 @@ def go(order: LaunchOrder, operations: list[Operation], *, is_first: bool = Fals
     for operation in operations:
         expected.append(order.expects(operation))
         if not expected[-1]:
-            pattern = order.pattern(operation)
+            pattern = order._pattern(operation)
             order.agreed(operation, [pattern, pattern])
         order.launched(operation)
     return expected
 
 
 def test_a_step_like_the_last_one_is_not_compared() -> None:
-    order = LaunchOrder()
+    order = LaunchOrder(lambda: True)
     assert go(order, step(1, 2), is_first=True) == [False] * 3
     assert go(order, step(1, 2)) == [True] * 3
     assert go(order, step(1, 2)) == [True] * 3
 
 
 def test_other_steps_are_compared_where_they_differ() -> None:
-    order = LaunchOrder()
+    order = LaunchOrder(lambda: True)
     go(order, step(1, 2, 3), is_first=True)
     assert go(order, step(1, 5, 3)) == [True, False, False, False]
     assert go(order, step(1, 5)) == [True, True, False], "it ends early"
@@ -58,7 +58,7 @@ def test_other_steps_are_compared_where_they_differ() -> None:
 
 
 def test_a_step_that_is_remembered_is_compared_once() -> None:
-    order = LaunchOrder()
+    order = LaunchOrder(lambda: True)
     go(order, step(1, 2, 3), is_first=True)
     go(order, step(4, 5))
     assert go(order, step(1, 2, 3)) == [False, True, True, True]
@@ -67,22 +67,22 @@ def test_a_step_that_is_remembered_is_compared_once() -> None:
 
 
 def test_a_step_that_not_all_remember_is_compared_whole() -> None:
-    order = LaunchOrder()
+    order = LaunchOrder(lambda: True)
     go(order, step(1, 2), is_first=True)
     order.begin(lambda: True)
     first, second, _ = step(1, 2)
     assert not order.expects(first)
-    order.agreed(first, [order.pattern(first), 0])  # a newcomer
+    order.agreed(first, [order._pattern(first), 0])  # a newcomer
     order.launched(first)
     assert not order.expects(second)
-    assert order.pattern(second)
-    order.agreed(second, [order.pattern(second), 5])
+    assert order._pattern(second)
+    order.agreed(second, [order._pattern(second), 5])
     order.launched(second)
     assert not order.expects(Operation.end(2))
 
 
 def test_after_a_first_step_in_which_nothing_was_launched_nothing_is_known() -> None:
-    order = LaunchOrder()
+    order = LaunchOrder(lambda: True)
     go(order, step(1), is_first=True)
     order.begin(lambda: True)  # of another quorum
     assert go(order, step(1)) == [False, True], "its members were in no step together"
@@ -91,7 +91,7 @@ def test_after_a_first_step_in_which_nothing_was_launched_nothing_is_known() -> 
 
 
 def test_what_the_others_launch_instead_is_known() -> None:
-    order = LaunchOrder()
+    order = LaunchOrder(lambda: True)
     go(order, step(1, 2), is_first=True)
     order.begin(lambda: False)
     assert not order.expects(of(5))
@@ -100,13 +100,13 @@ def test_what_the_others_launch_instead_is_known() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    order = LaunchOrder()
+    order = LaunchOrder(lambda: True)
     for numel in range(2 * MAX_PATTERNS):
         go(order, step(numel), is_first=True)
     order.begin(lambda: True)
     assert len(order._patterns) == MAX_PATTERNS
-    assert not order.pattern(of(0))
-    assert order.pattern(of(2 * MAX_PATTERNS - 1))
+    assert not order._pattern(of(0))
+    assert order._pattern(of(2 * MAX_PATTERNS - 1))
     long = step(*range(MAX_PLACES + 3))
     go(order, long, is_first=True)
     expected = go(order, long)

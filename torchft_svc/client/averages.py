@@ -42,10 +42,10 @@ class Averages:
         """Whether something was averaged in this step."""
         return bool(self._works)
 
-    def begin(self, epoch: int, is_settled: Callable[[], bool]) -> None:
+    def begin(self, epoch: int) -> None:
         """A new step."""
         self._works = []
-        self.collectives.begin(epoch, is_settled)
+        self.collectives.begin(epoch)
 
     def check(self, tensor: torch.Tensor, quantized: bool, op: ReduceOp.RedOpType) -> None:
         """Refuse what cannot work, on every group alike.

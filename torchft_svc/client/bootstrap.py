@@ -15,6 +15,7 @@ from torchft_svc.client.leader import LeaderSign, LeaderWatch
 from torchft_svc.client.process_groups.store_line import Connection, call_store
 from torchft_svc.client.process_groups.stores import PrefixStore, Store, TCPStore
 from torchft_svc.coordination import ManagerServer, Whereabouts
+from torchft_svc.core.types import check_not_empty
 from torchft_svc.env import Environment
 from torchft_svc.errors import AddressError, ConfigError, DeadlineExceeded, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
@@ -187,8 +188,7 @@ def _both(addr_name: str, addr: str | None, port_name: str, port: int | None) ->
     if addr is None or port is None:
         missing, given = (addr_name, port_name) if addr is None else (port_name, addr_name)
         raise ConfigError(missing, None, f"{given} is set, so this is needed too")
-    if not addr.strip():
-        raise ConfigError(addr_name, addr, "it is empty: give it a value, or leave it out")
+    check_not_empty(addr_name, addr)
     return HostPort(addr, port)
 
 

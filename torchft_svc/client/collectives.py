@@ -60,7 +60,6 @@ class Collectives:
     ) -> None:
         self._order = order
         self._checks_all = checks_all
-        self._is_settled: Callable[[], bool] = bool
         self._num_launched = 0
         self._num_agreed = 0  # up to which operation all groups were found to be at the same
         self._device: torch.device | None = None  # on which the end of the step is compared
@@ -76,13 +75,9 @@ class Collectives:
         self._passes: set[int] = set()  # in which something was launched, and which go on
         self.launched = False
 
-    def begin(self, epoch: int, is_settled: Callable[[], bool]) -> None:
-        """A new step: what is left of the last one is forgotten (the group keeps it alive).
-
-        ``is_settled``: whether this group is, among the step's members; see `StepState`.
-        """
+    def begin(self, epoch: int) -> None:
+        """A new step: what is left of the last one is forgotten (the group keeps it alive)."""
         self._epoch = epoch
-        self._is_settled = is_settled
         self.launched = False
         self._num_launched = self._num_agreed = 0
         self._device = None
@@ -172,7 +167,7 @@ class Collectives:
 
     def _begin_comparison(self, mine: Operation, device: torch.device) -> _Comparison | None:
         """None: that failed, and the error is latched."""
-        header = Header(mine, self._is_settled(), self._order.pattern(mine))
+        header = self._order.header(mine)
         row = header.encode(device)
         rows = row.new_empty(self._pg.size(), len(row))
         reduction = self._launch(rows, lambda: self._pg.allgather([list(rows.unbind())], [row]))
@@ -270,7 +265,8 @@ class Collectives:
         self._outstanding = []
         told, self._told = self._told, []
         for comparison in told:
-            self._read(comparison)
+            if comparison.reduction.wait():
+                self._read(comparison)
         end, self._end = self._end, None
         if end is not None:
             self._end_comparison(end)

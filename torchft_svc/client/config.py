@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from torchft_svc.core.durations import MAX_DURATION_S, check_length
-from torchft_svc.core.types import DEFAULT_JOB, MAX_WORLD_SIZE
+from torchft_svc.core.types import DEFAULT_JOB, MAX_WORLD_SIZE, check_not_empty
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
 from torchft_svc.rpc.security import Security, security_or_environment
@@ -206,8 +206,7 @@ def resolve_services(
         ("hostname", hostname),
         ("flight_recorder", flight_recorder),
     ):
-        if value is not None and not value.strip():
-            raise ConfigError(field, value, "it is empty: give it a value, or leave it out")
+        check_not_empty(field, value)
     if quorum_retries is None:
         quorum_retries = environment.quorum_retries or 0
     if quorum_retries < 0:

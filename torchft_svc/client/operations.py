@@ -151,7 +151,9 @@ class LaunchOrder:
     they expect from there on; if it is the same one, it is in force.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_settled: Callable[[], bool]) -> None:
+        """``is_settled``: whether this group is, among a step's members; see `StepState`."""
+        self._is_settled = is_settled
         self._patterns: list[
             tuple[Operation, ...]
         ] = []  # the steps that are remembered, newest first
@@ -186,8 +188,12 @@ class LaunchOrder:
         known = self._in_force[place : place + 1]
         return known[0] if known and known[0] != operation else None
 
-    def pattern(self, operation: Operation) -> int:
-        """See `Header`, of a step that goes on with ``operation``."""
+    def header(self, operation: Operation) -> Header:
+        """What this group tells of ``operation``; what all know to follow need not be told."""
+        pattern = 0 if self.expects(operation) else self._pattern(operation)
+        return Header(operation, self._is_settled(), pattern)
+
+    def _pattern(self, operation: Operation) -> int:
         pattern = self._find(operation)
         if not pattern:
             return 0
@@ -196,7 +202,7 @@ class LaunchOrder:
         return int.from_bytes(digest, "big") >> 1 or 1
 
     def agreed(self, operation: Operation, patterns: Sequence[int]) -> None:
-        """All groups are at ``operation``, and each has told its `pattern`."""
+        """All groups are at ``operation``, and each has told its pattern."""
         is_shared = bool(patterns[0]) and len(set(patterns)) == 1
         self._in_force = self._find(operation) if is_shared else ()
 

@@ -80,7 +80,7 @@ class Stepper:
         step.on_phase = links.client.tell_phase
         self._membership = membership
         self._thread = thread
-        self._order = LaunchOrder()
+        self._order = LaunchOrder(lambda: self.state.settled)
         self._averages = Averages(
             links.pg,
             rules.timeouts.collective_s,
@@ -139,8 +139,8 @@ class Stepper:
             with self._step.changing() as machine:
                 epoch = machine.start()
             self._order.begin(lambda: round_.has_connected)
-            self._averages.begin(epoch, lambda: self.state.settled)
-            self._reports.begin(epoch, lambda: self.state.settled)
+            self._averages.begin(epoch)
+            self._reports.begin(epoch)
             self._links.registry.gate.open()
             self._thread.submit(task)
             if task.done and task.error is not None:

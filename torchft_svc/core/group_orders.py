@@ -78,10 +78,15 @@ class RefuseWorker:
     error: TorchFTError
 
 
+# Of a worker without a line nobody hears when it dies: another one with its rank waits for so long.
+# With a line its end tells, at once or, if its machine is gone, about as late.
+OWNER_SILENCE_S = 5.0
+
+
 @dataclass(frozen=True, slots=True)
 class AwaitOwner:
-    """Ask `Group.owner_was_silent` with these in a while: another worker asks as the one with this
-    rank, and the one before has no line whose end would tell that it is dead.
+    """Ask `Group.owner_was_silent` with these after `OWNER_SILENCE_S`: another worker asks as the
+    one with this rank, and the one before has no line whose end would tell that it is dead.
 
     Not if that has no worker id: such workers are one and the same, also after a restart.
     """

@@ -256,6 +256,12 @@ class QuorumConfig:
         return self.join_timeout_s if self.startup_timeout_s is None else self.startup_timeout_s
 
 
+def check_not_empty(field: str, value: str | None) -> None:
+    """Raise `ConfigError` if a setting is given (not None) but empty, as by an unset variable."""
+    if value is not None and not value.strip():
+        raise ConfigError(field, value, "it is empty: give it a value, or leave it out")
+
+
 def check_name(field: str, value: str) -> None:
     """Refuse a name that is empty, too long, or would break a log line."""
     if not value:

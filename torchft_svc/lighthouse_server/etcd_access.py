@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from torchft_svc.core.types import check_not_empty
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
 from torchft_svc.rpc.address import split_addresses
@@ -56,8 +57,7 @@ class EtcdAccess(TlsFiles):
                     name, value, f"it is for TLS: use {TLS_SCHEME}, not {PLAIN_SCHEME}"
                 )
         for name, value in ((USER_NAME, self.user), (PASSWORD_NAME, self.password)):
-            if value is not None and not value.strip():
-                raise ConfigError(name, value, "it is empty: give it a value, or leave it out")
+            check_not_empty(name, value)
         if self.user is not None and self.password is None:
             raise ConfigError(USER_NAME, self.user, f"{PASSWORD_NAME} is needed with it")
         if self.password is not None and self.user is None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from torchft_svc.core.activity import WorkerActivities
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
+    OWNER_SILENCE_S,
     AnswerVote,
     AnswerWorker,
     AskLighthouse,
@@ -47,9 +48,6 @@ log = logging.getLogger(__name__)
 ANSWER_MARGIN_S = 0.05
 # Workers that do not read the last news, such as the order to end, do not hold up the end.
 LAST_NEWS_S = 0.5
-# Of a worker without a line nobody hears when it dies: another one with its rank waits for so long.
-# With a line its end tells, at once or, if its machine is gone, about as late.
-OWNER_SILENCE_S = 5.0
 # Groups wait for one another in every step; who waits for longer than this is told what for.
 TELL_WHY_AFTER_S = 2.0
 

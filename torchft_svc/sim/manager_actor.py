@@ -10,6 +10,7 @@ from torchft_svc.core.activity import Activity, WorkerActivities
 from torchft_svc.core.assignment import Assignment, assign
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
+    OWNER_SILENCE_S,
     AnswerVote,
     AnswerWorker,
     AskLighthouse,
@@ -29,7 +30,6 @@ from torchft_svc.sim.story import Story
 from torchft_svc.sim.world import Process
 
 ANSWER_MARGIN_S = 0.05
-OWNER_SILENCE_S = 5.0
 FIRST_ROUND = 1 << 40
 
 

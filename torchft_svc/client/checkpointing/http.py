@@ -25,6 +25,7 @@ from torchft_svc.client.checkpointing.server import CheckpointServer
 from torchft_svc.client.checkpointing.staging import Staging
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.core.durations import check_length
+from torchft_svc.core.types import check_not_empty
 from torchft_svc.errors import ConfigError
 from torchft_svc.rpc.security import Security, security_or_environment
 
@@ -81,9 +82,7 @@ class HTTPTransport(CheckpointTransport[T]):
         _check("num_connections", num_connections, 1, MAX_NUM_CONNECTIONS)
         if chunk_bytes is not None:
             _check("chunk_bytes", chunk_bytes, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
-        if hostname is not None and not hostname.strip():
-            reason = "it is empty: give it a value, or leave it out"
-            raise ConfigError("hostname", hostname, reason)
+        check_not_empty("hostname", hostname)
         self._timeout_s = _seconds(timeout)
         self._num_connections = num_connections
         self._chunk_bytes = chunk_bytes
