@@ -100,9 +100,11 @@ class Nursery:
             raise NurseryError(f"the nursery has ended, status {self._process.wait(END_S)}")
         *lines, self._unread = (self._unread + more).split(b"\n")
         told = [json.loads(line) for line in lines]
-        for end in told:
-            if "ended" in end:
-                self._ended[end["ended"]] = end["status"], end["at"]
+        for said in told:
+            if "pid" in said:  # which the kernel may have given to an earlier worker before
+                self._ended.pop(said["pid"], None)
+            elif "ended" in said:
+                self._ended[said["ended"]] = said["status"], said["at"]
         return told
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import grpc
 import psutil
+import pytest
 
 from torchft_svc.coordination import Listeners, ManagerClient
 from torchft_svc.proto import torchft_pb2 as pb
@@ -60,6 +61,20 @@ def lives(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def start_with_process_id(pid: int, start: Callable[[], int]) -> None:
+    """Have ``start`` start a process that gets the id ``pid``, which an earlier one had."""
+    for _ in range(50):
+        try:
+            Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+        except OSError as error:
+            pytest.skip(f"only root may choose a process id here: {error}")
+        started = start()
+        if started == pid:
+            return
+        os.kill(started, signal.SIGKILL)  # another process of this machine was faster
+    pytest.skip(f"process id {pid} was taken by other processes of this machine")
 
 
 @contextlib.contextmanager

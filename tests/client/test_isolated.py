@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from bounds import check
-from running import ROOT, environment, eventually, is_alive
+from running import ROOT, environment, eventually, is_alive, start_with_process_id
 from warm import Warm
 
 from torchft_svc.client import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
@@ -75,6 +75,27 @@ def test_a_process_that_comes_too_late_is_not_taken_for_the_next_one(
     assert is_alive(pid)
     connection.close()
     assert nursery.status_of(pid, 20.0) is not None
+    template.kill()
+    template.wait()
+
+
+def test_the_status_of_an_earlier_process_with_the_same_id_is_not_told() -> None:
+    nursery = Nursery()
+    pid, connection = nursery.bear()
+    connection.close()
+    eventually(lambda: pid in nursery._statuses)
+    born = []
+
+    def bear() -> int:
+        born.append(nursery.bear())
+        return born[-1][0]
+
+    start_with_process_id(pid, bear)
+    assert nursery.status_of(pid, 0.0) is None
+    for _, connection in born:
+        connection.close()
+    template = nursery._template
+    assert template is not None
     template.kill()
     template.wait()
 

@@ -124,7 +124,10 @@ class Nursery:
                 if kind == "ready":
                     self._ready = True
                 elif kind == "born":
-                    self._born[int(numbers[0])] = int(numbers[1])
+                    number, pid = map(int, numbers)
+                    self._born[number] = pid
+                    # An earlier process may have had this id, and nobody asked for its status.
+                    self._statuses.pop(pid, None)
                 elif kind == "ended":
                     self._statuses[int(numbers[0])] = int(numbers[1])
                     while len(self._statuses) > MAX_STATUSES:

@@ -1,0 +1,22 @@
+"""Tests what is told of workers that are forked: who lives, and how the others ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from running import eventually, start_with_process_id
+
+from chaos.nursery import ROOT, Nursery
+from chaos.options import WorkerOptions
+
+
+def test_a_worker_that_gets_an_ended_ones_process_id_lives(tmp_path: Path) -> None:
+    with Nursery("sleeper", PYTHONPATH=f"{ROOT}:{Path(__file__).parent}") as nursery:
+        fast, slow = (
+            WorkerOptions(folder=tmp_path, group=0, incarnation=life, lighthouse="", step_s=step_s)
+            for life, step_s in enumerate((0.0, 60.0))
+        )
+        first = nursery.start(fast)
+        assert eventually(lambda: nursery.ended(first))[0] == 0
+        start_with_process_id(first, lambda: nursery.start(slow))
+        assert nursery.ended(first) is None
