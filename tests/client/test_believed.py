@@ -50,6 +50,34 @@ def test_a_joiner_from_a_newer_checkpoint_heals_from_the_running_job(
         in_step(max(before) + 5, *members)  # and they go on when it has left
 
 
+def test_a_joiner_that_is_not_believed_adds_nothing_to_the_first_step(house: Process) -> None:
+    """It heals to step 0, for which nobody waited: its forward pass had its own weights."""
+    with trainers(house.address, 2) as members:
+
+        def discards(trainer: Trainer) -> bool:
+            trainer.manager.report_error(ValueError("the job is to stay at step 0"))
+            return trainer.optimizer.step()
+
+        def first_step(trainer: Trainer) -> bool:
+            """Whether the first step of three groups is committed; those before it are not."""
+            while True:
+                trainer.backward()
+                quorum = trainer.manager._runtime.membership.quorum
+                assert quorum is not None
+                if quorum.replica_world_size == 3:
+                    return trainer.optimizer.step()
+                discards(trainer)
+
+        together(*(each.backward for each in members))  # they are a job now
+        for member in members:
+            assert not discards(member)
+        with restored(house, FAR) as late:
+            everybody = [*members, late]
+            assert not any(together(*(lambda each=each: first_step(each) for each in everybody)))
+            in_step(3, *everybody)
+            assert_identical(everybody)
+
+
 def test_a_joiner_whose_heal_fails_takes_nothing_over_either(house: Process) -> None:
     transport = Unreliable(num_failures=2)
     with (

@@ -30,6 +30,7 @@ from torchft_svc.errors import (
     Drained,
     GroupLeft,
     PeerError,
+    QuorumFailed,
     RequestRefused,
     TorchFTError,
     Unreachable,
@@ -124,6 +125,7 @@ class RoundRequest:
     shrink_only: bool
     timeout_s: float
     layout: str = ""  # what this worker sums, see `Reducing`; empty: not known
+    waits_for_heal: bool = False  # whether a state that is healed is loaded before the step begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,12 @@ class Round:
         problem = self._meet(quorum)
         heals = quorum.heal and self._request.allow_heal
         step = self._step.state.step
+        if heals and self.heals_first and not self._request.waits_for_heal and problem is None:
+            # It was beyond step 0, and is not believed. The others count on its gradients, but it
+            # may have begun its forward pass by now, with weights that are not theirs.
+            problem = QuorumFailed(
+                f"the step was begun with the weights of step {step}, the job is at step 0"
+            )
         if quorum.heal and step > quorum.max_step:
             log.warning(
                 "step %d of this group is not believed: the job is at step %d, and trains on from "

@@ -125,9 +125,9 @@ class Stepper:
             reducer.settle()
         if self._round is not None:
             self._round.withhold_rest()
-        request = dataclasses.replace(request, layout=self._layout())
         fresh = self._rules.init_sync and self.state.step == 0
         heals_now = request.allow_heal and (fresh or not self._rules.use_async_quorum)
+        request = dataclasses.replace(request, layout=self._layout(), waits_for_heal=heals_now)
         if heals_now and self._round is None:
             # Whether it does heal here depends on who else trains. Programs must not.
             self.weights_version += 1
