@@ -141,6 +141,23 @@ class Backend:
     """Somebody's, with or without operations."""
 
 
+def test_a_member_that_leaves_and_idles_keeps_nobody_waiting(
+    store: MeetingPlace, gloo: list[ProcessGroupGloo]
+) -> None:
+    """What it had launched goes on; the others' next operation fails, though it does nothing."""
+    leaver, other, _ = gloo
+    store.configure(leaver, other)
+    leaver.allreduce([torch.ones(1)])
+    leaver.abort()
+    total = torch.ones(1)
+    other.allreduce([total]).wait()
+    assert total == 2
+    began_at = time.monotonic()
+    with pytest.raises(RuntimeError):
+        other.allreduce([torch.ones(1)]).wait()
+    check("hearing that a member has left", time.monotonic() - began_at, 1.0)
+
+
 def test_leaving_after_an_interrupted_launch_blocks_nobody(
     store: MeetingPlace, gloo: list[ProcessGroupGloo], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,15 +217,9 @@ class Round:
                 self._expect_state()
             self._links.pg.prepare()
         quorum = self.quorum = self._ask()
-        problem = self._meet(quorum)
+        problem = self._meet(quorum) or self._began_too_early(quorum)
         heals = quorum.heal and self._request.allow_heal
         step = self._step.state.step
-        if heals and self.heals_first and not self._request.waits_for_heal and problem is None:
-            # It was beyond step 0, and is not believed. The others count on its gradients, but it
-            # may have begun its forward pass by now, with weights that are not theirs.
-            problem = QuorumFailed(
-                f"the step was begun with the weights of step {step}, the job is at step 0"
-            )
         if quorum.heal and step > quorum.max_step:
             log.warning(
                 "step %d of this group is not believed: the job is at step %d, and trains on from "
@@ -345,6 +339,17 @@ class Round:
             log.debug("quorum %d cannot be met", quorum.quorum_id, exc_info=error)
             return error
         return None
+
+    def _began_too_early(self, quorum: QuorumResult) -> Exception | None:
+        """Whether this worker may have begun its forward pass with weights that are not the job's,
+        although the others count on its gradients.
+
+        Its step is beyond 0, so it did not wait for a heal; but it is not believed.
+        """
+        if not quorum.heal or not self.heals_first or self._request.waits_for_heal:
+            return None
+        step = self._step.state.step
+        return QuorumFailed(f"the step began with the weights of step {step}, the job is at step 0")
 
     def _tell_members(self, quorum: QuorumResult, change: str) -> None:
         """What all workers of a group would say is said by the first one."""

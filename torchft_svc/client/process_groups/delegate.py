@@ -125,11 +125,6 @@ class DelegatingProcessGroup(ProcessGroup):
         if backend is not None:
             self._graveyard.bury(backend, works)
         del backend, works  # the last reference closes the connections
-        self._graveyard.clear()
-
-    def tidy(self) -> None:
-        """See `ProcessGroup.tidy`."""
-        self._graveyard.clear()
 
     def forget_completed(self) -> None:
         """Let go of the tensors of operations that are over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import threading
 import time
@@ -14,6 +15,9 @@ from torchft_svc.errors import DeadlineExceeded
 
 # Each abandoned group holds a few threads and sockets until its own timeout.
 MAX_GRAVES = 16
+# Others may wait for the end of an abandoned group as for the end of any other.
+_LOOK_S = 0.01
+_EXIT_S = 5.0
 
 
 class Graveyard:
@@ -21,7 +25,8 @@ class Graveyard:
 
     Destroying one would block until its operations time out. So it is kept, with all its
     operations, until the last one is over, whatever becomes of the process group; the end of the
-    interpreter does not destroy it either.
+    interpreter does not destroy it either. A thread looks after it meanwhile: the others, who wait
+    for what this member has not launched, hear that it has left when the connections are closed.
     """
 
     def bury(self, backend: Any, works: list[Any]) -> None:
@@ -31,18 +36,14 @@ class Graveyard:
         _own(grave)
         with _lock:
             _graves.append(grave)
+        if self.clear():
+            _KEEPER.start()
 
     def clear(self) -> int:
         """Destroy the backends whose operations are over; how many of this group are left."""
-        if not _graves:
-            return 0
+        _clear()
         with _lock:
-            over = [grave for grave in _graves if grave.is_over()]
-            _graves[:] = [grave for grave in _graves if grave not in over]
-            num_left = sum(grave.yard() is self for grave in _graves)
-        for grave in over:
-            _disown(grave)
-        return num_left  # on the way out the connections are closed, outside the lock
+            return sum(grave.yard() is self for grave in _graves)
 
     def make_room(self, timeout_s: float, check: Callable[[], None]) -> None:
         """Wait until a further group may be made; ``check`` raises to end the wait.
@@ -69,8 +70,49 @@ class _Grave:
         return all(work.is_completed() for work in self._works)
 
 
+class _Keeper:
+    """The thread, while there is something to look after."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None  # None, or ended after a fork: there is none
+        self._is_exit = threading.Event()
+
+    def start(self) -> None:
+        with _lock:
+            if self._is_exit.is_set() or (self._thread is not None and self._thread.is_alive()):
+                return
+            self._thread = threading.Thread(target=self._run, name="torchft-graveyard", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_exit.wait(_LOOK_S):
+            _clear()
+            with _lock:
+                if not _graves:
+                    self._thread = None
+                    return
+
+    def stop(self) -> None:
+        """The interpreter is about to end: no backend is destroyed meanwhile."""
+        self._is_exit.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join(_EXIT_S)
+
+
+def _clear() -> None:
+    with _lock:
+        over = [grave for grave in _graves if grave.is_over()]
+        _graves[:] = [grave for grave in _graves if grave not in over]
+    for grave in over:
+        _disown(grave)
+    # On the way out the connections are closed, outside the lock.
+
+
 _lock = threading.Lock()
 _graves: list[_Grave] = []
+_KEEPER = _Keeper()
+atexit.register(_KEEPER.stop)
 
 
 def _own(grave: _Grave) -> None:
