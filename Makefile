@@ -29,9 +29,9 @@ soak: $(READY)
 	$(BIN)/python -m demo --kills 50 --kill-interval 3 --seed $(SEED) --report demo-report-soak.png
 
 soak-rounds: $(READY)
-	PYTHONPATH=tests:. $(BIN)/python -m soak_rounds --rounds 20000 --seed $(SEED)
-	PYTHONPATH=tests:. $(BIN)/python -m quorum_load --rounds 50
-	PYTHONPATH=tests:. $(BIN)/python -m quorum_load --jobs 100 --rounds 10
+	PYTHONPATH=tests:. $(BIN)/python -m support.soak_rounds --rounds 20000 --seed $(SEED)
+	PYTHONPATH=tests:. $(BIN)/python -m support.quorum_load --rounds 50
+	PYTHONPATH=tests:. $(BIN)/python -m support.quorum_load --jobs 100 --rounds 10
 
 # Explores fresh seeds, unless SEED names the first one.
 sim: $(READY)

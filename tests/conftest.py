@@ -19,9 +19,9 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from bounds import again_if_late
 from hypothesis import settings
-from running import lives
+from support.bounds import again_if_late
+from support.running import lives
 
 from torchft_svc.rpc import deadline
 
@@ -40,7 +40,7 @@ _SESSION_WIDE = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
     "isolated.template",
-    "tests/warm.py",
+    "support/warm.py",
 )
 # Nor have these threads an owner: operations that were abandoned may last until their timeout.
 _OWNERLESS = ("torchft-nursery", "torchft-graveyard")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bounds import MAX_ATTEMPTS, Late, again_if_late, check
+from support.bounds import MAX_ATTEMPTS, Late, again_if_late, check
 
 HOUR_S = 3600.0
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click import Command
 from click.testing import CliRunner
-from warm import Warm
+from support.warm import Warm
 
 from benchmarks import isolation, quorum_rounds, recovery, stall, step_time, striping
 from benchmarks.children.phases import PARTS, PHASES

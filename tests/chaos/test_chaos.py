@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-from bounds import Late
+from support.bounds import Late
 
 from chaos.__main__ import cast, perform
 from chaos.faults import Kind, draw_faults

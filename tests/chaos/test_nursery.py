@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from running import eventually, start_with_process_id
+from support.running import ROOT, TESTS, eventually, start_with_process_id
 
-from chaos.nursery import ROOT, Nursery
+from chaos.nursery import Nursery
 from chaos.options import WorkerOptions
 
 
 def test_a_worker_that_gets_an_ended_ones_process_id_lives(tmp_path: Path) -> None:
-    with Nursery("sleeper", PYTHONPATH=f"{ROOT}:{Path(__file__).parent}") as nursery:
+    with Nursery("support.scripts.sleeper", PYTHONPATH=f"{ROOT}:{TESTS}") as nursery:
         fast, slow = (
             WorkerOptions(folder=tmp_path, group=0, incarnation=life, lighthouse="", step_s=step_s)
             for life, step_s in enumerate((0.0, 60.0))

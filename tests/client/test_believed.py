@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from running import Line, Process, lighthouse_process, line_to
+from support.running import Line, Process, lighthouse_process, line_to
+from support.training import Trainer, assert_identical, in_step, together, trainers
 
 from .test_heal import Unreliable
-from .training import Trainer, assert_identical, in_step, together, trainers
 
 pytestmark = pytest.mark.processes
 

@@ -10,13 +10,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from bounds import check
+from support.bounds import check
+from support.training import Trainer, assert_identical, lighthouse, together, trainers
 
 from torchft_svc.client import ManagedProcessGroup, Manager
 from torchft_svc.client.reduction import Reduction
 from torchft_svc.errors import RequestRefused
-
-from .training import Trainer, assert_identical, lighthouse, together, trainers
 
 
 @pytest.fixture

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from collective_calls import NAMES, Calls, expected
+from support.collective_calls import NAMES, Calls, expected
+from support.meeting_place import MeetingPlace
+from support.training import together
 from torch.distributed import HashStore
 
 from torchft_svc.client import (
@@ -22,9 +24,6 @@ from torchft_svc.client import (
 )
 from torchft_svc.client.process_groups.operations import COLLECTIVES, OLDER_NAMES
 from torchft_svc.testing import FakeProcessGroupWrapper
-
-from .meeting_place import MeetingPlace
-from .training import together
 
 # The first isolated groups of all wait until torch is imported, on a machine that may be busy.
 TIMEOUT = timedelta(seconds=60)

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from bounds import check
+from support.bounds import check
+from support.training import lighthouse, make_manager, together
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from demo.torch_wrapper import torch_data_parallel
 from torchft_svc.client import DistributedDataParallel
 from torchft_svc.errors import RequestRefused
-
-from .training import lighthouse, make_manager, together
 
 
 class Group:

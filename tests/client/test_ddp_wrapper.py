@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.training import lighthouse
 from torch import nn
 
 from torchft_svc.client import DistributedDataParallel, Manager, Optimizer
 from torchft_svc.errors import ConfigError
 
 from .test_ddp import ONE, mlp
-from .training import lighthouse
 
 
 @pytest.fixture

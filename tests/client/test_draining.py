@@ -14,20 +14,26 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from bounds import check
-from forked import fork
-from running import command, environment, eventually, manager_process, steady_address
-from warm import Warm
+from support.bounds import check
+from support.forked import fork
+from support.running import (
+    SCRIPTS,
+    command,
+    environment,
+    eventually,
+    manager_process,
+    steady_address,
+)
+from support.scripts.drained_trainer import leads_a_session
+from support.training import Trainer, lighthouse
+from support.warm import Warm
 
 from torchft_svc.client import bootstrap
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import Drained
 
-from .drained_trainer import leads_a_session
-from .training import Trainer, lighthouse
-
 pytestmark = pytest.mark.processes
-PROGRAM = Path(__file__).with_name("drained_trainer.py")
+PROGRAM = SCRIPTS / "drained_trainer.py"
 DEADLINE_S = 60.0
 # Far below the join timeout of the lighthouse, for which a group that did not leave is waited for.
 DELAY_S = 4.0

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from bounds import Late, check
-from running import eventually, lighthouse_process
+from support.bounds import Late, check
+from support.endings import END_S, running
+from support.running import eventually, lighthouse_process
+from support.training import lighthouse
 
 from torchft_svc.coordination import LighthouseClient
-
-from .programs import END_S, running
-from .training import lighthouse
 
 pytestmark = pytest.mark.processes
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.training import lighthouse
 from torch import nn, optim
 
 import torchft_svc
@@ -19,8 +20,6 @@ from torchft_svc.client import (
     OptimizerWrapper,
     ProcessGroupDummy,
 )
-
-from .training import lighthouse
 
 ORDER = (
     "pg load_state_dict state_dict min_replica_size use_async_quorum timeout quorum_timeout "

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-from bounds import Late, check
-from running import Process, lighthouse_process, steady_address
+from support.bounds import Late, check
+from support.running import Process, lighthouse_process, steady_address
+from support.training import DEADLINE_S, Trainer, assert_identical, together, trainers
 
 from chaos.bounds import LIGHTHOUSE_BACK_S
 from torchft_svc.errors import Unreachable
-
-from .training import DEADLINE_S, Trainer, assert_identical, together, trainers
 
 FLAGS = ("--min-replicas=2", "--join-timeout-ms=2000")
 

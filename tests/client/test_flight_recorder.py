@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from collective_calls import NAMES, Calls
-from running import eventually
+from support.collective_calls import NAMES, Calls
+from support.endings import running
+from support.meeting_place import MeetingPlace
+from support.running import eventually
+from support.training import DEADLINE_S, TIMEOUT, lighthouse, together
 
 from torchft_svc.client import (
     ErrorSwallowingProcessGroupWrapper,
@@ -27,10 +30,6 @@ from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.recorder import MAX_QUORUMS, FlightRecorder
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import ConfigError
-
-from .meeting_place import MeetingPlace
-from .programs import running
-from .training import DEADLINE_S, TIMEOUT, lighthouse, together
 
 KINDS: dict[str, Callable[[], ProcessGroup]] = {
     "gloo": lambda: ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(TIMEOUT)),

@@ -9,10 +9,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from support.training import DEADLINE_S, Trainer, lighthouse, together, trainers
 
 from torchft_svc.errors import DeadlineExceeded
-
-from .training import DEADLINE_S, Trainer, lighthouse, together, trainers
 
 _context = multiprocessing.get_context("fork")
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from bounds import check
-from running import ROOT, environment
-from warm import Warm
+from support.bounds import check
+from support.meeting_place import MeetingPlace
+from support.running import TESTS, environment
+from support.training import together
+from support.warm import Warm
 
 from torchft_svc.client import (
     ErrorSwallowingProcessGroupWrapper,
@@ -23,9 +25,6 @@ from torchft_svc.client import (
 )
 from torchft_svc.errors import QuorumFailed, TorchFTError
 from torchft_svc.testing import FakeProcessGroupWrapper
-
-from .meeting_place import MeetingPlace
-from .training import together
 
 # Nothing here may take longer, whatever fails.
 pytestmark = pytest.mark.timeout(100)
@@ -131,8 +130,8 @@ def test_wrong_sizes(place: MeetingPlace, groups: list[ProcessGroup]) -> None:
 def test_gloo_ends_the_process_of_who_disagrees_on_a_size() -> None:
     """As its docstring says: no wait without an end, and no wrong sum."""
     trainer = Warm(
-        [sys.executable, "-m", "client.differing_trainer"],
-        cwd=ROOT / "tests",
+        [sys.executable, "-m", "support.scripts.differing_trainer"],
+        cwd=TESTS,
         text=True,
         env=environment(),
     )

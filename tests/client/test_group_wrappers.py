@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.meeting_place import MeetingPlace
+from support.training import TIMEOUT, lighthouse, together
 from torch import nn
 from torch.distributed import HashStore, ReduceOp
 from torch.distributed._functional_collectives import all_reduce
@@ -27,9 +29,6 @@ from torchft_svc.client import (
 )
 from torchft_svc.errors import ConfigError, QuorumFailed, RequestRefused
 from torchft_svc.testing import FakeProcessGroupWrapper
-
-from .meeting_place import MeetingPlace
-from .training import TIMEOUT, lighthouse, together
 
 
 @pytest.fixture

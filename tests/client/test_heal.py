@@ -13,17 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from bounds import Late
-from running import eventually
-
-from torchft_svc.client import CheckpointTransport, HTTPTransport, ProcessGroupDummy
-from torchft_svc.client.heal import fetch_state
-from torchft_svc.client.membership import Membership
-from torchft_svc.coordination import LighthouseClient, QuorumResult
-from torchft_svc.errors import CheckpointError, QuorumFailed
-from torchft_svc.rpc.security import PLAIN
-
-from .training import (
+from support.bounds import Late
+from support.running import eventually
+from support.training import (
     DEADLINE_S,
     TIMEOUT,
     Trainer,
@@ -34,6 +26,13 @@ from .training import (
     together,
     trainers,
 )
+
+from torchft_svc.client import CheckpointTransport, HTTPTransport, ProcessGroupDummy
+from torchft_svc.client.heal import fetch_state
+from torchft_svc.client.membership import Membership
+from torchft_svc.coordination import LighthouseClient, QuorumResult
+from torchft_svc.errors import CheckpointError, QuorumFailed
+from torchft_svc.rpc.security import PLAIN
 
 A_QUORUM = QuorumResult(
     quorum_id=7,

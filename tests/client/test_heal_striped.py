@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from bounds import Late
-from running import eventually
+from support.bounds import Late
+from support.running import eventually
+from support.training import TIMEOUT, Trainer, assert_identical, in_step, lighthouse, together
 
 from torchft_svc.client import HTTPTransport
 from torchft_svc.testing.proxy import Proxy, Throttle
-
-from .training import TIMEOUT, Trainer, assert_identical, in_step, lighthouse, together
 
 CHUNK_BYTES = 64 << 10
 NUM_FLOATS = 1 << 20

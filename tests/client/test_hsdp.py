@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from .sharded_groups import LIMIT_S, heal_part_by_part, pause_a_worker
+from support.sharded_groups import LIMIT_S, heal_part_by_part, pause_a_worker
 
 
 @pytest.mark.timeout(LIMIT_S)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from torchft_svc.core.step import Phase
+from support.training import Trainer, bits, lighthouse, together
 
-from .training import Trainer, bits, lighthouse, together
+from torchft_svc.core.step import Phase
 
 _OURS = ("torchft_svc/client/", "torchft_svc/core/step.py")
 

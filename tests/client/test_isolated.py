@@ -13,18 +13,17 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from bounds import check
-from running import ROOT, environment, eventually, is_alive, start_with_process_id
-from warm import Warm
+from support.bounds import check
+from support.meeting_place import MeetingPlace
+from support.running import TESTS, environment, eventually, is_alive, start_with_process_id
+from support.training import Trainer, assert_identical, in_step, lighthouse, together
+from support.warm import Warm
 
 from torchft_svc.client import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
 from torchft_svc.client.process_groups.isolated.nursery import NURSERY, Nursery
 from torchft_svc.client.process_groups.isolated.segments import HostSegment, Pool
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed
-
-from .meeting_place import MeetingPlace
-from .training import Trainer, assert_identical, in_step, lighthouse, together
 
 TIMEOUT = timedelta(seconds=20)
 pytestmark = pytest.mark.processes
@@ -328,8 +327,8 @@ def test_a_lost_template_is_replaced(place: MeetingPlace, pair: list[ProcessGrou
 
 def test_they_end_with_the_trainer_although_a_forked_child_lives_on() -> None:
     trainer = Warm(
-        [sys.executable, "-m", "client.isolated_trainer"],
-        cwd=ROOT / "tests",
+        [sys.executable, "-m", "support.scripts.isolated_trainer"],
+        cwd=TESTS,
         text=True,
         env=environment(),
     )

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from running import eventually
+from support.meeting_place import MeetingPlace
+from support.running import eventually
 from torch._C import _distributed_c10d as c10d
 
 from torchft_svc.client import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
@@ -21,8 +22,6 @@ from torchft_svc.client.process_groups.isolated.segments import HostSegment, Poo
 from torchft_svc.client.process_groups.isolated.work import IsolatedWork
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.errors import ConfigError, TorchFTError
-
-from .meeting_place import MeetingPlace
 
 SOON = timedelta(seconds=0.05)
 ENOUGH = timedelta(seconds=10)

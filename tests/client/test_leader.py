@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import eventually
-from warm import Warm
+from support.running import eventually
+from support.warm import Warm
 
 from torchft_svc.client.leader import LeaderSign, LeaderWatch
 from torchft_svc.rpc.address import HostPort, parse_address

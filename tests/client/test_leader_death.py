@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from bounds import check
+from support.bounds import check
+from support.endings import Program, running
+from support.training import DEADLINE_S, Trainer, lighthouse
 from torch.distributed import TCPStore
 
 from chaos.bounds import NEWS_S
 from torchft_svc.errors import PeerError
-
-from .programs import Program, running
-from .training import DEADLINE_S, Trainer, lighthouse
 
 pytestmark = pytest.mark.processes
 

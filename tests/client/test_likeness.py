@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import Group
-from running import eventually, lighthouse_process
-
-from . import unlike_trainer
+from support.forked import Group
+from support.running import eventually, lighthouse_process
+from support.scripts import unlike_trainer
 
 pytestmark = pytest.mark.processes
 

@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-from running import eventually
+from support.running import eventually
+from support.training import DEADLINE_S, Trainer, assert_identical, together
 
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.coordination import LighthouseClient, LighthouseServer
 from torchft_svc.core.step import Phase
-
-from .training import DEADLINE_S, Trainer, assert_identical, together
 
 JOIN_S = 0.5
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bounds import check
+from support.bounds import check
+from support.training import TIMEOUT, Trainer, assert_identical, lighthouse, together, trainers
 from torch import nn
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,8 +24,6 @@ from torchft_svc.client import (
     replicate_across_groups,
 )
 from torchft_svc.errors import RequestRefused
-
-from .training import TIMEOUT, Trainer, assert_identical, lighthouse, together, trainers
 
 SPARES = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 1}
 

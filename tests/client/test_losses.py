@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from support.training import lighthouse, together, trainers
 
 from torchft_svc.client.membership import Membership
 from torchft_svc.client.process_groups import ProcessGroupDummy, ProcessGroupGloo
 from torchft_svc.coordination import QuorumResult
 from torchft_svc.errors import QuorumFailed
-
-from .training import lighthouse, together, trainers
 
 QUORUM = QuorumResult(
     quorum_id=7,

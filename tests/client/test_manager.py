@@ -12,13 +12,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from bounds import check
-from torch.distributed import ReduceOp
-
-from torchft_svc.client import Manager, WorldSizeMode
-from torchft_svc.errors import CommitFailed, ConfigError, RequestRefused
-
-from .training import (
+from support.bounds import check
+from support.training import (
     Trainer,
     assert_identical,
     bits,
@@ -27,6 +22,10 @@ from .training import (
     together,
     trainers,
 )
+from torch.distributed import ReduceOp
+
+from torchft_svc.client import Manager, WorldSizeMode
+from torchft_svc.errors import CommitFailed, ConfigError, RequestRefused
 
 
 @pytest.fixture

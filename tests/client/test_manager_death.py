@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from bounds import check
-from running import lives
+from support.bounds import check
+from support.running import lives
+from support.training import DEADLINE_S, Trainer, assert_identical, lighthouse, together, trainers
 
 from chaos.bounds import MANAGER_BACK_S
 from torchft_svc.errors import TorchFTError
 from torchft_svc.manager_server import life
 
 from .test_workers import workers
-from .training import DEADLINE_S, Trainer, assert_identical, lighthouse, together, trainers
 
 pytestmark = pytest.mark.processes
 

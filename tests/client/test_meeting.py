@@ -17,16 +17,15 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from bounds import check
-from running import END_S, START_S, environment, eventually, silent
+from support.bounds import check
+from support.meeting_place import MeetingPlace
+from support.running import END_S, START_S, environment, eventually, silent
+from support.training import lighthouse, together
 
 from torchft_svc.client import Manager, ProcessGroupGloo
 from torchft_svc.client.process_groups import attempt, store_line
 from torchft_svc.client.process_groups.attempt import MAX_GIVEN_UP, Attempt
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, Unreachable
-
-from .meeting_place import MeetingPlace
-from .training import lighthouse, together
 
 TIMEOUT = timedelta(seconds=60)
 CALL_S = 0.5

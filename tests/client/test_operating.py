@@ -7,14 +7,13 @@ import time
 from datetime import timedelta
 
 import pytest
-from running import eventually
+from support.endings import DEADLINE_S, running
+from support.running import eventually
+from support.training import lighthouse
 
 from torchft_svc.client.draining import REPEAT_S
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import RequestRefused
-
-from .programs import DEADLINE_S, running
-from .training import lighthouse
 
 pytestmark = pytest.mark.processes
 CONNECT = timedelta(seconds=20)

@@ -7,13 +7,20 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from support.training import (
+    Trainer,
+    assert_identical,
+    bits,
+    in_step,
+    lighthouse,
+    together,
+    trainers,
+)
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 from torchft_svc.client import Optimizer, OptimizerWrapper
 from torchft_svc.errors import ConfigError, DeadlineExceeded, RequestRefused
-
-from .training import Trainer, assert_identical, bits, in_step, lighthouse, together, trainers
 
 
 @pytest.fixture

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bounds import check
-from running import eventually
+from support.bounds import check
+from support.meeting_place import MeetingPlace
+from support.running import eventually
+from support.training import Trainer, assert_identical, bits, in_step, lighthouse, together
 
 from torchft_svc.client import (
     ErrorSwallowingProcessGroupWrapper,
@@ -28,9 +30,6 @@ from torchft_svc.client import (
 from torchft_svc.client.checkpointing import pg as module
 from torchft_svc.client.process_groups.wrapper import ProcessGroupWrapper
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, PeerError, TornState
-
-from .meeting_place import MeetingPlace
-from .training import Trainer, assert_identical, bits, in_step, lighthouse, together
 
 TIMEOUT = timedelta(seconds=10)
 # From the end of the moment of grace; without it, the whole timeout.

@@ -10,8 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from bounds import check
-from running import Process, eventually, lighthouse_process
+from support.bounds import check
+from support.endings import Program, running
+from support.running import Process, eventually, lighthouse_process
+from support.training import DEADLINE_S, TIMEOUT, Trainer
 from torch import nn
 
 from chaos.bounds import NEWS_S
@@ -20,9 +22,6 @@ from torchft_svc.client.rounds import SharedStep
 from torchft_svc.coordination.outgoing import Outgoing
 from torchft_svc.core.step import Participation, Phase, StepMachine
 from torchft_svc.proto import torchft_pb2 as pb
-
-from .programs import Program, running
-from .training import DEADLINE_S, TIMEOUT, Trainer
 
 HANG_S = 1.0
 

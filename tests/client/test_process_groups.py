@@ -13,8 +13,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from bounds import Late, check, raises_in_time
-from running import eventually
+from support.bounds import Late, check, raises_in_time
+from support.meeting_place import MeetingPlace
+from support.running import eventually
+from support.training import together
 
 from torchft_svc.client import HTTPTransport, PGTransport, ProcessGroupDummy, ProcessGroupGloo
 from torchft_svc.client.process_groups import delegate
@@ -27,9 +29,6 @@ from torchft_svc.errors import (
     QuorumFailed,
     Unreachable,
 )
-
-from .meeting_place import MeetingPlace
-from .training import together
 
 TIMEOUT = timedelta(seconds=20)
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import Group, ending
-from running import eventually, lighthouse_process
-
-from . import replicated_trainer
+from support.forked import Group, ending
+from support.running import eventually, lighthouse_process
+from support.scripts import replicated_trainer
 
 # The first group of all waits until torch is imported, on a machine that may be busy.
 WITHIN_S = 120.0

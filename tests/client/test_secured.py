@@ -10,16 +10,15 @@ from typing import Any
 
 import psutil
 import pytest
-from bounds import Late, check
-from papers import TOKEN, Papers, papers, variables
-from running import eventually, steady_address
+from support.bounds import Late, check
+from support.papers import TOKEN, Papers, papers, variables
+from support.running import eventually, steady_address
+from support.training import Trainer, assert_identical, together
 
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.errors import TorchFTError, Unauthorized, Unreachable
 from torchft_svc.manager_server.link import DISTRUST_PAUSE_S
 from torchft_svc.rpc.security import PLAIN, Security
-
-from .training import Trainer, assert_identical, together
 
 pytestmark = pytest.mark.processes
 OTHER_TOKEN = "a-token-of-another-cluster"  # noqa: S105 - of these tests

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.meeting_place import MeetingPlace
+from support.training import TIMEOUT
 from torch import nn
 from torch.distributed import HashStore
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -31,9 +33,6 @@ from torchft_svc.client.checkpointing.serialization import describe, parse
 from torchft_svc.client.shards import put_together, take_apart
 from torchft_svc.client.state import StateRegistry
 from torchft_svc.errors import CheckpointError, ConfigError, RequestRefused, TornState
-
-from .meeting_place import MeetingPlace
-from .training import TIMEOUT
 
 
 @pytest.fixture

@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from torchft_svc.client import CheckpointTransport, HTTPTransport, PGTransport, ProcessGroupGloo
-from torchft_svc.errors import ConfigError
-
-from .training import (
+from support.training import (
     DEADLINE_S,
     TIMEOUT,
     Trainer,
@@ -23,6 +19,9 @@ from .training import (
     lighthouse,
     together,
 )
+
+from torchft_svc.client import CheckpointTransport, HTTPTransport, PGTransport, ProcessGroupGloo
+from torchft_svc.errors import ConfigError
 
 
 @pytest.fixture

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.training import Trainer, bits, lighthouse, together
 from torch import nn
 
 from torchft_svc.client import DistributedDataParallel
 from torchft_svc.errors import CheckpointError
-
-from .training import Trainer, bits, lighthouse, together
 
 Program = Callable[[Trainer], bool]
 

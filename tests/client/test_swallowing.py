@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bounds import check
-from collective_calls import NAMES, Calls
-from running import eventually
+from support.bounds import check
+from support.collective_calls import NAMES, Calls
+from support.meeting_place import MeetingPlace
+from support.running import eventually
+from support.training import TIMEOUT, Trainer, assert_identical, lighthouse, together, trainers
 
 from torchft_svc.client import (
     ErrorSwallowingProcessGroupWrapper,
@@ -26,9 +28,6 @@ from torchft_svc.client import (
 from torchft_svc.client.process_groups.wrapper import ProcessGroupWrapper
 from torchft_svc.core.step import Phase
 from torchft_svc.testing import FakeProcessGroupWrapper
-
-from .meeting_place import MeetingPlace
-from .training import TIMEOUT, Trainer, assert_identical, lighthouse, together, trainers
 
 KINDS = {"gloo": ProcessGroupGloo, "isolated": ProcessGroupBabyGloo}
 SOON = timedelta(milliseconds=50)

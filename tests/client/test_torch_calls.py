@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from support.meeting_place import MeetingPlace
+from support.training import together
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchft_svc.client import ProcessGroup
 
-from .meeting_place import MeetingPlace
 from .test_collectives import KINDS
-from .training import together
 
 # Torch has given some of these functions newer names.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

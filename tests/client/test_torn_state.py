@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from running import eventually
+from support.running import eventually
+from support.training import TIMEOUT, Trainer, in_step, lighthouse, together
 
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import RequestRefused
-
-from .training import TIMEOUT, Trainer, in_step, lighthouse, together
 
 
 @pytest.fixture

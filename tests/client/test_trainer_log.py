@@ -11,15 +11,14 @@ import traceback
 from pathlib import Path
 
 import pytest
-from running import environment, lighthouse_process, steady_address
-from warm import Warm
+from support.running import environment, lighthouse_process, steady_address
+from support.training import in_step, lighthouse, together, trainers
+from support.warm import Warm
 
 from torchft_svc.client.checkpointing.source import Source
 from torchft_svc.errors import AddressError
 from torchft_svc.rpc.log_limit import line_formatter
 from torchft_svc.rpc.security import PLAIN
-
-from .training import in_step, lighthouse, together, trainers
 
 pytestmark = pytest.mark.processes
 

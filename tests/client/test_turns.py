@@ -11,14 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from bounds import check
-from running import eventually
+from support.bounds import check
+from support.running import eventually
+from support.training import (
+    Trainer,
+    assert_identical,
+    bits,
+    lighthouse,
+    make_manager,
+    together,
+    trainers,
+)
 from torch import nn
 
 from torchft_svc.client import DistributedDataParallel, Manager, Optimizer
 from torchft_svc.errors import RequestRefused
-
-from .training import Trainer, assert_identical, bits, lighthouse, make_manager, together, trainers
 
 # What such a step may cost; without a comparison it takes the timeout of a collective.
 DISCARD_S = 5.0

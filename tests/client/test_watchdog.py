@@ -7,12 +7,11 @@ import threading
 import time
 
 import pytest
-from running import eventually
+from support.endings import DEADLINE_S, running
+from support.running import eventually
+from support.training import lighthouse
 
 from torchft_svc.client.watchdog import STANDSTILL_S, Watchdog
-
-from .programs import DEADLINE_S, running
-from .training import lighthouse
 
 
 @pytest.mark.processes

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from bounds import check, raises_in_time
-from running import steady_address
+from support.bounds import check, raises_in_time
+from support.running import steady_address
+from support.training import DEADLINE_S, Trainer, assert_identical, lighthouse, together
 from torch.distributed import TCPStore
 
 from torchft_svc.client import HTTPTransport, Manager, bootstrap
@@ -24,8 +25,6 @@ from torchft_svc.errors import (
     TorchFTError,
     Unreachable,
 )
-
-from .training import DEADLINE_S, Trainer, assert_identical, lighthouse, together
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from running import eventually, refusing, silent, steady_address
+from support.running import eventually, refusing, silent, steady_address
 
 from torchft_svc.coordination import LighthouseClient, LighthouseServer
 from torchft_svc.errors import AddressError, DeadlineExceeded, Unreachable

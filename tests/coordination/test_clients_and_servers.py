@@ -10,8 +10,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from bounds import check, raises_in_time
-from running import eventually, refusing, steady_address
+from support.bounds import check, raises_in_time
+from support.running import eventually, refusing, steady_address
 
 from chaos.bounds import NEWS_S
 from torchft_svc.coordination import (

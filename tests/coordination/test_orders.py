@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from running import attach, eventually, line_to, manager_process, members
+from support.running import attach, eventually, line_to, manager_process, members
 
 from torchft_svc.coordination import (
     LighthouseClient,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from running import Line, line_to, members
+from support.running import Line, line_to, members
 
 from torchft_svc.coordination import LighthouseClient, LighthouseServer
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.core.scenes import member, quorum
 
 from torchft_svc.core.acceptance import check_answer
 from torchft_svc.errors import QuorumFailed
-
-from .scenes import member, quorum
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from support.core.scenes import JOB, Scene, config, formed
 
 from torchft_svc.core.activity import HANGING_PHASES, Activity, HangWatch, WorkerActivities
 from torchft_svc.core.lighthouse_orders import ReportHang
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import QuorumConfig
 from torchft_svc.errors import ConfigError
-
-from .scenes import JOB, Scene, config, formed
 
 HANG = config(hang_timeout_s=5, on_hang="kill")
 

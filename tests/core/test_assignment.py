@@ -9,13 +9,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.core import twin
+from support.core.scenes import member, quorum
 
 from torchft_svc.core.assignment import MAX_HEAL_SOURCES, Assignment, assign, heal_plan
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import QuorumFailed
-
-from . import twin
-from .scenes import member, quorum
 
 # a and c are at step 5, b, d and e are behind.
 MIXED = quorum(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.core.scenes import JOB, Scene, config, formed, loss
 
 from torchft_svc.core.lighthouse_orders import ReportEviction, ReportHang
 from torchft_svc.core.step import Phase
-
-from .scenes import JOB, Scene, config, formed, loss
 
 EVICT = config(hang_timeout_s=5, on_hang="evict")
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from support.core.scenes import Scene, config
 
 from torchft_svc.core.gathering import GATHER_S
-
-from .scenes import Scene, config
 
 
 def test_the_first_group_that_comes_does_not_go_on_alone() -> None:

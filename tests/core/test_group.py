@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.core.barriers import QUORUM, asks, in_round, request, vote
+from support.core.scenes import Refused, plain
 
 from torchft_svc.core.ended import MAX_MISSED
 from torchft_svc.core.group import Group
@@ -26,9 +28,6 @@ from torchft_svc.errors import (
     TorchFTError,
     Unreachable,
 )
-
-from .barriers import QUORUM, asks, in_round, request, vote
-from .scenes import Refused, plain
 
 
 def test_the_group_asks_once_all_workers_have() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from support.core.barriers import QUORUM, asks, in_round, request, vote
+from support.core.scenes import Refused, plain
 
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
@@ -10,9 +12,6 @@ from torchft_svc.core.group_orders import (
 )
 from torchft_svc.core.requests import Vote
 from torchft_svc.errors import RequestRefused
-
-from .barriers import QUORUM, asks, in_round, request, vote
-from .scenes import Refused, plain
 
 
 def test_all_vote_yes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.core.scenes import member, quorum
 
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
@@ -15,8 +16,6 @@ from torchft_svc.core.group_orders import (
 )
 from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.errors import GroupLeft, QuorumFailed
-
-from .scenes import member, quorum
 
 
 def request(group_rank: int, draining: bool = False, worker_id: str = "w") -> WorkerRequest:

@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.core.scenes import member, quorum
 
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
@@ -21,8 +22,6 @@ from torchft_svc.core.group_orders import (
 )
 from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.errors import GroupLeft, QuorumFailed, RequestRefused
-
-from .scenes import member, quorum
 
 BUSY = [HealthCheck.too_slow]  # on a busy machine, slow is no sign of a fault
 ranks = st.integers(0, 3)  # one more than there can be

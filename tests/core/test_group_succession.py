@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 
 import pytest
+from support.core.barriers import QUORUM, asks, request, vote
 
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
@@ -14,8 +15,6 @@ from torchft_svc.core.group_orders import (
     Order,
 )
 from torchft_svc.errors import RequestRefused
-
-from .barriers import QUORUM, asks, request, vote
 
 STEP = 5
 OLD_ROUND = 3

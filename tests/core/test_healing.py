@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from support.core.scenes import JOB, Scene, config, formed
 
 from torchft_svc.core.lighthouse_orders import ReportLeftHealing
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import QuorumConfig
 from torchft_svc.errors import ConfigError
-
-from .scenes import JOB, Scene, config, formed
 
 HEAL = config(heal_timeout_s=40.0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.core.scenes import JOB, Refused, Scene, answer, config, formed, loss, member
 
 from torchft_svc.core.assignment import assign
 from torchft_svc.core.gathering import GATHER_S
@@ -13,8 +14,6 @@ from torchft_svc.core.lighthouse_orders import AnswerQuorum
 from torchft_svc.core.membership import Membership
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 from torchft_svc.errors import RequestRefused
-
-from .scenes import JOB, Refused, Scene, answer, config, formed, loss, member
 
 SILENT = "no sign of life for 100 s"
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from .scenes import Refused, answer, formed, loss, member
+from support.core.scenes import Refused, answer, formed, loss, member
 
 SILENT = "no sign of life for 100 s"
 

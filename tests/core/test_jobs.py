@@ -5,12 +5,11 @@ from __future__ import annotations
 from enum import Enum
 
 import pytest
+from support.core.scenes import JOB, Scene, config, formed
 
 from torchft_svc.core.announcements import MAX_LOSSES_TOLD
 from torchft_svc.core.lighthouse_orders import ReportLoss
 from torchft_svc.errors import RequestRefused
-
-from .scenes import JOB, Scene, config, formed
 
 
 def test_jobs_never_see_each_other() -> None:

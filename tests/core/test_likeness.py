@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from support.core.scenes import Scene, config, formed
 
 from torchft_svc.core.group import group_layout
 from torchft_svc.core.types import MAX_LAYOUT_LENGTH
 from torchft_svc.errors import RequestRefused
-
-from .scenes import Scene, config, formed
 
 REASON = (
     "'c:1' has a group world size of 2, 'a:1' of 1: all groups of a job need the same; start this "

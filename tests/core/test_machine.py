@@ -8,11 +8,10 @@ from collections.abc import Callable
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.core import twin
+from support.core.world import Group, World
 
 from torchft_svc.core.types import QuorumConfig
-
-from . import twin
-from .world import Group, World
 
 BUSY = [HealthCheck.too_slow]  # on a busy machine, slow is no sign of a fault
 JOBS = ["x", "y"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from .scenes import Refused, Scene, answer, config, formed, loss, member
+from support.core.scenes import Refused, Scene, answer, config, formed, loss, member
 
 SILENT = "no sign of life for 100 s"
 

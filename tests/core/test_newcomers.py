@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torchft_svc.core.announcements import MAX_ANNOUNCED, MAX_ANNOUNCEMENTS
+from support.core.scenes import JOB, formed
 
-from .scenes import JOB, formed
+from torchft_svc.core.announcements import MAX_ANNOUNCED, MAX_ANNOUNCEMENTS
 
 
 def test_a_newcomer_is_announced_once() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.core.scenes import config, formed
 
 from torchft_svc.core.outlook import Outlook
 from torchft_svc.core.step import Phase
-
-from .scenes import config, formed
 
 
 def test_who_asks_again_may_have_asked_before_all_others() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.core.scenes import JOB, Scene, config, formed
 
 from torchft_svc.core.overview import (
     MAX_GONE_KEPT,
@@ -13,8 +14,6 @@ from torchft_svc.core.overview import (
 )
 from torchft_svc.core.step import Phase
 from torchft_svc.errors import RequestRefused
-
-from .scenes import JOB, Scene, config, formed
 
 
 def test_a_job_in_the_middle_of_a_step() -> None:

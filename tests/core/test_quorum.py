@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from support.core.scenes import config, member
 
 from torchft_svc.core.quorum import (
     Formed,
@@ -18,8 +19,6 @@ from torchft_svc.core.quorum import (
     name_some,
 )
 from torchft_svc.core.types import Member
-
-from .scenes import config, member
 
 
 def view(

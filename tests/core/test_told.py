@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.core.scenes import JOB, Scene, config, formed, loss
 
 from torchft_svc.core.types import MAX_INT64, LastQuorum
 from torchft_svc.errors import RequestRefused
-
-from .scenes import JOB, Scene, config, formed, loss
 
 
 def told(**settings: object) -> Scene:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.core.scenes import Refused, Scene, config
 
 from torchft_svc.core.lighthouse_orders import AnswerQuorum, ReportLoss
 from torchft_svc.core.types import Member
-
-from .scenes import Refused, Scene, config
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from enum import Enum
 
+from support.core.scenes import JOB, Refused, Scene, config, formed, loss, member, plain, quorum
+
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import AskLighthouse
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.requests import WorkerRequest
 from torchft_svc.errors import Unreachable
-
-from .scenes import JOB, Refused, Scene, config, formed, loss, member, plain, quorum
 
 
 def test_trap_a_caller_that_gave_up_still_gets_into_the_next_quorum() -> None:

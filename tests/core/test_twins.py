@@ -8,6 +8,9 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.core import twin
+from support.core.naive import Naive
+from support.core.scenes import JOB, member
 
 from torchft_svc.core.gathering import Gathering
 from torchft_svc.core.healing import Heal
@@ -16,10 +19,6 @@ from torchft_svc.core.lighthouse_orders import AnswerQuorum, Order, RefuseReques
 from torchft_svc.core.quorum import Formed, JobView, Waiter, decide
 from torchft_svc.core.types import LastQuorum, QuorumConfig
 from torchft_svc.errors import RequestRefused
-
-from . import twin
-from .naive import Naive
-from .scenes import JOB, member
 
 BUSY = [HealthCheck.too_slow]  # on a busy machine, slow is no sign of a fault
 configs = st.builds(

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from support.core.scenes import member, quorum
 
 from torchft_svc.core.types import (
     MAX_ADDRESS_LENGTH,
@@ -17,8 +18,6 @@ from torchft_svc.core.types import (
     check_name,
 )
 from torchft_svc.errors import ConfigError, RequestRefused
-
-from .scenes import member, quorum
 
 AT_THE_LIMIT: list[dict[str, Any]] = [
     {"replica_id": "x" * MAX_NAME_LENGTH},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stories import commit, good_events
+from support.stories import commit, good_events
 
 from demo.board import Board
 from demo.events import Discarded, Event, Exited, Finished, Joined, Killed, PhaseBegan, Started

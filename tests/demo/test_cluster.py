@@ -14,10 +14,10 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from bounds import check
-from clockwork_trainer import STEP_S
 from rich.console import Console
-from running import ROOT, eventually
+from support.bounds import check
+from support.running import ROOT, SCRIPTS, TESTS, eventually
+from support.scripts.clockwork_trainer import STEP_S
 
 from demo import cluster as cluster_module
 from demo import director
@@ -29,7 +29,7 @@ from demo.screen import PlainScreen
 
 pytestmark = pytest.mark.processes
 
-TRAINER = Path(__file__).with_name("clockwork_trainer.py")
+TRAINER = SCRIPTS / "clockwork_trainer.py"
 DEADLINE_S = 30.0
 # Of what does not end by itself.
 SHORT_GRACE_S = 0.3
@@ -44,7 +44,7 @@ def clockwork(fault: str = "well") -> Callable[[int, int, Path], list[str]]:
 
 @pytest.fixture(autouse=True)
 def _demo_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{TESTS}")
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ class TestCluster:
             "print(cluster.read_events()[0].pid, flush=True); time.sleep(60)"
         )
         demo = subprocess.Popen(
-            [sys.executable, "-c", code, str(TRAINER.parent), str(tmp_path)],
+            [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)],
             stdout=subprocess.PIPE,
         )
         assert demo.stdout is not None

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from programs import ROOT, Program
-from running import steady_address
+from support.programs import Program
+from support.running import ROOT, steady_address
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]

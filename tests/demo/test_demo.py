@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from bounds import check
-from programs import Program
+from support.bounds import check
+from support.programs import Program
 
 pytestmark = pytest.mark.processes
 

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from papers import TOKEN, papers, variables
-from programs import ROOT, Program
+from support.papers import TOKEN, papers, variables
+from support.programs import Program
+from support.running import ROOT
 from torch.distributed import TCPStore
 
 pytestmark = pytest.mark.processes

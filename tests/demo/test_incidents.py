@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from stories import commit, good_events, in_order
+from support.stories import commit, good_events, in_order
 
 from demo.events import Event, Joined, Killed, PhaseBegan, Started
 from demo.incidents import Incident, incidents_of

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import islice, repeat
 
-from stories import commit
+from support.stories import commit
 
 from demo.board import Board
 from demo.chaos import KillOrder, draw_kills

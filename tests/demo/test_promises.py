@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from stories import HEALED_AT, KILL_AT, commit, good_events, run_of
+from support.stories import HEALED_AT, KILL_AT, commit, good_events, run_of
 
 from demo import promises
 from demo.events import Committed, Discarded, Event, Exited, Joined, Killed, Started

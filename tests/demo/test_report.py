@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from stories import commit, good_events, run_of
+from support.stories import commit, good_events, run_of
 
 from demo.board import Board
 from demo.events import Discarded, Event

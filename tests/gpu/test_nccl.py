@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from collective_calls import expected
-
-from .ranks import Group, everyone, group_of, needs_gpu
+from support.collective_calls import expected
+from support.gpu.ranks import Group, everyone, group_of, needs_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.processes, needs_gpu, pytest.mark.timeout(180)]
 

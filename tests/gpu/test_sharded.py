@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from client.sharded_groups import LIMIT_S, heal_part_by_part
-
-from .ranks import needs_gpu
+from support.gpu.ranks import needs_gpu
+from support.sharded_groups import LIMIT_S, heal_part_by_part
 
 pytestmark = [pytest.mark.gpu, pytest.mark.processes, needs_gpu, pytest.mark.timeout(LIMIT_S)]
 

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+from support.gpu.ranks import HERE, START_S, needs_gpu, variables
 
 from benchmarks.processes import Child, lighthouse_address, start_lighthouse
-
-from .ranks import HERE, START_S, needs_gpu, variables
 
 pytestmark = [pytest.mark.gpu, pytest.mark.processes, needs_gpu, pytest.mark.timeout(180)]
 

@@ -14,11 +14,10 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
-from running import END_S, environment, lighthouse_process
+from support.running import END_S, SCRIPTS, environment, lighthouse_process
 
 from torchft_svc.coordination import ManagerClient, ManagerServer
 from torchft_svc.rpc.probing import would_take_blocking
@@ -27,7 +26,6 @@ from torchft_svc.rpc.security import PLAIN
 pytestmark = [pytest.mark.peer, pytest.mark.processes]
 
 PEER = os.environ.get("TORCHFT_PEER_PYTHON", "")
-HERE = Path(__file__).parent
 LINE_S = 60.0
 LONG = timedelta(seconds=30)
 
@@ -42,14 +40,14 @@ def _peer_is_there() -> None:
 
 
 class Script:
-    """One of the scripts beside this file, in a process of its own, and the lines it prints."""
+    """One of the scripts of the tests, in a process of its own, and the lines it prints."""
 
     def __init__(self, python: str, name: str, *arguments: str) -> None:
         variables = environment(OMP_NUM_THREADS="1")
         if python == PEER:
             del variables["PYTHONPATH"]
         self.popen = subprocess.Popen(
-            [python, "-W", "ignore", HERE / name, *arguments],
+            [python, "-W", "ignore", SCRIPTS / name, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -105,7 +103,7 @@ def test_a_trainer_of_the_public_release_trains_against_our_lighthouse() -> None
     with (
         lighthouse_process("--join-timeout-ms=1000") as lighthouse,
         script(
-            PEER, "trainer.py", "public", f"http://{lighthouse.address}", "public", "12"
+            PEER, "interop_trainer.py", "public", f"http://{lighthouse.address}", "public", "12"
         ) as trainer,
     ):
         told = trainer.steps(until=12)
@@ -120,7 +118,7 @@ def test_two_trainers_of_the_public_release_train_together_on_our_lighthouse() -
     with lighthouse_process(*flags) as lighthouse, contextlib.ExitStack() as stack:
         address = f"http://{lighthouse.address}"
         trainers = [
-            stack.enter_context(script(PEER, "trainer.py", "public", address, name, "6"))
+            stack.enter_context(script(PEER, "interop_trainer.py", "public", address, name, "6"))
             for name in ("public-a", "public-b")
         ]
         told = [trainer.steps(until=6) for trainer in trainers]
@@ -167,7 +165,7 @@ def test_our_manager_trains_against_the_public_releases_lighthouse() -> None:
         assert would_take_blocking(address, "job", PLAIN, LONG.total_seconds())
         killed, survivor = [
             stack.enter_context(
-                script(sys.executable, "trainer.py", "ours", address, name, "1000000")
+                script(sys.executable, "interop_trainer.py", "ours", address, name, "1000000")
             )
             for name in ("ours-a", "ours-b")
         ]

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from etcd_server import EtcdServer, etcd_server, needs_etcd
-from papers import Papers, papers
-from running import eventually, lighthouse_process
+from support.etcd_server import EtcdServer, etcd_server, needs_etcd
+from support.papers import Papers, papers
+from support.running import eventually, lighthouse_process
 
 from torchft_svc.env import Environment
 from torchft_svc.errors import AddressError, ConfigError, Unauthorized, Unreachable, UsageError

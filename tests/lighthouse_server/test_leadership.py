@@ -13,10 +13,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from bounds import Late, check
-from etcd_server import EtcdServer, etcd_server, needs_etcd
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from running import (
+from support.bounds import Late, check
+from support.etcd_server import EtcdServer, etcd_server, needs_etcd
+from support.running import (
     Process,
     eventually,
     failure,

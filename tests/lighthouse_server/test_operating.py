@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from subprocess import PIPE, Popen
 
 import pytest
-from running import (
+from support.running import (
     Line,
     Process,
     command,

@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import grpc
 import pytest
-from bounds import Late, check, raises_in_time
-from running import Line, failure, line_to, members
+from support.bounds import Late, check, raises_in_time
+from support.running import Line, failure, line_to, members
 
 from torchft_svc.coordination import LighthouseClient, LighthouseServer
 from torchft_svc.errors import DeadlineExceeded

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hostile import Training, Usage, training
-from quorum_load import JOB, MAX_LEFT_MB, MAX_PEAK_MB, load
-from running import eventually, line_to
+from support.hostile import Training, Usage, training
+from support.quorum_load import JOB, MAX_LEFT_MB, MAX_PEAK_MB, load
+from support.running import eventually, line_to
 
 pytestmark = pytest.mark.processes
 

@@ -8,10 +8,10 @@ import time
 
 import grpc
 import pytest
-from bounds import check
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from running import failure, lighthouse_process, line_to, steady_address
+from support.bounds import check
+from support.running import failure, lighthouse_process, line_to, steady_address
 
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.core.types import Member, QuorumConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from running import Line, eventually, failure, line_to, members
+from support.running import Line, eventually, failure, line_to, members
 
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.lighthouse_server.sessions import MAX_SESSIONS_PER_GROUP

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from soak_rounds import soak
+from support.soak_rounds import soak
 
 
 @pytest.mark.processes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from running import Process, line_to, manager_process
-from scripted import Script
+from support.running import Process, line_to, manager_process
+from support.scripted import Script
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from running import attach, eventually, failure, line_to
+from support.running import attach, eventually, failure, line_to
 
 from torchft_svc.coordination import (
     LighthouseClient,

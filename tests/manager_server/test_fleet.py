@@ -7,8 +7,8 @@ import random
 import time
 
 import pytest
-from bounds import check
-from running import eventually, lighthouse_process, steady_address
+from support.bounds import check
+from support.running import eventually, lighthouse_process, steady_address
 
 from chaos.bounds import LIGHTHOUSE_BACK_S
 from torchft_svc.manager_server.config import ManagerConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from running import Line, eventually, failure, grpc_server, line_to, manager_process
+from support.running import Line, eventually, failure, grpc_server, line_to, manager_process
 
 from torchft_svc.manager_server.line import beat_interval_s
 from torchft_svc.proto import torchft_pb2 as pb

@@ -14,8 +14,8 @@ from datetime import timedelta
 
 import grpc
 import pytest
-from bounds import Late, check, raises_in_time
-from running import (
+from support.bounds import Late, check, raises_in_time
+from support.running import (
     Line,
     Process,
     attach,

@@ -17,8 +17,8 @@ from typing import Any
 
 import grpc
 import pytest
-from bounds import Late, check
-from running import (
+from support.bounds import Late, check
+from support.running import (
     attach,
     eventually,
     grpc_server,

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from running import (
+from support.running import (
     Line,
     Process,
     attach,

@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import grpc
 import pytest
-from bounds import Late, check
-from running import (
+from support.bounds import Late, check
+from support.running import (
     END_S,
+    SCRIPTS,
     Process,
     command,
     environment,
@@ -39,7 +39,7 @@ from torchft_svc.manager_server.config import ManagerConfig
 pytestmark = pytest.mark.processes
 
 LONG = timedelta(seconds=10)
-OWNER = Path(__file__).with_name("owner_of_a_manager.py")
+OWNER = SCRIPTS / "owner_of_a_manager.py"
 
 
 @pytest.fixture(scope="module")

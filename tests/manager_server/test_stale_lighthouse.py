@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 import pytest
-from bounds import Late
-from running import lighthouse_process, manager_process
+from support.bounds import Late
+from support.running import lighthouse_process, manager_process
 
 from torchft_svc.coordination import ManagerClient
 from torchft_svc.errors import QuorumFailed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bounds import Late
+from support.bounds import Late
 
 from demo.promises import Outcome
 from matrix.play import Theatre

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-from bounds import check
-from running import eventually, lighthouse_process
+from support.bounds import check
+from support.running import eventually, lighthouse_process
 
 from chaos.bounds import NEWS_S
 from chaos.crew import Crew

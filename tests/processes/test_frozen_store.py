@@ -8,8 +8,8 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-from bounds import check
-from running import Process, eventually, lighthouse_process, line_to, silent
+from support.bounds import check
+from support.running import Process, eventually, lighthouse_process, line_to, silent
 
 from chaos.bounds import JOIN_S
 from chaos.crew import Crew

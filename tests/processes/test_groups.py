@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from bounds import check
-from running import lighthouse_process
+from support.bounds import check
+from support.running import lighthouse_process
 
 from chaos.bounds import NEWS_S
 from chaos.crew import Crew

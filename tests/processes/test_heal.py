@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from bounds import Late, check
-from running import lighthouse_process
+from support.bounds import Late, check
+from support.running import lighthouse_process
 
 from chaos.crew import Crew
 from demo.events import Discarded, Healed, PhaseBegan

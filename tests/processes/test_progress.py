@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-from running import Process, eventually, lighthouse_process
+from support.running import Process, eventually, lighthouse_process
 
 from chaos.crew import Crew
 from demo.events import Committed

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from bounds import check
-from running import lighthouse_process
+from support.bounds import check
+from support.running import lighthouse_process
 
 from chaos.bounds import NEWS_S
 from chaos.crew import Crew

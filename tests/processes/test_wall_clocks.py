@@ -9,8 +9,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
-from etcd_server import ETCD, etcd_server
-from running import ROOT, Process, lighthouse_process, steady_address
+from support.etcd_server import ETCD, etcd_server
+from support.running import ROOT, Process, lighthouse_process, steady_address
 
 from chaos.crew import Crew
 from chaos.nursery import Nursery

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import click
 import pytest
 from click.testing import CliRunner
-from running import CALL_S, Process, command, line_to
+from support.running import CALL_S, Process, command, line_to
 
 import torchft_svc
 from torchft_svc.lighthouse_server.cli import main as lighthouse

@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 import pytest
-from hostile import PREFACE, frame
-from running import Line, Process, failure, lighthouse_process, line_to, manager_process
+from support.hostile import PREFACE, frame
+from support.running import Line, Process, failure, lighthouse_process, line_to, manager_process
 
 from torchft_svc.core.activity import HANGING_PHASES
 from torchft_svc.core.durations import MAX_DURATION_MS

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from running import failure
+from support.running import failure
 
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.rpc import health

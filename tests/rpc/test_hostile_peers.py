@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from hostile import (
+from support.hostile import (
     PREFACE,
     Training,
     Usage,
@@ -20,7 +20,7 @@ from hostile import (
     packed,
     training,
 )
-from running import Process, eventually, failure, line_to
+from support.running import Process, eventually, failure, line_to
 
 from torchft_svc.core.types import MAX_WORLD_SIZE
 from torchft_svc.proto import torchft_pb2 as pb

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from running import lighthouse_process, line_to
+from support.running import lighthouse_process, line_to
 
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.log_limit import MAX_KINDS, MAX_LINES, WINDOW_S, LineLimit

@@ -13,7 +13,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from running import ROOT, environment, line_to, refusing, steady_address
+from support.running import ROOT, environment, line_to, refusing, steady_address
 
 from torchft_svc.lighthouse_server import cli as lighthouse_cli
 from torchft_svc.lighthouse_server.cli import main as lighthouse

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from bounds import Late
-from hostile import PREFACE, frame
-from running import eventually, manager_process
+from support.bounds import Late
+from support.hostile import PREFACE, frame
+from support.running import eventually, manager_process
 
 from torchft_svc.core.types import QuorumConfig
 from torchft_svc.lighthouse_server.driver import LighthouseDriver

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from running import grpc_server
+from support.running import grpc_server
 
 from torchft_svc.rpc.probing import would_take, would_take_blocking
 from torchft_svc.rpc.security import PLAIN

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import serialization
-from papers import TOKEN, Papers, papers
+from support.papers import TOKEN, Papers, papers
 
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.coordination import LighthouseClient, LighthouseServer, ManagerClient

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from running import (
+from support.running import (
     attach,
     eventually,
     failure,

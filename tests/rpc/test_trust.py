@@ -11,11 +11,11 @@ from pathlib import Path
 
 import grpc
 import pytest
-from bounds import raises_in_time
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from papers import LONG_AGO, TOKEN, Papers, authority, papers, variables
-from running import Process, attach, command, lighthouse_process, line_to, manager_process
+from support.bounds import raises_in_time
+from support.papers import LONG_AGO, TOKEN, Papers, authority, papers, variables
+from support.running import Process, attach, command, lighthouse_process, line_to, manager_process
 
 from torchft_svc.coordination import LighthouseClient, LighthouseServer, ManagerClient
 from torchft_svc.errors import TorchFTError, Unauthorized, Unreachable

@@ -6,9 +6,9 @@ import time
 
 import psutil
 import pytest
-from bounds import check
-from running import Process, eventually, line_to
-from wire import wire
+from support.bounds import check
+from support.running import Process, eventually, line_to
+from support.wire import wire
 
 from torchft_svc.rpc.channel import IMPATIENT_KEEPALIVE_MS, KEEPALIVE_MS, MAX_CONNECTING_MS
 

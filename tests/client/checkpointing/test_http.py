@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from bounds import raises_in_time
-from running import environment, eventually
-from warm import Warm
+from support.bounds import raises_in_time
+from support.running import environment, eventually
+from support.warm import Warm
 
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.fetch import Fetch

@@ -24,9 +24,9 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from bounds import Late, check, raises_in_time
-from papers import LONG_AGO, TOKEN, Papers, authority, papers
-from running import eventually
+from support.bounds import Late, check, raises_in_time
+from support.papers import LONG_AGO, TOKEN, Papers, authority, papers
+from support.running import eventually
 
 from torchft_svc.client.checkpointing import HTTPTransport, server
 from torchft_svc.client.checkpointing.tls import RECORD_BYTES, TLSSocket, wrap

@@ -9,15 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
 import torch
-from hostile import many_descriptors
-from running import eventually
+from support.hostile import many_descriptors
+from support.running import SCRIPTS, eventually
 
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.server import MAX_CONNECTIONS
@@ -58,7 +57,7 @@ class Source:
 
 @pytest.fixture(scope="module")
 def source() -> Iterator[Source]:
-    script = str(Path(__file__).with_name("source_process.py"))
+    script = str(SCRIPTS / "checkpoint_source.py")
     with subprocess.Popen(
         [sys.executable, script, f"--floats={NUM_FLOATS}"],
         stdout=subprocess.PIPE,

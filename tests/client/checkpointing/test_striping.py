@@ -12,14 +12,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 import torch
-from bounds import Late
-from warm import Warm
+from support.bounds import Late
+from support.running import SCRIPTS
+from support.warm import Warm
 
 from torchft_svc.client.checkpointing import HTTPTransport, feed, fetch, served
 from torchft_svc.client.checkpointing.requests import Conversation
@@ -200,7 +200,7 @@ def test_an_extra_source_keeps_nothing_that_is_one_chunk(site: Site) -> None:
 
 @pytest.mark.parametrize("dead", [0, 1], ids=["assigned", "extra"])
 def test_a_source_that_is_killed_half_way_is_replaced_by_the_others(site: Site, dead: int) -> None:
-    script = str(Path(__file__).with_name("source_process.py"))
+    script = str(SCRIPTS / "checkpoint_source.py")
     flags = ["--floats", str(NUM_FLOATS), "--chunk-bytes", str(CHUNK_BYTES)]
     with Warm([sys.executable, script, *flags], env=os.environ, text=True) as process:
         try:

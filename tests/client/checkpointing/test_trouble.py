@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 import torch
-from bounds import Late, raises_in_time
-from warm import Warm
+from support.bounds import Late, raises_in_time
+from support.running import SCRIPTS
+from support.warm import Warm
 
 from torchft_svc.client.checkpointing import HTTPTransport, server
 from torchft_svc.client.checkpointing.feed import MAX_ATTEMPTS
@@ -189,7 +189,7 @@ def test_a_stream_that_stays_damaged_is_given_up(
 @contextmanager
 def running_source(*flags: str) -> Iterator[tuple[Warm, str, int]]:
     """A source in a process of its own: the process, its metadata and its child's id."""
-    script = str(Path(__file__).with_name("source_process.py"))
+    script = str(SCRIPTS / "checkpoint_source.py")
     with Warm([sys.executable, script, *flags], env=os.environ, text=True) as process:
         try:
             url, child = process.stdout.readline().split()

@@ -29,7 +29,10 @@ from torchft_svc.rpc.channel import open_channel
 from torchft_svc.rpc.codec import JOB_KEY
 from torchft_svc.rpc.security import PLAIN, Security
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
+# The programs that tests start as processes.
+SCRIPTS = TESTS / "support" / "scripts"
 START_S = 30.0
 END_S = 20.0
 CALL_S = 20.0

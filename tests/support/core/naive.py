@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from support.core import twin
 from torchft_svc.core.gathering import GATHER_S, Gathering
 from torchft_svc.core.quorum import JobView, Waiter
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
-
-from . import twin
 
 
 @dataclass

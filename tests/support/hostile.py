@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import psutil
-from bounds import check
 from google.protobuf.message import Message
-from running import Process, attach, eventually, lighthouse_process, manager_process
 
+from support.bounds import check
+from support.running import Process, attach, eventually, lighthouse_process, manager_process
 from torchft_svc.coordination import ManagerClient
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -6,7 +6,7 @@ import os
 import time
 from datetime import timedelta
 
-from client.meeting_place import MeetingPlace
+from support.meeting_place import MeetingPlace
 from torchft_svc.client import ProcessGroupBabyGloo
 
 group = ProcessGroupBabyGloo(timedelta(seconds=20))

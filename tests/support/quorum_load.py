@@ -1,8 +1,8 @@
 """Many groups of one job, or many jobs, with much to tell: what does the lighthouse hold, and how
 long?
 
-PYTHONPATH=tests:. python -m quorum_load --groups 200 --kilobytes 8 --rounds 20
-PYTHONPATH=tests:. python -m quorum_load --jobs 100 --questions 400 --rounds 10
+PYTHONPATH=tests:. python -m support.quorum_load --groups 200 --kilobytes 8 --rounds 20
+PYTHONPATH=tests:. python -m support.quorum_load --jobs 100 --questions 400 --rounds 10
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from bounds import check
-from hostile import Training, Usage, call_head, frame, packed, training
-from running import Process, eventually, line_to
 
+from support.bounds import check
+from support.hostile import Training, Usage, call_head, frame, packed, training
+from support.running import Process, eventually, line_to
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import open_aio_channel
 from torchft_svc.rpc.codec import JOB_KEY

@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import torch
 
-from client.meeting_place import MeetingPlace
-from client.training import together
+from support.meeting_place import MeetingPlace
+from support.training import together
 from torchft_svc.client import ProcessGroupGloo
 
 TIMEOUT = timedelta(seconds=20)

@@ -1,6 +1,6 @@
 """Measures what is promised for GPUs, on one GPU that all ranks share.
 
-    PYTHONPATH=tests:. python -m gpu.measure [FILE]
+    PYTHONPATH=tests:. python -m support.gpu.measure [FILE]
 
 Sums go over loopback sockets, as between hosts, because every rank names a host of its own.
 """
@@ -21,9 +21,9 @@ import torch
 
 from benchmarks.processes import Child, lighthouse_address, start_lighthouse
 from benchmarks.step_time import free_port
-from gpu.healing import NUM_TENSORS, TENSOR_BYTES, make_state
-from gpu.ranks import HERE, START_S, everyone, group_of, variables
-from gpu.stepping import PHASES, SHAPES
+from support.gpu.healing import NUM_TENSORS, TENSOR_BYTES, make_state
+from support.gpu.ranks import HERE, START_S, everyone, group_of, variables
+from support.gpu.stepping import PHASES, SHAPES
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.memory import allocate
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from collective_calls import Calls
 from torch.distributed import ReduceOp
 
+from support.collective_calls import Calls
 from torchft_svc.client import ProcessGroup, ProcessGroupBabyNCCL, ProcessGroupNCCL
 from torchft_svc.client.reduction import Reduction
 from torchft_svc.client.watchdog import Watchdog

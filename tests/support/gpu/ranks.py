@@ -15,6 +15,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from benchmarks.processes import Child
+from support.running import ROOT
 
 HERE = Path(__file__).parent
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -27,7 +28,7 @@ def variables(name: str) -> dict[str, str]:
     return {
         "NCCL_HOSTID": f"host-{name}",
         "NCCL_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": ":".join([str(HERE.parents[1]), *sys.path]),
+        "PYTHONPATH": ":".join([str(ROOT), *sys.path]),
         "OMP_NUM_THREADS": "1",
     }
 

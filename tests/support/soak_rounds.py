@@ -1,6 +1,6 @@
 """Thousands of quorum rounds with members that come, leave and crash: what do the services hold?
 
-PYTHONPATH=tests:. python -m soak_rounds --rounds 20000
+PYTHONPATH=tests:. python -m support.soak_rounds --rounds 20000
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from hostile import Usage
-from running import eventually, lighthouse_process, manager_process
 
+from support.hostile import Usage
+from support.running import eventually, lighthouse_process, manager_process
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import open_aio_channel
 

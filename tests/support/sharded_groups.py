@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forked import Group, ending
-from running import eventually, lighthouse_process
-
-from . import sharded_trainer
+from support.forked import Group, ending
+from support.running import eventually, lighthouse_process
+from support.scripts import sharded_trainer
 
 # Eight workers, on few cores that may be busy with other work.
 WITHIN_S = 120.0

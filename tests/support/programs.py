@@ -9,13 +9,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from running import end_tree
-from warm import Warm
+from support.running import ROOT, end_tree
+from support.warm import Warm
 
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
 
 

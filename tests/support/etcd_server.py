@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import eventually, steady_address
 
+from support.running import eventually, steady_address
 from torchft_svc.rpc.security import PLAIN, Security
 
 ETCD = shutil.which("etcd")

@@ -1,4 +1,4 @@
-"""Runs a program of endings.py as a process, and watches how it ends."""
+"""Runs a program of scripts/endings.py as a process, and watches how it ends."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
-from running import lives
-from warm import Warm
 
-from .training import DEADLINE_S
+from support.running import SCRIPTS, lives
+from support.training import DEADLINE_S
+from support.warm import Warm
 
-PROGRAM = Path(__file__).with_name("endings.py")
+PROGRAM = SCRIPTS / "endings.py"
 # What is promised.
 END_S = 2.0
 # The interpreter's own end, with torch on a busy machine; far below the timeout of a collective,
@@ -27,7 +26,7 @@ EXIT_S = 30.0
 
 
 class Program:
-    """A running program of endings.py."""
+    """A running program of scripts/endings.py."""
 
     def __init__(self, name: str, address: str) -> None:
         command = [sys.executable, str(PROGRAM), name, address]

@@ -20,8 +20,9 @@ from typing import Any
 
 import psutil
 import torch
-from running import eventually, lives
 from torch.distributed import TCPStore
+
+from support.running import eventually, lives
 
 # What every worker would import, by the names that are found without this folder.
 _PRELOADED = [

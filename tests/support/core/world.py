@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from support.core.scenes import member
 from torchft_svc.core.activity import Activity
 from torchft_svc.core.assignment import assign
 from torchft_svc.core.lighthouse import Lighthouse
@@ -25,8 +26,6 @@ from torchft_svc.core.lighthouse_orders import (
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
 from torchft_svc.errors import RequestRefused
-
-from .scenes import member
 
 
 @dataclass

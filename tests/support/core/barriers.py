@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from support.core.scenes import member, quorum
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     AskLighthouse,
 )
 from torchft_svc.core.requests import Vote, WorkerRequest
-
-from .scenes import member, quorum
 
 QUORUM = quorum(3, member("a", 5), member("b", 7))
 

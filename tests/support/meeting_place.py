@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 
-from running import eventually
 from torch.distributed import TCPStore
 
+from support.running import eventually
+from support.training import together
 from torchft_svc.client import ProcessGroup
-
-from .training import together
 
 
 class MeetingPlace:

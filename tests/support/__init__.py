@@ -1,0 +1,1 @@
+"""What the tests share: services, trainings, programs, bounds, and slow twins of the core."""

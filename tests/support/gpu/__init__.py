@@ -1,0 +1,1 @@
+"""Ranks and trainers on one GPU."""
