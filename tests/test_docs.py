@@ -12,9 +12,9 @@ import torchft_svc.client
 import torchft_svc.coordination
 import torchft_svc.testing
 from torchft_svc.lighthouse_server import cli as lighthouse_cli
-from torchft_svc.lighthouse_server.orders import ORDERS as LIGHTHOUSE_ORDERS
+from torchft_svc.lighthouse_server.operator_commands import OPERATOR_COMMANDS as LIGHTHOUSE_COMMANDS
 from torchft_svc.manager_server import cli as manager_cli
-from torchft_svc.manager_server.orders import ORDERS as MANAGER_ORDERS
+from torchft_svc.manager_server.operator_commands import OPERATOR_COMMANDS as MANAGER_COMMANDS
 
 ROOT = Path(__file__).parents[1]
 README, OPERATIONS = ROOT / "README.md", ROOT / "docs" / "operations.md"
@@ -145,7 +145,7 @@ def flags_of(*commands: click.Command) -> set[str]:
 
 
 def test_the_flags_are_those_of_the_commands() -> None:
-    ours = flags_of(lighthouse_cli.main, manager_cli.main, *LIGHTHOUSE_ORDERS, *MANAGER_ORDERS)
+    ours = flags_of(lighthouse_cli.main, manager_cli.main, *LIGHTHOUSE_COMMANDS, *MANAGER_COMMANDS)
     text = README.read_text() + OPERATIONS.read_text()
     commands = re.findall(r"^(?:lighthouse|torchft-manager) .*", text, re.MULTILINE)
     told = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", "\n".join([*quoted(text), *commands])))

@@ -185,7 +185,7 @@ def test_a_lighthouse_that_is_busy_is_waited_for(lighthouse: Process) -> None:
     assert isinstance(told, answer)
 
 
-def test_orders_need_the_token_that_is_set() -> None:
+def test_operator_commands_need_the_token_that_is_set() -> None:
     with lighthouse_process(TORCHFT_TOKEN="right" * 4) as secured:
         where = f"--lighthouse={secured.address}"
         for words in (["status"], ["accept-loss"], ["kill", "--replica=a"]):

@@ -113,7 +113,7 @@ def test_underscores_work_and_the_help_shows_dashes(main: click.Command) -> None
             assert f"No such option '{flag}'" not in told, told
 
 
-def test_orders_take_underscores_too() -> None:
+def test_operator_commands_take_underscores_too() -> None:
     flags = ["status", "--job_id=x", "--lighthouse=127.0.0.1:1"]
     told = CliRunner().invoke(lighthouse, flags)
     assert (told.exit_code, "cannot be reached" in told.output) == (1, True)

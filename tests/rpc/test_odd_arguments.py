@@ -17,10 +17,10 @@ from support.running import ROOT, environment, line_to, refusing, steady_address
 
 from torchft_svc.lighthouse_server import cli as lighthouse_cli
 from torchft_svc.lighthouse_server.cli import main as lighthouse
-from torchft_svc.lighthouse_server.orders import ORDERS as LIGHTHOUSE_ORDERS
+from torchft_svc.lighthouse_server.operator_commands import OPERATOR_COMMANDS as LIGHTHOUSE_COMMANDS
 from torchft_svc.manager_server import cli as manager_cli
 from torchft_svc.manager_server.cli import main as manager
-from torchft_svc.manager_server.orders import ORDERS as MANAGER_ORDERS
+from torchft_svc.manager_server.operator_commands import OPERATOR_COMMANDS as MANAGER_COMMANDS
 
 NEEDED = {
     "--lighthouse": "127.0.0.1:1",
@@ -80,15 +80,15 @@ def test_each_flag_of_a_service(main: click.Command, value: str, unserved: None)
 
 
 @pytest.mark.parametrize("value", ODD.values(), ids=ODD)
-def test_each_flag_of_an_order(value: str) -> None:
+def test_each_flag_of_an_operator_command(value: str) -> None:
     with refusing() as address:
-        for main, orders in ((lighthouse, LIGHTHOUSE_ORDERS), (manager, MANAGER_ORDERS)):
-            for order in orders:
+        for main, commands in ((lighthouse, LIGHTHOUSE_COMMANDS), (manager, MANAGER_COMMANDS)):
+            for command in commands:
                 where = "--lighthouse" if main is lighthouse else "--manager"
-                needed = [order.name or "", f"{where}={address}"]
-                if "--replica" in flags_of(order):
+                needed = [command.name or "", f"{where}={address}"]
+                if "--replica" in flags_of(command):
                     needed.append("--replica=a")
-                for flag in flags_of(order):
+                for flag in flags_of(command):
                     told = said(main, [*needed, f"{flag}={value}"])
                     assert "a" in told
 
@@ -97,8 +97,8 @@ def test_each_flag_of_an_order(value: str) -> None:
 @pytest.mark.parametrize("main", [lighthouse, manager])
 def test_each_flag_that_is_given_but_empty_is_an_error(main: click.Command, value: str) -> None:
     """Also where it would not count: `--advertise` without a leader election."""
-    orders = LIGHTHOUSE_ORDERS if main is lighthouse else MANAGER_ORDERS
-    for command, words in ((main, []), *((order, [order.name or ""]) for order in orders)):
+    commands = LIGHTHOUSE_COMMANDS if main is lighthouse else MANAGER_COMMANDS
+    for command, words in ((main, []), *((each, [each.name or ""]) for each in commands)):
         for flag in flags_of(command):
             told = said(main, [*words, f"{flag}={value}"])
             sentence = f"Invalid value for '{flag}'"

@@ -28,8 +28,8 @@ from torchft_svc.core.membership import Membership
 from torchft_svc.core.quorum import JobView
 from torchft_svc.core.step import Phase, StepMachine
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
-from torchft_svc.sim.fellows import Fellows
 from torchft_svc.sim.fleet import Fleet
+from torchft_svc.sim.peers import Peers
 from torchft_svc.sim.scenario import draw
 
 # A fault that needs more seeds than this is not found: the simulator looks in the wrong places.
@@ -64,7 +64,7 @@ def seen_ids_are_ignored(plant: pytest.MonkeyPatch) -> None:
 
 
 def what_workers_were_told_is_ignored(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Fellows, "last_quorum_id", 0)
+    plant.setattr(Peers, "last_quorum_id", 0)
 
 
 def withdrawals_are_lost(plant: pytest.MonkeyPatch) -> None:
@@ -353,7 +353,7 @@ def who_comes_late_waits_for_those_that_have_gone_on(plant: pytest.MonkeyPatch) 
 
 
 def what_holds_up_a_worker_is_ignored(plant: pytest.MonkeyPatch) -> None:
-    """Its fellows wait for it in a collective of the group, which then hangs."""
+    """Its peers wait for it in a collective of the group, which then hangs."""
     plant.setattr(activity, "_HELD_UP", frozenset())
 
 

@@ -63,7 +63,7 @@ def test_a_run_depends_on_its_faults_alone() -> None:
 
 
 def test_a_drain_costs_nobody_a_step() -> None:
-    """Neither the group, which ends between two steps, nor its fellows, which are told in time."""
+    """Neither the group, which ends between two steps, nor its peers, which are told in time."""
     for seed in range(3):
         drawn = draw(seed, num_groups=4)
         rules = dataclasses.replace(
@@ -80,8 +80,8 @@ def test_a_drain_costs_nobody_a_step() -> None:
         calm = dataclasses.replace(drawn, trainer=rules, config=config, told_min_replicas=0)
         outcome = Fleet(dataclasses.replace(calm, faults=drains)).run()
         assert outcome.fell is None, describe(outcome)
-        assert outcome.num_discards == 0, "\n".join(outcome.story)
-        assert sum("leaves: " in line for line in outcome.story) >= 3
+        assert outcome.num_discards == 0, "\n".join(outcome.trace)
+        assert sum("leaves: " in line for line in outcome.trace) >= 3
 
 
 def test_the_command_counts_what_it_has_seen() -> None:

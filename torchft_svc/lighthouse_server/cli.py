@@ -11,7 +11,7 @@ from torchft_svc.env import LIGHTHOUSE_BIND_VARIABLE
 from torchft_svc.errors import UsageError
 from torchft_svc.lighthouse_server.app import run_lighthouse
 from torchft_svc.lighthouse_server.election import Election, election_options
-from torchft_svc.lighthouse_server.orders import ORDERS
+from torchft_svc.lighthouse_server.operator_commands import OPERATOR_COMMANDS
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.cli import (
     MILLISECONDS,
@@ -26,7 +26,9 @@ from torchft_svc.rpc.commands import ServiceCommand
 from torchft_svc.rpc.security import Security
 
 
-@click.command(cls=ServiceCommand, orders=ORDERS, context_settings={"show_default": True})
+@click.command(
+    cls=ServiceCommand, operator_commands=OPERATOR_COMMANDS, context_settings={"show_default": True}
+)
 @option(
     "--bind",
     type=Address(may_bind=True),

@@ -21,12 +21,12 @@ from torchft_svc.core.lighthouse_orders import (
     ReportWaiting,
 )
 from torchft_svc.core.overview import JobStatus
+from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
 from torchft_svc.core.types import LastQuorum, Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded, NotLeader, RequestRefused, TorchFTError
 from torchft_svc.lighthouse_server.questions import Hear, HearWhy, Outcome, Question, Questions
 from torchft_svc.lighthouse_server.sessions import MAX_SESSIONS_PER_GROUP, Sessions
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.attention import AttentiveClock, usual_look_s
 from torchft_svc.rpc.codec import (
     beat_from_wire,
     kill_news,
@@ -66,8 +66,9 @@ class LighthouseDriver:
         self._config = config
         self._check_leads = check_leads
         self._max_jobs = config.max_jobs
-        self._clock = AttentiveClock(usual_look_s(config.heartbeat_timeout_s))
-        self._core = _begin(config, self._clock.now())
+        look_s = usual_look_s(config.heartbeat_timeout_s)
+        self._clock = PausableClock(look_s, time.monotonic())
+        self._core = _begin(config, self._clock.now(time.monotonic()))
         self._questions = Questions(self._why)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
@@ -77,7 +78,7 @@ class LighthouseDriver:
         self.unread = Unread()
 
     def _why(self, job: str) -> str:
-        return self._core.why(job, self._clock.now())
+        return self._core.why(job, self._clock.now(time.monotonic()))
 
     async def quorum(self, job: str, member: Member, timeout_s: float) -> bytes:
         """Wait for a quorum with ``member``; the encoded answer.
@@ -118,7 +119,7 @@ class LighthouseDriver:
         Raises:
             RequestRefused: ``member`` cannot be; ``hear`` is not called.
         """
-        now = self._clock.now()
+        now = self._clock.now(time.monotonic())
         caller = self._questions.open(Question(job, timeout_s, now + timeout_s, hear, hear_why))
         try:
             orders = self._core.request(job, member, caller, now)
@@ -132,7 +133,9 @@ class LighthouseDriver:
         """Nobody waits for this answer any more; nothing, if it was given."""
         question = self._questions.close(caller)
         if question is not None:
-            self._carry_out(self._core.withdraw(question.job, caller, self._clock.now()))
+            self._carry_out(
+                self._core.withdraw(question.job, caller, self._clock.now(time.monotonic()))
+            )
 
     def _expire(self, now: float) -> None:
         expired = self._questions.expired(now)
@@ -149,7 +152,7 @@ class LighthouseDriver:
 
     def heartbeat(self, job: str, replica_id: str, doing: pb.SessionBeat | None = None) -> float:
         """A sign of life; returns how long the group may stay silent, in seconds."""
-        now = self._clock.now()
+        now = self._clock.now(time.monotonic())
         activity = None if doing is None else beat_from_wire(doing, now)
         self._carry_out(self._core.heartbeat(job, replica_id, now, activity))
         return self._core.beat_interval_s(job)
@@ -165,7 +168,7 @@ class LighthouseDriver:
     ) -> None:
         """The group is gone; ``between_steps``: its fellows lose nothing by that. ``ends``: its
         program ends on purpose."""
-        now = self._clock.now()
+        now = self._clock.now(time.monotonic())
         orders = self._core.leave(
             job, replica_id, reason, now, between_steps=between_steps, ends=ends
         )
@@ -177,7 +180,7 @@ class LighthouseDriver:
         Earlier ones of the same group hear the same as it, see `Sessions`.
         """
         is_past = self._core.is_past(job, replica_id, last)
-        self._carry_out(self._core.opened(job, replica_id, last, self._clock.now()))
+        self._carry_out(self._core.opened(job, replica_id, last, self._clock.now(time.monotonic())))
         silent = self._sessions.opened(job, replica_id, outbox)
         if silent is not None:
             told = (
@@ -235,7 +238,7 @@ class LighthouseDriver:
 
     def status(self, job: str) -> list[JobStatus]:
         """What people want to know of ``job``, or of all (empty)."""
-        return self._core.status(job, self._clock.now())
+        return self._core.status(job, self._clock.now(time.monotonic()))
 
     def accept_loss(self, job: str) -> int:
         """Let the next quorum of ``job`` lose committed steps; up to which step it does.
@@ -244,7 +247,7 @@ class LighthouseDriver:
             RequestRefused: none is held back for that reason.
         """
         committed_step = self._core.committed_step(job)
-        orders = self._core.accept_loss(job, self._clock.now())
+        orders = self._core.accept_loss(job, self._clock.now(time.monotonic()))
         log.warning("loss accepted by an operator job=%s step=%d", job, committed_step)
         self._carry_out(orders)
         return committed_step
@@ -255,7 +258,7 @@ class LighthouseDriver:
             question.hear(error)
         for session in self._sessions.close_all():
             session.fail(error)
-        self._core = _begin(self._config, self._clock.now())
+        self._core = _begin(self._config, self._clock.now(time.monotonic()))
 
     def close(self) -> None:
         """Stop the timer; callers that still wait are cancelled by the server's stop."""
@@ -382,7 +385,7 @@ class LighthouseDriver:
         if self._timer is not None:
             self._timer.cancel()
         self._timer_at = at
-        self._sleep(self._clock.now())
+        self._sleep(self._clock.now(time.monotonic()))
 
     def _sleep(self, now: float) -> None:
         """Until the timer's instant, but no longer than the clock can do without a look."""
@@ -391,7 +394,7 @@ class LighthouseDriver:
         self._timer = asyncio.get_running_loop().call_later(delay, self._wake, missed_s)
 
     def _wake(self, missed_before_s: float) -> None:
-        now = self._clock.now()
+        now = self._clock.now(time.monotonic())
         if self._clock.missed_s > missed_before_s:
             missed_s = self._clock.missed_s - missed_before_s
             log.warning(

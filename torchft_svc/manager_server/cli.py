@@ -14,7 +14,7 @@ from torchft_svc.errors import UsageError
 from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.life import show_life
-from torchft_svc.manager_server.orders import ORDERS
+from torchft_svc.manager_server.operator_commands import OPERATOR_COMMANDS
 from torchft_svc.manager_server.owner import end_owner, watch_owner
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.cli import (
@@ -33,7 +33,9 @@ from torchft_svc.rpc.security import Security
 log = logging.getLogger(__name__)
 
 
-@click.command(cls=ServiceCommand, orders=ORDERS, context_settings={"show_default": True})
+@click.command(
+    cls=ServiceCommand, operator_commands=OPERATOR_COMMANDS, context_settings={"show_default": True}
+)
 @option(
     "--lighthouse",
     type=Addresses(),

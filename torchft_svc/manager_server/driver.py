@@ -22,13 +22,13 @@ from torchft_svc.core.group_orders import (
     RefuseWorker,
     StopAsking,
 )
+from torchft_svc.core.pausable_clock import MAX_LOOK_S, PausableClock
 from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import check_step
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed, TorchFTError
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.attention import MAX_LOOK_S, AttentiveClock
 from torchft_svc.rpc.codec import (
     beat_to_wire,
     drain_news,
@@ -67,7 +67,7 @@ class ManagerDriver:
         self._activities = WorkerActivities()
         self._num_asking: collections.Counter[int] = collections.Counter()  # by group rank
         self._asked_at = 0.0  # since when some worker waits for a quorum, if one does
-        self._clock = AttentiveClock(MAX_LOOK_S)  # of the activities and questions
+        self._clock = PausableClock(MAX_LOOK_S, time.monotonic())  # of the activities and questions
         self._last_order: bytes | None = None
         self._leader_ends = False  # group rank 0 has ended on purpose
         self.is_over = False  # this manager ends, and so do its workers' streams
@@ -83,9 +83,9 @@ class ManagerDriver:
         if not self._core.belongs_to(group_rank, request.worker_id):
             return await question
         if not self._num_asking:
-            self._asked_at = self._clock.now()
+            self._asked_at = self._clock.now(time.monotonic())
         if group_rank in self._workers:  # others do not tell when it is over
-            self._activities.asks(group_rank, request.step, self._clock.now())
+            self._activities.asks(group_rank, request.step, self._clock.now(time.monotonic()))
         self._num_asking[group_rank] += 1
         try:
             return await question
@@ -144,11 +144,11 @@ class ManagerDriver:
     def _note(self, group_rank: int, phase: Phase, step: int) -> None:
         """Only of attached workers: others do not tell when it is over."""
         if group_rank in self._workers:
-            self._activities.told(group_rank, phase, step, self._clock.now())
+            self._activities.told(group_rank, phase, step, self._clock.now(time.monotonic()))
 
     def beat(self) -> pb.SessionBeat:
         """A sign of life, with what the group does, if its workers tell."""
-        return beat_to_wire(self._activities.slowest(), self._clock.now())
+        return beat_to_wire(self._activities.slowest(), self._clock.now(time.monotonic()))
 
     async def keep_looking(self) -> None:
         """What the group does lasts no longer because this process, and it, was stopped.
@@ -156,7 +156,7 @@ class ManagerDriver:
         Who waits for a quorum is told what for."""
         while True:
             await asyncio.sleep(self._clock.look_s)
-            self._tell_why(self._clock.now())
+            self._tell_why(self._clock.now(time.monotonic()))
 
     def _tell_why(self, now: float) -> None:
         """To one worker of the group: it would be the same line in the log of each."""

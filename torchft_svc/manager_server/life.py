@@ -13,7 +13,7 @@ import selectors
 import time
 from collections.abc import Callable
 
-from torchft_svc.rpc.attention import AttentiveClock
+from torchft_svc.core.pausable_clock import PausableClock
 
 SIGN_INTERVAL_S = 1.0
 # A manager is never busy for a second. Four heartbeat timeouts (5 s by default) after its last sign
@@ -49,11 +49,11 @@ class LifeSigns:
         A child that was forked at the wrong moment may hold that open, so ``has_ended`` is asked,
         too.
         """
-        clock = AttentiveClock(_LOOK_S, self._clock)
-        heard_at = clock.now()
+        clock = PausableClock(_LOOK_S, self._clock())
+        heard_at = clock.now(self._clock())
         while not has_ended():
             is_ready = self._is_ready()
-            now = clock.now()
+            now = clock.now(self._clock())
             if is_ready:
                 if not self._pipe.read(_MANY):
                     return False

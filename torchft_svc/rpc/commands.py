@@ -32,15 +32,17 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 class ServiceCommand(click.Command):
-    """A command that runs a service; an order as the first word asks one that runs instead.
+    """A command that runs a service; an operator command as the first word asks a running one.
 
-    A click group would want the service's own required options before each order. Options may be
+    A click group would want the service's own required options before each of them. Options may be
     written with underscores, too, as in the public release's scripts.
     """
 
-    def __init__(self, *args: Any, orders: Sequence[click.Command], **attrs: Any) -> None:
+    def __init__(
+        self, *args: Any, operator_commands: Sequence[click.Command], **attrs: Any
+    ) -> None:
         super().__init__(*args, **attrs)
-        self._orders = {order.name: order for order in orders}
+        self._operator_commands = {command.name: command for command in operator_commands}
         self.params.append(_version_option())
 
     def make_context(
@@ -51,10 +53,10 @@ class ServiceCommand(click.Command):
         **extra: Any,
     ) -> click.Context:
         extra.setdefault("token_normalize_func", _with_dashes)
-        order = self._orders.get(args[0]) if args else None
-        if order is None:
+        command = self._operator_commands.get(args[0]) if args else None
+        if command is None:
             return super().make_context(info_name, args, parent, **extra)
-        return order.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+        return command.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
         return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
@@ -74,7 +76,10 @@ class ServiceCommand(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Instead of the options, to one that runs"):
             formatter.write_dl(
-                [(str(name), order.get_short_help_str(60)) for name, order in self._orders.items()]
+                [
+                    (str(name), command.get_short_help_str(60))
+                    for name, command in self._operator_commands.items()
+                ]
             )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torchft_svc.sim.fleet import Fleet, Outcome
 from torchft_svc.sim.scenario import Fault, Scenario, draw
 
-# A scenario is run again this often at most, to make its story shorter.
+# A scenario is run again this often at most, to make its trace shorter.
 MAX_SHRINKING_RUNS = 150
 
 
@@ -59,7 +59,7 @@ def _fewer(faults: tuple[Fault, ...]) -> Iterator[tuple[Fault, ...]]:
 
 
 def describe(outcome: Outcome) -> str:
-    """What fell, in which scenario, and the story that led there."""
+    """What fell, in which scenario, and the trace that led there."""
     scenario = outcome.scenario
     fields = {
         field.name: getattr(scenario, field.name)
@@ -73,7 +73,7 @@ def describe(outcome: Outcome) -> str:
         "",
         *map(str, scenario.faults),
         "",
-        *outcome.story,
+        *outcome.trace,
         "",
         f"again: python -m torchft_svc.sim --seed {scenario.seed} --count 1",
     ]

@@ -17,8 +17,8 @@ from torchft_svc.sim.network import MEAN_LATENCY_S, Network
 from torchft_svc.sim.scenario import LIGHTHOUSE_FAULTS, Fault, Scenario
 from torchft_svc.sim.shared import Shared
 from torchft_svc.sim.site import Saved, Site
-from torchft_svc.sim.story import Story
 from torchft_svc.sim.sums import Sums
+from torchft_svc.sim.trace import Trace
 from torchft_svc.sim.world import Process, World
 
 LAG_FACTOR = 2000.0
@@ -37,7 +37,7 @@ class Outcome:
     scenario: Scenario
     fell: str | None
     what: str
-    story: tuple[str, ...]
+    trace: tuple[str, ...]
     num_events: int
     num_commits: int
     num_discards: int
@@ -53,15 +53,15 @@ class Fleet:
         self.network = Network(self.world)
         policy = scenario.config.on_step_regression
         self.invariants = Invariants(self.world, scenario.is_clock_honest, policy)
-        self.story = Story(self.world)
-        self.house = LighthouseActor(
-            self.world, self.network, scenario.config, self.invariants, self.story
+        self.trace = Trace(self.world)
+        self.lighthouse = LighthouseActor(
+            self.world, self.network, scenario.config, self.invariants, self.trace
         )
         sums = Sums(self.network, self.invariants)
-        self.shared = Shared(self.network, sums, self.invariants, self.story)
+        self.shared = Shared(self.network, sums, self.invariants, self.trace)
         self.checkpoints: dict[str, Saved] = {}
         self.sites = [
-            Site(number, self.world, self.house, self.shared, scenario, self.checkpoints)
+            Site(number, self.world, self.lighthouse, self.shared, scenario, self.checkpoints)
             for number in range(scenario.num_groups)
         ]
         self._num_workers = Counter(
@@ -85,7 +85,7 @@ class Fleet:
             scenario=self._scenario,
             fell=fell,
             what=what,
-            story=tuple(self.story.lines()),
+            trace=tuple(self.trace.lines()),
             num_events=self.world.num_events,
             num_commits=self.shared.num_commits,
             num_discards=self.invariants.discards.num,
@@ -114,14 +114,14 @@ class Fleet:
     # -- faults ----------------------------------------------------------------------------------
 
     def _happen(self, fault: Fault) -> None:
-        self.story.tell("FAULT", str(fault).split("s  ", 1)[1])
+        self.trace.record("FAULT", str(fault).split("s  ", 1)[1])
         concerned = [self.sites[fault.target % len(self.sites)]]
         for site in self.sites if fault.kind in LIGHTHOUSE_FAULTS else concerned:
             self.invariants.hangs.trouble(site.name, fault.seconds)
         if fault.kind == "lighthouse_crash":
-            self.house.crash(fault.seconds, fault.value * 100.0)
+            self.lighthouse.crash(fault.seconds, fault.value * 100.0)
         elif fault.kind == "lighthouse_freeze":
-            self._stop([self.house.process], fault.seconds)
+            self._stop([self.lighthouse.process], fault.seconds)
         elif fault.kind == "accept_loss":
             self._accept_losses()
         elif fault.kind == "crash_all":
@@ -132,7 +132,7 @@ class Fleet:
 
     def _accept_losses(self) -> None:
         for job in sorted({site.job for site in self.sites}):
-            self.house.accept_loss(job)
+            self.lighthouse.accept_loss(job)
 
     def _crash(self, site: Site, fault: Fault) -> None:
         site.crash(fault.seconds)
@@ -230,11 +230,13 @@ class Fleet:
 
     def _check_memory(self, sites: list[Site]) -> None:
         """Of the lighthouse, and of the managers of these groups."""
-        self.invariants.bounds.check(self.house.core, len(self.sites))
-        house = self.house.process
-        has_read_all = house.thawed_at == 0.0 or house.thawed_at + SLACK_S < self.world.now
-        if has_read_all and not (house.is_dead or house.is_frozen):
-            self.house.lookout.check_memory(self.house.core, self.house.alive())
+        self.invariants.bounds.check(self.lighthouse.core, len(self.sites))
+        lighthouse = self.lighthouse.process
+        has_read_all = (
+            lighthouse.thawed_at == 0.0 or lighthouse.thawed_at + SLACK_S < self.world.now
+        )
+        if has_read_all and not (lighthouse.is_dead or lighthouse.is_frozen):
+            self.lighthouse.liveness.check_memory(self.lighthouse.core, self.lighthouse.alive())
         for site in sites:
             if site.manager is not None:
                 self.invariants.bounds.check(site.manager.core, site.group_world_size)
@@ -250,7 +252,7 @@ class Fleet:
     def _explain(self) -> None:
         """Nobody may stand still: who is held back has been let through by now."""
         for job, num_workers in self._num_workers.items():
-            why = self.house.core.why(job, self.world.now)
+            why = self.lighthouse.core.why(job, self.world.now)
             _, count = self.shared.together.get(job, ((0, 0), 0))
             quiet_s = self.world.now - self._scenario.quiet_at
             must(

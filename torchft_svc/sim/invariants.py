@@ -1,6 +1,7 @@
 """Checks the promises I1 to I7 on what happens, as it happens; each by its name (rule X4).
 
-The checks keep their own books, from what was said aloud, and take nothing from the core on trust.
+The checks keep ledgers of their own, from what was said aloud, and take nothing from the core on
+trust.
 """
 
 from __future__ import annotations
@@ -388,7 +389,7 @@ class Discards:
             del self._left[next(iter(self._left))]
 
     def told_as_lost(self, replica_id: str) -> None:
-        """Its fellows give up the step that they are in."""
+        """Its peers give up the step that they are in."""
         must(replica_id not in self._left, "I6", f"{replica_id} left, and is told as lost")
 
     def drained(self, who: str, num_commits: int) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from torchft_svc.core.lighthouse_orders import ReportEviction, ReportLeftHealing
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Quorum, QuorumConfig
-from torchft_svc.sim.books import Book
 from torchft_svc.sim.invariants import SLACK_S, must
+from torchft_svc.sim.ledger import Ledger
 
 # What a group ends by itself; in all else it waits for others, or has another deadline.
 _OWN_WORK = (Phase.TRAINING, Phase.VOTING)
@@ -17,89 +17,89 @@ HEED_S = 1.0
 ROUNDING_S = 1e-6
 
 
-def check_eviction(book: Book, out: ReportEviction, config: QuorumConfig, now: float) -> None:
+def check_eviction(ledger: Ledger, out: ReportEviction, config: QuorumConfig, now: float) -> None:
     """It hangs, and somebody else of its quorum waits for it, who is not left out himself."""
     who = out.replica_id
-    must(who in _hung(book, config, now), "I5", f"{who} is left out: {book.doing.get(who)}")
+    must(who in _hung(ledger, config, now), "I5", f"{who} is left out: {ledger.doing.get(who)}")
     must(who in out.told, "I5", f"{who} is left out, and does not hear of it")
-    if who in book.previous:  # or that was published by an earlier lighthouse
+    if who in ledger.previous:  # or that was published by an earlier lighthouse
         # Who was left out before, and called back since, may be the first one to go on.
-        back = book.recalled & book.previous & book.who(Phase.QUORUM)
-        waiting = (_waiting(book) | back) - {who}
+        back = ledger.recalled & ledger.previous & ledger.who(Phase.QUORUM)
+        waiting = (_waiting(ledger) | back) - {who}
         must(bool(waiting), "I5", f"{who} is left out, though nobody waits for it")
 
 
-def check_hangs_are_heeded(name: str, book: Book, config: QuorumConfig, now: float) -> None:
+def check_hangs_are_heeded(name: str, ledger: Ledger, config: QuorumConfig, now: float) -> None:
     """Nobody waits in a quorum with one that hangs, from when he has said that he waits."""
-    hung = book.going_on() | (book.recalled & book.previous)
-    hung &= _hung(book, config, now) - book.asking.keys()
-    is_certain = not book.may_be_late(now, config.join_timeout_s)
-    if config.on_hang != "evict" or not (hung and _waiting(book) and is_certain):
-        book.hangs_unheeded_since = None
-    elif book.hangs_unheeded_since is None:
-        book.hangs_unheeded_since = now
+    hung = ledger.going_on() | (ledger.recalled & ledger.previous)
+    hung &= _hung(ledger, config, now) - ledger.asking.keys()
+    is_certain = not ledger.may_be_late(now, config.join_timeout_s)
+    if config.on_hang != "evict" or not (hung and _waiting(ledger) and is_certain):
+        ledger.hangs_unheeded_since = None
+    elif ledger.hangs_unheeded_since is None:
+        ledger.hangs_unheeded_since = now
     else:
-        is_new = now - book.hangs_unheeded_since < HEED_S
+        is_new = now - ledger.hangs_unheeded_since < HEED_S
         must(is_new, "I5", f"{name} waits for {sorted(hung)[:4]}, which hang")
 
 
 def check_left_healing(
-    book: Book, left: ReportLeftHealing, config: QuorumConfig, now: float
+    ledger: Ledger, left: ReportLeftHealing, config: QuorumConfig, now: float
 ) -> None:
     """It is told once of each group, and when its time is up."""
     who = left.replica_id
-    must(who in book.who(Phase.HEALING), "I5", f"{who} was left out, but does not heal")
-    must(who not in book.left_healing, "I5", f"{who} was left out, which is told twice")
-    _check_time_is_up(book, who, config, now)
+    must(who in ledger.who(Phase.HEALING), "I5", f"{who} was left out, but does not heal")
+    must(who not in ledger.left_healing, "I5", f"{who} was left out, which is told twice")
+    _check_time_is_up(ledger, who, config, now)
 
 
-def check_heals(book: Book, quorum: Quorum, config: QuorumConfig, now: float) -> None:
+def check_heals(ledger: Ledger, quorum: Quorum, config: QuorumConfig, now: float) -> None:
     """Who heals is left out only when its time is up; of others that was told."""
     members = {member.replica_id for member in quorum.participants}
-    left = (book.going_on() & book.who(Phase.HEALING)) - book.left_healing - members
+    left = (ledger.going_on() & ledger.who(Phase.HEALING)) - ledger.left_healing - members
     if left:
-        _check_time_is_up(book, min(left), config, now)
+        _check_time_is_up(ledger, min(left), config, now)
 
 
-def _check_time_is_up(book: Book, healing: str, config: QuorumConfig, now: float) -> None:
-    back = [since for each, since in book.asking.items() if each in book.previous]
+def _check_time_is_up(ledger: Ledger, healing: str, config: QuorumConfig, now: float) -> None:
+    back = [since for each, since in ledger.asking.items() if each in ledger.previous]
     if back:
         waited_s = now - min(back)
         is_over = waited_s + SLACK_S >= (config.heal_timeout_s or config.join_timeout_s)
         must(is_over, "I5", f"{healing} heals, and is left out after {waited_s:.2f} s")
 
 
-def check_history(name: str, book: Book, quorum: Quorum) -> None:
+def check_history(name: str, ledger: Ledger, quorum: Quorum) -> None:
     """Newcomers do not go on without a member of the last quorum while some of it hang."""
     members = {member.replica_id for member in quorum.participants}
-    hung = (book.evicted | book.recalled) - book.dead
+    hung = (ledger.evicted | ledger.recalled) - ledger.dead
     must(
-        not (hung & book.previous) or bool(members & book.previous),
+        not (hung & ledger.previous) or bool(members & ledger.previous),
         "I4",
         f"{name} begins anew with {sorted(members)[:4]} while {sorted(hung)[:4]} hang",
     )
 
 
-def check_all_are_in(book: Book, quorum: Quorum, known: Collection[str]) -> None:
+def check_all_are_in(ledger: Ledger, quorum: Quorum, known: Collection[str]) -> None:
     """Whoever asks is in the quorum, whatever happened to him before.
 
     But newcomers where a member wants none, and whose name another of the ``known`` still has.
     """
     members = {member.replica_id: member for member in quorum.participants}
-    left = book.asking.keys() - members.keys()
+    left = ledger.asking.keys() - members.keys()
     if any(each.shrink_only for each in members.values()):
-        left &= book.previous
+        left &= ledger.previous
     names = [each.partition(":")[0] for each in known]
     left = {each for each in left if names.count(each.partition(":")[0]) < 2}
     must(not left, "I5", f"{sorted(left)[:4]} ask, and are not in the quorum")
 
 
-def _waiting(book: Book) -> set[str]:
-    return book.who(Phase.QUORUM) & book.going_on()
+def _waiting(ledger: Ledger) -> set[str]:
+    return ledger.who(Phase.QUORUM) & ledger.going_on()
 
 
-def _hung(book: Book, config: QuorumConfig, now: float) -> set[str]:
+def _hung(ledger: Ledger, config: QuorumConfig, now: float) -> set[str]:
     if config.hang_timeout_s is None:
         return set()
     since = now - config.hang_timeout_s + ROUNDING_S
-    return {each for each in book.who(*_OWN_WORK) if book.doing[each].since <= since}
+    return {each for each in ledger.who(*_OWN_WORK) if ledger.doing[each].since <= since}

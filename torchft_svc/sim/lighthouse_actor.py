@@ -25,9 +25,9 @@ from torchft_svc.core.step import Phase
 from torchft_svc.core.types import LastQuorum, Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded, RequestRefused, TorchFTError
 from torchft_svc.sim.invariants import SLACK_S, Invariants
-from torchft_svc.sim.lookout import LOOK_S, Key, Lookout
+from torchft_svc.sim.liveness import LOOK_S, Key, LivenessChecks
 from torchft_svc.sim.network import End, Network, Stream
-from torchft_svc.sim.story import Story
+from torchft_svc.sim.trace import Trace
 from torchft_svc.sim.world import Event, World
 
 # The wall clock at the world's beginning, as milliseconds: ids start from it, as in the service.
@@ -45,13 +45,13 @@ class LighthouseActor:
         network: Network,
         config: QuorumConfig,
         invariants: Invariants,
-        story: Story,
+        trace: Trace,
     ) -> None:
         self._world = world
         self._network = network
         self._config = config
         self._invariants = invariants
-        self._story = story
+        self._trace = trace
         self._callers = itertools.count()
         self._num_lives = 0
         self.clock_skew_s = 0.0
@@ -63,7 +63,7 @@ class LighthouseActor:
         self.core = Lighthouse(self._config, first_id)
         self.sessions: dict[tuple[str, str], Session] = {}
         self.heard_at: dict[tuple[str, str], float] = {}
-        self.lookout = Lookout(self._config)
+        self.liveness = LivenessChecks(self._config)
         if self._config.max_members_per_job <= MAX_LOOKED_AT:
             self.process.after(LOOK_S, self._look)
         self._asking: dict[int, Session] = {}
@@ -86,7 +86,7 @@ class LighthouseActor:
         self._invariants.ids.restarted()
         self._invariants.progress.restarted()
         self._begin()
-        self._story.tell("lighthouse", "is back")
+        self._trace.record("lighthouse", "is back")
 
     def accept(self, stream: Stream) -> End | None:
         """The server's end of a new stream, if somebody listens."""
@@ -99,7 +99,7 @@ class LighthouseActor:
     def _look(self) -> None:
         now = self._world.now
         if self.process.thawed_at + SLACK_S < now:
-            self.lookout.look(self.core, self.alive(), now)
+            self.liveness.look(self.core, self.alive(), now)
         self.process.after(LOOK_S, self._look)
 
     def alive(self) -> set[Key]:
@@ -115,7 +115,7 @@ class LighthouseActor:
             session.stream.to_client("lost", replica_id, last.quorum_id)
         self._invariants.progress.opened(job, replica_id)
         self.heard_at[session.key] = self._world.now
-        self.lookout.heard(session.key)
+        self.liveness.heard(session.key)
         self.sessions[session.key] = session
         self._carry_out(self.core.opened(job, replica_id, last, self._world.now))
         return self.core.beat_interval_s(job)
@@ -123,9 +123,9 @@ class LighthouseActor:
     def heartbeat(self, session: Session, activity: Activity | None = None) -> float:
         job, replica_id = session.key
         self.heard_at[session.key] = self._world.now
-        self.lookout.heard(session.key)
+        self.liveness.heard(session.key)
         if activity is not None:
-            self.lookout.does(session.key, activity)
+            self.liveness.does(session.key, activity)
         self._carry_out(self.core.heartbeat(job, replica_id, self._world.now, activity))
         return self.core.beat_interval_s(job)
 
@@ -140,7 +140,7 @@ class LighthouseActor:
         self._invariants.progress.asked(
             session.key[0], member, lambda: self._has_rival(*session.key)
         )
-        self.lookout.asked(session.key, member, self._world.now)
+        self.liveness.asked(session.key, member, self._world.now)
         self._carry_out(self.core.request(session.key[0], member, caller, self._world.now))
         return caller
 
@@ -155,7 +155,7 @@ class LighthouseActor:
         caller, session.caller = session.caller, None
         if caller is not None and self._asking.pop(caller, None) is not None:
             self._invariants.waits.end(caller)
-            self.lookout.withdrew(session.key, self._world.now)
+            self.liveness.withdrew(session.key, self._world.now)
             self._carry_out(self.core.withdraw(session.key[0], caller, self._world.now))
 
     def close_session(
@@ -185,10 +185,10 @@ class LighthouseActor:
             orders = self.core.accept_loss(job, self._world.now)
             self._invariants.progress.accepted(job)
             self._carry_out(orders)
-            self._story.tell("lighthouse", f"the loss of {job} is accepted")
+            self._trace.record("lighthouse", f"the loss of {job} is accepted")
 
     def tell(self, job: str, name: str, kind: str) -> None:
-        """An operator's order to the group called ``name``, if it can be told."""
+        """An operator commands the group called ``name``, if it can be reached."""
         if self.process.is_dead:
             return
         try:
@@ -215,7 +215,7 @@ class LighthouseActor:
             elif isinstance(order, RefuseRequest):
                 session = self._answer(order.caller)
                 if all(other.key != session.key for other in self._asking.values()):
-                    self.lookout.withdrew(session.key, self._world.now)
+                    self.liveness.withdrew(session.key, self._world.now)
                 session.refuse(order.error)
             elif isinstance(order, ReportLoss):
                 self._tell_loss(order)
@@ -224,7 +224,7 @@ class LighthouseActor:
             elif isinstance(order, ReportEviction):
                 self._tell_eviction(order)
             elif isinstance(order, ReportLeftHealing):
-                self.lookout.left_healing(order, self._world.now)
+                self.liveness.left_healing(order, self._world.now)
         self._arm()
 
     def _answer(self, caller: int) -> Session:
@@ -235,14 +235,14 @@ class LighthouseActor:
 
     def _publish(self, order: AnswerQuorum) -> None:
         quorum = order.quorum
-        self._story.tell(
+        self._trace.record(
             "lighthouse",
             f"quorum {quorum.quorum_id} at step {quorum.max_step}: "
             + ", ".join(f"{each.replica_id}@{each.step}" for each in quorum.participants),
         )
         self._invariants.ids.published(order.job, quorum)
         self._invariants.progress.published(order)
-        self.lookout.published(order.job, quorum, self.heard_at, self._world.now)
+        self.liveness.published(order.job, quorum, self.heard_at, self._world.now)
         for caller, member in zip(order.callers, quorum.participants, strict=True):
             session = self._answer(caller)
             asked = session.key == (order.job, member.replica_id)
@@ -250,30 +250,30 @@ class LighthouseActor:
             session.stream.to_client("quorum", session.number, quorum)
 
     def _tell_loss(self, loss: ReportLoss) -> None:
-        self._story.tell("lighthouse", f"{loss.replica_id} is out: {loss.reason}")
+        self._trace.record("lighthouse", f"{loss.replica_id} is out: {loss.reason}")
         self._invariants.progress.lost(loss)
         self.heard_at.pop((loss.job, loss.replica_id), None)
-        self.lookout.gone((loss.job, loss.replica_id), self._world.now)
+        self.liveness.gone((loss.job, loss.replica_id), self._world.now)
         if all(job != loss.job for job, _ in self.heard_at):
-            self.lookout.over(loss.job)
+            self.liveness.over(loss.job)
         if loss.between_steps:
             return
         self._invariants.discards.told_as_lost(loss.replica_id)
-        for fellow in loss.told:
-            session = self.sessions.get((loss.job, fellow))
+        for peer in loss.told:
+            session = self.sessions.get((loss.job, peer))
             if session is not None:
                 session.stream.to_client("lost", loss.replica_id, loss.quorum_id)
 
     def _report_hang(self, hang: ReportHang) -> None:
-        self._story.tell("lighthouse", f"{hang.replica_id} hangs: {hang.phase.value}")
+        self._trace.record("lighthouse", f"{hang.replica_id} hangs: {hang.phase.value}")
         self._invariants.hangs.reported(hang)
         session = self.sessions.get((hang.job, hang.replica_id))
         if hang.kill and session is not None:
             session.stream.to_client("kill")
 
     def _tell_eviction(self, out: ReportEviction) -> None:
-        self._story.tell("lighthouse", f"{out.replica_id} is left out: {out.reason}")
-        self.lookout.evicted(out, self._world.now)
+        self._trace.record("lighthouse", f"{out.replica_id} is left out: {out.reason}")
+        self.liveness.evicted(out, self._world.now)
         self._invariants.ids.spent(out)
         for each in out.told:
             session = self.sessions.get((out.job, each))
@@ -297,14 +297,14 @@ class LighthouseActor:
 class Session:
     """The lighthouse's end of a group's session."""
 
-    def __init__(self, house: LighthouseActor, stream: Stream) -> None:
-        self._house = house
+    def __init__(self, lighthouse: LighthouseActor, stream: Stream) -> None:
+        self._lighthouse = lighthouse
         self.stream = stream
         self.key = ("", "")
         self.number = 0
         self.caller: int | None = None
         self._is_unary = False  # its messages are calls of their own, and its end tells nothing
-        self.end = End(house.process, self._hear, self._close)
+        self.end = End(lighthouse.process, self._hear, self._close)
 
     def refuse(self, error: TorchFTError) -> None:
         self.stream.to_client("refusal", self.number, error)
@@ -316,36 +316,38 @@ class Session:
         """Without sessions, ``last`` is not told."""
         self.key = (job, replica_id)
         self._is_unary = last is None
-        house = self._house
-        interval_s = house.heartbeat(self) if last is None else house.open_session(self, last)
+        lighthouse = self._lighthouse
+        interval_s = (
+            lighthouse.heartbeat(self) if last is None else lighthouse.open_session(self, last)
+        )
         self.stream.to_client("welcome", interval_s)
 
     def _on_beat(
         self, phase: Phase = Phase.IDLE, step: int | None = None, lasts_s: float = 0.0
     ) -> None:
-        since = self._house.process.world.now - lasts_s
-        self._house.heartbeat(self, None if step is None else Activity(phase, step, since))
+        since = self._lighthouse.process.world.now - lasts_s
+        self._lighthouse.heartbeat(self, None if step is None else Activity(phase, step, since))
 
     def _on_question(self, number: int, member: Member, timeout_s: float) -> None:
-        self._house.withdraw(self)
+        self._lighthouse.withdraw(self)
         self.number = number
         try:
-            self._house.ask(self, member, timeout_s)
+            self._lighthouse.ask(self, member, timeout_s)
         except RequestRefused as error:
-            self._house.withdraw(self)
+            self._lighthouse.withdraw(self)
             self.refuse(error)
 
     def _on_withdrawal(self, number: int) -> None:
         if number == self.number:  # or it has been overtaken
-            self._house.withdraw(self)
+            self._lighthouse.withdraw(self)
 
     def _on_leave(self, reason: str, between_steps: bool, ends: bool) -> None:
         if self._is_unary:
-            self._house.leave(self, reason, between_steps, ends)
-        self._house.close_session(self, reason, between_steps, ends)
+            self._lighthouse.leave(self, reason, between_steps, ends)
+        self._lighthouse.close_session(self, reason, between_steps, ends)
         self.end.is_open = False  # what else was on its way is not read
         self.stream.end("it has left")
 
     def _close(self, reason: str) -> None:
         if self.key[1]:
-            self._house.close_session(self, f"its session ended: {reason}")
+            self._lighthouse.close_session(self, f"its session ended: {reason}")

@@ -26,7 +26,7 @@ from torchft_svc.core.types import Quorum
 from torchft_svc.errors import CommitFailed, DeadlineExceeded, TorchFTError
 from torchft_svc.sim.invariants import Invariants, must
 from torchft_svc.sim.link_actor import LinkActor, Outcome
-from torchft_svc.sim.story import Story
+from torchft_svc.sim.trace import Trace
 from torchft_svc.sim.world import Process
 
 ANSWER_MARGIN_S = 0.05
@@ -58,13 +58,13 @@ class ManagerActor:
         group_world_size: int,
         link: Callable[[News, Callable[[], Activity | None]], LinkActor],
         on_killed: Callable[[], None],
-        shared: tuple[Invariants, Story],
+        shared: tuple[Invariants, Trace],
     ) -> None:
         self.process = process
         self._job = job
         self._group = process.name.partition("/")[0]
         self._on_killed = on_killed
-        self._invariants, self._story = shared
+        self._invariants, self._trace = shared
         # Each life begins far from the others; here it is always below the one before.
         self.core = Group(group_world_size, FIRST_ROUND - int(process.world.now * 1000))
         self._activities = WorkerActivities()
@@ -177,7 +177,7 @@ class ManagerActor:
             elif isinstance(order, StopAsking):
                 self.link.stop()
             elif isinstance(order, LeaveLighthouse):
-                self._story.tell(self.process.name, f"leaves: {order.reason}")
+                self._trace.record(self.process.name, f"leaves: {order.reason}")
                 if not order.between_steps:
                     self._tell_workers("lost", self.link.replica_id, self.link.seen_quorum_id)
                 self.link.leave(order.reason, order.between_steps, order.ends)

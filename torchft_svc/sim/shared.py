@@ -11,8 +11,8 @@ from torchft_svc.sim.invariants import Invariants
 from torchft_svc.sim.manager_actor import ManagerActor
 from torchft_svc.sim.network import Network
 from torchft_svc.sim.offers import Fetched, Offers
-from torchft_svc.sim.story import Story
 from torchft_svc.sim.sums import GroupCollective, State, Sums
+from torchft_svc.sim.trace import Trace
 from torchft_svc.sim.world import Process
 
 
@@ -41,11 +41,11 @@ class Home(Protocol):
 class Shared:
     """What all workers of a world share."""
 
-    def __init__(self, network: Network, sums: Sums, invariants: Invariants, story: Story) -> None:
+    def __init__(self, network: Network, sums: Sums, invariants: Invariants, trace: Trace) -> None:
         self.network = network
         self.sums = sums
         self.invariants = invariants
-        self.story = story
+        self.trace = trace
         self.managers: dict[str, ManagerActor] = {}
         self.offers: dict[str, Offers] = {}
         self.num_commits = 0

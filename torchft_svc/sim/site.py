@@ -33,7 +33,7 @@ class Site:
         self,
         number: int,
         world: World,
-        house: LighthouseActor,
+        lighthouse: LighthouseActor,
         shared: Shared,
         scenario: Scenario,
         checkpoints: dict[str, Saved],
@@ -45,7 +45,7 @@ class Site:
         self.workers: list[WorkerActor] = []
         self.collective: GroupCollective | None = None
         self._world = world
-        self._house = house
+        self._lighthouse = lighthouse
         self._shared = shared
         self._scenario = scenario
         self._checkpoints = checkpoints
@@ -85,7 +85,7 @@ class Site:
         )
 
         def link(on_news: News, activity: Callable[[], Activity | None]) -> LinkActor:
-            accept = self._house.accept
+            accept = self._lighthouse.accept
             return LinkActor(process, self._shared.network, accept, config, on_news, activity)
 
         self.manager = ManagerActor(
@@ -94,7 +94,7 @@ class Site:
             self.group_world_size,
             link,
             lambda: self.worker_failed("its manager was told to end it"),
-            (self._shared.invariants, self._shared.story),
+            (self._shared.invariants, self._shared.trace),
         )
         self._shared.managers[process.name] = self.manager
 
@@ -154,7 +154,7 @@ class Site:
 
     def worker_failed(self, why: str) -> None:
         """A worker ends with an error; its launcher starts the group again."""
-        self._shared.story.tell(self.name, f"a worker ends: {why}")
+        self._shared.trace.record(self.name, f"a worker ends: {why}")
         self._launcher.after(NOTICE_S, self._end_the_others, RESTART_S)
 
     def is_manager_over(self) -> bool:
@@ -222,9 +222,9 @@ class Site:
         self._launcher.after(NOTICE_S, self.crash, down_s)
 
     def drain(self, by_signal: bool) -> None:
-        """SIGTERM to one of its workers, or an order of the lighthouse."""
+        """SIGTERM to one of its workers, or an operator command at the lighthouse."""
         if not by_signal:
-            self._house.tell(self.job, self.name, "drain")
+            self._lighthouse.tell(self.job, self.name, "drain")
             return
         alive = [worker for worker in self.workers if not worker.process.is_dead]
         if alive:

@@ -63,7 +63,7 @@ class Sums:
 class GroupCollective:
     """What the workers of one group do together in each step, such as gathering their shards.
 
-    All of them have to come. One that waits here asks its manager nothing, so a fellow that waits
+    All of them have to come. One that waits here asks its manager nothing, so a peer that waits
     for it in the quorum at the same time waits in vain.
     """
 
@@ -117,12 +117,12 @@ class GroupCollective:
         if self._waiting.get(process, (None,))[0] is not done:
             return
         now = self._network.world.now
-        for fellow, since in self._asks_since.items():
+        for peer, since in self._asks_since.items():
             is_explained = self._is_excused or self._invariants.hangs.has_trouble(
                 self._group, since
             )
             is_locked = now - since > LOCKED_S and not is_explained
-            what = f"{process.name} waits for {fellow.name} in a collective, that one in the quorum"
+            what = f"{process.name} waits for {peer.name} in a collective, that one in the quorum"
             must(not is_locked, "I5", what)
         process.after(LOCKED_S, self._check, process, done)
 

@@ -28,10 +28,10 @@ from torchft_svc.errors import (
     TorchFTError,
     Unreachable,
 )
-from torchft_svc.sim.fellows import Fellows
 from torchft_svc.sim.line_actor import RETRY_S, LineActor
 from torchft_svc.sim.manager_actor import Part, WorkerAnswer
 from torchft_svc.sim.offers import Fetched, Offers
+from torchft_svc.sim.peers import Peers
 from torchft_svc.sim.scenario import MEAN_COPY_S, TrainerRules
 from torchft_svc.sim.shared import Home, Shared
 from torchft_svc.sim.sums import Result, Seat, State
@@ -67,7 +67,7 @@ class WorkerActor:
         self.is_draining = False
         self._num_commits_draining = 0
         self.line = LineActor(process, home, group_rank, shared.network, self._hear)
-        self._fellows = Fellows(process, shared.sums, home.job, group_rank)
+        self._peers = Peers(process, shared.sums, home.job, group_rank)
         self._step = _Step(epoch=0)
 
     # -- start -----------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class WorkerActor:
         except RequestRefused as error:  # its weights are those of no step
             self._end(error)
             return
-        self._fellows.ask()
+        self._peers.ask()
         state = self.machine.state
         if not (state.spoiled and state.unhealed):
             name = self.process.name
@@ -101,11 +101,11 @@ class WorkerActor:
             step=state.step,
             checkpoint_address=self.process.name,
             shrink_only=self.process.chance.random() < self._rules.shrink_only_rate,
-            commit_failures=max(state.failures, int(self._fellows.must_reconnect)),
+            commit_failures=max(state.failures, int(self._peers.must_reconnect)),
             worker_id=self.process.name,
             draining=self.is_draining,
             unhealed=state.unhealed,
-            last_quorum_id=self._fellows.last_quorum_id,
+            last_quorum_id=self._peers.last_quorum_id,
             question=state.epoch,
         )
         if self.home.collective is not None:
@@ -152,13 +152,13 @@ class WorkerActor:
             may_come = isinstance(answer, Unreachable) and not self.home.is_manager_over()
             gives_up = step.leaves and isinstance(answer, PeerError) and not may_come
             if isinstance(answer, GroupLeft) or gives_up:
-                self._fellows.depart()
+                self._peers.depart()
                 self.process.kill()
                 self.home.worker_drained()
                 return
             self._fail(answer)
             # Where workers need one another, a program must not ask once more on its own: its
-            # fellows may have had the answer, and wait for it in the collective.
+            # peers may have had the answer, and wait for it in the collective.
             has_to_end = self.home.collective is not None or isinstance(answer, RequestRefused)
             if step.is_sync and has_to_end:
                 self._end(answer)
@@ -166,7 +166,7 @@ class WorkerActor:
             if isinstance(answer, RequestRefused):
                 step.refused = answer
             if step.is_sync:
-                self._shared.story.tell(self.process.name, f"no quorum: {answer}")
+                self._shared.trace.record(self.process.name, f"no quorum: {answer}")
                 self.process.after(PAUSE_S, self.begin_step)
                 return
             step.is_ready = True
@@ -176,7 +176,7 @@ class WorkerActor:
         self._form(step, answer.assignment)
 
     def _form(self, step: _Step, part: Assignment) -> None:
-        problem = self._fellows.meet(part)
+        problem = self._peers.meet(part)
         has_to_heal = part.heal_source is not None
         heals = has_to_heal and step.may_heal
         place = self._participation(step, part)
@@ -188,7 +188,7 @@ class WorkerActor:
         contributes = place.participating_rank is not None
         is_awaited = contributes or heals or not has_to_heal or problem is not None
         if self.machine.state.error is not None and is_awaited:
-            self._fellows.abort()
+            self._peers.abort()
         self._tell_phase()
         step.is_ready = True
         state = self.machine.state
@@ -241,13 +241,13 @@ class WorkerActor:
         phase = self.machine.state.phase
         if phase is Phase.QUORUM:
             self.machine.fail_quorum(error)
-            self._fellows.abort()  # it sums nothing in this step, and the others must not wait
+            self._peers.abort()  # it sums nothing in this step, and the others must not wait
         elif phase is Phase.HEALING:
             self.machine.fail_heal(error)
         else:
             self.machine.latch(error)
         if self.machine.state.participation.participating_rank is not None:
-            self._fellows.abort()
+            self._peers.abort()
 
     # -- the sum ---------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class WorkerActor:
         if self.is_broken:
             self.is_broken = False
             self._hear_error(QuorumFailed("an exception in a collective"), step)
-        seat = self._fellows.seat
+        seat = self._peers.seat
         broken = seat.error if seat is not None else QuorumFailed("no process group")
         if broken is not None:
             self._hear_error(broken, step)
@@ -310,7 +310,7 @@ class WorkerActor:
         state = self.machine.state
         contributes = state.participation.participating_rank is not None
         if contributes and state.phase in _TRAINING:
-            self._fellows.abort()
+            self._peers.abort()
 
     def drain(self, reason: str) -> None:
         """SIGTERM: the group ends after this step."""
@@ -319,9 +319,9 @@ class WorkerActor:
 
     def _hear(self, kind: str, *what: Any) -> None:
         if kind == "lost":
-            self._fellows.lose(*what)
+            self._peers.lose(*what)
         elif kind == "cut":
-            self._fellows.cut()
+            self._peers.cut()
         elif kind == "drain":
             self.is_draining = True
         elif kind == "kill":

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 # Groups beat at least four times in a heartbeat timeout, so with eight looks in it a group that
 # lives has half of it left for what is still unread when this process goes on.
 LOOKS_PER_TIMEOUT = 8
@@ -18,21 +15,19 @@ def usual_look_s(heartbeat_timeout_s: float) -> float:
     return min(max(heartbeat_timeout_s / LOOKS_PER_TIMEOUT, MIN_LOOK_S), MAX_LOOK_S)
 
 
-class AttentiveClock:
+class PausableClock:
     """Monotonic seconds, less those in which this process was stopped, or its machine was.
 
-    `now` has to be called at least every ``look_s`` while it matters. Time that passes without it
-    is time in which nothing could be heard or done.
+    `now` has to be called at least every ``look_s`` while it matters, with the instant of a
+    monotonic clock. Time that passes without it is time in which nothing could be heard or done.
     """
 
-    def __init__(self, look_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, look_s: float, at: float) -> None:
         self.look_s = look_s
-        self._clock = clock
-        self._looked_at = clock()
+        self._looked_at = at
         self.missed_s = 0.0  # so far
 
-    def now(self) -> float:
-        at = self._clock()
+    def now(self, at: float) -> float:
         missed_s = at - self._looked_at - self.look_s
         self._looked_at = at
         if missed_s > self.look_s:  # less is what a busy machine does

@@ -179,4 +179,4 @@ def accept_loss(lighthouse: str, job_id: str, security: Security) -> None:
     click.echo(f"job {job_id} goes on without its committed step {answer.committed_step}")
 
 
-ORDERS = (status, drain, kill, accept_loss)
+OPERATOR_COMMANDS = (status, drain, kill, accept_loss)

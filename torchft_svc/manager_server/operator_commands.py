@@ -29,4 +29,4 @@ def drain(manager: HostPort, reason: str, security: Security) -> None:
     click.echo("the group was told to finish its step and end")
 
 
-ORDERS = (drain,)
+OPERATOR_COMMANDS = (drain,)

@@ -24,7 +24,7 @@ class _Loss:
         return part.quorum_id <= self.quorum_id and self.replica_id in part.replica_ids
 
 
-class Fellows:
+class Peers:
     """As `Membership` in `client/membership.py`, with a seat for a process group."""
 
     def __init__(self, process: Process, sums: Sums, job: str, group_rank: int) -> None:

@@ -1,4 +1,4 @@
-"""What a simulated lighthouse has heard and said about a job, as `Lookout` writes it down."""
+"""The ledger of `LivenessChecks`: what a simulated lighthouse has heard and said about a job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchft_svc.core.step import Phase
 
 
 @dataclass(slots=True)
-class Book:
+class Ledger:
     """Of one job, in one life of a lighthouse.
 
     ``late``: waited for in vain, and not to be waited for again until it asks. ``evicted``: left

@@ -1,4 +1,4 @@
-"""Keeps what happened, in words: the last part of it is the story of a fall."""
+"""Keeps the last events of a run, as text: the trace that is printed when an invariant falls."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 from torchft_svc.sim.world import World
 
-# A story is read by people: what happened long before the fall rarely matters.
+# A trace is read by people: what happened long before the fall rarely matters.
 MAX_LINES = 400
 
 
 @dataclass(slots=True)
-class Story:
+class Trace:
     """The last lines of a run."""
 
     world: World
     _lines: deque[tuple[float, str, str]] = field(default_factory=lambda: deque(maxlen=MAX_LINES))
 
-    def tell(self, who: str, what: str) -> None:
+    def record(self, who: str, what: str) -> None:
         self._lines.append((self.world.now, who, what))
 
     def lines(self) -> Iterator[str]:
