@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from support.core import twin
 from support.core.scenes import member, quorum
 
-from torchft_svc.core.assignment import MAX_HEAL_SOURCES, Assignment, assign, heal_plan
+from torchft_svc.core.assignment import (
+    MAX_HEAL_SOURCES,
+    Assignment,
+    assign,
+    check_answer,
+    heal_plan,
+)
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import QuorumFailed
 
@@ -256,3 +262,23 @@ def test_the_ranks_of_one_group_load_different_sources(seen: Quorum, group_ranks
         assert len(sources) == min(group_ranks, parts[0].max_world_size)
     else:
         assert len({part.heal_source for part in parts}) == 1
+
+
+@pytest.mark.parametrize(
+    ("seen", "answered", "ids_grow"), [(0, 1, True), (7, 7, True), (7, 8, True), (7, 1, False)]
+)
+def test_i1_a_quorum_that_is_taken(seen: int, answered: int, ids_grow: bool) -> None:
+    asked = member("a", seen_quorum_id=seen)
+    check_answer(asked, quorum(answered, asked, member("b")), ids_grow=ids_grow)
+
+
+def test_i1_a_quorum_of_a_lighthouse_that_leads_no_more() -> None:
+    asked = member("a", seen_quorum_id=7)
+    with pytest.raises(QuorumFailed, match="quorum 6 is older than quorum 7"):
+        check_answer(asked, quorum(6, asked), ids_grow=True)
+
+
+@pytest.mark.parametrize("ids_grow", [True, False])
+def test_a_quorum_without_the_group_that_asked(ids_grow: bool) -> None:
+    with pytest.raises(QuorumFailed, match="quorum 1 was formed without 'a'"):
+        check_answer(member("a"), quorum(1, member("b")), ids_grow=ids_grow)

@@ -19,7 +19,7 @@ from torchft_svc.core.group_orders import (
     RefuseWorker,
     StopAsking,
 )
-from torchft_svc.core.requests import WorkerRequest
+from torchft_svc.core.types import WorkerRequest
 from torchft_svc.errors import (
     CommitFailed,
     ConfigError,

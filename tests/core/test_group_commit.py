@@ -10,7 +10,7 @@ from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     AnswerVote,
 )
-from torchft_svc.core.requests import Vote
+from torchft_svc.core.types import Vote
 from torchft_svc.errors import RequestRefused
 
 

@@ -14,7 +14,7 @@ from torchft_svc.core.group_orders import (
     Order,
     RefuseWorker,
 )
-from torchft_svc.core.requests import Vote, WorkerRequest
+from torchft_svc.core.types import Vote, WorkerRequest
 from torchft_svc.errors import GroupLeft, QuorumFailed
 
 

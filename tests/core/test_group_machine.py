@@ -20,7 +20,7 @@ from torchft_svc.core.group_orders import (
     RefuseWorker,
     StopAsking,
 )
-from torchft_svc.core.requests import Vote, WorkerRequest
+from torchft_svc.core.types import Vote, WorkerRequest
 from torchft_svc.errors import GroupLeft, QuorumFailed, RequestRefused
 
 BUSY = [HealthCheck.too_slow]  # on a busy machine, slow is no sign of a fault

@@ -8,10 +8,10 @@ import pytest
 from support.core.scenes import JOB, Refused, Scene, answer, config, formed, loss, member
 
 from torchft_svc.core.assignment import assign
-from torchft_svc.core.gathering import GATHER_S
 from torchft_svc.core.lighthouse import MAX_AHEAD_OF_NEW_JOB_S, MAX_AHEAD_S
 from torchft_svc.core.lighthouse_orders import AnswerQuorum
 from torchft_svc.core.membership import Membership
+from torchft_svc.core.quorum import GATHER_S
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 from torchft_svc.errors import RequestRefused
 

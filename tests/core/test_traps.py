@@ -14,7 +14,7 @@ from support.core.scenes import JOB, Refused, Scene, config, formed, loss, membe
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import AskLighthouse
 from torchft_svc.core.lighthouse import Lighthouse
-from torchft_svc.core.requests import WorkerRequest
+from torchft_svc.core.types import WorkerRequest
 from torchft_svc.errors import Unreachable
 
 

@@ -12,11 +12,9 @@ from support.core import twin
 from support.core.naive import Naive
 from support.core.scenes import JOB, member
 
-from torchft_svc.core.gathering import Gathering
-from torchft_svc.core.healing import Heal
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.lighthouse_orders import AnswerQuorum, Order, RefuseRequest, ReportLoss
-from torchft_svc.core.quorum import Formed, JobView, Waiter, decide
+from torchft_svc.core.quorum import Formed, Gathering, Heal, JobView, Waiter, decide
 from torchft_svc.core.types import LastQuorum, QuorumConfig
 from torchft_svc.errors import RequestRefused
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import select
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,11 +13,15 @@ from support.core.scenes import member, quorum
 from torchft_svc.core.types import (
     MAX_ADDRESS_LENGTH,
     MAX_DATA_LENGTH,
+    MAX_DURATION_MS,
+    MAX_DURATION_S,
     MAX_INT64,
     MAX_NAME_LENGTH,
     MAX_WORLD_SIZE,
     QuorumConfig,
+    check_length,
     check_name,
+    limited_s,
 )
 from torchft_svc.errors import ConfigError, RequestRefused
 
@@ -139,3 +145,40 @@ def test_a_config_that_cannot_work_is_refused(fields: dict[str, Any], sentence: 
 def test_the_startup_timeout_is_the_join_timeout_by_default() -> None:
     assert QuorumConfig(join_timeout_s=7.0).newcomer_timeout_s == 7.0
     assert QuorumConfig(join_timeout_s=7.0, startup_timeout_s=0.0).newcomer_timeout_s == 0.0
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, 60.0, MAX_DURATION_S])
+def test_what_can_be_waited_is_accepted(seconds: float) -> None:
+    check_length("timeout", seconds)
+
+
+def test_a_setting_beyond_is_named_with_the_limit() -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_length("timeout", 1e300)
+    assert str(refused.value) == (
+        "timeout='1e+300 s' cannot work: use 2073600 s (24 days) at most, which is as good as "
+        "forever"
+    )
+
+
+@pytest.mark.parametrize(
+    ("timeout", "seconds"),
+    [
+        (timedelta(seconds=-5), -5.0),
+        (timedelta(), 0.0),
+        (timedelta(microseconds=1), 1e-6),
+        (timedelta(days=24), MAX_DURATION_S),
+        (timedelta(days=25), MAX_DURATION_S),
+        (timedelta.max, MAX_DURATION_S),
+    ],
+)
+def test_a_call_waits_no_longer_than_can_be_waited(timeout: timedelta, seconds: float) -> None:
+    assert limited_s(timeout) == seconds
+
+
+def test_the_limit_is_what_the_system_can_wait() -> None:
+    assert MAX_DURATION_MS == 1000 * MAX_DURATION_S
+    poll = select.poll()
+    poll.register(1, 0)
+    with pytest.raises(OverflowError):
+        poll.poll(MAX_DURATION_MS + 86_400_000)

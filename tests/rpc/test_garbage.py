@@ -14,8 +14,8 @@ from support.hostile import PREFACE, frame
 from support.running import Line, Process, failure, lighthouse_process, line_to, manager_process
 
 from torchft_svc.core.activity import HANGING_PHASES
-from torchft_svc.core.durations import MAX_DURATION_MS
 from torchft_svc.core.overview import GroupStatus, JobStatus
+from torchft_svc.core.types import MAX_DURATION_MS
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import beat_from_wire
 from torchft_svc.rpc.codec_status import status_to_wire

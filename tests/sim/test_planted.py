@@ -12,7 +12,6 @@ import pytest
 from torchft_svc.core import (
     activity,
     assignment,
-    eviction,
     group,
     lighthouse,
     membership,
@@ -22,10 +21,9 @@ from torchft_svc.core import (
 )
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import AnswerVote, AskLighthouse
-from torchft_svc.core.healing import Heal
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.membership import Membership
-from torchft_svc.core.quorum import JobView
+from torchft_svc.core.quorum import Heal, JobView
 from torchft_svc.core.step import Phase, StepMachine
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 from torchft_svc.sim.fleet import Fleet
@@ -291,16 +289,18 @@ def who_waits_hangs(plant: pytest.MonkeyPatch) -> None:
 def who_waits_is_left_out(plant: pytest.MonkeyPatch) -> None:
     """With the one that it waits for."""
 
+    real = lighthouse.to_evict
+
     def to_evict(members: Membership, hangs: Any, candidates: Any) -> list[str]:
         if hangs.unheeded:
             hangs.unheeded |= members._awaited
-        return eviction.to_evict(members, hangs, candidates)
+        return real(members, hangs, candidates)
 
     plant.setattr(lighthouse, "to_evict", to_evict)
 
 
 def who_hangs_is_left_out_though_nobody_waits(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(eviction, "_waits", lambda members, hangs, replica_id: True)
+    plant.setattr(lighthouse, "_waits", lambda members, hangs, replica_id: True)
 
 
 def nobody_is_left_out(plant: pytest.MonkeyPatch) -> None:

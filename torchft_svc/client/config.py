@@ -9,8 +9,13 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torchft_svc.core.durations import MAX_DURATION_S, check_length
-from torchft_svc.core.types import DEFAULT_JOB, MAX_WORLD_SIZE, check_not_empty
+from torchft_svc.core.types import (
+    DEFAULT_JOB,
+    MAX_DURATION_S,
+    MAX_WORLD_SIZE,
+    check_length,
+    check_not_empty,
+)
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
 from torchft_svc.rpc.security import Security, security_or_environment

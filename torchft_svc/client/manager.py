@@ -31,8 +31,8 @@ from torchft_svc.client.runtime import Brought, Runtime, start_runtime
 from torchft_svc.client.state import DEFAULT_KEY, StateRegistry
 from torchft_svc.client.stepper import Stepper, Update
 from torchft_svc.coordination import QuorumResult, Security
-from torchft_svc.core.durations import limited_s
 from torchft_svc.core.step import StepMachine
+from torchft_svc.core.types import limited_s
 from torchft_svc.env import Environment
 from torchft_svc.errors import TorchFTError
 

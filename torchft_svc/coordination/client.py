@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from torchft_svc.core.durations import limited_s
-from torchft_svc.core.types import check_name
+from torchft_svc.core.types import check_name, limited_s
 from torchft_svc.errors import ConfigError, RequestRefused, Unreachable
 from torchft_svc.rpc.address import parse_address
 from torchft_svc.rpc.channel import KEEPALIVE_MS, MAX_CONNECTING_MS, open_channel

@@ -1,4 +1,4 @@
-"""From a quorum to what one worker has to do: its rank, its store, whom to heal from.
+"""From a lighthouse's answer to what one worker has to do: its rank, its store, whom to heal from.
 
 Every member computes this by itself, from the same quorum, and comes to the same plan (I2).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchft_svc.core.types import Quorum
+from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import QuorumFailed
 
 # Groups that serve one that heals. Each may have to keep a copy of its state and all wait for each
@@ -41,6 +41,24 @@ class Assignment:
     extra_targets: tuple[int, ...]
     commit_failures: int
     replica_ids: tuple[str, ...]
+
+
+def check_answer(asked: Member, answer: Quorum, *, ids_grow: bool) -> None:
+    """What a group takes for the answer to its question (rule Q23).
+
+    ``ids_grow``: this lighthouse never repeats an id (the public release's begins anew).
+
+    Raises:
+        QuorumFailed: the quorum is one without this group, or older than one that it has been in,
+            as one of a lighthouse is that does not know that it leads no more.
+    """
+    if all(asked.replica_id != member.replica_id for member in answer.participants):
+        raise QuorumFailed(f"quorum {answer.quorum_id} was formed without {asked.replica_id!r}")
+    if ids_grow and answer.quorum_id < asked.seen_quorum_id:
+        raise QuorumFailed(
+            f"quorum {answer.quorum_id} is older than quorum {asked.seen_quorum_id}, which this "
+            "group has seen: does another lighthouse lead by now?"
+        )
 
 
 def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool = True) -> Assignment:

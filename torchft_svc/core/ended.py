@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from torchft_svc.core.requests import WorkerRequest
+from torchft_svc.core.types import WorkerRequest
 from torchft_svc.errors import TorchFTError
 
 # A worker that missed more barriers than this is told of the newest ones only.

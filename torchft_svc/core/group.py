@@ -29,8 +29,7 @@ from torchft_svc.core.group_orders import (
     RefuseWorker,
     StopAsking,
 )
-from torchft_svc.core.requests import Vote, WorkerRequest
-from torchft_svc.core.types import MAX_LAYOUT_LENGTH, Quorum
+from torchft_svc.core.types import MAX_LAYOUT_LENGTH, Quorum, Vote, WorkerRequest
 from torchft_svc.errors import (
     CommitFailed,
     ConfigError,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchft_svc.core.requests import WorkerRequest
-from torchft_svc.core.types import Quorum
+from torchft_svc.core.types import Quorum, WorkerRequest
 from torchft_svc.errors import TorchFTError
 
 

@@ -7,11 +7,10 @@ to carry out. A caller is a number of the shell's choice, unique among the reque
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torchft_svc.core.activity import Activity, HangWatch
-from torchft_svc.core.eviction import to_evict
 from torchft_svc.core.lighthouse_orders import (
     AnswerQuorum,
     Order,
@@ -516,6 +515,27 @@ class Lighthouse:
     def _wake(self, at: float | None) -> None:
         if at is not None and (self._wake_at is None or at < self._wake_at):
             self._wake_at = at
+
+
+def to_evict(members: Membership, hangs: HangWatch, candidates: Iterable[str]) -> list[str]:
+    """The groups that hang to leave out now (rule Q18), if one of ``candidates`` waits for them.
+
+    If all stand still, as on a file system that does not answer, leaving some of them out would
+    help nobody. So a member of the last quorum has to be there which was not left out itself, and
+    waits: one that trains for less than the hang timeout may stand still in the same place, and its
+    time is up a moment later.
+    """
+    if not hangs.unheeded or not any(_waits(members, hangs, each) for each in candidates):
+        return []
+    evicted = sorted(filter(members.is_awaited, hangs.unheeded))
+    hangs.unheeded.clear()
+    return evicted
+
+
+def _waits(members: Membership, hangs: HangWatch, replica_id: str) -> bool:
+    doing = hangs.activity(replica_id)
+    waits = doing is not None and doing.phase is Phase.QUORUM
+    return waits and members.is_expected(replica_id)
 
 
 def _turn_away(state: _Job, misfits: list[Member], trains: Member, now: float) -> list[Order]:

@@ -11,14 +11,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from torchft_svc.core.activity import Activity
-from torchft_svc.core.announcements import Announcements
-from torchft_svc.core.gathering import NOBODY_IS_TO_COME
-from torchft_svc.core.healing import Heals
-from torchft_svc.core.joining import joining
 from torchft_svc.core.names import Names, stable_name
 from torchft_svc.core.outlook import Outlook
 from torchft_svc.core.quorum import (
+    NOBODY_IS_TO_COME,
     Formed,
+    Heal,
     JobView,
     Waiter,
     Waiting,
@@ -26,9 +24,16 @@ from torchft_svc.core.quorum import (
     decide,
     first_asked_at,
     has_loss_to_accept,
+    joining,
 )
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
+
+# Whoever trains wants to know that somebody waits, and about how many; and one loss makes it give
+# up its step, the others are for those whose session broke just then. A thousand groups that come
+# or die at once must not make a million pieces of news.
+MAX_ANNOUNCED, MAX_ANNOUNCEMENTS = 100, 10_000
+MAX_LOSSES_TOLD = 4
 
 
 class Membership:
@@ -436,3 +441,79 @@ class Membership:
             gathering=self._gathering,
             heals=self.heals.known,
         )
+
+
+class Heals:
+    """Which groups heal, and who was left out for that (rule Q16).
+
+    Those of one job's living groups that have not asked since; ``now`` is monotonic seconds."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Heal] = {}
+        self._left_out: dict[str, Heal] = {}  # to be reported
+        self._reported: set[str] = set()
+
+    def told(self, replica_id: str, since: float | None, now: float) -> bool:
+        """A group heals since ``since``, or (None) does something else; whether a heal has ended
+        with this."""
+        heal = self.known.get(replica_id)
+        if since is not None:
+            self.known[replica_id] = Heal(min(since, heal.since) if heal else since)
+            return False
+        if heal is None or heal.ended_at is not None:
+            return False
+        self.known[replica_id] = Heal(heal.since, now)
+        return True
+
+    def is_under_way(self, replica_id: str) -> bool:
+        """As far as it has told."""
+        heal = self.known.get(replica_id)
+        return heal is not None and heal.ended_at is None
+
+    def over(self, replica_id: str) -> bool:
+        """The group asks; whether it has healed since the last time."""
+        return self.known.pop(replica_id, None) is not None
+
+    def gone(self, replica_id: str) -> bool:
+        """Whether it healed, or had healed and not asked yet."""
+        self._left_out.pop(replica_id, None)
+        self._reported.discard(replica_id)
+        return self.known.pop(replica_id, None) is not None
+
+    def left_out(self, replica_ids: Iterable[str]) -> None:
+        """Nobody waits for these any longer."""
+        for key in replica_ids:
+            heal = self.known.get(key)
+            if heal is not None and heal.ended_at is None and key not in self._reported:
+                self._left_out[key] = heal
+
+    def take_left_out(self) -> list[tuple[str, float]]:
+        """Who was left out while it healed, and since when it did; each group is told once."""
+        taken = [(key, heal.since) for key, heal in self._left_out.items()]
+        self._reported.update(self._left_out)
+        self._left_out.clear()
+        return taken
+
+
+class Announcements:
+    """How much the members of one quorum are told of who comes and who is lost (rule Q22)."""
+
+    def __init__(self) -> None:
+        self._newcomers: set[str] = set()
+        self._num_losses = 0
+
+    def of_newcomers(self, waiting: Iterable[str], num_members: int) -> list[str]:
+        """Those of ``waiting`` to tell ``num_members`` of: each once, of a crowd the first ones."""
+        fresh = [key for key in waiting if key not in self._newcomers]
+        limit = min(MAX_ANNOUNCED, max(1, MAX_ANNOUNCEMENTS // num_members))
+        del fresh[max(0, limit - len(self._newcomers)) :]
+        self._newcomers.update(fresh)
+        return fresh
+
+    def of_a_loss(self) -> bool:
+        """Whether to tell of another one."""
+        self._num_losses += 1
+        return self._num_losses <= MAX_LOSSES_TOLD
+
+    def gone(self, replica_id: str) -> None:
+        self._newcomers.discard(replica_id)

@@ -9,12 +9,13 @@ import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
-from torchft_svc.core.gathering import NOBODY_IS_TO_COME, Gathering
-from torchft_svc.core.healing import Heal
 from torchft_svc.core.types import Member, QuorumConfig
 
 # A reason is read by people: it names a few groups and counts the others.
 MAX_NAMES_IN_A_REASON = 4
+# After a lighthouse's restart managers are back within half a second; those that are with another
+# one of their list look every second whether this one answers.
+GATHER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,48 @@ class Waiter:
 
     member: Member
     asked_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """How long a lighthouse that is new to a job waits for groups not seen yet (rule Q11).
+
+    Of a job that has no quorum here yet, though its groups tell that they were in one.
+
+    The first of them would else train alone, and where the others are still with another
+    lighthouse, both halves would commit the same steps.
+    """
+
+    num_groups: int = 0
+    until: float | None = None
+
+    def heard(self, member: Member, now: float, join_timeout_s: float) -> Gathering:
+        """The same after ``member`` has asked at ``now``."""
+        if member.last_num_groups < 2:
+            return self  # a newcomer, or one that was alone: there is nobody to come
+        until = now + min(GATHER_S, join_timeout_s) if self.until is None else self.until
+        return Gathering(max(self.num_groups, member.last_num_groups), until)
+
+    def missing(self, num_living: int, now: float) -> int:
+        """How many groups of the last quorum are still waited for."""
+        if self.until is None or now >= self.until:
+            return 0
+        return max(0, self.num_groups - num_living)
+
+
+NOBODY_IS_TO_COME = Gathering()
+
+
+@dataclass(frozen=True, slots=True)
+class Heal:
+    """A group has been healing since ``since``, until ``ended_at`` (None: it still does)."""
+
+    since: float
+    ended_at: float | None = None
+
+    def patience_until(self, join_timeout_s: float) -> float:
+        """Until when this is reason to wait: when it is over, its group has a step to finish."""
+        return math.inf if self.ended_at is None else self.ended_at + join_timeout_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +277,38 @@ def has_loss_to_accept(view: JobView, config: QuorumConfig, now: float) -> bool:
     doubted = _doubted(view, config, candidates)
     steps = [member.step for member in candidates if member.replica_id not in doubted]
     return bool(steps) and max(steps) < view.committed_step
+
+
+def joining(members: tuple[Member, ...], previous: Set[str] | None) -> frozenset[str]:
+    """Whose state may not be that of the others, although its step is theirs (rule Q13).
+
+    Those of ``members`` that were not in the ``previous`` quorum, or have not healed since.
+
+    A lighthouse that was restarted does not know that quorum (None); whoever is as far as others
+    but was told only of earlier ones was not in it, and may have another state. So may one that has
+    restored a checkpoint of a step that was committed in an earlier quorum: the job went back to
+    before it once, and did it again.
+    """
+    max_step = max(member.step for member in members)
+    strangers = {member.replica_id for member in members if member.unhealed}
+    if previous is None:
+        newest = max(each.history for each in members if each.step == max_step)
+        strangers |= {each.replica_id for each in members if each.history < newest}
+    else:
+        strangers |= {each.replica_id for each in members if each.replica_id not in previous}
+    at_max = [member for member in members if member.step == max_step]
+    if all(member.replica_id in strangers for member in at_max):
+        strangers -= _most_trusted(at_max)
+    return frozenset(strangers)
+
+
+def _most_trusted(strangers: list[Member]) -> set[str]:
+    """Of ``strangers`` at one step, those from whom all go on, because nobody else is as far."""
+    healthy = [each for each in strangers if not each.unhealed]
+    if not healthy:
+        return {strangers[0].replica_id}  # whoever should have served them is gone
+    newest = max(each.history for each in healthy)
+    return {each.replica_id for each in healthy if each.history == newest}
 
 
 def name_some(replica_ids: Mapping[str, object]) -> str:

@@ -1,13 +1,13 @@
-"""What the decisions are about: members, quorums, and the limits that they keep to."""
+"""What the decisions are about: members, quorums, workers' requests, and the limits of them all."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
-from torchft_svc.core.durations import check_length
 from torchft_svc.errors import ConfigError, RequestRefused
 
 # A replica id or a job's name is shown in logs and tables and kept in maps: it has to stay short.
@@ -32,6 +32,11 @@ MAX_INT64 = 2**63 - 1
 MAX_WORLD_SIZE = 1_000_000
 # More jobs or groups than a lighthouse can serve.
 MAX_LIMIT = 1_000_000
+
+# The system's poll counts milliseconds in 31 bits, which ends after 24.8 days; beyond, a wait would
+# not be long but fail.
+MAX_DURATION_S = 24 * 86_400.0
+MAX_DURATION_MS = int(1000 * MAX_DURATION_S)
 
 DEFAULT_JOB = "default"
 
@@ -159,6 +164,54 @@ NO_QUORUM = LastQuorum()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRequest:
+    """A worker asks for a quorum; ``worker_id`` is new at every start of its process.
+
+    ``unhealed``: the last quorum wanted it to heal, which has failed. ``last_quorum_id``: the
+    highest that it has been told (0: none), maybe by the manager before this one. ``question``
+    counts the questions of this worker, and stays the same when one is repeated because its answer
+    was lost (0: the worker does not count). ``layout``: what it sums (empty: not told).
+    ``step_quorum_id``: in which its step was committed (0: not known).
+    """
+
+    group_rank: int
+    step: int
+    checkpoint_address: str = ""
+    shrink_only: bool = False
+    commit_failures: int = 0
+    init_sync: bool = True
+    worker_id: str = ""
+    draining: bool = False
+    unhealed: bool = False
+    last_quorum_id: int = 0
+    layout: str = ""
+    step_quorum_id: int = 0
+    question: int = 0
+
+    def check(self) -> None:
+        """Raise `RequestRefused` if a field from the network is out of bounds."""
+        for field in ("step", "commit_failures", "question"):
+            if not 0 <= getattr(self, field) <= MAX_INT64:
+                raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 or more")
+        check_quorum_id("last_quorum_id", self.last_quorum_id)
+        check_quorum_id("step_quorum_id", self.step_quorum_id)
+        check_text("checkpoint address", self.checkpoint_address, MAX_ADDRESS_LENGTH)
+        check_text("layout", self.layout, MAX_LAYOUT_LENGTH)
+        check_text("worker id", self.worker_id, MAX_ADDRESS_LENGTH)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """A worker's vote; ``round`` is 0 if the worker does not know rounds."""
+
+    group_rank: int
+    step: int
+    should_commit: bool
+    round: int = 0
+    worker_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuorumConfig:
     """When a job's quorum is formed (architecture, section 4); durations in seconds.
 
@@ -254,6 +307,18 @@ class QuorumConfig:
     def newcomer_timeout_s(self) -> float:
         """How long a cold start waits for groups that live but have not asked."""
         return self.join_timeout_s if self.startup_timeout_s is None else self.startup_timeout_s
+
+
+def check_length(field: str, duration_s: float) -> None:
+    """Raise `ConfigError` if the setting ``field`` is longer than the longest wait."""
+    if duration_s > MAX_DURATION_S:
+        reason = f"use {MAX_DURATION_S:.0f} s (24 days) at most, which is as good as forever"
+        raise ConfigError(field, f"{duration_s:g} s", reason)
+
+
+def limited_s(timeout: timedelta) -> float:
+    """The seconds of a call's ``timeout``, and no more than can be waited."""
+    return min(timeout.total_seconds(), MAX_DURATION_S)
 
 
 def check_not_empty(field: str, value: str | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from torchft_svc.core.durations import check_length
+from torchft_svc.core.types import check_length
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError, UsageError
 from torchft_svc.lighthouse_server.etcd_access import EtcdAccess, resolve_etcd_access

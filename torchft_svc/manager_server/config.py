@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torchft_svc.core.durations import check_length
-from torchft_svc.core.types import DEFAULT_JOB, MAX_NAME_LENGTH, MAX_WORLD_SIZE
+from torchft_svc.core.types import DEFAULT_JOB, MAX_NAME_LENGTH, MAX_WORLD_SIZE, check_length
 from torchft_svc.errors import AddressError, ConfigError
 from torchft_svc.rpc.address import HostPort, parse_address, split_addresses
 from torchft_svc.rpc.security import PLAIN, Security

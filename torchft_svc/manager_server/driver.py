@@ -23,9 +23,8 @@ from torchft_svc.core.group_orders import (
     StopAsking,
 )
 from torchft_svc.core.pausable_clock import MAX_LOOK_S, PausableClock
-from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.core.step import Phase
-from torchft_svc.core.types import check_step
+from torchft_svc.core.types import Vote, WorkerRequest, check_step
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed, TorchFTError
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.acceptance import check_answer
+from torchft_svc.core.assignment import check_answer
 from torchft_svc.core.types import Member, Quorum, one_line
 from torchft_svc.errors import (
     DeadlineExceeded,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import grpc
 
-from torchft_svc.core.acceptance import check_answer
+from torchft_svc.core.assignment import check_answer
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import TorchFTError
 from torchft_svc.manager_server.config import ManagerConfig

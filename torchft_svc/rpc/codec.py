@@ -8,11 +8,18 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from torchft_svc.core.activity import Activity
 from torchft_svc.core.assignment import assign
-from torchft_svc.core.durations import MAX_DURATION_MS
 from torchft_svc.core.group_orders import AnswerWorker
-from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.core.step import Phase
-from torchft_svc.core.types import MAX_NAME_LENGTH, Member, Quorum, check_step, one_line
+from torchft_svc.core.types import (
+    MAX_DURATION_MS,
+    MAX_NAME_LENGTH,
+    Member,
+    Quorum,
+    Vote,
+    WorkerRequest,
+    check_step,
+    one_line,
+)
 from torchft_svc.errors import QuorumFailed, TorchFTError
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.status import error_to_wire

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from torchft_svc.core.acceptance import check_answer
 from torchft_svc.core.activity import Activity
+from torchft_svc.core.assignment import check_answer
 from torchft_svc.core.group_orders import AskLighthouse
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, TorchFTError, Unreachable

@@ -20,9 +20,8 @@ from torchft_svc.core.group_orders import (
     RefuseWorker,
     StopAsking,
 )
-from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.core.step import Phase
-from torchft_svc.core.types import Quorum
+from torchft_svc.core.types import Quorum, Vote, WorkerRequest
 from torchft_svc.errors import CommitFailed, DeadlineExceeded, TorchFTError
 from torchft_svc.sim.invariants import Invariants, must
 from torchft_svc.sim.link_actor import LinkActor, Outcome

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchft_svc.core.assignment import Assignment
-from torchft_svc.core.requests import Vote, WorkerRequest
 from torchft_svc.core.step import (
     Participation,
     Phase,
@@ -19,6 +18,7 @@ from torchft_svc.core.step import (
     StepState,
     participation,
 )
+from torchft_svc.core.types import Vote, WorkerRequest
 from torchft_svc.errors import (
     CommitFailed,
     GroupLeft,

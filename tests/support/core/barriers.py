@@ -9,7 +9,7 @@ from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     AskLighthouse,
 )
-from torchft_svc.core.requests import Vote, WorkerRequest
+from torchft_svc.core.types import Vote, WorkerRequest
 
 QUORUM = quorum(3, member("a", 5), member("b", 7))
 

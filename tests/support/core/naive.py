@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from support.core import twin
-from torchft_svc.core.gathering import GATHER_S, Gathering
-from torchft_svc.core.quorum import JobView, Waiter
+from torchft_svc.core.quorum import GATHER_S, Gathering, JobView, Waiter
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
 
 

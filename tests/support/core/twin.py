@@ -9,8 +9,7 @@ import math
 from dataclasses import replace
 
 from torchft_svc.core.assignment import Assignment
-from torchft_svc.core.healing import Heal
-from torchft_svc.core.quorum import JobView
+from torchft_svc.core.quorum import Heal, JobView
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 
 

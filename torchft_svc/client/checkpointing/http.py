@@ -24,8 +24,7 @@ from torchft_svc.client.checkpointing.served import Offer, ServedState
 from torchft_svc.client.checkpointing.server import CheckpointServer
 from torchft_svc.client.checkpointing.staging import Staging
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
-from torchft_svc.core.durations import check_length
-from torchft_svc.core.types import check_not_empty
+from torchft_svc.core.types import check_length, check_not_empty
 from torchft_svc.errors import ConfigError
 from torchft_svc.rpc.security import Security, security_or_environment
 

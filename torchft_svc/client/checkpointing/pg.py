@@ -33,7 +33,7 @@ from torchft_svc.client.checkpointing.values import DTYPES, BadTree, Json
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.shards import take_apart
 from torchft_svc.client.strays import start_stray
-from torchft_svc.core.durations import check_length
+from torchft_svc.core.types import check_length
 from torchft_svc.errors import (
     CheckpointError,
     ConfigError,

@@ -14,7 +14,7 @@ from torchft_svc.client.process_groups.loss import Loss, news_of
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import OLDER_NAMES
 from torchft_svc.client.process_groups.recorder import FlightRecorder
-from torchft_svc.core.durations import check_length
+from torchft_svc.core.types import check_length
 from torchft_svc.errors import ConfigError, MemberLost, QuorumFailed
 
 
