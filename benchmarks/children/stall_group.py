@@ -25,7 +25,7 @@ from torch import nn
 
 from benchmarks.children.healing_ends import make_state
 from torchft_svc.client import DistributedDataParallel, HTTPTransport, Manager, OptimizerWrapper
-from torchft_svc.client.checkpointing.memory import allocate
+from torchft_svc.client.checkpointing.encoding.memory import allocate
 
 _TIMEOUT = timedelta(seconds=300)
 _COMPUTE_S = 0.03

@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.children.phases import PARTS
 from torchft_svc.client import Manager
-from torchft_svc.client.buckets import Bucket
-from torchft_svc.client.reduction import Reduction
-from torchft_svc.client.stepper import Stepper
+from torchft_svc.client.gradients.buckets import Bucket
+from torchft_svc.client.reduce.reduction import Reduction
+from torchft_svc.client.step.stepper import Stepper
 from torchft_svc.coordination import ManagerClient
 
 _METHODS: dict[str, tuple[type, str]] = {

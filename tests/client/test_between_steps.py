@@ -14,7 +14,7 @@ from support.bounds import check
 from support.training import Trainer, assert_identical, lighthouse, together, trainers
 
 from torchft_svc.client import ManagedProcessGroup, Manager
-from torchft_svc.client.reduction import Reduction
+from torchft_svc.client.reduce.reduction import Reduction
 from torchft_svc.errors import RequestRefused
 
 
@@ -78,7 +78,7 @@ def test_a_loss_that_nobody_waits_for_is_there_when_the_next_step_begins(address
 def test_a_group_that_goes_on_without_it_costs_no_step(
     address: str, reduce: Reduce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchft_svc.client.stepper._BETWEEN_STEPS_S", 0.5)
+    monkeypatch.setattr("torchft_svc.client.step.stepper._BETWEEN_STEPS_S", 0.5)
     with trainers(address, 2) as (a, b):
         together(a.step, b.step)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchft_svc.client.buckets import Bucket, plan_buckets
+from torchft_svc.client.gradients.buckets import Bucket, plan_buckets
 from torchft_svc.errors import ConfigError
 
 MB = 1024 * 1024

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from torchft_svc.client.bootstrap import _both
 from torchft_svc.client.config import (
     GroupPlace,
     Timeouts,
@@ -15,6 +14,7 @@ from torchft_svc.client.config import (
     resolve_services,
     resolve_timeouts,
 )
+from torchft_svc.client.runtime.bootstrap import _both
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
 

@@ -28,7 +28,7 @@ from support.scripts.drained_trainer import leads_a_session
 from support.training import Trainer, lighthouse
 from support.warm import Warm
 
-from torchft_svc.client import bootstrap
+from torchft_svc.client.runtime import bootstrap
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import Drained
 

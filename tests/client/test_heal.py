@@ -28,8 +28,8 @@ from support.training import (
 )
 
 from torchft_svc.client import CheckpointTransport, HTTPTransport, ProcessGroupDummy
-from torchft_svc.client.heal import fetch_state
-from torchft_svc.client.membership import Membership
+from torchft_svc.client.step.heal import fetch_state
+from torchft_svc.client.step.membership import Membership
 from torchft_svc.coordination import LighthouseClient, QuorumResult
 from torchft_svc.errors import CheckpointError, QuorumFailed
 from torchft_svc.rpc.security import PLAIN

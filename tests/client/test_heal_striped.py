@@ -61,7 +61,7 @@ def address() -> Iterator[str]:
 def test_i3_a_newcomer_heals_from_all_groups_at_once(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "torchft_svc.client.checkpointing.fetch")
+    caplog.set_level(logging.INFO, "torchft_svc.client.checkpointing.http.fetch")
     with contextlib.ExitStack() as stack:
         old = [stack.enter_context(Veteran(address, name, n)) for n, name in enumerate("abc")]
         together(*(lambda group=group: group.meets(3) for group in old))

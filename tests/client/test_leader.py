@@ -12,12 +12,12 @@ import pytest
 from support.running import eventually
 from support.warm import Warm
 
-from torchft_svc.client.leader import LeaderSign, LeaderWatch
+from torchft_svc.client.runtime.leader import LeaderSign, LeaderWatch
 from torchft_svc.rpc.address import HostPort, parse_address
 
 FORKING = """
 import os, sys, time
-from torchft_svc.client.leader import LeaderSign
+from torchft_svc.client.runtime.leader import LeaderSign
 sign = LeaderSign()
 child = os.fork()
 if child == 0:

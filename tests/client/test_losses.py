@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from support.training import lighthouse, together, trainers
 
-from torchft_svc.client.membership import Membership
 from torchft_svc.client.process_groups import ProcessGroupDummy, ProcessGroupGloo
+from torchft_svc.client.step.membership import Membership
 from torchft_svc.coordination import QuorumResult
 from torchft_svc.errors import QuorumFailed
 

@@ -23,8 +23,9 @@ from support.running import END_S, START_S, environment, eventually, silent
 from support.training import lighthouse, together
 
 from torchft_svc.client import Manager, ProcessGroupGloo
-from torchft_svc.client.process_groups import attempt, store_line
+from torchft_svc.client.process_groups import attempt
 from torchft_svc.client.process_groups.attempt import MAX_GIVEN_UP, Attempt
+from torchft_svc.client.process_groups.rendezvous import store_line
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, Unreachable
 
 TIMEOUT = timedelta(seconds=60)

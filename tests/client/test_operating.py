@@ -11,7 +11,7 @@ from support.endings import DEADLINE_S, running
 from support.running import eventually
 from support.training import lighthouse
 
-from torchft_svc.client.draining import REPEAT_S
+from torchft_svc.client.process.draining import REPEAT_S
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import RequestRefused
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from torchft_svc.client.operations import (
+from torchft_svc.client.reduce.operations import (
     HEADER_LENGTH,
     MAX_PATTERNS,
     MAX_PLACES,

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torchft_svc.client.background import BackgroundThread, Task
-from torchft_svc.client.deadlines import Timer, guard_future
-from torchft_svc.client.state import ReadGate, StateRegistry
+from torchft_svc.client.process.background import BackgroundThread, Task
+from torchft_svc.client.process.deadlines import Timer, guard_future
+from torchft_svc.client.step.state import ReadGate, StateRegistry
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded
 
 DEADLINE_S = 10.0

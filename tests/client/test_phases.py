@@ -18,7 +18,7 @@ from torch import nn
 
 from chaos.bounds import NEWS_S
 from torchft_svc.client import DistributedDataParallel, Manager, OptimizerWrapper
-from torchft_svc.client.rounds import SharedStep
+from torchft_svc.client.step.round import SharedStep
 from torchft_svc.coordination.outgoing import Outgoing
 from torchft_svc.core.step import Participation, Phase, StepMachine
 from torchft_svc.proto import torchft_pb2 as pb

@@ -29,9 +29,9 @@ from torchft_svc.client import (
     replicate_across_groups,
     sharded_state_dict,
 )
-from torchft_svc.client.checkpointing.serialization import describe, parse
-from torchft_svc.client.shards import put_together, take_apart
-from torchft_svc.client.state import StateRegistry
+from torchft_svc.client.checkpointing.encoding.serialization import describe, parse
+from torchft_svc.client.checkpointing.encoding.shards import put_together, take_apart
+from torchft_svc.client.step.state import StateRegistry
 from torchft_svc.errors import CheckpointError, ConfigError, RequestRefused, TornState
 
 

@@ -11,7 +11,7 @@ from support.endings import DEADLINE_S, running
 from support.running import eventually
 from support.training import lighthouse
 
-from torchft_svc.client.watchdog import STANDSTILL_S, Watchdog
+from torchft_svc.client.process.watchdog import STANDSTILL_S, Watchdog
 
 
 @pytest.mark.processes

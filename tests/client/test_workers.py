@@ -16,7 +16,8 @@ from support.running import steady_address
 from support.training import DEADLINE_S, Trainer, assert_identical, lighthouse, together
 from torch.distributed import TCPStore
 
-from torchft_svc.client import HTTPTransport, Manager, bootstrap
+from torchft_svc.client import HTTPTransport, Manager
+from torchft_svc.client.runtime import bootstrap
 from torchft_svc.errors import (
     CheckpointError,
     ConfigError,

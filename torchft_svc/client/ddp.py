@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from torchft_svc.client.buckets import plan_buckets
-from torchft_svc.client.reducer import SPARSE, Reducer
-from torchft_svc.client.shards import is_sharded
+from torchft_svc.client.checkpointing.encoding.shards import is_sharded
+from torchft_svc.client.gradients.buckets import plan_buckets
+from torchft_svc.client.gradients.reducer import SPARSE, Reducer
 from torchft_svc.errors import ConfigError
 
 if TYPE_CHECKING:

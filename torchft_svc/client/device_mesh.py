@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchft_svc.client.process_groups.managed import ManagedProcessGroup
+from torchft_svc.client.managed import ManagedProcessGroup
 from torchft_svc.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchft_svc.client.buckets import describe_tensors
-from torchft_svc.client.reducer import check_running, watch_outputs
+from torchft_svc.client.gradients.buckets import describe_tensors
+from torchft_svc.client.gradients.reducer import check_running, watch_outputs
 from torchft_svc.errors import ConfigError, RequestRefused
 
 if TYPE_CHECKING:

@@ -22,14 +22,14 @@ from torchft_svc.client.config import (
     resolve_services,
     resolve_timeouts,
 )
-from torchft_svc.client.deadlines import guard_future
-from torchft_svc.client.operations import Kind
+from torchft_svc.client.process.deadlines import guard_future
 from torchft_svc.client.process_groups.base import ProcessGroup
-from torchft_svc.client.reduction import Launching, Reducing, Reduction
-from torchft_svc.client.rounds import RoundRequest, RoundRules, SharedStep
-from torchft_svc.client.runtime import Brought, Runtime, start_runtime
-from torchft_svc.client.state import DEFAULT_KEY, StateRegistry
-from torchft_svc.client.stepper import Stepper, Update
+from torchft_svc.client.reduce.operations import Kind
+from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
+from torchft_svc.client.runtime.runtime import Brought, Runtime, start_runtime
+from torchft_svc.client.step.round import RoundRequest, RoundRules, SharedStep
+from torchft_svc.client.step.state import DEFAULT_KEY, StateRegistry
+from torchft_svc.client.step.stepper import Stepper, Update
 from torchft_svc.coordination import QuorumResult, Security
 from torchft_svc.core.step import StepMachine
 from torchft_svc.core.types import limited_s

@@ -11,7 +11,7 @@ from torchft_svc.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
-    from torchft_svc.client.stepper import Update
+    from torchft_svc.client.step.stepper import Update
 
 
 class Optimizer(torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""A worker of a simulated world: the real step machine, driven as `client/stepper.py` drives it.
+"""A worker of a simulated world: the real step machine, driven as by `client/step/stepper.py`.
 
 Weights are one number, a hash chain over all updates, so different histories can be told apart.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_svc.client.checkpointing.chunks import SLOW_S, Chunks, Way
+from torchft_svc.client.checkpointing.http.chunks import SLOW_S, Chunks, Way
 
 A, B, C = (Way(source, 0) for source in range(3))
 GOOD, BAD = b"good", b"bad!"

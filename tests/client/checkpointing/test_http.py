@@ -19,7 +19,7 @@ from support.running import environment, eventually
 from support.warm import Warm
 
 from torchft_svc.client.checkpointing import HTTPTransport
-from torchft_svc.client.checkpointing.fetch import Fetch
+from torchft_svc.client.checkpointing.http.fetch import Fetch
 from torchft_svc.errors import CheckpointError, ConfigError, PeerError, Unreachable
 
 SOON = timedelta(seconds=0.3)

@@ -21,11 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchft_svc.client.checkpointing import HTTPTransport
-from torchft_svc.client.checkpointing.feed import Order
-from torchft_svc.client.checkpointing.fetch import Fetch
-from torchft_svc.client.checkpointing.requests import DESCRIPTION_SEED, parse_request
-from torchft_svc.client.checkpointing.serialization import describe
-from torchft_svc.client.checkpointing.wire import DIGEST_BYTES, BadHead, Wire, seal
+from torchft_svc.client.checkpointing.encoding.serialization import describe
+from torchft_svc.client.checkpointing.http.feed import Order
+from torchft_svc.client.checkpointing.http.fetch import Fetch
+from torchft_svc.client.checkpointing.http.requests import DESCRIPTION_SEED, parse_request
+from torchft_svc.client.checkpointing.http.wire import DIGEST_BYTES, BadHead, Wire, seal
 from torchft_svc.errors import PeerError
 
 STEP = 3

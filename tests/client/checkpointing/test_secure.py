@@ -28,9 +28,10 @@ from support.bounds import Late, check, raises_in_time
 from support.papers import LONG_AGO, TOKEN, Papers, authority, papers
 from support.running import eventually
 
-from torchft_svc.client.checkpointing import HTTPTransport, server
-from torchft_svc.client.checkpointing.tls import RECORD_BYTES, TLSSocket, wrap
-from torchft_svc.client.checkpointing.wire import Wire
+from torchft_svc.client.checkpointing import HTTPTransport
+from torchft_svc.client.checkpointing.http import server
+from torchft_svc.client.checkpointing.http.tls import RECORD_BYTES, TLSSocket, wrap
+from torchft_svc.client.checkpointing.http.wire import Wire
 from torchft_svc.errors import (
     AddressError,
     ConfigError,

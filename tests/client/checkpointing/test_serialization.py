@@ -21,9 +21,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchft_svc.client.checkpointing import serialization, tree
-from torchft_svc.client.checkpointing.serialization import describe, parse
-from torchft_svc.client.checkpointing.values import DTYPES
+from torchft_svc.client.checkpointing.encoding import serialization, tree
+from torchft_svc.client.checkpointing.encoding.serialization import describe, parse
+from torchft_svc.client.checkpointing.encoding.values import DTYPES
 from torchft_svc.errors import CheckpointError, ConfigError
 
 FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -14,8 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from torchft_svc.client.checkpointing import HTTPTransport, staging
-from torchft_svc.client.checkpointing.staging import MIN_BYTES, Filling, Staging, spare_bytes
+from torchft_svc.client.checkpointing import HTTPTransport
+from torchft_svc.client.checkpointing.encoding import staging
+from torchft_svc.client.checkpointing.encoding.staging import (
+    MIN_BYTES,
+    Filling,
+    Staging,
+    spare_bytes,
+)
 
 LONG = timedelta(seconds=20)
 LONG_S = LONG.total_seconds()

@@ -21,9 +21,10 @@ from support.bounds import Late
 from support.running import SCRIPTS
 from support.warm import Warm
 
-from torchft_svc.client.checkpointing import HTTPTransport, feed, fetch, served
-from torchft_svc.client.checkpointing.requests import Conversation
-from torchft_svc.client.checkpointing.wire import BadHead
+from torchft_svc.client.checkpointing import HTTPTransport
+from torchft_svc.client.checkpointing.http import feed, fetch, served
+from torchft_svc.client.checkpointing.http.requests import Conversation
+from torchft_svc.client.checkpointing.http.wire import BadHead
 from torchft_svc.errors import CheckpointError, PeerError, Unreachable
 from torchft_svc.testing.proxy import DEADLINE_S, Damage, Gate, Hook, Proxy, Throttle
 

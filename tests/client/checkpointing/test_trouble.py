@@ -23,8 +23,9 @@ from support.bounds import Late, raises_in_time
 from support.running import SCRIPTS
 from support.warm import Warm
 
-from torchft_svc.client.checkpointing import HTTPTransport, server
-from torchft_svc.client.checkpointing.feed import MAX_ATTEMPTS
+from torchft_svc.client.checkpointing import HTTPTransport
+from torchft_svc.client.checkpointing.http import server
+from torchft_svc.client.checkpointing.http.feed import MAX_ATTEMPTS
 from torchft_svc.errors import CheckpointError, DeadlineExceeded, PeerError, Unreachable
 from torchft_svc.testing.proxy import DEADLINE_S, Damage, Gate, Proxy
 
@@ -124,7 +125,7 @@ def test_nothing_is_copied_when_everybody_has_everything(
 ) -> None:
     source.send_checkpoint([1], 1, weights(), LONG)
     receiver.recv_checkpoint(0, source.metadata(), 1, LONG)
-    monkeypatch.setattr("torchft_svc.client.checkpointing.memory.Memory.copy", None)
+    monkeypatch.setattr("torchft_svc.client.checkpointing.encoding.memory.Memory.copy", None)
     source.disallow_checkpoint()
 
 

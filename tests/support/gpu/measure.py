@@ -25,7 +25,7 @@ from support.gpu.healing import NUM_TENSORS, TENSOR_BYTES, make_state
 from support.gpu.ranks import HERE, START_S, everyone, group_of, variables
 from support.gpu.stepping import PHASES, SHAPES
 from torchft_svc.client.checkpointing import HTTPTransport
-from torchft_svc.client.checkpointing.memory import allocate
+from torchft_svc.client.checkpointing.encoding.memory import allocate
 
 REPEATS = 10
 STEPS = {"small": 100, "17 MB": 40, "400 MB": 5}

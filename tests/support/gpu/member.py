@@ -21,8 +21,8 @@ from torch.distributed import ReduceOp
 
 from support.collective_calls import Calls
 from torchft_svc.client import ProcessGroup, ProcessGroupBabyNCCL, ProcessGroupNCCL
-from torchft_svc.client.reduction import Reduction
-from torchft_svc.client.watchdog import Watchdog
+from torchft_svc.client.process.watchdog import Watchdog
+from torchft_svc.client.reduce.reduction import Reduction
 from torchft_svc.errors import TorchFTError
 
 DEVICE = torch.device("cuda", 0)

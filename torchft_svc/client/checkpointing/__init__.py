@@ -1,6 +1,6 @@
 """Carries a state from an up-to-date worker to one that heals."""
 
-from torchft_svc.client.checkpointing.http import HTTPTransport
+from torchft_svc.client.checkpointing.http.transport import HTTPTransport
 from torchft_svc.client.checkpointing.pg import PGTransport
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 

@@ -15,24 +15,24 @@ from typing import Any, ClassVar
 import torch
 import xxhash
 
+from torchft_svc.client.checkpointing.encoding.serialization import (
+    MAX_DESCRIPTION_BYTES,
+    MAX_STATE_BYTES,
+    check_state,
+)
+from torchft_svc.client.checkpointing.encoding.shards import take_apart
+from torchft_svc.client.checkpointing.encoding.tensors import MAX_DIMS, why_not
+from torchft_svc.client.checkpointing.encoding.tree import decode, encode, tensor_places
+from torchft_svc.client.checkpointing.encoding.values import DTYPES, BadTree, Json
 from torchft_svc.client.checkpointing.reasons import (
     MAX_REASON_BYTES,
     decode_reason,
     encode_reason,
     why_not_offered,
 )
-from torchft_svc.client.checkpointing.serialization import (
-    MAX_DESCRIPTION_BYTES,
-    MAX_STATE_BYTES,
-    check_state,
-)
-from torchft_svc.client.checkpointing.tensors import MAX_DIMS, why_not
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
-from torchft_svc.client.checkpointing.tree import decode, encode, tensor_places
-from torchft_svc.client.checkpointing.values import DTYPES, BadTree, Json
+from torchft_svc.client.process.strays import start_stray
 from torchft_svc.client.process_groups.base import ProcessGroup
-from torchft_svc.client.shards import take_apart
-from torchft_svc.client.strays import start_stray
 from torchft_svc.core.types import check_length
 from torchft_svc.errors import (
     CheckpointError,

@@ -7,14 +7,12 @@ from torchft_svc.client.process_groups.isolated import (
     ProcessGroupBabyGloo,
     ProcessGroupBabyNCCL,
 )
-from torchft_svc.client.process_groups.managed import ManagedProcessGroup
 from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
-from torchft_svc.client.process_groups.swallowing import ErrorSwallowingProcessGroupWrapper
-from torchft_svc.client.process_groups.wrapper import ProcessGroupWrapper
+from torchft_svc.client.process_groups.wrappers.swallowing import ErrorSwallowingProcessGroupWrapper
+from torchft_svc.client.process_groups.wrappers.wrapper import ProcessGroupWrapper
 
 __all__ = [
     "ErrorSwallowingProcessGroupWrapper",
-    "ManagedProcessGroup",
     "ProcessGroup",
     "ProcessGroupBabyGloo",
     "ProcessGroupBabyNCCL",

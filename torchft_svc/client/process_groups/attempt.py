@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from torchft_svc.client.strays import start_stray
+from torchft_svc.client.process.strays import start_stray
 from torchft_svc.errors import DeadlineExceeded
 
 T = TypeVar("T")

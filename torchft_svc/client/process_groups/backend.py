@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchft_svc.client.process_groups.stores import Store
+from torchft_svc.client.process_groups.rendezvous.stores import Store
 
 
 class WholeBackend:

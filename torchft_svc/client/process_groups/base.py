@@ -9,11 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchft_svc.client.process_groups.flight import Flight, Record
 from torchft_svc.client.process_groups.loss import Loss, news_of
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import OLDER_NAMES
-from torchft_svc.client.process_groups.recorder import FlightRecorder
+from torchft_svc.client.process_groups.recording.flight import Flight, Record
+from torchft_svc.client.process_groups.recording.recorder import FlightRecorder
 from torchft_svc.core.types import check_length
 from torchft_svc.errors import ConfigError, MemberLost, QuorumFailed
 

@@ -14,15 +14,15 @@ from datetime import timedelta
 from typing import Any
 
 from torchft_svc.client.process_groups.base import ProcessGroup
-from torchft_svc.client.process_groups.failures import FailureWatch, announce
-from torchft_svc.client.process_groups.flight import Followed
 from torchft_svc.client.process_groups.graveyard import Graveyard
 from torchft_svc.client.process_groups.loss import Loss
-from torchft_svc.client.process_groups.meeting import meet, tidy_store
 from torchft_svc.client.process_groups.members import Members
+from torchft_svc.client.process_groups.recording.flight import Followed
+from torchft_svc.client.process_groups.rendezvous.failures import FailureWatch, announce
+from torchft_svc.client.process_groups.rendezvous.meeting import meet, tidy_store
+from torchft_svc.client.process_groups.rendezvous.store_line import StoreLine
+from torchft_svc.client.process_groups.rendezvous.stores import Store
 from torchft_svc.client.process_groups.sockets import BackendSockets
-from torchft_svc.client.process_groups.store_line import StoreLine
-from torchft_svc.client.process_groups.stores import Store
 from torchft_svc.errors import PeerError, QuorumFailed
 
 log = logging.getLogger(__name__)

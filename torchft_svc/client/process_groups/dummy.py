@@ -9,8 +9,8 @@ import torch
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import INTO_OUTPUT, flat
-from torchft_svc.client.process_groups.stores import Store
-from torchft_svc.client.work import CompletedWork
+from torchft_svc.client.process_groups.rendezvous.stores import Store
+from torchft_svc.client.process_groups.work import CompletedWork
 
 
 class ProcessGroupDummy(DelegatingProcessGroup):

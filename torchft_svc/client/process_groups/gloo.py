@@ -12,8 +12,8 @@ from torchft_svc.client.process_groups.attempt import Attempt
 from torchft_svc.client.process_groups.backend import WholeBackend
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.operations import HIDDEN_BY_GLOO
-from torchft_svc.client.process_groups.store_line import CONNECT_TIMEOUT_S
-from torchft_svc.client.process_groups.stores import Store
+from torchft_svc.client.process_groups.rendezvous.store_line import CONNECT_TIMEOUT_S
+from torchft_svc.client.process_groups.rendezvous.stores import Store
 
 # The thread that connects.
 _NAME = "gloo-connect"

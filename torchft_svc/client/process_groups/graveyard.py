@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torchft_svc.client.process_groups.meeting import SLICE_S
+from torchft_svc.client.process_groups.rendezvous.meeting import SLICE_S
 from torchft_svc.errors import DeadlineExceeded
 
 # Each abandoned group holds a few threads and sockets until its own timeout.

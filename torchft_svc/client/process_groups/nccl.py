@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchft_svc.client.deadlines import Timer
+from torchft_svc.client.process.deadlines import Timer
 from torchft_svc.client.process_groups.backend import WholeBackend
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.device_work import DeviceWork
-from torchft_svc.client.process_groups.stores import Store
+from torchft_svc.client.process_groups.rendezvous.stores import Store
 from torchft_svc.env import set_default, switched_on
 from torchft_svc.errors import ConfigError, DeadlineExceeded
 

@@ -12,7 +12,7 @@ import socket
 import stat
 from collections.abc import Collection, Iterator
 
-from torchft_svc.client.forks import drop_after_fork
+from torchft_svc.client.process.forks import drop_after_fork
 
 # Where the system lists the descriptors of this process; without it nothing is known.
 _DESCRIPTORS = "/dev/fd"

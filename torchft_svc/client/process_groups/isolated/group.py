@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from torchft_svc.client.process_groups.base import ProcessGroup
-from torchft_svc.client.process_groups.failures import announce
-from torchft_svc.client.process_groups.flight import STARTED, Record
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
     Backend,
@@ -34,6 +32,8 @@ from torchft_svc.client.process_groups.isolated.work import IsolatedWork
 from torchft_svc.client.process_groups.loss import Loss
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import IN_PLACE, result_of
+from torchft_svc.client.process_groups.recording.flight import STARTED, Record
+from torchft_svc.client.process_groups.rendezvous.failures import announce
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
 
 # How often a wait looks whether it is still wanted.

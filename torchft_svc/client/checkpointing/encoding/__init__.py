@@ -1,0 +1,1 @@
+"""Encodes a state as JSON and bytes, and decodes it without pickle."""

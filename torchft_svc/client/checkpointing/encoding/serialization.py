@@ -1,0 +1,181 @@
+"""Turns a state into a description (JSON) and one run of bytes, and back.
+
+The bytes are the blobs one after the other, each at the next multiple of the alignment, so their
+places follow from their sizes. Nothing is pickled, and nothing that was received is executed.
+
+The tensors of a rebuilt state are plain host tensors without gradient, views of the memory that
+was received; it is freed when the last of them is. They are meant for ``load_state_dict``, which
+copies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchft_svc.client.checkpointing.encoding.memory import Memory, allocate
+from torchft_svc.client.checkpointing.encoding.tensors import (
+    ALIGNMENT,
+    MAX_DIM,
+    TensorSpec,
+    TensorTable,
+    make_tensor,
+    parse_spec,
+)
+from torchft_svc.client.checkpointing.encoding.tree import decode, encode
+from torchft_svc.client.checkpointing.encoding.values import BadTree, Json
+from torchft_svc.errors import CheckpointError, ConfigError
+
+VERSION = 1
+# About 500 000 tensors; a description is parsed as a whole, so it must fit into memory easily.
+MAX_DESCRIPTION_BYTES = 64 << 20
+# 16 TiB: beyond any host's memory, below any overflow.
+MAX_STATE_BYTES = 1 << 44
+# Smaller blobs are copied together at once: serving each from its own place costs more than that.
+SMALL_BLOB_BYTES = 16 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A state ready to be sent: its description and its bytes.
+
+    ``memory`` still belongs to the state's owner, who must not change it while it is read.
+    """
+
+    description: bytes
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A description that was checked: ``size`` bytes are needed before ``rebuild``."""
+
+    tree: Json
+    specs: tuple[TensorSpec, ...]
+    blob_sizes: tuple[int, ...]
+    size: int
+
+    def rebuild(self, memory: memoryview, source: str) -> Any:
+        """The state, its tensors being views of ``memory`` (``size`` bytes).
+
+        Raises:
+            CheckpointError: the description contradicts itself.
+        """
+        blobs = [
+            torch.frombuffer(memory[start : start + size], dtype=torch.uint8)
+            for start, size in zip(_starts(self.blob_sizes), self.blob_sizes, strict=False)
+        ]
+        try:
+            return decode(self.tree, [make_tensor(spec, blobs) for spec in self.specs])
+        except (BadTree, RuntimeError) as error:
+            raise CheckpointError(source, f"malformed description: {error}") from error
+
+
+def describe(state: object) -> Described:
+    """Describe ``state``; tensors on a device are copied to the host.
+
+    Raises:
+        ConfigError: a value that cannot be sent; its field is the path, such as
+            ``state_dict['optim']['fn']``.
+    """
+    table = TensorTable()
+    tree = encode(state, table.take)
+    specs, blobs = table.layout()
+    order = sorted(range(len(blobs)), key=lambda n: blobs[n].nbytes < SMALL_BLOB_BYTES)
+    places = {number: place for place, number in enumerate(order)}
+    document = {
+        "version": VERSION,
+        "blobs": [blobs[number].nbytes for number in order],
+        "tensors": [[places.get(spec.blob, spec.blob), *spec.to_json()[1:]] for spec in specs],
+        "tree": tree,
+    }
+    description = json.dumps(document, allow_nan=False, separators=(",", ":")).encode("ascii")
+    if len(description) > MAX_DESCRIPTION_BYTES:
+        raise ConfigError(
+            field="state_dict",
+            value=f"{len(specs)} tensors",
+            reason=f"its description takes more than {MAX_DESCRIPTION_BYTES >> 20} MiB",
+        )
+    return Described(description, _memory_of([blobs[number] for number in order]))
+
+
+def check_state(state: object) -> None:
+    """Raise the `ConfigError` that `describe` would raise for a value in ``state``."""
+    encode(state, TensorTable().take)
+
+
+def estimate_bytes(state: object) -> int:
+    """About how many bytes ``state`` would be sent as; nothing is copied.
+
+    Raises:
+        ConfigError: as in `describe`.
+    """
+    table = TensorTable()
+    encode(state, table.take)
+    return table.estimate_bytes()
+
+
+def _memory_of(blobs: list[torch.Tensor]) -> Memory:
+    sizes = [blob.nbytes for blob in blobs]
+    starts = _starts(sizes)
+    views = [_view(blob) for blob in blobs]
+    num_large = sum(size >= SMALL_BLOB_BYTES for size in sizes)
+    pieces = list(zip(starts[:num_large], views[:num_large], strict=True))
+    size, packed_from = starts[-1], starts[num_large]
+    if packed_from < size:
+        packed = allocate(size - packed_from)
+        for start, view in zip(starts[num_large:-1], views[num_large:], strict=True):
+            packed[start - packed_from : start - packed_from + view.nbytes] = view
+        pieces.append((packed_from, packed))
+    return Memory(pieces, size)
+
+
+def _view(blob: torch.Tensor) -> memoryview:
+    buffer: Any = blob.numpy()  # numpy's stubs do not know that an array is a buffer
+    return memoryview(buffer)
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Where each blob starts, and behind the last one the total size."""
+    starts = [0]
+    for size in sizes:
+        starts.append(-(-(starts[-1] + size) // ALIGNMENT) * ALIGNMENT)
+    return starts
+
+
+def parse(description: bytes | bytearray | memoryview, source: str) -> Plan:
+    """Check a received description.
+
+    Raises:
+        CheckpointError: it is malformed, or claims what it cannot have.
+    """
+    try:
+        document = json.loads(bytes(description), parse_constant=_no_constant)
+        return _plan(document)
+    except RecursionError as error:
+        raise CheckpointError(source, "malformed description: nested too deep") from error
+    except ValueError as error:  # BadTree, JSONDecodeError and UnicodeDecodeError are such
+        raise CheckpointError(source, f"malformed description: {error}") from error
+
+
+def _plan(document: Any) -> Plan:
+    if not isinstance(document, dict) or document.get("version") != VERSION:
+        raise BadTree(f"not a description of version {VERSION}")
+    sizes, entries = document.get("blobs"), document.get("tensors")
+    if not isinstance(sizes, list) or not isinstance(entries, list):
+        raise BadTree("the table of tensors is missing")
+    if not all(type(size) is int and 0 < size <= MAX_DIM for size in sizes):
+        raise BadTree("a blob's size is not a size")
+    total = _starts(sizes)[-1]
+    if total > MAX_STATE_BYTES:
+        raise BadTree(f"it claims {total} bytes, more than {MAX_STATE_BYTES}")
+    specs = tuple(parse_spec(entry, sizes) for entry in entries)
+    return Plan(document.get("tree"), specs, tuple(sizes), total)
+
+
+def _no_constant(name: str) -> None:
+    raise BadTree(f"{name} is not JSON")

@@ -1,0 +1,231 @@
+"""Decides which bytes of memory stand for a state's tensors, and makes tensors of them again.
+
+A *blob* is one run of bytes that is sent. A tensor is a view of one blob: dtype, shape, strides and
+offset. Tensors whose bytes overlap share a blob, so tied weights travel once and are tied again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchft_svc.client.checkpointing.encoding.values import DTYPES, BadTree
+from torchft_svc.errors import ConfigError
+
+MAX_DIMS = 64  # torch's own limit
+MAX_DIM = 1 << 48
+# Every blob starts at a multiple of this, as torch's own allocator does.
+ALIGNMENT = 64
+NO_BLOB = -1  # of a tensor without elements
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A view of a blob; ``strides`` count elements, ``offset`` bytes from the blob's start."""
+
+    blob: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def to_json(self) -> list[Any]:
+        name = str(self.dtype).removeprefix("torch.")
+        return [self.blob, name, list(self.shape), list(self.strides), self.offset]
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first to the last element."""
+        return _span(self.shape, self.strides, self.dtype.itemsize)
+
+
+class TensorTable:
+    """Collects a state's tensors, and then lays them out in blobs."""
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def take(self, tensor: torch.Tensor, path: str) -> int:
+        """A number for ``tensor``; the same object always gets the same one.
+
+        Raises:
+            ConfigError: a kind of tensor that cannot be sent.
+        """
+        known = self._numbers.get(id(tensor))
+        if known is not None:
+            return known
+        if reason := why_not(tensor):
+            raise ConfigError(field=path, value=type(tensor).__name__, reason=reason)
+        number = len(self._tensors)
+        self._tensors.append(tensor)
+        self._numbers[id(tensor)] = number
+        return number
+
+    def estimate_bytes(self) -> int:
+        """About what the blobs would have in all; tensors that overlap may be counted twice."""
+        by_storage: dict[tuple[str, int], tuple[int, int]] = {}
+        for tensor in self._tensors:
+            storage = tensor.untyped_storage()
+            key = (str(tensor.device), storage.data_ptr())
+            in_storage, _ = by_storage.get(key, (0, 0))
+            by_storage[key] = (in_storage + tensor.nbytes, storage.nbytes())
+        return sum(min(sizes) for sizes in by_storage.values())
+
+    def layout(self) -> tuple[list[TensorSpec], list[torch.Tensor]]:
+        """The specs by number, and the blobs: one-dimensional uint8 tensors on the host.
+
+        A blob shares the memory of a host tensor wherever that is dense; it is a copy otherwise.
+        """
+        plain = [_plain(tensor) for tensor in self._tensors]
+        specs: list[TensorSpec] = [_empty_spec(tensor) for tensor in plain]
+        blobs: list[torch.Tensor] = []
+        for run in _runs(plain):
+            for number in run.numbers:
+                tensor = plain[number]
+                offset = _start(tensor) - run.start
+                specs[number] = TensorSpec(
+                    len(blobs), tensor.dtype, tuple(tensor.shape), tensor.stride(), offset
+                )
+            blobs.append(_bytes_of(plain[run.numbers[0]], run.start, run.stop))
+        return specs, blobs
+
+
+@dataclass(slots=True)
+class _Run:
+    """Tensors of one storage whose bytes overlap, and the range of bytes that holds them."""
+
+    start: int
+    stop: int
+    numbers: list[int] = field(default_factory=list)
+
+
+def why_not(tensor: torch.Tensor) -> str:
+    """Why ``tensor`` cannot be sent; empty if it can."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return f"{type(tensor).__name__} tensors cannot be sent"
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return f"only dense tensors can be sent, this one is {tensor.layout}"
+    if tensor.is_quantized:
+        return f"quantized tensors cannot be sent, this one is {tensor.dtype}"
+    if tensor.device.type == "meta":
+        return "a meta tensor has no data"
+    return ""
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's data, each element in its own place of the memory."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.numel() * tensor.itemsize > _span(tensor.shape, tensor.stride(), tensor.itemsize):
+        return tensor.contiguous()  # expanded: several elements share a place
+    return tensor
+
+
+def _runs(tensors: Sequence[torch.Tensor]) -> list[_Run]:
+    """Ranges of storage that cover all tensors; those with gaps are replaced by dense copies.
+
+    ``tensors`` must be a list that may be changed for that.
+    """
+    assert isinstance(tensors, list)
+    by_storage: dict[tuple[str, int], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            key = (str(tensor.device), tensor.untyped_storage().data_ptr())
+            by_storage.setdefault(key, []).append(number)
+    runs: list[_Run] = []
+    for numbers in by_storage.values():
+        for run in _overlapping(tensors, numbers):
+            first = tensors[run.numbers[0]]
+            if len(run.numbers) == 1 and first.nbytes < run.stop - _start(first):
+                dense = first.contiguous()
+                tensors[run.numbers[0]] = dense
+                run.start, run.stop = _start(dense), _start(dense) + dense.nbytes
+            runs.append(run)
+    return runs
+
+
+def _overlapping(tensors: Sequence[torch.Tensor], numbers: list[int]) -> list[_Run]:
+    runs: list[_Run] = []
+    for number in sorted(numbers, key=lambda n: _start(tensors[n])):
+        tensor = tensors[number]
+        start = _start(tensor)
+        stop = start + _span(tensor.shape, tensor.stride(), tensor.itemsize)
+        if runs and start < runs[-1].stop:
+            runs[-1].stop = max(runs[-1].stop, stop)
+            runs[-1].numbers.append(number)
+        else:
+            # From a multiple of the alignment, so that offsets suit every dtype in the run.
+            runs.append(_Run(start - start % 16 if len(numbers) > 1 else start, stop, [number]))
+    return runs
+
+
+def _start(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.itemsize
+
+
+def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    if 0 in shape:
+        return 0
+    return (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * itemsize
+
+
+def _bytes_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    with torch.inference_mode(tensor.is_inference()):
+        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return raw.set_(storage, start, (stop - start,), (1,)).cpu()
+
+
+def _empty_spec(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(NO_BLOB, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0)
+
+
+def parse_spec(entry: Any, blob_sizes: Sequence[int]) -> TensorSpec:
+    """Check one entry of a received table against the blobs.
+
+    Raises:
+        BadTree: it is malformed, or reaches outside of its blob.
+    """
+    if not isinstance(entry, list) or len(entry) != 5:
+        raise BadTree("an entry of the tensor table is malformed")
+    blob, name, shape, strides, offset = entry
+    if not isinstance(name, str) or name not in DTYPES:
+        raise BadTree(f"this build of torch has no dtype {str(name)[:40]!r}")
+    if not (_are_counts(shape) and _are_counts(strides) and len(shape) == len(strides)):
+        raise BadTree("a tensor's shape or strides are not lists of sizes")
+    if not _are_counts([offset]) or type(blob) is not int:
+        raise BadTree("a tensor's place is not a number")
+    spec = TensorSpec(blob, DTYPES[name], tuple(shape), tuple(strides), offset)
+    if 0 in shape:
+        return spec
+    if not 0 <= blob < len(blob_sizes):
+        raise BadTree("a tensor lies in a blob that does not exist")
+    num_elements = 1
+    for size in shape:
+        num_elements *= size
+    itemsize = spec.dtype.itemsize
+    if offset % itemsize or offset + spec.span > blob_sizes[blob]:
+        raise BadTree("a tensor reaches outside of its blob")
+    if num_elements * itemsize > blob_sizes[blob]:
+        raise BadTree("a tensor claims more elements than its blob has")
+    return spec
+
+
+def _are_counts(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_DIMS
+        and all(type(item) is int and 0 <= item <= MAX_DIM for item in value)
+    )
+
+
+def make_tensor(spec: TensorSpec, blobs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensor that ``spec`` describes, as a view of its blob."""
+    if spec.blob == NO_BLOB or 0 in spec.shape:
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    start = spec.offset // spec.dtype.itemsize
+    empty = torch.empty(0, dtype=spec.dtype)
+    return empty.set_(blobs[spec.blob].untyped_storage(), start, spec.shape, spec.strides)

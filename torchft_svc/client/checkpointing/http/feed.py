@@ -1,0 +1,324 @@
+"""What comes from one source: a state's description, its chunks, their digests (rules H3, H4)."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torchft_svc.client.checkpointing.encoding.serialization import MAX_DESCRIPTION_BYTES
+from torchft_svc.client.checkpointing.http.requests import (
+    BUSY,
+    DESCRIPTION_SEED,
+    DIGESTS_SEED,
+    GONE,
+    MAX_FIRST_LINE_BYTES,
+    MAX_WAIT_MS,
+    NOT_FOUND,
+    STATE,
+    TOO_EARLY,
+)
+from torchft_svc.client.checkpointing.http.source import Answer, Refused, Source
+from torchft_svc.client.checkpointing.http.wire import DIGEST_BYTES, BadHead, Corrupt
+from torchft_svc.errors import CheckpointError, DeadlineExceeded, PeerError, Unreachable
+from torchft_svc.rpc.security import PLAIN, Security
+
+log = logging.getLogger(__name__)
+
+# A chunk that arrives damaged this often is not bad luck.
+MAX_ATTEMPTS = 3
+# Below it, requests would cost more than bytes; far above it, a retry costs too much.
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 1 << 30
+# How long a receiver that was turned away waits before it asks again.
+BUSY_PAUSE_S = 0.1
+# A digest takes milliseconds. Who is silent for longer serves no chunks, either, and others can.
+DIGESTS_TIMEOUT_S = 5.0
+# How much later than it was asked to a source may say that it has nothing yet.
+ANSWER_GRACE_S = 0.5
+_FIRST_LINE = re.compile(r"([0-9a-f]{16}) (\d{1,12})", re.ASCII)
+
+# Finds out where another source of the same state serves; raises PeerError if that fails.
+Lookup = Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to fetch from where; ``timeout_s`` is the longest time without a byte.
+
+    ``extras`` are more sources of the same state; each has ``num_connections`` or fewer. ``part``:
+    which of the things that a source serves.
+    """
+
+    url: str
+    step: int
+    timeout_s: float
+    num_connections: int
+    extras: tuple[Lookup, ...] = ()
+    security: Security = PLAIN
+    part: str = STATE
+    receiver: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a source says before the first chunk: the state, and under which name it serves it."""
+
+    state_id: str
+    chunk_bytes: int
+    description: bytearray
+
+    def is_of_same_state(self, other: Opening) -> bool:
+        return (self.chunk_bytes, self.description) == (other.chunk_bytes, other.description)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk to be fetched, and where to put it."""
+
+    number: int
+    num_chunks: int
+    view: memoryview
+
+
+class Superfluous(Exception):
+    """The source turned this connection away, though not the receiver."""
+
+
+class Feed:
+    """One of a fetch's sources; blocking calls, each over a connection of its own number.
+
+    ``stopped`` and `stop` end it from another thread.
+
+    Raises:
+        AddressError: ``url`` is not the metadata of a worker.
+        Unauthorized: one of the two sides is set to TLS, the other is not.
+    """
+
+    def __init__(self, url: str, order: Order, *, is_extra: bool = False) -> None:
+        self._order = order
+        self._is_extra = is_extra
+        self._source = Source(url, order.timeout_s, order.security)
+        # On their own, so that digests do not wait behind chunks.
+        timeout_s = min(order.timeout_s, DIGESTS_TIMEOUT_S)
+        self._digests_source = Source(url, timeout_s, order.security)
+        self._opening: Opening | None = None
+        self._stopped = threading.Event()
+
+    @property
+    def address(self) -> str:
+        """The host and port, for messages."""
+        return self._source.address
+
+    @property
+    def opening(self) -> Opening:
+        """What `open` returned."""
+        assert self._opening is not None
+        return self._opening
+
+    def stop(self) -> None:
+        """Let every call fail at once, and those to come."""
+        self._stopped.set()
+        self._source.interrupt()
+        self._digests_source.interrupt()
+
+    def received_at(self) -> float:
+        """When the last byte of the state came (monotonic; 0: none has)."""
+        return self._source.received_at()
+
+    def cut(self, connection: int) -> None:
+        """Let what is under way over ``connection`` fail."""
+        self._source.cut(connection)
+
+    def close(self) -> None:
+        """Close the connections; nobody uses them any more."""
+        self._source.close()
+        self._digests_source.close()
+
+    def open(self) -> Opening:
+        """Wait until the source offers the step, and read what it says of it.
+
+        Raises:
+            PeerError: it cannot be reached, does not trust us, has gone on, or talks nonsense.
+        """
+        first_line, _, description = self._fetch_description().partition(b"\n")
+        match = _FIRST_LINE.fullmatch(first_line.decode("latin-1"))
+        chunk_bytes = int(match[2]) if match else 0
+        if match is None or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
+            raise CheckpointError(self.address, "malformed description: its first line")
+        self._opening = Opening(match[1], chunk_bytes, description)
+        return self._opening
+
+    def _fetch_description(self) -> bytearray:
+        until = time.monotonic() + self._order.timeout_s
+        attempts = _Attempts(self.address, "the description")
+        while True:
+            left_s = until - time.monotonic()
+            wait_ms = max(0, min(MAX_WAIT_MS, int(left_s * 1000)))
+            path = f"{self._order.part}/{self._order.step}?wait_ms={wait_ms}"
+            if self._is_extra:
+                path += f"&extra={self._order.receiver}"
+            try:
+                answer = self._source.ask(path, 0, wait_ms / 1000 + ANSWER_GRACE_S)
+                if answer.length > MAX_DESCRIPTION_BYTES + MAX_FIRST_LINE_BYTES + DIGEST_BYTES:
+                    raise BadHead(f"a description of {answer.length} bytes")
+                return _read(answer, DESCRIPTION_SEED)
+            except Refused as refusal:
+                self._wait_after(refusal, left_s, attempts)
+            except Unreachable:
+                raise
+            except TimeoutError as error:
+                raise self.too_late(f"waiting for step {self._order.step}") from error
+            except (BadHead, Corrupt, OSError) as error:
+                self._check()
+                self._source.drop(0)
+                attempts.failed(error)
+
+    def _wait_after(self, refusal: Refused, left_s: float, attempts: _Attempts) -> None:
+        if refusal.status == GONE:
+            raise CheckpointError(self.address, refusal.reason) from refusal
+        if refusal.status not in (TOO_EARLY, BUSY):
+            self._source.drop(0)
+            attempts.failed(refusal)
+        elif left_s <= 0:
+            raise self.too_late(f"waiting for step {self._order.step}", refusal.reason)
+        if refusal.status == BUSY:
+            self._source.drop(0)
+            self._stopped.wait(min(BUSY_PAUSE_S, left_s))
+        self._check()
+
+    def fetch_chunk(
+        self, connection: int, chunk: Chunk, news: list[int], is_cut: Callable[[], bool]
+    ) -> bytes | None:
+        """Fill ``chunk.view``; returns its digest, or None if it was stopped or cut.
+
+        ``news``: chunks that the source need not keep; ``is_cut``: whether `cut` was meant.
+
+        Raises:
+            Superfluous: the source has enough connections; there are others to it.
+            PeerError, TimeoutError: the source is lost.
+        """
+        attempts = _Attempts(self.address, f"chunk {chunk.number} of {chunk.num_chunks}")
+        path = f"chunk/{self.opening.state_id}/{chunk.number}{self._query(news)}"
+        view = chunk.view
+        busy_until = time.monotonic() + self._order.timeout_s
+        while not self._stopped.is_set() and not is_cut():
+            try:
+                answer = self._source.ask(path, connection)
+                if answer.length != len(view) + DIGEST_BYTES:
+                    raise BadHead(f"{answer.length} bytes instead of {len(view) + DIGEST_BYTES}")
+                return answer.wire.read_sealed(view, chunk.number)
+            except Refused as refusal:
+                if refusal.status == BUSY and connection > 0:
+                    raise Superfluous from refusal
+                self._after_refusal(refusal, attempts, busy_until)
+            except (Unreachable, TimeoutError):
+                raise
+            except (BadHead, Corrupt, OSError) as error:
+                if not self._stopped.is_set() and not is_cut():
+                    self._count(attempts, error, connection)
+            self._source.drop(connection)
+        return None
+
+    def _count(self, attempts: _Attempts, error: Exception, connection: int) -> None:
+        """Give up after too many: the source, or only a further connection that it hangs up on.
+
+        With TLS a full source has no other way to say that it is full.
+        """
+        try:
+            attempts.failed(error)
+        except CheckpointError:
+            if connection > 0 and isinstance(error, ConnectionError):
+                raise Superfluous from error
+            raise
+
+    def _after_refusal(self, refusal: Refused, attempts: _Attempts, busy_until: float) -> None:
+        if refusal.status == GONE:
+            raise CheckpointError(self.address, refusal.reason) from refusal
+        if refusal.status != BUSY:
+            attempts.failed(refusal)
+        elif time.monotonic() > busy_until:
+            raise self.too_late("receiving a chunk", refusal.reason)
+        else:
+            self._stopped.wait(BUSY_PAUSE_S)
+
+    def fetch_digests(self, num_chunks: int) -> list[bytes] | None:
+        """The digests of all chunks; None if the source does not tell them (an older one).
+
+        Raises:
+            PeerError: the source is lost.
+        """
+        attempts = _Attempts(self.address, "fetching the digests")
+        source = self._digests_source
+        while True:
+            try:
+                answer = source.ask(f"digests/{self.opening.state_id}", 0)
+                if answer.length != (num_chunks + 1) * DIGEST_BYTES:
+                    raise BadHead(f"{answer.length} bytes of digests")
+                digests = bytes(_read(answer, DIGESTS_SEED))
+                return [digests[8 * n : 8 * n + 8] for n in range(num_chunks)]
+            except Refused as refusal:
+                if refusal.status == NOT_FOUND:
+                    return None
+                if refusal.status == GONE:
+                    raise CheckpointError(self.address, refusal.reason) from refusal
+                attempts.failed(refusal)
+                self._stopped.wait(BUSY_PAUSE_S)
+            except Unreachable:
+                raise
+            except TimeoutError as error:
+                action = f"receiving digests from {self.address}"
+                raise DeadlineExceeded(action, DIGESTS_TIMEOUT_S) from error
+            except (BadHead, Corrupt, OSError) as error:
+                self._check()
+                attempts.failed(error)
+            source.drop(0)
+
+    def report(self, connection: int, news: list[int]) -> None:
+        """Tell the source what it need not keep, after the last chunk."""
+        path = f"done/{self.opening.state_id}{self._query(news)}"
+        try:
+            self._source.ask(path, connection)
+        except (Refused, BadHead, OSError, PeerError) as error:
+            log.debug("the source did not hear that all is received: %s", error)
+
+    def _query(self, news: list[int]) -> str:
+        query = f"?receiver={self._order.receiver}"
+        if news:
+            query += f"&verified={news[0]}"
+        if news[1:]:
+            query += f"&also={','.join(map(str, news[1:]))}"
+        return query
+
+    def _check(self) -> None:
+        if self._stopped.is_set():
+            raise CheckpointError(self.address, "it is not needed any more")
+
+    def too_late(self, action: str, reason: str = "") -> DeadlineExceeded:
+        return DeadlineExceeded(f"{action} from {self.address}", self._order.timeout_s, reason)
+
+
+def _read(answer: Answer, seed: int) -> bytearray:
+    payload = bytearray(max(answer.length - DIGEST_BYTES, 0))
+    answer.wire.read_sealed(memoryview(payload), seed)
+    return payload
+
+
+class _Attempts:
+    """Counts failures of one thing, and gives up when there are too many."""
+
+    def __init__(self, source: str, what: str) -> None:
+        self._source = source
+        self._what = what
+        self._num_failures = 0
+
+    def failed(self, error: Exception) -> None:
+        self._num_failures += 1
+        log.warning("%s failed (%d of %d): %s", self._what, self._num_failures, MAX_ATTEMPTS, error)
+        if self._num_failures >= MAX_ATTEMPTS:
+            raise CheckpointError(
+                self._source, f"{self._what} failed {MAX_ATTEMPTS} times, last: {error}"
+            ) from error

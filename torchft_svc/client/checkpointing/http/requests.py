@@ -1,0 +1,268 @@
+"""Understands the requests of receivers, and carries them out on one connection.
+
+    GET /<secret>/state/<step>?wait_ms=n&extra=x      a line with the state's id and the
+            size of its chunks, and its description, sealed
+    GET /<secret>/deferred/<step>?wait_ms=n           the same, of what is sent when the step ends
+    GET /<secret>/chunk/<state id>/<chunk>?receiver=x&verified=n&also=n,m   a chunk, sealed
+    GET /<secret>/digests/<state id>                  those of all chunks, sealed
+    GET /<secret>/done/<state id>?receiver=x&verified=n&also=n,m            the end: nothing
+
+``extra`` is a receiver that takes a part of the state from here, though it was not announced.
+``verified`` and ``also`` (which a source may ignore) name chunks that need not be kept any more for
+the receiver. The secret is new in every
+process: who does not know a worker's metadata can not read its weights. Where there is a token it
+is looked at first.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, urlsplit
+
+from torchft_svc.client.checkpointing.http.board import Board, NotYet
+from torchft_svc.client.checkpointing.http.served import Gone, ServedState
+from torchft_svc.client.checkpointing.http.wire import (
+    DIGEST_BYTES,
+    BadHead,
+    Head,
+    Wire,
+    seal,
+)
+from torchft_svc.client.checkpointing.reasons import encode_reason
+from torchft_svc.rpc.security import TOKEN_KEY, Security
+
+log = logging.getLogger(__name__)
+
+# A request once begun is sent at once by any honest receiver.
+HEAD_TIMEOUT_S = 10.0
+# Between two requests a receiver only checks a sum.
+IDLE_TIMEOUT_S = 60.0
+# Receivers ask again after this, so that a connection never looks dead for longer.
+MAX_WAIT_MS = 20_000
+# What is served beside one another, by the first word of its request.
+STATE, DEFERRED = "state", "deferred"
+DESCRIPTION_SEED = 1 << 63  # no chunk has this number
+
+DIGESTS_SEED = DESCRIPTION_SEED + 1
+
+MAX_FIRST_LINE_BYTES = 64
+# Chunks that one request can name: they fit into a head.
+MAX_ALSO = 200
+TOO_EARLY, GONE, BUSY, UNAUTHORIZED, NOT_FOUND = 425, 410, 503, 401, 404
+_REASONS = {
+    400: "Bad Request",
+    UNAUTHORIZED: "Unauthorized",
+    NOT_FOUND: "Not Found",
+    405: "Method Not Allowed",
+    GONE: "Gone",
+    416: "Range Not Satisfiable",
+    TOO_EARLY: "Too Early",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    BUSY: "Service Unavailable",
+    505: "HTTP Version Not Supported",
+}
+_LINE = re.compile(r"([A-Z]{1,16}) (/[!-~]*) HTTP/(\d\.\d)")
+_NUMBER = re.compile(r"\d{1,18}")
+_NAME = re.compile(r"[\w.:-]{1,80}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A well-formed request: the parts of its path behind the secret, and its query."""
+
+    secret: str
+    parts: tuple[str, ...]
+    query: dict[str, str]
+
+    def number(self, name: str) -> int | None:
+        return _number(self.query[name]) if name in self.query else None
+
+    @property
+    def receiver(self) -> str:
+        return self.name("receiver")
+
+    def name(self, key: str) -> str:
+        name = self.query.get(key, "")
+        if not _NAME.fullmatch(name):
+            raise BadHead(f"the {key} has no proper name")
+        return name
+
+    @property
+    def verified(self) -> list[int]:
+        also = self.query["also"].split(",", MAX_ALSO) if "also" in self.query else []
+        if len(also) > MAX_ALSO:
+            raise BadHead(f"more than {MAX_ALSO} chunks at once")
+        chunk = self.number("verified")
+        return [*map(_number, also), *([] if chunk is None else [chunk])]
+
+
+def parse_request(head: Head) -> Request:
+    """Understand a request's head.
+
+    Raises:
+        BadHead: with the status to answer.
+    """
+    match = _LINE.fullmatch(head.line)
+    if not match:
+        raise BadHead("this is not an HTTP request")
+    method, target, version = match.groups()
+    if version != "1.1":
+        raise BadHead(f"HTTP/{version} is not spoken here, HTTP/1.1 is", 505)
+    if method != "GET":
+        raise BadHead(f"{method} is not answered here, GET is", 405)
+    if "transfer-encoding" in head.headers or head.headers.get("content-length", "0") != "0":
+        raise BadHead("a GET request has no body")
+    if "range" in head.headers:
+        raise BadHead("ranges are not served, chunks are", 416)
+    try:
+        url = urlsplit(target)
+        query = dict(parse_qsl(url.query, max_num_fields=8))
+    except ValueError as error:
+        raise BadHead("the path cannot be read") from error
+    secret, *parts = url.path.removeprefix("/").split("/")
+    return Request(secret, tuple(parts), query)
+
+
+class Conversation:
+    """Answers one connection's requests until it ends; ``on_known``: the peer has the secret."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        boards: dict[str, Board],
+        secret: str,
+        security: Security,
+        on_known: Callable[[], None],
+    ) -> None:
+        self._on_known = on_known
+        self._security = security
+        self._wire = wire
+        self._boards = boards
+        self._secret = secret
+
+    def run(self) -> None:
+        """Returns when the peer is done, or broke the rules and was told so.
+
+        Raises:
+            OSError: the connection broke, or nothing moved for too long.
+        """
+        try:
+            while True:
+                self._wire.timeout_s = HEAD_TIMEOUT_S
+                head = self._wire.read_head(begin_within_s=IDLE_TIMEOUT_S)
+                if head is None:
+                    return
+                refusal = self._security.refusal(head.headers.get(TOKEN_KEY))
+                if refusal is not None:
+                    raise BadHead(refusal, UNAUTHORIZED)
+                self._answer(parse_request(head))
+                if head.headers.get("connection", "").lower() == "close":
+                    return
+        except BadHead as error:
+            self._refuse(error.status, str(error), close=True)
+
+    def _answer(self, request: Request) -> None:
+        if not hmac.compare_digest(request.secret.encode(), self._secret.encode()):
+            raise BadHead("nothing is here", 404)
+        self._on_known()
+        try:
+            match request.parts:
+                case ("state" | "deferred" as name, step):
+                    self._send_description(self._boards[name], _number(step), request)
+                case ("chunk", state_id, chunk):
+                    self._send_chunk(self._served(state_id, request), _number(chunk))
+                case ("digests", state_id):
+                    self._send_digests(self._by_id(state_id))
+                case ("done", state_id):
+                    state = self._served(state_id, request)
+                    if not state.num_chunks:
+                        state.verified(request.receiver, None)
+                    self._send_head(0)
+                case _:
+                    raise BadHead("nothing is here", 404)
+        except Gone as error:
+            self._refuse(GONE, str(error))
+        except NotYet as error:
+            self._refuse(TOO_EARLY, str(error))
+
+    def _served(self, state_id: str, request: Request) -> ServedState:
+        state = self._by_id(state_id)
+        for chunk in request.verified:
+            state.verified(request.receiver, chunk)
+        return state
+
+    def _by_id(self, state_id: str) -> ServedState:
+        deferred = self._boards[DEFERRED].state
+        is_deferred = deferred is not None and deferred.state_id == state_id
+        return self._boards[DEFERRED if is_deferred else STATE].by_id(state_id)
+
+    def _send_description(self, board: Board, step: int, request: Request) -> None:
+        wait_ms = request.number("wait_ms") or 0
+        state = board.wait_for(step, min(wait_ms, MAX_WAIT_MS) / 1000)
+        if "extra" in request.query:
+            state.admit(request.name("extra"))
+        self._wire.timeout_s = state.offer.patience_s
+        first_line = f"{state.state_id} {state.offer.chunk_bytes}\n".encode("ascii")
+        body = seal(first_line + state.description, DESCRIPTION_SEED)
+        self._send_head(len(body))
+        self._wire.send(body)
+
+    def _send_chunk(self, state: ServedState, chunk: int) -> None:
+        if chunk >= state.num_chunks:
+            raise BadHead(f"there are {state.num_chunks} chunks", 404)
+        reading = state.reader(chunk)
+        with reading(0, 0):
+            pass  # it is held: if not, the peer is told in a head, not by a broken body
+        start, stop = state.bounds(chunk)
+        self._wire.timeout_s = state.offer.patience_s
+        self._send_head(stop - start + DIGEST_BYTES)
+        try:
+            self._wire.send_sealed(
+                reading, stop - start, chunk, lambda digest: state.remember(chunk, digest)
+            )
+        except Gone as error:
+            raise ConnectionAbortedError(f"chunk {chunk} went away: {error}") from error
+
+    def _send_digests(self, state: ServedState) -> None:
+        """Each as soon as it is computed, so that the peer sees it going on."""
+        self._wire.timeout_s = state.offer.patience_s
+        self._send_head((state.num_chunks + 1) * DIGEST_BYTES)
+        sent = b""
+        try:
+            for chunk in range(state.num_chunks):
+                digest = state.digest(chunk)
+                self._wire.send(digest)
+                sent += digest
+        except Gone as error:
+            raise ConnectionAbortedError(f"a chunk went away: {error}") from error
+        self._wire.send(seal(sent, DIGESTS_SEED)[len(sent) :])
+
+    def _send_head(self, length: int) -> None:
+        self._wire.send(f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode("ascii"))
+
+    def _refuse(self, status: int, reason: str, *, close: bool = False) -> None:
+        refuse(self._wire, status, reason, close=close)
+
+
+def refuse(wire: Wire, status: int, reason: str, *, close: bool = False) -> None:
+    """Answer with ``status`` and a sentence as the body."""
+    body = encode_reason(f"{reason}\n")
+    closing = "Connection: close\r\n" if close else ""
+    if status == UNAUTHORIZED:
+        closing += "WWW-Authenticate: Bearer\r\n"
+    head = (
+        f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: text/plain\r\n"
+        f"{closing}Content-Length: {len(body)}\r\n\r\n"
+    )
+    wire.send(head.encode("ascii") + body)
+
+
+def _number(text: str) -> int:
+    if not _NUMBER.fullmatch(text):
+        raise BadHead(f"{text[:20]!r} is not a number")
+    return int(text)

@@ -1,0 +1,215 @@
+"""Listens for receivers: one thread that accepts, one per connection, all joined by ``close``."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import secrets
+import select
+import socket
+import threading
+import time
+
+from torchft_svc.client.checkpointing.http.board import Board
+from torchft_svc.client.checkpointing.http.requests import (
+    BUSY,
+    HEAD_TIMEOUT_S,
+    Conversation,
+    refuse,
+)
+from torchft_svc.client.checkpointing.http.served import ServedState
+from torchft_svc.client.checkpointing.http.tls import wrap
+from torchft_svc.client.checkpointing.http.wire import Wire
+from torchft_svc.client.process.forks import drop_after_fork
+from torchft_svc.errors import AddressError
+from torchft_svc.rpc.security import PLAIN, Security
+
+log = logging.getLogger(__name__)
+
+# Sixteen groups that heal at once from one worker, with four connections each; more take turns, and
+# who has not shown the secret makes room.
+MAX_CONNECTIONS = 64
+# Those that were cut to make room and have not ended yet count among these.
+_MAX_THREADS = 2 * MAX_CONNECTIONS
+# The process has too many descriptors open: accepting again at once would only fail again.
+_NO_DESCRIPTOR_PAUSE_S = 1.0
+# On one host nothing is under way, and a large buffer only drives the bytes out of the cache.
+_SAME_HOST_BUFFER_BYTES = 256 << 10
+# Connections that wait to be accepted; the system may allow fewer. Who finds no place there tries
+# again after a second.
+_BACKLOG = 4096
+# A thread ends as soon as its connection is cut; more would be a fault of ours.
+_JOIN_TIMEOUT_S = 5.0
+
+
+class CheckpointServer:
+    """Serves what ``boards`` show, each under its name, at a port and under a secret of its own.
+
+    ``bind_host``: the address to listen at, ``""`` for all interfaces (IPv6 too, where there is).
+
+    Raises:
+        AddressError: it cannot be bound.
+        ConfigError: what ``security`` names cannot be read, or is not enough for a server.
+    """
+
+    def __init__(
+        self,
+        boards: dict[str, Board],
+        bind_host: str = "",
+        port: int = 0,
+        security: Security = PLAIN,
+    ) -> None:
+        self._security = security
+        self._tls = security.server_context()
+        self.secret = secrets.token_urlsafe(16)
+        self._boards = boards
+        self._listener = _listen(bind_host, port)
+        self.port: int = self._listener.getsockname()[1]
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._lock = threading.Lock()
+        self._connections: dict[Wire, threading.Thread] = {}
+        self._strangers: dict[Wire, None] = {}  # have not shown the secret; the oldest first
+        self._closing = False
+        self._acceptor = threading.Thread(
+            target=self._accept_all, name="torchft-checkpoint-accept", daemon=True
+        )
+        drop_after_fork(self)
+        self._acceptor.start()
+
+    def offer(self, name: str, state: ServedState) -> None:
+        """Serve ``state`` under ``name`` instead of the one before."""
+        self._boards[name].offer(state)
+        self._wake()
+
+    def close(self, wait: bool = True) -> None:
+        """Cut all connections; with ``wait``, also join all threads. May be called twice."""
+        with self._lock:
+            self._closing = True
+            connections = dict(self._connections)
+        for board in self._boards.values():
+            board.close()
+        self._wake()
+        for wire in connections:
+            wire.interrupt()
+        if wait:
+            for thread in [self._acceptor, *connections.values()]:
+                thread.join(_JOIN_TIMEOUT_S)
+
+    def _wake(self) -> None:
+        try:
+            self._wake_writer.send(b"w")
+        except OSError:
+            return  # it is closed already
+
+    def _accept_all(self) -> None:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        poll.register(self._wake_reader, select.POLLIN)
+        try:
+            while not self._closing:
+                now = time.monotonic()
+                times = [board.expire(now) for board in self._boards.values()]
+                look_again_at = min((at for at in times if at is not None), default=None)
+                pause_s = None if look_again_at is None else look_again_at - time.monotonic()
+                ready = poll.poll(None if pause_s is None else max(pause_s, 0.0) * 1000 + 1)
+                for descriptor, _ in ready:
+                    if descriptor == self._listener.fileno():
+                        self._accept()
+                    else:
+                        self._wake_reader.recv(4096)
+        finally:
+            self._listener.close()
+            self._wake_reader.close()
+            self._wake_writer.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:  # the peer is gone again, or descriptors ran out
+            log.warning("a checkpoint connection could not be accepted: %s", error)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(_NO_DESCRIPTOR_PAUSE_S)
+            return
+        if _is_on_same_host(sock):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_BUFFER_BYTES)
+        wire = Wire(sock if self._tls is None else wrap(sock, self._tls, None), timeout_s=1.0)
+        with self._lock:
+            if self._closing:
+                wire.close()
+                return
+            has_room = self._make_room()
+            if has_room:
+                thread = threading.Thread(
+                    target=self._converse, args=(wire,), name="torchft-checkpoint-send", daemon=True
+                )
+                self._connections[wire] = thread
+                self._strangers[wire] = None
+        if has_room:
+            thread.start()
+        else:
+            self._turn_away(wire)
+
+    def _make_room(self) -> bool:
+        """Whether there is room for another connection; a stranger's may be cut for it."""
+        if len(self._connections) < MAX_CONNECTIONS:
+            return True
+        oldest = next(iter(self._strangers), None)
+        if oldest is None or len(self._connections) >= _MAX_THREADS:
+            return False
+        del self._strangers[oldest]
+        oldest.interrupt()
+        return True
+
+    def _converse(self, wire: Wire) -> None:
+        def know() -> None:
+            with self._lock:
+                self._strangers.pop(wire, None)
+
+        try:
+            wire.shake_hands(HEAD_TIMEOUT_S)
+            Conversation(wire, self._boards, self.secret, self._security, know).run()
+        except OSError as error:
+            log.info("a checkpoint connection broke: %s", error)
+        except Exception:
+            log.exception("a checkpoint connection failed")
+        finally:
+            with self._lock:
+                self._connections.pop(wire, None)
+                self._strangers.pop(wire, None)
+            wire.close()
+
+    def _turn_away(self, wire: Wire) -> None:
+        try:
+            if self._tls is None:  # agreeing on TLS would hold up the thread that accepts
+                refuse(wire, BUSY, f"{MAX_CONNECTIONS} connections are open", close=True)
+        except OSError as error:
+            log.debug("could not tell a peer that this worker is busy: %s", error)
+        finally:
+            wire.close()
+
+    def drop_descriptors(self) -> None:
+        """In a forked child: the parent's death must close its connections, whoever lives on."""
+        self._listener.close()
+        for wire in list(self._connections):
+            wire.close()
+
+
+def _is_on_same_host(sock: socket.socket) -> bool:
+    try:
+        return bool(sock.getpeername()[0] == sock.getsockname()[0])
+    except OSError:
+        return False  # the peer is gone again
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        if host:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+            )
+        return socket.create_server(("", port), backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise AddressError(f"{host}:{port}", f"cannot be bound: {error}") from error

@@ -1,0 +1,298 @@
+"""The checkpoint transport over HTTP: serves a worker's state, and fetches that of another."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import ClassVar, TypeVar, cast
+
+from torchft_svc.client.checkpointing.encoding.serialization import (
+    check_state,
+    describe,
+    estimate_bytes,
+)
+from torchft_svc.client.checkpointing.encoding.staging import Staging
+from torchft_svc.client.checkpointing.http.board import Board
+from torchft_svc.client.checkpointing.http.feed import (
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    Lookup,
+    Order,
+)
+from torchft_svc.client.checkpointing.http.fetch import Fetch
+from torchft_svc.client.checkpointing.http.requests import DEFERRED, STATE
+from torchft_svc.client.checkpointing.http.served import Offer, ServedState
+from torchft_svc.client.checkpointing.http.server import CheckpointServer
+from torchft_svc.client.checkpointing.transport import CheckpointTransport
+from torchft_svc.core.types import check_length, check_not_empty
+from torchft_svc.errors import ConfigError
+from torchft_svc.rpc.security import Security, security_or_environment
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT = timedelta(seconds=60)
+# With as many chunks as this, all connections end at about the same time; with more, requests
+# would cost more than they help (single runs, 2 GB: chunks of 32 MiB came out a little ahead of 8).
+_CHUNKS_AIMED_AT = 64
+_USUAL_CHUNK_BYTES = (4 << 20, 32 << 20)
+# More connections than cores only take turns; one alone can not use a long link.
+DEFAULT_NUM_CONNECTIONS = max(2, min(4, os.cpu_count() or 2))
+MAX_NUM_CONNECTIONS = 32
+
+
+class HTTPTransport(CheckpointTransport[T]):
+    """Heals over HTTP; the state is any nesting of containers, plain values and tensors.
+
+    ``send_checkpoint`` returns at once: receivers fetch in the background, first from the live
+    tensors, and after ``disallow_checkpoint`` from a copy of what they still lack. Timeouts are
+    times without progress, so a large state over a slow link heals.
+
+    Args:
+        timeout: for sending, where ``send_checkpoint`` is given none.
+        num_connections: how many connections a receiver uses; with more sources than one, that
+            many to the first of them, and as many again to the others together.
+        hostname: the host to advertise; the name of this machine if not given.
+        bind_host: the address to listen at; all interfaces if not given.
+        port: the port to listen at; any free one if 0.
+        chunk_bytes: the unit of transfer, checking and repeating; chosen by the state's size if
+            not given.
+        security: TLS files and token, for both directions; those of the environment if not given.
+
+    Raises:
+        ConfigError: a number, file or token that cannot work.
+        AddressError: the port cannot be bound.
+    """
+
+    can_stripe: ClassVar[bool] = True
+    can_defer: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        num_connections: int = DEFAULT_NUM_CONNECTIONS,
+        hostname: str | None = None,
+        *,
+        bind_host: str = "",
+        port: int = 0,
+        chunk_bytes: int | None = None,
+        security: Security | None = None,
+    ) -> None:
+        _check("num_connections", num_connections, 1, MAX_NUM_CONNECTIONS)
+        if chunk_bytes is not None:
+            _check("chunk_bytes", chunk_bytes, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
+        check_not_empty("hostname", hostname)
+        self._timeout_s = _seconds(timeout)
+        self._num_connections = num_connections
+        self._chunk_bytes = chunk_bytes
+        self._board, self._deferred = Board(), Board()
+        self._security = security_or_environment(security)
+        self._server = CheckpointServer(
+            {STATE: self._board, DEFERRED: self._deferred}, bind_host, port, self._security
+        )
+        self._host = hostname or bind_host or _own_host()
+        self._lock = threading.Lock()
+        self._fetches: set[Fetch] = set()
+        self._staging = Staging()
+        self._is_shut_down = False
+
+    def metadata(self) -> str:
+        """The URL under which this worker serves; whoever knows it can read the state."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        scheme = "https" if self._security.serves_tls else "http"
+        return f"{scheme}://{host}:{self._server.port}/{self._server.secret}"
+
+    def check_state(self, state: object) -> None:
+        check_state(state)
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta | None = None
+    ) -> None:
+        """See `CheckpointTransport`; ``timeout``: how long to serve while nobody makes progress."""
+        self.send_striped(dst_ranks, [], step, state_dict, timeout)
+
+    def send_striped(
+        self,
+        dst_ranks: list[int],
+        extra_dst_ranks: list[int],
+        step: int,
+        state_dict: T,
+        timeout: timedelta | None = None,
+    ) -> None:
+        state = self._to_serve(dst_ranks, extra_dst_ranks, step, state_dict, timeout)
+        if state is not None:
+            self._deferred.withdraw("the step has begun anew")
+            self._server.offer(STATE, state)
+
+    def send_deferred(
+        self,
+        dst_ranks: list[int],
+        extra_dst_ranks: list[int],
+        step: int,
+        state_dict: T,
+        timeout: timedelta | None = None,
+    ) -> None:
+        state = self._to_serve(dst_ranks, extra_dst_ranks, step, state_dict, timeout)
+        if state is not None:
+            state.detach()
+            self._server.offer(DEFERRED, state)
+
+    def _to_serve(
+        self,
+        dst_ranks: list[int],
+        extra_dst_ranks: list[int],
+        step: int,
+        state_dict: T,
+        timeout: timedelta | None,
+    ) -> ServedState | None:
+        """What is offered of ``state_dict``; None if nobody fetches it."""
+        described = describe(state_dict)
+        size = described.memory.size
+        chunk_bytes = self._chunk_bytes or _usual_chunk_bytes(size)
+        # What is one chunk cannot be shared out.
+        extras = extra_dst_ranks if size > chunk_bytes else []
+        if not dst_ranks and not extras:
+            return None
+        log.debug("offering step %d (%d bytes) to %s, a part to %s", step, size, dst_ranks, extras)
+        offer = Offer(
+            step=step,
+            num_receivers=len(dst_ranks),
+            num_extras=len(extras),
+            chunk_bytes=chunk_bytes,
+            patience_s=self._timeout_s if timeout is None else _seconds(timeout),
+        )
+        return ServedState(offer, described.description, described.memory)
+
+    def disallow_checkpoint(self) -> None:
+        state = self._board.state
+        if state is not None:
+            state.detach()
+
+    def retract_checkpoint(self) -> None:
+        for board in (self._board, self._deferred):
+            board.withdraw("this worker has healed since")
+
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, why: str) -> None:
+        for board in (self._board, self._deferred):
+            board.refuse(step, why)
+
+    def expect_checkpoint(self, like: T | None) -> None:
+        with self._lock:
+            if not self._is_shut_down:
+                self._staging.expect(0 if like is None else estimate_bytes(like))
+
+    def wait_until_prepared(self, timeout: timedelta) -> bool:
+        """Wait for the memory that `expect_checkpoint` asked for; False if it takes too long."""
+        return self._staging.wait(_seconds(timeout))
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        return self.recv_striped(src_rank, metadata, (), step, timeout)
+
+    def recv_striped(
+        self,
+        src_rank: int,
+        metadata: str,
+        extras: Sequence[Lookup],
+        step: int,
+        timeout: timedelta,
+    ) -> T:
+        log.debug("fetching step %d from group %d and %d more", step, src_rank, len(extras))
+        order = self._order(STATE, metadata, extras, step, timeout)
+        return self._fetch(Fetch(order, self._staging))
+
+    def recv_deferred(
+        self,
+        src_rank: int,
+        metadata: str,
+        extras: Sequence[Lookup],
+        step: int,
+        timeout: timedelta,
+    ) -> T:
+        return self._fetch(Fetch(self._order(DEFERRED, metadata, extras, step, timeout)))
+
+    def _order(
+        self, part: str, metadata: str, extras: Sequence[Lookup], step: int, timeout: timedelta
+    ) -> Order:
+        return Order(
+            metadata,
+            step,
+            _seconds(timeout),
+            self._num_connections,
+            extras=tuple(extras),
+            security=self._security,
+            part=part,
+        )
+
+    def _fetch(self, fetch: Fetch) -> T:
+        with self._lock:
+            if self._is_shut_down:
+                raise ConfigError("transport", "shut down", "a transport is used after shutdown()")
+            self._fetches.add(fetch)
+        try:
+            return cast(T, fetch.run())
+        finally:
+            with self._lock:
+                self._fetches.discard(fetch)
+
+    def interrupt_receive(self, why: str) -> None:
+        with self._lock:
+            fetches = list(self._fetches)
+        for fetch in fetches:
+            fetch.cancel(why)
+
+    def lose_source(self, why: str) -> None:
+        with self._lock:
+            fetches = list(self._fetches)
+        for fetch in fetches:
+            fetch.lose_assigned(why)
+
+    def shutdown(self, wait: bool = True) -> None:
+        with self._lock:
+            self._is_shut_down = True
+        self.interrupt_receive("this worker is shutting down")
+        self._staging.expect(0)
+        self._server.close(wait)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Memory held at present for receivers that have not fetched everything."""
+        states = [self._board.state, self._deferred.state]
+        return sum(state.copied_bytes for state in states if state is not None)
+
+    def __enter__(self) -> HTTPTransport[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+def _usual_chunk_bytes(size: int) -> int:
+    low, high = _USUAL_CHUNK_BYTES
+    return max(low, min(high, size // _CHUNKS_AIMED_AT))
+
+
+def _seconds(timeout: timedelta) -> float:
+    seconds = timeout.total_seconds()
+    if seconds <= 0:
+        raise ConfigError("timeout", str(timeout), "it must be positive")
+    check_length("timeout", seconds)
+    return seconds
+
+
+def _check(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(name, value, f"it must be from {low} to {high}")
+
+
+def _own_host() -> str:
+    """This machine's name where it can be resolved, else its loopback address."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError):
+        return "127.0.0.1"
+    return name

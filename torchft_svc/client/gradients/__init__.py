@@ -1,0 +1,1 @@
+"""Averages gradients in buckets during the backward pass."""

@@ -1,0 +1,134 @@
+"""A `Manager` in the shape of a process group, for programs that want one."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from torchft_svc.client.gradients.reducer import check_running
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.members import Members
+from torchft_svc.client.process_groups.operations import result_of
+from torchft_svc.client.process_groups.work import CompletedWork
+from torchft_svc.errors import ConfigError, RequestRefused
+
+if TYPE_CHECKING:
+    from torchft_svc.client.manager import Manager
+
+# What torch's wrapper calls first if it is left to its defaults is refused with this, too.
+_ONLY_REDUCTIONS = (
+    "groups that come and go can be reduced over, and no more; torch's DistributedDataParallel "
+    "needs init_sync=False, broadcast_buffers=False and find_unused_parameters=True"
+)
+
+
+class ManagedProcessGroup(ProcessGroup):
+    """Its members are the groups that contribute in the manager's step.
+
+    Only reductions make sense across groups that come and go: ``allreduce``,
+    ``allreduce_coalesced``, and ``barrier``, which waits for nobody. Their errors are latched by
+    the manager and never raised.
+
+    Args:
+        averages_sums: reduce sums of floats as averages. For callers that divide by the size of the
+            group themselves, and look at it once only: torch's own ``DistributedDataParallel``,
+            with ``init_sync=False``, ``broadcast_buffers=False``, and
+            ``find_unused_parameters=True``, without which it changes the layout of its buckets
+            after the first step. A step in which nothing was reduced is discarded then, as one in
+            which the backward pass was not finished.
+    """
+
+    layout = ""  # known to torch's wrapper alone
+    parameters = ()  # and so are these
+
+    def __init__(self, manager: Manager, *, averages_sums: bool = False) -> None:
+        super().__init__()
+        self._manager = manager
+        self._averages_sums = averages_sums
+        if averages_sums:
+            manager.register_reducer(self)
+
+    def _configure(self, members: Members) -> None:
+        """Not for callers: the manager's own process group is configured by the manager.
+
+        Raises:
+            RequestRefused: always.
+        """
+        raise RequestRefused("a managed process group gets its members from its manager")
+
+    def abort(self) -> None:
+        """Nothing: the manager's own process group is aborted by the manager."""
+
+    def errored(self) -> Exception | None:
+        """The first error of the manager's step."""
+        return self._manager.errored()
+
+    def settle(self) -> Exception | None:
+        """See `Reducing.settle`; the manager knows of passes in which something is summed."""
+        return None
+
+    def rank(self) -> int:
+        """This group's index among those that contribute; 0 if it does not."""
+        return self._manager.participating_rank() or 0
+
+    def size(self) -> int:
+        """How many groups contribute in this step; waits for the quorum. Without one: 1."""
+        # Torch 2.7 finds the group of a mesh by its size, which has to be that of a worker alone.
+        return self._manager.num_participants() or 1
+
+    def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "barrier":
+            return CompletedWork()
+        if name not in ("allreduce", "allreduce_coalesced"):
+            raise ConfigError("collective", name, _ONLY_REDUCTIONS)
+        if self._averages_sums:
+            check_running(self._manager)  # else torch's wrapper would go on without averages
+        op = _operation(args, kwargs)
+        tensors = result_of(name, args, kwargs)
+        works = [
+            self._manager.allreduce(tensor, reduce_op=self._meant(op, tensor)) for tensor in tensors
+        ]
+        return _ManagedWorks(works, tensors)
+
+    def _meant(self, op: ReduceOp.RedOpType, tensor: torch.Tensor) -> ReduceOp.RedOpType:
+        averages = self._averages_sums and op == ReduceOp.SUM and tensor.is_floating_point()
+        return ReduceOp.AVG if averages else op
+
+
+class _ManagedWorks(dist.Work):
+    """Reductions of one call, whose errors are the manager's."""
+
+    def __init__(self, works: list[dist.Work], tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._works = works
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the tensors hold the results, or the step's error is latched; always True."""
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` has been called."""
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that holds the tensors. Waits for them first: who asks for it, waits for it on
+        a thread that could not be told of an error of the step."""
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+def _operation(args: Any, kwargs: Any) -> ReduceOp.RedOpType:
+    """An options object or the operation itself may be given."""
+    given = args[1] if len(args) > 1 else kwargs.get("opts", kwargs.get("op", ReduceOp.SUM))
+    op = getattr(given, "reduceOp", given)
+    found: ReduceOp.RedOpType = getattr(op, "op", op)
+    return found

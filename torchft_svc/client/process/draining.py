@@ -1,0 +1,92 @@
+"""Whether this worker's group was told to finish its step and end, be it by a signal (rule M11)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from torchft_svc.client.process.forks import keep_term_signals
+from torchft_svc.errors import PeerError
+
+log = logging.getLogger(__name__)
+
+# A launcher passes SIGTERM on while the system sends it to every process: that is one request.
+REPEAT_S = 1.0
+_JOIN_S = 0.5
+
+
+class Draining:
+    """``reason`` is set once, from any thread, and never taken back."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    def request(self, reason: str) -> None:
+        """The group has to end after its step, because of ``reason``."""
+        if self.reason is None:
+            log.warning("draining: %s", reason)
+            self.reason = reason
+
+
+class TermSignal:
+    """Lets SIGTERM drain the group, until `close`; a second SIGTERM ends the process as usual.
+
+    A handler runs between any two instructions of the main thread, which may hold any lock: so it
+    only puts the news into a queue that takes them anywhere, and a thread, ``torchft-drain``, tells
+    the manager through ``tell``. A handler of the program's own is left alone.
+    """
+
+    def __init__(self, draining: Draining, tell: Callable[[str], None]) -> None:
+        self._draining = draining
+        self._tell = tell
+        self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._first_at: float | None = None
+        self._pid = os.getpid()
+        self._installed = (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        )
+        if self._installed:
+            keep_term_signals()
+            signal.signal(signal.SIGTERM, self._hear)
+            self._thread = threading.Thread(target=self._run, name="torchft-drain", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """SIGTERM means what it meant before; may be called twice."""
+        if not self._installed:
+            return
+        self._installed = False
+        self._signals.put(False)
+        self._thread.join(_JOIN_S)
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self._first_at is None:  # else this process ends, and may hear it once more
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        # A forked child, such as a pool's worker, inherits the handler, and not the thread: who
+        # terminates it waits for its end.
+        is_ours = os.getpid() == self._pid
+        if is_ours and self._installed and self._first_at is None:
+            self._first_at = now
+            self._signals.put(True)
+        elif not is_ours or self._first_at is None or now - self._first_at > REPEAT_S:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _run(self) -> None:
+        if not self._signals.get():
+            return
+        reason = f"process {os.getpid()} got SIGTERM"
+        self._draining.request(reason)
+        try:
+            self._tell(reason)
+        except PeerError as error:
+            log.warning("the manager could not be told, the next step will: %s", error)

@@ -1,0 +1,1 @@
+"""Records the launched collectives of a quorum for later analysis."""

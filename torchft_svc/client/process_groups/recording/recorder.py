@@ -1,0 +1,131 @@
+"""Writes what was launched in a quorum that ended badly: a file for each quorum and member."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import re
+import threading
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+from torchft_svc.client.process_groups.members import Members
+from torchft_svc.client.process_groups.recording.flight import Flight, Landed
+from torchft_svc.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+# Several steps of a large model: as many as torch's own recorder keeps.
+NUM_RECORDS = 2000
+# Quorums of which files are kept, the newest; a file of 2000 collectives has about 330 KB.
+MAX_QUORUMS = 50
+# A disk that does not keep up with the quorums gets no more to do.
+_MAX_WRITERS = 2
+_QUORUM = re.compile(r"quorum_(\d+)")
+
+
+class FlightRecorder:
+    """Records the collectives of this process' groups, for `ProcessGroup.record_to`.
+
+    Files are ``quorum_<id>/group_rank_<g>/rank_<replica rank>`` below ``directory``, which may be
+    on a disk of this machine alone: brought together, the files of one quorum have names of their
+    own. They are written on a thread, and whatever goes wrong there is a line in the log.
+
+    Args:
+        directory: of one job, because quorum ids are a job's; made if it is not there.
+        num_records: how many collectives of a quorum are kept, the last ones.
+
+    Raises:
+        ConfigError: the directory cannot be made.
+    """
+
+    def __init__(self, directory: Path, num_records: int = NUM_RECORDS) -> None:
+        if num_records < 1:
+            raise ConfigError("num_records", num_records, "use 1 or more")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError("flight_recorder", str(directory), f"no directory: {error}") from None
+        self._directory = directory
+        self._num_records = num_records
+        self._lock = threading.Lock()
+        self._writers: list[threading.Thread] = []
+
+    @classmethod
+    def of_job(cls, directory: str, job_id: str) -> FlightRecorder:
+        """In a directory that several jobs may share."""
+        return cls(Path(directory) / f"job_{quote(job_id, safe='')}")
+
+    def begin(self, members: Members, backend: str) -> Flight | None:
+        """``members`` are connected over ``backend``; None: they have no quorum id."""
+        if members.quorum_id is None:
+            return None
+        return Flight(members, backend, self._num_records)
+
+    def write(self, landed: Landed, why: str) -> None:
+        """Write what was recorded; returns at once."""
+        with self._lock:
+            self._writers = [writer for writer in self._writers if writer.is_alive()]
+            if len(self._writers) >= _MAX_WRITERS:
+                log.warning("the flight of %s is not recorded: too slow a disk", _named(landed))
+                return
+            writer = threading.Thread(
+                target=self._write, args=(landed, why), name="torchft-flight", daemon=True
+            )
+            try:
+                writer.start()
+            except RuntimeError as error:  # torch may be out of threads, or the interpreter ends
+                log.warning("the flight of %s is not recorded: %s", _named(landed), error)
+                return
+            self._writers.append(writer)
+
+    def close(self, timeout_s: float) -> None:
+        """Wait until everything is written; may be called often."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            writers = list(self._writers)
+        for writer in writers:
+            writer.join(max(0.0, deadline - time.monotonic()))
+
+    def _write(self, landed: Landed, why: str) -> None:
+        members = landed.members
+        folder = self._directory / f"quorum_{members.quorum_id}"
+        folder /= f"group_rank_{members.group_rank or 0}"
+        path = folder / f"rank_{members.rank}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # A name that the analyzer does not take for a member's.
+            aside = folder / f".{members.rank}.{os.getpid()}.part"
+            # The only format that it reads; nothing of ours ever does.
+            aside.write_bytes(pickle.dumps(landed.as_trace(why)))
+            aside.replace(path)
+            self._forget_old()
+        except Exception:
+            log.exception("the flight of %s cannot be written", _named(landed))
+        else:
+            log.warning("flight of %s: %s (%s): %s", _named(landed), landed.summary(), why, path)
+
+    def _forget_old(self) -> None:
+        found = [(_QUORUM.fullmatch(path.name), path) for path in self._directory.iterdir()]
+        quorums = sorted((int(match[1]), path) for match, path in found if match)
+        for _, path in quorums[:-MAX_QUORUMS]:
+            _remove(path)
+
+
+def _named(landed: Landed) -> str:
+    members = landed.members
+    return f"quorum {members.quorum_id}, replica rank {members.rank} of {members.world_size}"
+
+
+def _remove(quorum: Path) -> None:
+    """Only what is ours; another process may do the same."""
+    for group in quorum.glob("group_rank_*"):
+        for file in (*group.glob("rank_*"), *group.glob(".*.part")):
+            file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            group.rmdir()
+    with contextlib.suppress(OSError):
+        quorum.rmdir()

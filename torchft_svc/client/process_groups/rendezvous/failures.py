@@ -1,0 +1,84 @@
+"""Members that meet are told of one that has failed, over their store (rule P3)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+from torchft_svc.client.process.strays import start_stray
+from torchft_svc.client.process_groups.members import Members
+from torchft_svc.client.process_groups.rendezvous.store_line import CALL_TIMEOUT_S, Connection
+from torchft_svc.client.process_groups.rendezvous.stores import PrefixStore, Store
+from torchft_svc.core.types import one_line
+from torchft_svc.errors import PeerError, QuorumFailed, Unreachable
+
+_KEY = "failed"
+# A backend that connects takes milliseconds. Who waits for longer looks whether there is a reason.
+_PATIENCE_S = 0.25
+_LOOK_S = 0.1
+# A sentence; whatever is longer does not come from us.
+_MAX_REASON_LENGTH = 1000
+
+
+def announce(members: Members, error: PeerError) -> None:
+    """Tell the other ``members`` that this one has failed; on a thread: the store may be gone."""
+    if members.world_size == 1:
+        return
+
+    def tell() -> None:
+        with contextlib.suppress(Unreachable):
+            connection, store = _open(members.store_addr)
+            connection.call(lambda: store.set(_KEY, f"{members.replica_id} has failed: {error}"))
+
+    start_stray(tell, "torchft-failure")
+
+
+def check_failures(store: Store) -> None:
+    """Raise `QuorumFailed` if a member of those that meet in ``store`` has failed.
+
+    What it says goes into errors and logs, and anybody can have put it there.
+    """
+    if store.check([_KEY]):
+        said = store.get(_KEY)[:_MAX_REASON_LENGTH].decode(errors="replace")
+        raise QuorumFailed(one_line(said))
+
+
+class FailureWatch:
+    """Looks for failures while a backend connects, which may keep a connection to the store busy.
+
+    It has its own, on a thread of its own, once connecting has taken unusually long.
+    """
+
+    def __init__(self, store_addr: str) -> None:
+        self._store_addr = store_addr
+        self._begins_at = time.monotonic() + _PATIENCE_S
+        self._looks = False
+        self._closed = threading.Event()
+        self._error: PeerError | None = None
+
+    def check(self) -> None:
+        """Raise if a member has failed, or the store does not answer, as far as is known."""
+        if self._error is not None:
+            raise self._error
+        if not self._looks and time.monotonic() > self._begins_at:
+            self._looks = True
+            start_stray(self._run, "torchft-failures")
+
+    def close(self) -> None:
+        """Look no more; waits for nothing."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        try:
+            connection, store = _open(self._store_addr)
+            while not self._closed.wait(_LOOK_S):
+                connection.call(lambda: check_failures(store))
+        except PeerError as error:
+            self._error = error
+
+
+def _open(store_addr: str) -> tuple[Connection, Store]:
+    address, _, prefix = store_addr.partition("/")
+    connection = Connection(address, CALL_TIMEOUT_S)
+    return connection, PrefixStore(prefix, connection.store)

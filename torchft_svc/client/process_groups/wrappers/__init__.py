@@ -1,0 +1,1 @@
+"""Process groups that change what another process group does."""

@@ -1,0 +1,167 @@
+"""Collectives whose errors do not reach the program that calls them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.members import Members
+from torchft_svc.client.process_groups.operations import ends_within, result_of
+from torchft_svc.client.process_groups.work import CompletedWork
+from torchft_svc.client.process_groups.wrappers.wrapper import ProcessGroupWrapper
+from torchft_svc.errors import TorchFTError
+
+log = logging.getLogger(__name__)
+
+# One member alone writes, or all but one.
+_FROM_OR_TO_ROOT = frozenset({"broadcast", "reduce"})
+
+
+class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
+    """Collectives that fail without raising; for programs that must not raise within a step.
+
+    The collective that fails, and all that follow until the group is configured again, end well,
+    and what they would have written their results to holds zeros, in place: also a tensor that is
+    reduced, or that a broadcast would have filled. What is only read stays as it is: what is sent,
+    also by the root of a broadcast, and by who is not the root of a reduction. `error` tells the
+    first error. Under a `Manager` it is one of the step, which is then discarded, whoever called
+    the collective.
+
+    A ``wait(timeout)`` that ends before the operation does is no failure of the operation: it
+    raises RuntimeError, as for any group, and the operation goes on. (Gloo gives up a receive, a
+    send and a reduce-scatter then, so there it is one.) A ``wait()`` ends with the operation, at
+    the group's own timeout at the latest.
+    """
+
+    def __init__(self, pg: ProcessGroup) -> None:
+        super().__init__(pg)
+        self._first_error: Exception | None = None
+
+    def _configure(self, members: Members) -> None:
+        """Forgets the error."""
+        self._first_error = None
+        super()._configure(members)
+
+    def error(self) -> Exception | None:
+        """The first error since the group was configured, or None."""
+        return self._first_error
+
+    def errored(self) -> Exception | None:
+        """The first error since the group was configured, or why it cannot be used."""
+        return self._first_error or super().errored()
+
+    def report_error(self, error: Exception) -> None:
+        """Act from here on as if a collective had failed with ``error``; the first one counts."""
+        if self._first_error is None:
+            log.warning("collectives are left out until the next quorum: %s", error)
+            self._first_error = error
+
+    def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
+        def skip() -> CompletedWork:
+            result = result_of(name, args, kwargs)
+            if _writes(name, args, kwargs, self.rank()):
+                for tensor in result:
+                    tensor.detach().zero_()
+            return CompletedWork(result)
+
+        if self._first_error is not None:
+            return skip()
+        try:
+            work = super()._launch(name, args, kwargs)
+        except (RuntimeError, TorchFTError) as error:
+            self.report_error(error)
+            return skip()
+        return _SwallowingWork(work, result_of(name, args, kwargs), self.report_error, skip)
+
+
+class _SwallowingWork(dist.Work):
+    """Reports an error instead of raising it."""
+
+    def __init__(
+        self,
+        work: Any,
+        results: list[torch.Tensor],
+        report: Callable[[Exception], None],
+        skip: Callable[[], CompletedWork],
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._results = results
+        self._report = report
+        self._skip = skip
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end, whatever it is; always True.
+
+        Raises:
+            RuntimeError: ``timeout`` is over, and the operation is not.
+        """
+        try:
+            if not timeout:
+                self._work.wait()
+                return True
+            is_over = ends_within(self._work, timeout)
+        except (RuntimeError, TorchFTError) as error:
+            self._fail(error)
+            return True
+        if not is_over:
+            limit_s = timeout.total_seconds()
+            raise dist.DistBackendError(f"a collective is not over after {limit_s:.3g} s")
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or not."""
+        return bool(self._work.is_completed())
+
+    def synchronize(self) -> None:
+        """Order the current stream behind the operation."""
+        self._work.synchronize()
+
+    def result(self) -> Any:
+        """The tensors; after an error those of a skipped collective."""
+        try:
+            return self._work.result()
+        except (RuntimeError, TorchFTError) as error:
+            return self._fail(error).result()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that never fails: after an error it holds what a skipped collective does.
+
+        Of an operation that has none, as gloo's reduce-scatter, it waits for the end.
+        """
+        done: torch.futures.Future[Any] = torch.futures.Future()
+
+        def settle(source: torch.futures.Future[Any]) -> None:
+            try:
+                done.set_result(source.value())
+            except (RuntimeError, TorchFTError) as error:
+                done.set_result(self._fail(error).result())
+
+        try:
+            future = self._work.get_future()
+        except (RuntimeError, TorchFTError):
+            self.wait()
+            done.set_result(self._results)
+        else:
+            future.add_done_callback(settle)
+        return done
+
+    def _fail(self, error: Exception) -> CompletedWork:
+        """The operation has failed: what a skipped one leaves."""
+        self._report(error)
+        return self._skip()
+
+
+def _writes(name: str, args: Any, kwargs: Any, rank: int) -> bool:
+    """Whether collective ``name`` writes to its first argument on the member of this ``rank``."""
+    if name not in _FROM_OR_TO_ROOT:
+        return name != "send"
+    given = args[1] if len(args) > 1 else kwargs.get("opts", kwargs.get("root", 0))
+    is_root = getattr(given, "rootRank", given) == rank
+    return bool(is_root == (name == "reduce"))

@@ -1,0 +1,1 @@
+"""Collectives across the groups within one step."""

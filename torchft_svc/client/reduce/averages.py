@@ -1,0 +1,105 @@
+"""The averages that a user's program asks for, on copies that no abandoned operation can spoil."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from torchft_svc.client.process.watchdog import Watchdog
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.work import CompletedWork, ManagedWork
+from torchft_svc.client.reduce.collectives import Collectives, neutral_element
+from torchft_svc.client.reduce.operations import Kind, LaunchOrder
+from torchft_svc.core.step import Participation
+from torchft_svc.errors import ConfigError
+
+
+class Averages:
+    """`Manager.allreduce`; ``latch`` and ``on_wait`` as for `Collectives`."""
+
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        timeout_s: float,
+        latch: Callable[[Exception, int], None],
+        on_wait: Callable[[bool], None],
+        watchdog: Watchdog,
+        *,
+        order: LaunchOrder,
+        checks_all: bool = False,
+    ) -> None:
+        self.collectives = Collectives(
+            pg, timeout_s, latch, on_wait, watchdog, order=order, checks_all=checks_all
+        )
+        self._pg = pg
+        self._works: list[ManagedWork] = []
+
+    @property
+    def has_any(self) -> bool:
+        """Whether something was averaged in this step."""
+        return bool(self._works)
+
+    def begin(self, epoch: int) -> None:
+        """A new step."""
+        self._works = []
+        self.collectives.begin(epoch)
+
+    def check(self, tensor: torch.Tensor, quantized: bool, op: ReduceOp.RedOpType) -> None:
+        """Refuse what cannot work, on every group alike.
+
+        Raises:
+            ConfigError: the sentence says what to change.
+        """
+        if quantized:
+            raise ConfigError("should_quantize", True, "quantized reductions are not supported yet")
+        if op == ReduceOp.AVG:
+            if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+                raise ConfigError("tensor", tensor.dtype, "whole numbers cannot be averaged")
+        else:
+            neutral_element(op, tensor.dtype)
+
+    def skip(self, tensor: torch.Tensor) -> dist.Work:
+        """The step cannot be committed: the tensor stays as it is."""
+        return CompletedWork(tensor)
+
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp.RedOpType,
+        participation: Participation,
+        kind: Kind,
+    ) -> dist.Work:
+        """Start reducing a copy of ``tensor``; it comes back when the work was waited for."""
+        average = op == ReduceOp.AVG
+        sent_op = ReduceOp.SUM if average else op
+        copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        if participation.participating_rank is None:
+            copy.fill_(neutral_element(sent_op, tensor.dtype))
+        elif average:
+            # Dividing before the sum needs no pass after it.
+            torch.div(tensor, participation.num_participants, out=copy)
+        else:
+            copy.copy_(tensor)
+        reduction = self.collectives.launch(copy, sent_op, kind, op)
+        if reduction is None:
+            return self.skip(tensor)
+
+        def finish() -> torch.Tensor:
+            if reduction.wait():
+                tensor.copy_(copy)
+            return tensor
+
+        work = ManagedWork(finish)
+        self._works.append(work)
+        return work
+
+    def finish(self) -> None:
+        """Wait for everything that was launched in this step."""
+        for work in self._works:
+            work.wait()
+        self.collectives.finish()
+        self._works = []
+        self._pg.tidy()

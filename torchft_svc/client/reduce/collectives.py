@@ -1,0 +1,297 @@
+"""A step's sums across the groups: launched in order, waited for before the vote."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.distributed import ReduceOp
+
+from torchft_svc.client.process.watchdog import Watchdog
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.reduce.operations import Header, Kind, LaunchOrder, Operation
+from torchft_svc.client.reduce.reduction import Reduction
+from torchft_svc.errors import (
+    ConfigError,
+    MemberLost,
+    OperationsDiffer,
+    RequestRefused,
+    TorchFTError,
+)
+
+# What a group that does not contribute puts in, so that the result is that of the others.
+_NEUTRAL = {ReduceOp.SUM: 0.0, ReduceOp.PRODUCT: 1.0}
+# What torch says where no backward pass runs.
+NO_GRAPH = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Of the operation that this group is at with those of the others; under way in ``rows``."""
+
+    mine: Header
+    rows: torch.Tensor
+    reduction: Reduction
+
+
+class Collectives:
+    """Launches on ``pg`` on behalf of one step after another; ``latch`` hears of errors.
+
+    ``latch(error, epoch)`` is called at most once for every operation; ``on_wait`` hears that a
+    wait for one gets long (True), and that it is over (False). ``order`` is what all know of each
+    other; ``checks_all``: compare every operation all the same.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        timeout_s: float,
+        latch: Callable[[Exception, int], None],
+        on_wait: Callable[[bool], None],
+        watchdog: Watchdog,
+        *,
+        order: LaunchOrder,
+        checks_all: bool = False,
+    ) -> None:
+        self._order = order
+        self._checks_all = checks_all
+        self._num_launched = 0
+        self._num_agreed = 0  # up to which operation all groups were found to be at the same
+        self._device: torch.device | None = None  # on which the end of the step is compared
+        self._end: _Comparison | None = None
+        self._told: list[_Comparison] = []  # that nobody has waited for
+        self._watchdog = watchdog
+        self._on_wait = on_wait
+        self._pg = pg
+        self._timeout_s = timeout_s
+        self._latch = latch
+        self._epoch = 0
+        self._outstanding: list[Reduction] = []
+        self._passes: set[int] = set()  # in which something was launched, and which go on
+        self.launched = False
+
+    def begin(self, epoch: int) -> None:
+        """A new step: what is left of the last one is forgotten (the group keeps it alive)."""
+        self._epoch = epoch
+        self.launched = False
+        self._num_launched = self._num_agreed = 0
+        self._device = None
+        self._end = None
+        self._told = []
+        self._outstanding = []
+        self._passes = set()
+
+    def launch(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp.RedOpType = ReduceOp.SUM,
+        kind: Kind = Kind.GRADIENTS,
+        called: ReduceOp.RedOpType | None = None,
+    ) -> Reduction | None:
+        """Start reducing ``tensor`` in place; None if that failed, with the error latched.
+
+        The tensor's memory must belong to the operation alone (see `Reduction`). ``called``: what
+        the program asked for, if it is not ``op``.
+        """
+        self.launched = True  # before anything else: who is interrupted from here on has begun
+        self._num_launched += 1
+        if self._device is None or self._device.type != "cpu":
+            self._device = tensor.device
+        if self._num_agreed < self._num_launched:
+            operation = Operation.of(self._num_launched, tensor, called or op, kind)
+            if not self._admit(operation, tensor.device):
+                return None
+        return self._start(tensor, op)
+
+    def agree(self, tensor: torch.Tensor, wrapper: int) -> None:
+        """A pass of ``wrapper`` is about to begin with the sum of ``tensor``; if that is not so in
+        all groups, the error is latched."""
+        self.launched = True
+        position = self._num_launched + 1
+        self._admit(
+            Operation.of(position, tensor, ReduceOp.SUM, Kind.GRADIENTS, wrapper), tensor.device
+        )
+
+    def launch_end(self) -> None:
+        """Nothing more is launched in this step; if that is compared, `finish` waits for it.
+
+        A group that has launched less would else vote for sums that the others discard, and leave
+        them waiting for the rest.
+        """
+        if self._device is None:
+            return
+        end = Operation.end(self._num_launched)
+        if not self._is_compared(end, self._device):
+            self._note(end, self._device)
+            return
+        broken = self._pg.errored()
+        if broken is None:
+            self._end = self._begin_comparison(end, self._device)
+        else:  # a member is gone, of which nobody knows any more whether it had launched the same
+            self._latch(broken, self._epoch)
+
+    def _admit(self, mine: Operation, device: torch.device) -> bool:
+        """Whether all groups are at this operation; if not, the error is latched.
+
+        Where that is known, what begins a pass of one of several wrappers is told all the same,
+        without a wait: a group that is elsewhere compares, and so hears at once where the others
+        are. To tell all would cost as much as a small sum for each.
+        """
+        if self._is_compared(mine, device):
+            comparison = self._begin_comparison(mine, device)
+            return comparison is not None and self._end_comparison(comparison)
+        if mine.wrapper >= 0 and device.type == "cpu" and self._pg.size() > 1:
+            comparison = self._begin_comparison(mine, device)
+            if comparison is None:
+                return False
+            self._told.append(comparison)
+        self._note(mine, device)
+        return True
+
+    def _is_compared(self, mine: Operation, device: torch.device) -> bool:
+        """Not on devices, where an operation that does not match ends at its timeout, and waiting
+        for the answer would hold up the device."""
+        if self._pg.size() == 1:
+            return False
+        return self._checks_all or (device.type == "cpu" and not self._order.expects(mine))
+
+    def _note(self, mine: Operation, device: torch.device) -> None:
+        self._num_agreed = mine.position
+        if device.type == "cpu":
+            self._order.launched(mine)
+
+    def _begin_comparison(self, mine: Operation, device: torch.device) -> _Comparison | None:
+        """None: that failed, and the error is latched."""
+        header = self._order.header(mine)
+        row = header.encode(device)
+        rows = row.new_empty(self._pg.size(), len(row))
+        reduction = self._launch(rows, lambda: self._pg.allgather([list(rows.unbind())], [row]))
+        return None if reduction is None else _Comparison(header, rows, reduction)
+
+    def _end_comparison(self, comparison: _Comparison) -> bool:
+        """Whether all groups are at the same operation; if not, the error is latched."""
+        mine = comparison.mine.operation
+        if not comparison.reduction.wait():
+            others = self._order.instead(mine)
+            if others is not None and not isinstance(self._pg.errored(), MemberLost):
+                self._latch_difference(mine, f"{others}, as in the step before")
+            return False
+        headers = self._read(comparison)
+        if headers is None:
+            return False
+        self._order.agreed(mine, [header.pattern for header in headers])
+        self._note(mine, comparison.rows.device)
+        return True
+
+    def _read(self, comparison: _Comparison) -> list[Header] | None:
+        """What all groups tell; None: they are at different operations, the error is latched."""
+        mine = comparison.mine
+        headers = [Header.decode(numbers) for numbers in comparison.rows.tolist()]
+        theirs, is_misfit = mine.unlike(headers)
+        if theirs is None:
+            return headers
+        self._latch_difference(mine.operation, str(theirs), is_misfit=is_misfit)
+        return None
+
+    def _latch_difference(self, mine: Operation, theirs: str, *, is_misfit: bool = False) -> None:
+        self._latch(
+            OperationsDiffer(
+                f"the groups are at different operations of the step. Here: {mine}. In another "
+                f"group: {theirs}. Call them in the same order and with the same sizes everywhere",
+                is_misfit,
+            ),
+            self._epoch,
+        )
+
+    def _hear_error(self, error: Exception, epoch: int) -> None:
+        """An operation has failed: what another group has told of its own may say why."""
+        told, self._told = self._told, []
+        if epoch == self._epoch:
+            for comparison in told:
+                if comparison.reduction.is_over():
+                    self._read(comparison)
+        self._latch(error, epoch)
+
+    def _start(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Reduction | None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = op  # type: ignore[assignment]
+        return self._launch(tensor, lambda: self._pg.allreduce([tensor], options))
+
+    def _launch(self, tensor: torch.Tensor, begin: Callable[[], Any]) -> Reduction | None:
+        epoch = self._epoch
+        self._note_pass()
+        try:
+            work = begin()
+        except (RuntimeError, TorchFTError) as error:
+            self._latch(error, epoch)
+            return None
+        reduction = Reduction(
+            tensor,
+            work,
+            self._timeout_s,
+            pg=self._pg,
+            on_error=lambda error: self._hear_error(error, epoch),
+            on_wait=self._on_wait,
+            watchdog=self._watchdog,
+        )
+        self._outstanding.append(reduction)
+        return reduction
+
+    def unfinished(self) -> Exception | None:
+        """Why the step's sums are not all there: a backward pass that launched some has not ended.
+
+        It was ended by an exception: this group's gradients are in some of its sums only.
+        """
+        return unfinished_pass() if self._passes else None
+
+    def _note_pass(self) -> None:
+        """Whoever launches, be it torch's own wrapper: the pass in which that happens must end."""
+        graph = torch._C._current_graph_task_id()
+        if graph != NO_GRAPH and graph not in self._passes:
+            self._passes.add(graph)
+            Variable._execution_engine.queue_callback(  # called if the pass ends well
+                functools.partial(self._passes.discard, graph)
+            )
+
+    def finish(self) -> None:
+        """Wait for everything that was launched in this step."""
+        for reduction in self._outstanding:
+            reduction.wait()
+        self._outstanding = []
+        told, self._told = self._told, []
+        for comparison in told:
+            if comparison.reduction.wait():
+                self._read(comparison)
+        end, self._end = self._end, None
+        if end is not None:
+            self._end_comparison(end)
+
+
+def unfinished_pass() -> RequestRefused:
+    """The error of a step with a backward pass that an exception has ended."""
+    return RequestRefused(
+        "a backward pass of this step was not finished: after an exception in it begin another "
+        "step with zero_grad"
+    )
+
+
+def neutral_element(op: ReduceOp.RedOpType, dtype: torch.dtype) -> float | int:
+    """What a group that does not contribute puts into a reduction by ``op``.
+
+    Raises:
+        ConfigError: there is no such value.
+    """
+    if op in (ReduceOp.MAX, ReduceOp.MIN):
+        sign = -1 if op == ReduceOp.MAX else 1
+        if dtype.is_floating_point:
+            return sign * float("inf")
+        limits = torch.iinfo(dtype)
+        return limits.min if op == ReduceOp.MAX else limits.max
+    if op not in _NEUTRAL:
+        raise ConfigError("reduce_op", str(op), "use AVG, SUM, MAX, MIN or PRODUCT")
+    return _NEUTRAL[op]

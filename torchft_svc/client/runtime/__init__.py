@@ -1,0 +1,1 @@
+"""Starts what a manager needs, and ends it in order."""

@@ -1,0 +1,289 @@
+"""Brings up what a replica group shares: its store, and the manager that speaks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from torchft_svc.client.config import GroupPlace, ServiceOptions, Timeouts
+from torchft_svc.client.process_groups.rendezvous.store_line import Connection, call_store
+from torchft_svc.client.process_groups.rendezvous.stores import PrefixStore, Store, TCPStore
+from torchft_svc.client.runtime.leader import LeaderSign, LeaderWatch
+from torchft_svc.coordination import ManagerServer, Whereabouts
+from torchft_svc.core.types import check_not_empty
+from torchft_svc.env import Environment
+from torchft_svc.errors import AddressError, ConfigError, DeadlineExceeded, Unreachable
+from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.keeper import ManagerKeeper
+from torchft_svc.rpc.address import HostPort, advertised_host, parse_address, split_addresses
+
+log = logging.getLogger(__name__)
+
+# A wait inside torch cannot be interrupted: nothing waits longer than this in one go.
+_SLICE_S = 0.1
+# For so long a thread looks for what another worker writes, before another one goes on with it.
+_LOOKS_S = 0.5
+# A manager that is started anew is back within a second, on a busy machine within a few; whoever
+# waits longer waits for a rank 0 whose machine is gone.
+RESTART_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStore:
+    """The group's store and the address under which other groups reach it."""
+
+    store: Store
+    address: HostPort
+
+
+@dataclass(frozen=True, slots=True)
+class GroupServices:
+    """Where the manager is, the group's name, and how to stop what was started here."""
+
+    manager_address: str
+    whereabouts: Whereabouts
+    replica_name: str
+    close: Callable[[], None]
+
+
+def open_store(
+    place: GroupPlace,
+    options: ServiceOptions,
+    environment: Environment,
+    timeouts: Timeouts,
+    store_addr: str | None,
+    store_port: int | None,
+) -> GroupStore:
+    """Connect to the group's store, or host it.
+
+    The arguments name a store that runs. Else ``MASTER_ADDR`` and ``MASTER_PORT`` do, which rank 0
+    hosts unless the launcher does. Else a group of one worker hosts a store of its own.
+
+    Raises:
+        ConfigError: the place of the store is not known, or only half of it.
+        Unreachable: nobody answers there within the connect timeout.
+        AddressError: the port is taken.
+    """
+    if store_addr is not None or store_port is not None:
+        where = _both("store_addr", store_addr, "store_port", store_port)
+        return _join(where, timeouts.connect_s)
+    if environment.master_address is not None or environment.master_port is not None:
+        where = _both(
+            "MASTER_ADDR", environment.master_address, "MASTER_PORT", environment.master_port
+        )
+        if place.leads and not environment.uses_agent_store:
+            return _host(where, timeouts.collective_s)
+        return _join(where, timeouts.connect_s)
+    if place.group_world_size > 1:
+        raise ConfigError(
+            "world_size",
+            place.group_world_size,
+            "the workers of a group need a common store: set MASTER_ADDR and MASTER_PORT, or give "
+            "store_addr and store_port",
+        )
+    host = options.hostname or advertised_host(
+        *map(parse_address, split_addresses(options.lighthouse_address))
+    )
+    return _host(HostPort(host, 0), timeouts.collective_s)
+
+
+def open_services(
+    place: GroupPlace,
+    options: ServiceOptions,
+    environment: Environment,
+    timeouts: Timeouts,
+    group_store: GroupStore,
+) -> GroupServices:
+    """On the leading worker start the manager and tell the others; on the others ask for it.
+
+    Raises:
+        DeadlineExceeded: the leading worker did not tell within the connect timeout.
+        Unreachable: the manager ended at once; its own words are on stderr.
+    """
+    # A launcher's store outlives its workers: what an earlier attempt left there must not be read.
+    prefix = f"torchft/services/{environment.restart_count}"
+    board = _Board(PrefixStore(prefix, group_store.store), str(group_store.address))
+    if not place.leads:
+        deadline = time.monotonic() + timeouts.connect_s
+        address = board.wait_for("manager_address", deadline, timeouts.connect_s)
+        name = board.wait_for("replica_name", deadline, timeouts.connect_s)
+        leader = _Leader(board)
+        whereabouts = Whereabouts(leader.find_manager, RESTART_PATIENCE_S)
+        return GroupServices(address, whereabouts, name, leader.close)
+
+    def publish(address: str) -> None:
+        board.write("manager_address", address)
+
+    with contextlib.ExitStack() as stack:
+        services = _start_manager(place, options, timeouts, group_store.address, publish)
+        stack.callback(services.close)
+        if place.group_world_size > 1:
+            sign = LeaderSign()
+            stack.callback(sign.close)
+            host = parse_address(services.manager_address).host
+            board.write("leader_address", str(HostPort(host, sign.port)))
+        board.write("replica_name", options.replica_name)
+        publish(services.manager_address)
+        return replace(services, close=stack.pop_all().close)
+
+
+def _start_manager(
+    place: GroupPlace,
+    options: ServiceOptions,
+    timeouts: Timeouts,
+    store: HostPort,
+    publish: Callable[[str], None],
+) -> GroupServices:
+    if options.manager_address is not None:
+        address = str(parse_address(options.manager_address))
+        steady = Whereabouts(lambda: address, timeouts.connect_s)
+        return GroupServices(address, steady, options.replica_name, _nothing)
+    bind = f":{options.port}"
+    if options.in_process:
+        server = ManagerServer(
+            replica_id=options.replica_name,
+            lighthouse_addr=options.lighthouse_address,
+            hostname=options.hostname or "",
+            bind=bind,
+            store_addr=str(store),
+            world_size=place.group_world_size,
+            heartbeat_interval=timedelta(seconds=timeouts.heartbeat_interval_s),
+            connect_timeout=timedelta(seconds=timeouts.connect_s),
+            quorum_retries=options.quorum_retries,
+            job_id=options.job_id,
+            min_replicas=options.min_replicas,
+            security=options.security,
+        )
+        address = str(parse_address(server.address()))
+        here = Whereabouts(lambda: address, RESTART_PATIENCE_S)
+        return GroupServices(address, here, options.replica_name, server.shutdown)
+    config = ManagerConfig(
+        lighthouse_address=options.lighthouse_address,
+        replica_name=options.replica_name,
+        group_world_size=place.group_world_size,
+        store_address=str(store),
+        bind=bind,
+        advertise_host=options.hostname,
+        heartbeat_interval_s=timeouts.heartbeat_interval_s,
+        connect_timeout_s=timeouts.connect_s,
+        quorum_retries=options.quorum_retries,
+        job_id=options.job_id,
+        min_replicas=options.min_replicas,
+        security=options.security,
+    )
+    keeper = ManagerKeeper(config, timeouts.connect_s, publish)
+    first = keeper.address
+    assert first is not None, "it has just been started"
+    log.debug("manager of %s at %s, process %d", options.replica_name, first, keeper.pid)
+    kept = Whereabouts(lambda: keeper.address, RESTART_PATIENCE_S)
+    return GroupServices(first, kept, options.replica_name, keeper.close)
+
+
+def _both(addr_name: str, addr: str | None, port_name: str, port: int | None) -> HostPort:
+    if addr is None or port is None:
+        missing, given = (addr_name, port_name) if addr is None else (port_name, addr_name)
+        raise ConfigError(missing, None, f"{given} is set, so this is needed too")
+    check_not_empty(addr_name, addr)
+    return HostPort(addr, port)
+
+
+def _host(where: HostPort, timeout_s: float) -> GroupStore:
+    """``where.port`` 0: any free port."""
+    try:
+        store = TCPStore(
+            # The server listens on every interface, its own client takes the shortest way.
+            "localhost",
+            where.port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        raise AddressError(str(where), f"the group's store cannot listen there: {error}") from error
+    return GroupStore(store, HostPort(where.host, store.port))
+
+
+def _join(where: HostPort, timeout_s: float) -> GroupStore:
+    """Connect as a client; who hosts it may be started later."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return GroupStore(Connection(str(where), timeout_s).store, where)
+        except Unreachable as error:
+            if time.monotonic() + _SLICE_S > deadline:
+                reason = f"{error.reason} (tried for {timeout_s:g} s)"
+                raise Unreachable("store", str(where), reason) from None
+        time.sleep(_SLICE_S)
+
+
+class _Board:
+    """What the workers of a group tell one another in their ``store``, which is at ``where``."""
+
+    def __init__(self, store: Store, where: str) -> None:
+        self._store = store
+        self._where = where
+
+    def write(self, key: str, text: str) -> None:
+        """Raises `Unreachable` if the store does not answer, as everything here."""
+        call_store(lambda: self._store.set(key, text), self._where)
+
+    def read(self, key: str) -> str:
+        """What was written; it must be there."""
+        return call_store(lambda: str(self._store.get(key).decode()), self._where)
+
+    def wait_for(self, key: str, deadline: float, timeout_s: float) -> str:
+        """What rank 0 writes, or has written.
+
+        Raises:
+            DeadlineExceeded: it is not there at ``deadline``, ``timeout_s`` after the start.
+        """
+        while not call_store(lambda: self._comes(key, deadline), self._where):
+            if time.monotonic() > deadline:
+                reason = "the worker with rank 0 has not told the group's manager address"
+                raise DeadlineExceeded("joining the replica group", timeout_s, reason)
+        return self.read(key)
+
+    def _comes(self, key: str, deadline: float) -> bool:
+        until = min(deadline, time.monotonic() + _LOOKS_S)
+        while not self._store.check([key]):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_SLICE_S / 5)
+        return True
+
+
+class _Leader:
+    """Rank 0, as another worker of the group sees it; a launcher may start it anew."""
+
+    def __init__(self, board: _Board) -> None:
+        self._board = board
+        self._address = board.read("leader_address")
+        self._watch = LeaderWatch(parse_address(self._address))
+        self._lock = threading.Lock()
+
+    def find_manager(self) -> str | None:
+        """Where the present manager is; None if no other will come: rank 0 is gone."""
+        try:
+            leader = self._board.read("leader_address")
+            manager = self._board.read("manager_address")
+        except Unreachable:
+            return None  # and the store with it
+        with self._lock:
+            if leader != self._address:
+                self._watch.close()
+                self._address, self._watch = leader, LeaderWatch(parse_address(leader))
+            return None if self._watch.is_dead() else manager
+
+    def close(self) -> None:
+        with self._lock:
+            self._watch.close()
+
+
+def _nothing() -> None:
+    """There is nothing to stop."""

@@ -1,0 +1,97 @@
+"""Tells the other workers of a group at once that the process of group rank 0 is dead (rule M6).
+
+Over a connection on which nothing is ever said. Rank 0 does not even accept it: the system does,
+and ends it with the process, also if that is killed together with the manager, whose last word
+would have been that no other will come.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+
+from torchft_svc.client.process.forks import drop_after_fork
+from torchft_svc.rpc.address import HostPort
+
+log = logging.getLogger(__name__)
+
+# One connection for each other worker of the group; the system may allow fewer.
+_BACKLOG = 4096
+# Who cannot connect goes without: that must not hold up a start for long.
+_DIAL_TIMEOUT_S = 1.0
+
+
+class LeaderSign:
+    """Rank 0's end, at ``port`` of every interface; open as long as the process lives, or until
+    ``close``."""
+
+    def __init__(self) -> None:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        self._listener = socket.create_server(
+            ("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=dual
+        )
+        self.port: int = self._listener.getsockname()[1]
+        drop_after_fork(self)
+
+    def close(self) -> None:
+        """Also after this the others take this process for dead; may be called twice."""
+        self._listener.close()
+
+    def drop_descriptors(self) -> None:
+        """In a forked child."""
+        self._listener.close()
+
+
+class LeaderWatch:
+    """Another worker's end of it, towards ``where``; without a connection it knows nothing.
+
+    May be used on any thread.
+    """
+
+    def __init__(self, where: HostPort) -> None:
+        self._where = where
+        self._lock = threading.Lock()
+        self._line: socket.socket | None = None
+        self._is_dead = False
+        try:
+            self._line = self._dial()
+        except OSError as error:
+            log.info("the death of group rank 0 may be noticed late: %s: %s", where, error)
+
+    def is_dead(self) -> bool:
+        """Whether it is known that rank 0 is dead; returns at once, or within a second."""
+        with self._lock:
+            if self._line is None or not _has_ended(self._line):
+                return self._is_dead
+            self._line.close()
+            self._line = None
+            try:  # something on the way may have cut it
+                self._line = self._dial()
+            except ConnectionRefusedError:
+                self._is_dead = True
+            except OSError as error:
+                log.info("whether group rank 0 lives cannot be told any more: %s", error)
+            return self._is_dead
+
+    def close(self) -> None:
+        """May be called twice."""
+        with self._lock:
+            if self._line is not None:
+                self._line.close()
+                self._line = None
+
+    def _dial(self) -> socket.socket:
+        line = socket.create_connection((self._where.host, self._where.port), _DIAL_TIMEOUT_S)
+        line.setblocking(False)
+        return line
+
+
+def _has_ended(line: socket.socket) -> bool:
+    try:
+        return not line.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

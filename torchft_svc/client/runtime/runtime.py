@@ -1,0 +1,216 @@
+"""Everything that a manager starts, and the order in which it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torchft_svc.client.checkpointing import HTTPTransport
+from torchft_svc.client.checkpointing.transport import CheckpointTransport
+from torchft_svc.client.config import GroupPlace, ServiceOptions
+from torchft_svc.client.process.background import BackgroundThread
+from torchft_svc.client.process.deadlines import Timer
+from torchft_svc.client.process.draining import Draining, TermSignal
+from torchft_svc.client.process.ending import LAST_WORDS_S, end_now, failure
+from torchft_svc.client.process.watchdog import Watchdog
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
+from torchft_svc.client.process_groups.recording.recorder import FlightRecorder
+from torchft_svc.client.runtime.bootstrap import (
+    GroupServices,
+    GroupStore,
+    open_services,
+    open_store,
+)
+from torchft_svc.client.runtime.trainer_log import speak_on_stderr
+from torchft_svc.client.step.membership import Membership
+from torchft_svc.client.step.round import Links, RoundRules
+from torchft_svc.client.step.state import StateRegistry
+from torchft_svc.coordination import Listeners, ManagerClient
+from torchft_svc.env import Environment
+from torchft_svc.rpc.address import advertised_host, parse_address, split_addresses
+
+log = logging.getLogger(__name__)
+
+# A program that was interrupted must be gone within 2 s, its children included.
+_JOIN_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Brought:
+    """What the caller brought along; what is None is made here."""
+
+    pg: ProcessGroup | None
+    transport: CheckpointTransport[Any] | None
+    registry: StateRegistry
+    heeds_term: bool
+    store: tuple[str | None, int | None]  # host and port
+
+
+@dataclass(slots=True)
+class Runtime:
+    """The running parts; `close` ends them, each once, whatever the others do."""
+
+    links: Links
+    membership: Membership
+    thread: BackgroundThread
+    timer: Timer
+    group_store: GroupStore | None
+    services: GroupServices
+    term_signal: TermSignal | None
+    recorder: FlightRecorder | None
+    closed: bool = False
+
+    @property
+    def replica_name(self) -> str:
+        """The group's stable name."""
+        return self.services.replica_name
+
+    def close(self, wait: bool) -> None:
+        """Stop; ``wait`` also joins the transport's threads. May be called twice."""
+        if self.closed:
+            return
+        self.closed = True
+        self.links.pg.interrupt()
+        endings: list[Callable[[], object]] = [
+            *([] if self.term_signal is None else [self.term_signal.close]),
+            functools.partial(self.links.client.close, failure()),
+            lambda: self.links.transport.shutdown(wait),
+            lambda: self.thread.close(_JOIN_S),
+            lambda: self.timer.close(_JOIN_S),
+            self.links.watchdog.close,
+            self.links.pg.shutdown,
+            self._finish_records,
+            self.services.close,
+            self._drop_store,
+        ]
+        for end in endings:
+            try:
+                end()
+            except Exception:
+                log.exception("shutting down")
+
+    def _finish_records(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close(_JOIN_S)
+
+    def _drop_store(self) -> None:
+        """The last reference stops its server, whose descriptors would live as long as the model
+        that this runtime is reached from."""
+        self.group_store = None
+
+
+def start_runtime(
+    rules: RoundRules,
+    options: ServiceOptions,
+    environment: Environment,
+    brought: Brought,
+) -> Runtime:
+    """Start what is missing; what was started is stopped again if a later part fails."""
+    _begin_log(rules.place, options, environment)
+    timeouts = rules.timeouts
+    timeout = timedelta(seconds=timeouts.collective_s)
+    with contextlib.ExitStack() as undo:
+        recorder = _open_recorder(options)
+        store = open_store(rules.place, options, environment, timeouts, *brought.store)
+        services = open_services(rules.place, options, environment, timeouts, store)
+        undo.callback(services.close)
+        client = ManagerClient(
+            services.manager_address,
+            timedelta(seconds=timeouts.connect_s),
+            services.whereabouts,
+            security=options.security,
+        )
+        undo.callback(client.close)
+        transport = brought.transport
+        if transport is None:
+            transport = HTTPTransport(
+                timeout, hostname=_host(options, environment), security=options.security
+            )
+            undo.callback(transport.shutdown, False)
+        brought.registry.check_with(transport.check_state)
+        pg = ProcessGroupGloo(timeout=timeout) if brought.pg is None else brought.pg
+        if recorder is not None:
+            pg.record_to(recorder)
+        end = functools.partial(_end, pg, recorder)
+        kill = functools.partial(end, client.stands_still)
+        membership, draining = Membership(pg), Draining()
+        listeners = Listeners(
+            on_loss=membership.lose,
+            on_kill=kill,
+            on_drain=draining.request,
+            on_waiting=membership.hear_newcomer,
+            on_no_quorum=membership.hear_no_quorum,
+            on_cut=membership.leave,
+        )
+        client.attach(rules.place.group_rank, listeners)
+        runtime = Runtime(
+            links=Links(
+                client=client,
+                draining=draining,
+                pg=pg,
+                transport=transport,
+                registry=brought.registry,
+                watchdog=Watchdog(timeouts.watchdog_s, functools.partial(end, lambda: True)),
+            ),
+            membership=membership,
+            thread=BackgroundThread("torchft-quorum"),
+            timer=Timer("torchft-timer"),
+            group_store=store,
+            services=services,
+            term_signal=TermSignal(draining, client.drain) if brought.heeds_term else None,
+            recorder=recorder,
+        )
+        undo.pop_all()
+    return runtime
+
+
+def _begin_log(place: GroupPlace, options: ServiceOptions, environment: Environment) -> None:
+    worker = f"/{place.group_rank}" if place.group_world_size > 1 else ""
+    speak_on_stderr(environment.log_level or "info", f"{options.replica_name}{worker}")
+    level = logging.INFO if place.leads else logging.DEBUG
+    log.log(level, "joins job %s at %s", options.job_id, options.lighthouse_address)
+
+
+def _open_recorder(options: ServiceOptions) -> FlightRecorder | None:
+    directory = options.flight_recorder
+    return FlightRecorder.of_job(directory, options.job_id) if directory else None
+
+
+def _end(
+    pg: ProcessGroup,
+    recorder: FlightRecorder | None,
+    hangs: Callable[[], bool],
+    reason: str,
+) -> None:
+    """End this process, but say first what was launched here: the others may miss what was not."""
+
+    def save(recorder: FlightRecorder) -> None:
+        pg.save_record(reason)
+        recorder.close(LAST_WORDS_S)
+
+    try:
+        if recorder is not None:
+            # On a thread: a library that is stuck must not save this process' life.
+            saving = threading.Thread(
+                target=save, args=(recorder,), name="torchft-last-flight", daemon=True
+            )
+            saving.start()
+            saving.join(LAST_WORDS_S)
+    finally:
+        end_now(reason, hangs=hangs())
+
+
+def _host(options: ServiceOptions, environment: Environment) -> str:
+    """Under which host other groups fetch this worker's state."""
+    if environment.checkpoint_host is not None:
+        return environment.checkpoint_host
+    return options.hostname or advertised_host(
+        *map(parse_address, split_addresses(options.lighthouse_address))
+    )

@@ -1,0 +1,1 @@
+"""The steps of a worker: quorum, state, heal, vote and decision."""

@@ -1,0 +1,101 @@
+"""Moves state between groups: offers this group's, fetches another's."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from torchft_svc.client.checkpointing.transport import CheckpointTransport
+from torchft_svc.client.step.state import EARLY_KEY, join
+from torchft_svc.coordination import ManagerClient, QuorumResult, Security
+from torchft_svc.errors import DeadlineExceeded, TorchFTError, Unreachable
+
+# Who takes longer is no help.
+_EXTRA_TIMEOUT = timedelta(seconds=5)
+# How often to look whether those that end their step are still there.
+_CHECK_S = 0.1
+# A source that dies, or is frozen, is out of the quorum long before the timeout: look after so long
+# for the first time, and then ever later, since a busy machine may need longer to answer.
+_FIRST_LOOK_S = 1.0
+
+
+def fetch_state(
+    transport: CheckpointTransport[Any],
+    quorum: QuorumResult,
+    group_rank: int,
+    timeout_s: float,
+    security: Security,
+    check: Callable[[], None],
+    check_source: Callable[[], None],
+) -> Any:
+    """The state of ``quorum.max_step``, from the group that the quorum assigned, and others.
+
+    If its forward pass goes on meanwhile, that group sends a part of the state when its step ends.
+
+    ``timeout_s`` is the longest time without progress. ``check`` raises to end the wait for a
+    manager that does not answer, or for the end of that step: its group is out of the quorum.
+    ``check_source`` raises when that group itself is: if it sends nothing, others take its place,
+    or it is not waited for.
+
+    Raises:
+        PeerError: the source is gone, does not serve that step, or its data is damaged.
+    """
+    assert quorum.recover_src_replica_rank is not None
+    timeout = timedelta(seconds=timeout_s)
+
+    def look_up(address: str, timeout: timedelta) -> str:
+        deadline = time.monotonic() + timeout.total_seconds()
+        limit_s = _FIRST_LOOK_S
+        while True:
+            left_s = max(0.001, deadline - time.monotonic())
+            limit = timedelta(seconds=min(left_s, limit_s))
+            try:
+                with ManagerClient(address, limit, security=security) as source:
+                    return source._checkpoint_metadata(group_rank, limit)
+            except (DeadlineExceeded, Unreachable):
+                check()
+                if left_s <= limit_s:
+                    raise
+                limit_s *= 2
+
+    metadata = look_up(quorum.recover_src_manager_address, timeout)
+    source = quorum.recover_src_replica_rank
+    addresses = quorum.recover_extra_src_manager_addresses if transport.can_stripe else []
+    extra_timeout = min(timeout, _EXTRA_TIMEOUT)
+    extras = [partial(look_up, address, extra_timeout) for address in addresses]
+    with _watching(check_source, transport.lose_source):
+        if extras:
+            state = transport.recv_striped(source, metadata, extras, quorum.max_step, timeout)
+        else:
+            state = transport.recv_checkpoint(source, metadata, quorum.max_step, timeout)
+    if not (isinstance(state, dict) and EARLY_KEY in state):
+        return state
+    with _watching(check, transport.interrupt_receive):
+        rest = transport.recv_deferred(source, metadata, extras, quorum.max_step, timeout)
+    return join(state, rest, quorum.recover_src_manager_address)
+
+
+@contextlib.contextmanager
+def _watching(check: Callable[[], None], tell: Callable[[str], None]) -> Iterator[None]:
+    """While ``check`` raises in this block, ``tell`` is told why, again and again, on a thread."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_CHECK_S):
+            try:
+                check()
+            except TorchFTError as error:
+                tell(str(error))
+
+    thread = threading.Thread(target=watch, name="torchft-heal-check", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

@@ -1,0 +1,345 @@
+"""The pieces of state that a group heals by, and who may read them when."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchft_svc.client.checkpointing.encoding.shards import put_together, take_apart
+from torchft_svc.client.checkpointing.encoding.tree import map_nodes
+from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, TornState
+
+log = logging.getLogger(__name__)
+
+DEFAULT_KEY = "default"
+MANAGER_KEY = "torchft"
+USER_KEY = "user"
+EARLY_KEY = "torchft.early"
+# The only key of a dict that stands for one of the tensors that were sent early.
+_EARLY_MARK = "torchft.early_tensor"
+_TRAINED = "trained"  # a 1 or a 0 for each parameter
+_SOURCE = "the group healed from"
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    load: Callable[[Any], None]
+    save: Callable[[], Any]
+
+
+class ReadGate:
+    """While the gate is shut nobody may read the state, because somebody is changing it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._shut = False
+        self._num_readers = 0
+
+    def open(self) -> None:
+        """Reading is allowed from here on."""
+        with self._changed:
+            self._shut = False
+            self._changed.notify_all()
+
+    def shut(self, timeout_s: float) -> None:
+        """Let no new reader in, and wait for those inside.
+
+        Raises:
+            DeadlineExceeded: they still read after ``timeout_s`` seconds; the gate stays as it was.
+        """
+        with self._changed:
+            before, self._shut = self._shut, True
+            if not self._changed.wait_for(lambda: self._num_readers == 0, timeout_s):
+                self._shut = before
+                self._changed.notify_all()
+                raise DeadlineExceeded("waiting for readers of the state", timeout_s)
+
+    @contextlib.contextmanager
+    def reading(self, timeout_s: float) -> Iterator[None]:
+        """Read inside this block.
+
+        Raises:
+            DeadlineExceeded: the gate was shut for ``timeout_s`` seconds.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._shut, timeout_s):
+                raise DeadlineExceeded("reading the state", timeout_s, "it is being changed")
+            self._num_readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_readers -= 1
+                self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyTensors:
+    """Live tensors that only an update changes, and the number of each by what it is."""
+
+    tensors: list[torch.Tensor]  # kept, or another could get the memory of one that is gone
+    numbers: dict[tuple[Any, ...], int]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What is sent of them."""
+        return {EARLY_KEY: self.tensors}
+
+
+class StateRegistry:
+    """Named pieces of state, each with a function that saves and one that loads it.
+
+    ``load`` and ``save`` are those of the first piece, which needs no name; both or neither.
+    """
+
+    def __init__(
+        self, load: Callable[[Any], None] | None = None, save: Callable[[], Any] | None = None
+    ) -> None:
+        self._pieces: dict[str, _Piece] = {}
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._check: Callable[[object], None] | None = None
+        self._watched: Callable[[], list[nn.Parameter]] = list
+        self.gate = ReadGate()
+        if load is not None or save is not None:
+            self.register(DEFAULT_KEY, load, save)
+
+    def register(
+        self, key: str, load: Callable[[Any], None] | None, save: Callable[[], Any] | None
+    ) -> None:
+        """Add a piece.
+
+        Raises:
+            ConfigError: the key is taken, empty, or a function cannot be called; or the state
+                holds what cannot be sent.
+        """
+        if not isinstance(key, str) or not key:
+            raise ConfigError("key", key, "a piece of state is registered under a name")
+        if key in self._pieces:
+            raise ConfigError("key", key, "another piece of state has this name")
+        for name, function in (("load_state_dict", load), ("state_dict", save)):
+            if not callable(function):
+                raise ConfigError(name, function, "a function is needed")
+        assert load is not None
+        assert save is not None
+        piece = _Piece(load, save)
+        self._look_at(key, piece)
+        self._pieces[key] = piece
+
+    def check_with(self, check: Callable[[object], None]) -> None:
+        """From here on every piece is looked at when it is registered; those here already are now.
+
+        Raises:
+            ConfigError: from ``check``; the sentence names the path.
+        """
+        self._check = check
+        for key, piece in self._pieces.items():
+            self._look_at(key, piece)
+
+    def _look_at(self, key: str, piece: _Piece) -> None:
+        if self._check is None:
+            return
+        try:
+            state = take_apart({key: piece.save()})
+        except Exception:  # what it saves may not be there yet; the first round looks again
+            log.debug("the state %r cannot be looked at yet", key, exc_info=True)
+            return
+        self._check(state)
+
+    def collect(self, counters: dict[str, int], timeout_s: float) -> dict[str, Any]:
+        """The whole state, as others heal by it; its tensors are the live ones, not copies."""
+        with self.gate.reading(timeout_s):
+            pieces = take_apart(self._save_all())
+            trained = "".join("01"[parameter.requires_grad] for parameter in self._watched())
+        mine = {**counters, _TRAINED: trained} if trained else counters
+        return {USER_KEY: pieces, MANAGER_KEY: mine}
+
+    def watch(self, parameters: Callable[[], list[nn.Parameter]]) -> None:
+        """Which of ``parameters()`` are trained, and which are frozen, heals with the state."""
+        self._watched = parameters
+
+    def _save_all(self) -> dict[str, Any]:
+        return {key: piece.save() for key, piece in self._pieces.items()}
+
+    def own(self, optimizer: torch.optim.Optimizer) -> None:
+        """What ``optimizer`` holds changes in its step alone."""
+        self._optimizers.append(optimizer)
+
+    def updated_parameters(self) -> list[torch.Tensor]:
+        """What the optimizers update."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def collect_copied(self, counters: dict[str, int], timeout_s: float) -> dict[str, Any]:
+        """`collect`, but with copies of all that something else than an update may change."""
+        owned = self._owned_storages()
+        copies: dict[tuple[Any, ...], torch.Tensor] = {}
+
+        def copied(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and _storage(value) not in owned:
+                return copies.setdefault(_identity(value), value.detach().clone())
+            if isinstance(value, np.ndarray | set | bytearray):
+                return copy.copy(value)
+            return value
+
+        state: dict[str, Any] = map_nodes(self.collect(counters, timeout_s), copied)
+        return state
+
+    def collect_early(self, timeout_s: float) -> EarlyTensors:
+        """The tensors of the state that only an update changes; live, not copies."""
+        owned = self._owned_storages()
+        early = EarlyTensors([], {})
+
+        def note(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and _storage(value) in owned:
+                number = early.numbers.setdefault(_identity(value), len(early.tensors))
+                if number == len(early.tensors):
+                    early.tensors.append(value)
+            return value
+
+        map_nodes(self.collect({}, timeout_s), note)
+        return early
+
+    def collect_rest(
+        self, early: EarlyTensors, counters: dict[str, int], timeout_s: float
+    ) -> dict[str, Any]:
+        """`collect`, with a mark for each of the ``early`` tensors that is still what it was."""
+
+        def refer(value: Any) -> Any:
+            number = early.numbers.get(_identity(value)) if _may_be_owned(value) else None
+            return value if number is None else {_EARLY_MARK: number}
+
+        state: dict[str, Any] = map_nodes(self.collect(counters, timeout_s), refer)
+        return state
+
+    def _owned_storages(self) -> set[int]:
+        held: list[Any] = self.updated_parameters()
+        for optimizer in self._optimizers:
+            held += list(optimizer.state.values())
+        owned: set[int] = set()
+
+        def note(value: Any) -> Any:
+            if _may_be_owned(value):
+                owned.add(_storage(value))
+            return value
+
+        map_nodes(take_apart(held), note)
+        return owned - {0}
+
+    def check(self, state: Any, source: str) -> dict[str, int]:
+        """The counters in a ``state`` that was fetched from ``source``.
+
+        Raises:
+            CheckpointError: it is not what `collect` makes here.
+        """
+        if not isinstance(state, dict) or not {USER_KEY, MANAGER_KEY} <= state.keys():
+            raise CheckpointError(source, "it is not the state of a replica group")
+        theirs, ours = set(state[USER_KEY]), set(self._pieces)
+        if theirs != ours:
+            raise CheckpointError(
+                source,
+                f"it has the state of {_names(theirs)}, here {_names(ours)} is registered",
+            )
+        counters: dict[str, int] = state[MANAGER_KEY]
+        num_theirs, num_ours = len(state[MANAGER_KEY].get(_TRAINED, "")), len(self._watched())
+        if num_theirs and num_ours and num_theirs != num_ours:
+            raise CheckpointError(
+                source, f"it trains {num_theirs} parameters of a wrapped model, here are {num_ours}"
+            )
+        return counters
+
+    def load(self, state: dict[str, Any]) -> bool:
+        """Put a checked state in place; whether other parameters are trained now than before.
+
+        Every piece is looked at before the first one is loaded.
+
+        Raises:
+            CheckpointError: it is sharded in another way than this worker's; nothing was loaded.
+            TornState: a load function raised, as torch's do after they have loaded what fits.
+        """
+        pieces = put_together(state[USER_KEY], self._save_all, _SOURCE)
+        for key, piece in self._pieces.items():
+            try:
+                piece.load(pieces[key])
+            except Exception as error:
+                raise TornState(_SOURCE, f"{key!r} cannot be loaded: {error!r}") from error
+        return self._train(state[MANAGER_KEY].get(_TRAINED, ""))
+
+    def _train(self, flags: str) -> bool:
+        """Train the parameters whose flag is 1, and no others; whether that is a change."""
+        changed = False
+        for parameter, flag in zip(self._watched(), flags, strict=False):
+            if parameter.requires_grad != (flag == "1"):
+                parameter.requires_grad_(flag == "1")
+                changed = True
+        return changed
+
+
+def readable_size(state: Any) -> str:
+    """For people, how large a fetched state's tensors are."""
+    size = float(sum(each.nbytes for each in _tensors(state)))
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3f} GB"
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def join(early: Any, rest: Any, source: str) -> Any:
+    """The state whose parts are an `EarlyTensors.state` and what `collect_rest` made.
+
+    Raises:
+        CheckpointError: they do not belong together.
+    """
+    tensors = early[EARLY_KEY]
+
+    def put(value: Any) -> Any:
+        if type(value) is not dict or value.keys() != {_EARLY_MARK}:
+            return value
+        number = value[_EARLY_MARK]
+        if type(number) is not int or not 0 <= number < len(tensors):
+            raise CheckpointError(source, "its two parts do not belong together")
+        return tensors[number]
+
+    return map_nodes(rest, put)
+
+
+def _may_be_owned(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors that are one piece of memory, in which nothing has changed between.
+
+    What is written through ``.data``, and by others than torch, is not seen.
+    """
+    version = -1 if tensor.is_inference() else tensor._version
+    place = (_storage(tensor), int(tensor.storage_offset()), str(tensor.device))
+    return (*place, tuple(tensor.shape), tensor.stride(), tensor.dtype, version)
+
+
+def _names(keys: set[str]) -> str:
+    return ", ".join(repr(key) for key in sorted(keys)) or "nothing"

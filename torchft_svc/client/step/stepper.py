@@ -1,0 +1,599 @@
+"""A worker's steps: starts rounds, watches their collectives, and ends each with a decision."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import threading
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from torchft_svc.client.process.background import BackgroundThread, Task
+from torchft_svc.client.reduce.averages import Averages
+from torchft_svc.client.reduce.collectives import NO_GRAPH
+from torchft_svc.client.reduce.operations import Kind, LaunchOrder
+from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
+from torchft_svc.client.step.membership import Membership
+from torchft_svc.client.step.round import (
+    Links,
+    Round,
+    RoundRequest,
+    RoundRules,
+    SharedStep,
+)
+from torchft_svc.client.step.state import MANAGER_KEY
+from torchft_svc.client.step.vote import ask_decision
+from torchft_svc.core.step import Phase, StepState
+from torchft_svc.core.types import MAX_LAYOUT_LENGTH
+from torchft_svc.errors import (
+    OperationsDiffer,
+    QuorumFailed,
+    RequestRefused,
+    TornState,
+    Unauthorized,
+)
+
+log = logging.getLogger(__name__)
+
+# How long a wait goes on before abandoned process groups are looked at.
+_LOOK_S = 0.05
+# How gloo begins: with the file of its own that noticed.
+_GLOO = re.compile(r"\[[^\]]*gloo[^\]]*\]")
+_TRAINING = (Phase.TRAINING, Phase.HEALING)
+_BETWEEN_STEPS = (Phase.IDLE, Phase.APPLYING)
+# Between two steps a group may wait for one that waits for it, in the next quorum. That must be
+# over long before the lighthouse goes on without it.
+_BETWEEN_STEPS_S = 5.0
+_NOTHING_REDUCED = (
+    "no gradient was averaged across groups in this step: each group has to call backward() once "
+    "outside of no_sync() before step(), also where it has nothing to learn from (a loss of zero)"
+)
+
+_UNSUMMED = (
+    "nothing averages the gradients of %d parameters (the first one's shape is %s) that an "
+    "optimizer updates: they will differ between groups. Wrap the module that they belong to, such "
+    "as a loss with weights, together with the rest, or call Manager.allreduce for them"
+)
+
+
+class Stepper:
+    """What `Manager` does between two steps and in one; to be used on the training thread.
+
+    `hear_error` alone may be called on any thread.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        rules: RoundRules,
+        step: SharedStep,
+        membership: Membership,
+        thread: BackgroundThread,
+    ) -> None:
+        self._links = links
+        self._rules = rules
+        self._step = step
+        step.on_phase = links.client.tell_phase
+        self._membership = membership
+        self._thread = thread
+        self._order = LaunchOrder(lambda: self.state.settled)
+        self._averages = Averages(
+            links.pg,
+            rules.timeouts.collective_s,
+            self.hear_error,
+            self._tell_wait,
+            links.watchdog,
+            order=self._order,
+            checks_all=rules.checks_collectives,
+        )
+        # Of what is reduced between two steps, which no step can fail by.
+        self._reports = Averages(
+            links.pg,
+            min(rules.timeouts.collective_s, _BETWEEN_STEPS_S),
+            self._hear_report_error,
+            self._tell_wait,
+            links.watchdog,
+            order=self._order,
+            checks_all=rules.checks_collectives,
+        )
+        self._turn: weakref.ref[Launching] | None = None
+        self._reducers: list[weakref.ref[Reducing]] = []
+        self.weights_version = 0  # see `Manager.weights_version`
+        links.registry.watch(lambda: [each for r in self.reducers() for each in r.parameters])
+        self._thread_of_step: int | None = None
+        self._has_warned = False  # of gradients that nothing sums
+        self._loads = False  # a healed state is being put in place
+        self._round: Round | None = None
+        self._task: Task | None = None
+        self._ends_update = False  # whether somebody will say what has become of an update
+
+    @property
+    def state(self) -> StepState:
+        """A frozen view of the step."""
+        return self._step.state
+
+    # -- the parts of a step ---------------------------------------------------------------------
+
+    def start(self, request: RoundRequest) -> None:
+        """See `Manager.start_quorum`."""
+        self._end_last_step()
+        for reducer in self.reducers():  # what they left unfinished ends with its step
+            reducer.settle()
+        if self._round is not None:
+            self._round.withhold_rest()
+        fresh = self._rules.init_sync and self.state.step == 0
+        heals_now = request.allow_heal and (fresh or not self._rules.use_async_quorum)
+        request = dataclasses.replace(request, layout=self._layout(), waits_for_heal=heals_now)
+        if heals_now and self._round is None:
+            # Whether it does heal here depends on who else trains. Programs must not.
+            self.weights_version += 1
+        round_ = Round(self._links, self._rules, self._step, self._membership, request)
+        task = Task(round_.run)
+        try:
+            self._round, self._task = round_, task
+            self._thread_of_step = threading.get_ident()
+            with self._step.changing() as machine:
+                epoch = machine.start()
+            self._order.begin(lambda: round_.has_connected)
+            self._averages.begin(epoch)
+            self._reports.begin(epoch)
+            self._links.registry.gate.open()
+            self._thread.submit(task)
+            if task.done and task.error is not None:
+                raise task.error
+        except BaseException as error:
+            self._withdraw(round_, task, error)
+            raise
+        if fresh or self._ends_alone() or not self._rules.use_async_quorum:
+            self.wait_for_quorum()
+            if round_.heals_first:
+                self._wait_for_task()
+                self._apply_heal()
+
+    def _end_last_step(self) -> None:
+        """Wait for its round, and clean up after an interrupt that came while that was done."""
+        round_, task = self._round, self._task
+        if round_ is not None and task is not None:
+            self._withdraw(round_, task, QuorumFailed("another step was begun"))
+        # Before its round is over: a heal may wait for others, who wait for sums of this worker.
+        self.wait_until_ready()
+        self._give_up()
+        self._wait_for_task()
+        self._reports.finish()
+        if self.state.phase is Phase.APPLYING and not self._ends_update:
+            self.end_update()
+        elif self.state.phase in (Phase.APPLYING, Phase.VOTING):
+            self.lose_update("it was interrupted")
+
+    def _withdraw(self, round_: Round, task: Task, error: BaseException) -> None:
+        """A round that has not begun never will; one that runs goes on, and so does its step."""
+        if task.abandon(error) or task.error is not None:
+            self._task = None
+            round_.withdraw(QuorumFailed(f"the step was not begun ({error!r})"))
+
+    def _give_up(self) -> None:
+        """A step under way ends without a vote, such as one whose backward pass has raised.
+
+        Others may wait for sums that will not come, and this worker for them to ask again.
+        """
+        state = self.state
+        if state.phase not in _TRAINING:
+            return
+        self._tell_discarded(state, "the program began another one")
+        if self._links.pg.errored() is None:
+            self._links.leave_members(QuorumFailed("the step was given up"))
+
+    def _ends_alone(self) -> bool:
+        """Whether this worker is told to end, so that there is nothing to train for.
+
+        One of several, though, goes on as those do that have not heard of it yet: they may be in a
+        collective of the group already, which fails if this one leaves its program elsewhere.
+        """
+        is_told = self._links.draining.reason is not None
+        return is_told and self._rules.place.group_world_size == 1
+
+    def wait_for_quorum(self) -> None:
+        """See `Manager.wait_quorum`."""
+        if self._is_between_steps():
+            return
+        round_ = self._current_round()
+        self.wait_until_ready()
+        round_.check_left()
+        if round_.error is not None:
+            raise round_.error
+
+    def wait_until_ready(self) -> None:
+        """Until the members are known, if a step is under way; raises nothing.
+
+        Without a deadline of its own: all that the thread waits for has one.
+        """
+        while self._round is not None and not self._round.ready.wait(_LOOK_S):
+            self._links.pg.tidy()
+            if self._task is None or self._task.done:
+                return  # it will never be: the manager was shut down meanwhile
+
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        quantized: bool,
+        op: ReduceOp.RedOpType,
+        kind: Kind = Kind.AVERAGE,
+    ) -> dist.Work:
+        """See `Manager.allreduce`."""
+        self._averages.check(tensor, quantized, op)
+        if self._is_between_steps():
+            return self._report(tensor, op)
+        if not self._can_reduce():
+            return self._averages.skip(tensor)
+        return self._averages.allreduce(tensor, op, self.state.participation, kind)
+
+    def _is_between_steps(self) -> bool:
+        return self._round is not None and self.state.phase in _BETWEEN_STEPS
+
+    def _report(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> dist.Work:
+        """Among the members of the last quorum, if this worker is still connected with them."""
+        participation = self.state.participation
+        if self._links.pg.errored() is not None or not participation.num_participants:
+            return self._reports.skip(tensor)
+        return self._reports.allreduce(tensor, op, participation, Kind.AVERAGE)
+
+    def _hear_report_error(self, error: Exception, epoch: int) -> None:
+        """No step is lost by it, but the members have to connect anew: not all came to it."""
+        with self._step.changing() as machine:
+            if not machine.latch(error, epoch):
+                return
+        log.warning("a reduction between two steps failed, its tensor stays as it was: %s", error)
+        self._links.leave_members(error)
+
+    def scale(self) -> float | None:
+        """See `Manager.reduction_scale`."""
+        if not self._can_reduce():
+            return None
+        participation = self.state.participation
+        if participation.participating_rank is None:
+            return 0.0
+        return 1.0 / participation.num_participants
+
+    def launch_sum(self, tensor: torch.Tensor) -> Reduction | None:
+        """See `Manager.launch_sum`."""
+        return self._averages.collectives.launch(tensor)
+
+    def take_turn(self, reducer: Launching, *, is_last: bool) -> bool:
+        """Whether ``reducer`` may launch the sums of its pass now, or has to wait for another one.
+
+        The sums of two wrappers must not mix, and their passes must begin in the same order in all
+        groups. ``is_last``: the pass is over, so is that of the one before, or it is around it.
+        """
+        reducers = self.reducers()
+        holder = None if self._turn is None else self._turn()
+        if len(reducers) < 2:
+            return True
+        if holder is not None and holder is not reducer and holder.is_launching():
+            if not is_last:
+                return False
+            holder.launch_rest(reducer.graph)
+        self._turn = weakref.ref(reducer)
+        if self._can_reduce():
+            wrapper = next(i for i, each in enumerate(reducers) if each is reducer)
+            self._averages.collectives.agree(reducer.first, wrapper)
+        return True
+
+    def add_reducer(self, reducer: Reducing) -> None:
+        """See `Manager.register_reducer`."""
+        self.reducers()
+        self._reducers.append(weakref.ref(reducer))
+
+    def reducers(self) -> list[Reducing]:
+        """Those that are registered and alive, in the order in which they were registered."""
+        living = [(ref, reducer) for ref in self._reducers if (reducer := ref()) is not None]
+        self._reducers = [ref for ref, _ in living]
+        return [reducer for _, reducer in living]
+
+    def _layout(self) -> str:
+        """What must be the same in all groups, as far as it is known what is summed here."""
+        layouts = [reducer.layout for reducer in self.reducers() if reducer.layout]
+        return "; ".join([*layouts, self._rules.common()])[:MAX_LAYOUT_LENGTH]
+
+    def shown_step(self) -> int:
+        """See `Manager.current_step`: while a heal is under way, its step from the moment on from
+        which others may rely on it, which is on the training thread, once gradients are summed.
+
+        It does not wait for the state: the others send that when their step ends, and may wait for
+        a sum of this worker until then.
+        """
+        state = self.state
+        if (
+            state.pending_heal is not None
+            and not self._loads  # the program's own function may ask for the step
+            and self._averages.collectives.launched
+            and self._thread_of_step == threading.get_ident()
+            and torch._C._current_graph_task_id() == NO_GRAPH
+        ):
+            return state.pending_heal.step
+        return state.step
+
+    def is_fresh(self) -> bool:
+        """See `Manager.has_fresh_step`."""
+        begun = self.state.phase not in (*_BETWEEN_STEPS, Phase.VOTING)
+        return begun and not self._averages.collectives.launched
+
+    def decide(self, timeout_s: float, *, ends_update: bool = False) -> bool:
+        """See `Manager.should_commit`.
+
+        ``ends_update``: the caller says what has become of the update, by `end_update` or
+        `lose_update`. Otherwise it counts as applied, unless `lose_update` says that it is not.
+        """
+        self._ends_update = ends_update
+        try:
+            return self._decide(timeout_s)
+        except BaseException as error:
+            self._interrupt(error)
+            raise
+
+    def end_update(self) -> None:
+        """The update that is under way, if one is, is in the weights, which may be read again."""
+        with self._step.changing() as machine:
+            if machine.state.phase is Phase.APPLYING:
+                machine.end_update()
+        self._links.registry.gate.open()
+
+    def allow_read(self) -> None:
+        """See `Manager.allow_state_dict_read`; it ends an update that nobody else ends."""
+        if self._ends_update:
+            self._links.registry.gate.open()
+        else:
+            self.end_update()
+
+    def lose_update(self, spoiled_by: str = "") -> None:
+        """The update that is under way, if one is, is not in the weights; see `StepMachine`."""
+        with self._step.changing() as machine:
+            step, phase = machine.state.step, machine.state.phase
+            if phase is Phase.APPLYING:
+                machine.lose_update(spoiled_by)
+            else:
+                machine.interrupt()
+        if phase is Phase.APPLYING:
+            log.warning(
+                "the update to step %d was not applied: %s", step, spoiled_by or "interrupted"
+            )
+        self._links.registry.gate.open()
+
+    def _interrupt(self, error: BaseException) -> None:
+        """A vote was ended by an exception: nobody hears its decision, nor applies an update."""
+        with self._step.changing() as machine:
+            if machine.state.phase in _TRAINING:
+                machine.latch(QuorumFailed(f"the vote was interrupted ({error!r})"))
+            machine.interrupt()
+        self._links.registry.gate.open()
+
+    def _decide(self, timeout_s: float) -> bool:
+        round_ = self._current_round()
+        # First what others wait for: who heals may get its state only when they end their step.
+        self.wait_until_ready()
+        round_.check_left()
+        self._settle()
+        self._averages.collectives.launch_end()
+        self._wait_for_task()
+        round_.check_left()
+        self._averages.finish()
+        round_.offer_rest()
+        self._check_group()
+        self._apply_heal()
+        self._protect_state()
+        with self._step.changing() as machine:
+            vote = machine.begin_vote()
+        client, place, state = self._links.client, self._rules.place, self.state
+        committed = ask_decision(client, place, state.step, vote, timeout_s)
+        if not committed:
+            self._tell_discarded(state, self._why_not(vote))
+        with self._step.changing() as machine:
+            machine.decide(committed, round_.quorum.quorum_id if round_.quorum else 0)
+        if committed:
+            return True
+        self._links.registry.gate.open()
+        self._check_trust()
+        round_.check_refused()
+        with self._step.changing() as machine:
+            machine.check_healable()
+        return False
+
+    def hear_error(self, error: Exception, epoch: int) -> None:
+        """Latch an error of the step with this ``epoch``; one of an earlier step is ignored."""
+        with self._step.changing() as machine:
+            first = machine.state.error is None
+            if not machine.latch(error, epoch):
+                return
+            state = machine.state
+        if first:  # it is told in the words of people when the step is over
+            log.debug("step %d cannot be committed", state.step, exc_info=error)
+        contributes = state.participation.participating_rank is not None
+        if state.phase in _TRAINING and (contributes or isinstance(error, OperationsDiffer)):
+            # Others count on this group's gradients: they must learn now that none will come. Where
+            # operations differ, what it would launch now is not what they wait for.
+            self._links.leave_members(error)
+
+    def _why_not(self, vote: bool) -> str:
+        """Why a step without an error is not committed."""
+        if vote:
+            return "another worker of this group cannot commit it"
+        num = self.state.participation.num_participants
+        return f"{num} of at least {self._rules.min_replica_size} groups contribute to it"
+
+    def _tell_discarded(self, state: StepState, otherwise: str) -> None:
+        """One line for people: which group was lost, if one was; what gloo says of that is none."""
+        reason = self._membership.lost() or str(state.error or "") or otherwise
+        if _GLOO.match(reason):
+            reason = "the connection to another group has ended"
+        log.warning("step %d is discarded: %s", state.step, reason)
+
+    def _tell_wait(self, waits: bool) -> None:
+        """Who waits for the others' gradients has not hung itself."""
+        self._step.on_phase(Phase.QUORUM if waits else self.state.phase, self.state.step)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _current_round(self) -> Round:
+        if self._round is None or self.state.phase in _BETWEEN_STEPS:
+            raise RequestRefused(
+                "there is no step under way: begin it with zero_grad or start_quorum"
+            )
+        return self._round
+
+    def _check_trust(self) -> None:
+        """A worker that was never let in would discard its steps for ever: raise why.
+
+        One that trains already goes on trying: its service may be restarted as it was before.
+        """
+        error = None if self._round is None else self._round.error
+        if isinstance(error, Unauthorized) and self._membership.quorum is None:
+            raise error
+
+    def _settle(self) -> None:
+        """Gradients that are not, or not all, averaged are an error of the step."""
+        sums = self._averages.collectives
+        reducers = self.reducers()
+        problems = [reducer.settle() for reducer in reducers]
+        for error in filter(None, [*problems, sums.unfinished()]):
+            self._fail(error)
+        if reducers and not sums.launched and self.state.error is None:
+            self._fail(RequestRefused(_NOTHING_REDUCED))
+        if self._current_round().has_connected and not self._averages.has_any:
+            self._look_for_unsummed(reducers)
+
+    def _look_for_unsummed(self, reducers: list[Reducing]) -> None:
+        """Warn, once, of gradients by which each group is going to update by itself."""
+        summed = {id(each) for reducer in reducers for each in reducer.parameters}
+        if self._has_warned or not all(reducer.parameters for reducer in reducers) or not summed:
+            return  # it is not known here what is summed
+        updated = self._links.registry.updated_parameters()
+        apart = [each for each in updated if each.grad is not None and id(each) not in summed]
+        if apart:
+            self._has_warned = True
+            log.warning(_UNSUMMED, len(apart), str(tuple(apart[0].shape)))
+
+    def _check_group(self) -> None:
+        """An error that the process group did not raise is one of the step."""
+        error = self._links.pg.failure()
+        if error is not None and self.state.error is None:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Latch ``error``, and leave: the others wait for sums that this worker will not launch.
+
+        They do so for a group that heals, or a spare, too: it sums zeros.
+        """
+        self.hear_error(error, self.state.epoch)
+        if self._links.pg.errored() is None:
+            self._links.leave_members(error)
+
+    def _wait_for_task(self) -> None:
+        while self._task is not None and not self._task.wait(_LOOK_S):
+            self._links.pg.tidy()
+        if self._task is not None and self._task.error is not None:
+            raise self._task.error
+
+    def _can_reduce(self) -> bool:
+        """Whether collectives are carried out: a healing group's go on though its heal failed.
+
+        Without a quorum there is nobody to carry them out with: the members of the last one may
+        wait as well, or take what comes for this group's gradients. Broken connections are an error
+        of the step.
+        """
+        round_ = self._current_round()
+        self.wait_until_ready()
+        if round_.error is not None:
+            return False
+        state = self.state
+        broken = self._links.pg.errored()
+        if broken is not None and state.error is None:
+            self.hear_error(broken, state.epoch)
+        return broken is None and state.phase in _TRAINING
+
+    def _protect_state(self) -> None:
+        """The weights are about to change; if they cannot be protected, they must not."""
+        state = self.state
+        if state.error is not None:
+            return
+        try:
+            self._links.registry.gate.shut(self._rules.timeouts.collective_s)
+            self._links.transport.disallow_checkpoint()
+        except Exception as error:
+            log.exception("the state that is being served cannot be kept")
+            self.hear_error(error, state.epoch)
+
+    def _apply_heal(self) -> None:
+        """Put a fetched state in place, and only then take over its step."""
+        round_ = self._round
+        if round_ is None or round_.quorum is None or round_.state is None:
+            return
+        state = round_.state
+        try:
+            self._loads = True
+            self._links.registry.check(state, round_.quorum.recover_src_manager_address)
+            self._links.transport.retract_checkpoint()
+            self.weights_version += 1
+            trains_others = self._links.registry.load(state)
+            with self._step.changing() as machine:
+                counters = state[MANAGER_KEY]
+                machine.apply_heal(counters["batches_committed"], counters.get("quorum_id", 0))
+            log.info("healed to step %d from %s", self.state.step, round_.healed_from)
+            if trains_others and not round_.heals_first:
+                self.hear_error(_other_parameters(), self.state.epoch)
+        except Exception as error:
+            log.exception("the healed state cannot be put in place")
+            self._fail_heal(error)
+            self.hear_error(error, self.state.epoch)
+        except BaseException as error:
+            self._fail_heal(TornState("the group healed from", f"interrupted by {error!r}"))
+            raise
+        finally:
+            self._loads = False
+            round_.state = None
+
+    def _fail_heal(self, error: Exception) -> None:
+        with self._step.changing() as machine:
+            if machine.state.pending_heal is not None:
+                machine.fail_heal(error)
+
+
+def _other_parameters() -> RequestRefused:
+    """The gradients of such a step are not those of the others, nor is what was done with them."""
+    return RequestRefused(
+        "the healed state freezes other parameters (requires_grad) than this step did: the next "
+        "one heals again; if that does not end, give the manager use_async_quorum=False"
+    )
+
+
+class Update:
+    """The block in which the update of a step is applied, if the step is committed.
+
+    Entering it votes; it is True for a commit. A block that is left by an exception has not applied
+    the update: its step does not count here. ``begun`` is False as long as the block has provably
+    changed nothing yet; else the weights count as spoiled.
+    """
+
+    def __init__(self, stepper: Stepper, timeout_s: float) -> None:
+        self._stepper = stepper
+        self._timeout_s = timeout_s
+        self.begun = True
+
+    def __enter__(self) -> bool:
+        return self._stepper.decide(self._timeout_s, ends_update=True)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            self.end(error)
+        except BaseException:
+            self.end(error)  # it is as it was before the interrupt
+            raise
+
+    def end(self, error: BaseException | None) -> None:
+        """The block was left, by ``error`` or in good order; may be called twice."""
+        if error is None:
+            self._stepper.end_update()
+        else:
+            self._stepper.lose_update(repr(error) if self.begun else "")
