@@ -11,9 +11,9 @@ from pathlib import Path
 
 import click
 
+from chaos.cluster import Cluster
 from chaos.director import Director, RunFailed
 from chaos.faults import draw_faults
-from chaos.stage import Stage
 from chaos.verdicts import Run, judge
 from demo.orphans import end_leftovers
 
@@ -62,7 +62,7 @@ def main(
         raise click.UsageError("--pairs 1 leaves nobody to go on: give 0, 2 or more")
     console = make_console()
     folder = Path(tempfile.mkdtemp(prefix="torchft-chaos-"))
-    jobs, sizes = cast(groups, pairs)
+    jobs, sizes = assign_groups(groups, pairs)
     run = perform(folder, minutes * 60, seed, jobs, sizes, lighthouses)
     verdicts = judge(run)
     print_report(console, run, verdicts)
@@ -75,7 +75,7 @@ def main(
     sys.exit(status)
 
 
-def cast(groups: int, pairs: int) -> tuple[dict[str, list[int]], dict[int, int]]:
+def assign_groups(groups: int, pairs: int) -> tuple[dict[str, list[int]], dict[int, int]]:
     """The groups of each job, and how many workers each group has."""
     jobs = {"one": list(range(groups))}
     if pairs:
@@ -95,12 +95,12 @@ def perform(
     """The whole run, to the end of its last process; it ends after ``max_faults``, or the time."""
     mark = uuid.uuid4().hex
     _say(0.0, f"seed {seed}; logs and events: {folder}")
-    stage = Stage(folder, jobs, sizes, seed, mark, num_lighthouses)
+    cluster = Cluster(folder, jobs, sizes, seed, mark, num_lighthouses)
     faults = islice(draw_faults(seed, jobs, sizes, num_lighthouses), max_faults)
-    director = Director(stage, faults, seconds, _say)
+    director = Director(cluster, faults, seconds, _say)
     failure, interrupted = "", False
     try:
-        with stage:
+        with cluster:
             director.run()
     except RunFailed as error:
         failure = str(error)

@@ -1,4 +1,4 @@
-"""Runs the faults one after another on the stage, and measures what each of them costs."""
+"""Injects the faults one after another and measures what each of them costs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from chaos.actions import inject
 from chaos.bounds import allowance_s
-from chaos.deeds import carry_out
+from chaos.cluster import Cluster
 from chaos.faults import ALONE, BOUNDS_S, ENDING, EVERYBODY, Fault, Kind
-from chaos.stage import Stage
 from chaos.track import Place, Track
 from demo.events import Event, Exited
 from torchft_svc.errors import TorchFTError
@@ -55,7 +55,7 @@ class Director:
     """``run`` is called once, and ends with the ``faults`` or after ``seconds``; ``say`` takes a
     sentence and the seconds since the beginning."""
 
-    stage: Stage
+    cluster: Cluster
     faults: Iterator[Fault]
     seconds: float
     say: Callable[[float, str], None]
@@ -80,17 +80,17 @@ class Director:
                 break
             self._one(fault)
         self._winding_down = True
-        self.stage.drain()
-        self._wait(self.stage.is_empty, "SIGTERM for all", LEAVE_S)
+        self.cluster.drain()
+        self._wait(self.cluster.is_empty, "SIGTERM for all", LEAVE_S)
 
     def _one(self, fault: Fault) -> None:
         self._pause(fault.pause_s)
-        job = self.stage.job_of(fault.group)
+        job = self.cluster.job_of(fault.group)
         allowed_s = BOUNDS_S[fault.kind] + allowance_s()
         number = len(self.incidents) + 1
         incident = Incident(number, fault, job, time.monotonic(), allowed_s)
         self.incidents.append(incident)
-        incident.at = carry_out(fault, self.stage, self._after)
+        incident.at = inject(fault, self.cluster, self._after)
         self._wait(lambda: self._has_gone_on(incident), incident.name())
         self._wait(lambda: self._is_over(incident), incident.name())
         stall = f"{incident.stall_s:.2f}" if incident.stall_s is not None else "-"
@@ -103,8 +103,8 @@ class Director:
         fault = incident.fault
         exempt = set() if fault.kind in EVERYBODY else {fault.group}
         if fault.kind in ALONE:
-            exempt = set(self.stage.fellows(fault.group))
-        jobs = self.stage.jobs if fault.kind is Kind.LIGHTHOUSE_KILLED else [incident.job]
+            exempt = set(self.cluster.peers(fault.group))
+        jobs = self.cluster.jobs if fault.kind is Kind.LIGHTHOUSE_KILLED else [incident.job]
         places = [place for job in jobs for place in self._places(job) if place[0] not in exempt]
         first = [self._track.first_after(place, incident.at) for place in places]
         if any(at is None for at in first):
@@ -125,12 +125,12 @@ class Director:
 
     def _lives_before(self, incident: Incident) -> bool:
         """Whether a life that was to end goes on, or its end has not been seen yet."""
-        workers = self.stage.workers(incident.fault.group)
+        workers = self.cluster.workers(incident.fault.group)
         return any(worker.began_at < incident.at for worker in workers)
 
     def _all_back(self, since: float) -> bool:
         """Whether all workers have begun and committed after ``since``, in whole quorums."""
-        for job, groups in self.stage.jobs.items():
+        for job, groups in self.cluster.jobs.items():
             for place in self._places(job):
                 commit = self._track.fresh(place, since)
                 if commit is None or commit.event.num_participants < len(groups):
@@ -138,8 +138,8 @@ class Director:
         return True
 
     def _places(self, job: str) -> list[Place]:
-        sizes = self.stage.sizes
-        return [(group, rank) for group in self.stage.jobs[job] for rank in range(sizes[group])]
+        sizes = self.cluster.sizes
+        return [(group, rank) for group in self.cluster.jobs[job] for rank in range(sizes[group])]
 
     # -- time ------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class Director:
             self._tick()
 
     def _tick(self) -> None:
-        self._hear()
+        self._read_events()
         now = time.monotonic()
         due = [each for each in self._later if each[0] <= now]
         self._later = [each for each in self._later if each[0] > now]
@@ -175,35 +175,35 @@ class Director:
             self._progress_at = now
             steps = (
                 f"job {job} at step {self._track.top_step(groups)}"
-                for job, groups in self.stage.jobs.items()
+                for job, groups in self.cluster.jobs.items()
             )
             self.say(self._elapsed_s(), f"{', '.join(steps)}, {len(self.incidents)} faults")
         time.sleep(_LOOK_S)
 
-    def _hear(self) -> None:
-        new = list(self.stage.events())
+    def _read_events(self) -> None:
+        new = list(self.cluster.events())
         self.history += new
-        self._track.hear(event for _, event in new)
+        self._track.add(event for _, event in new)
         for _, event in new:
             if isinstance(event, Exited) and not self._winding_down:
                 self._restart(event)
 
     def _restart(self, event: Exited) -> None:
         """A group without one of its workers is ended and started again, as a launcher would."""
-        workers = self.stage.workers(event.group)
+        workers = self.cluster.workers(event.group)
         is_over = workers[0].options.incarnation != event.incarnation
-        if is_over or event.group in self.stage.gone:
+        if is_over or event.group in self.cluster.gone:
             return
         if not event.expected and not any(worker.told_to_go for worker in workers):
             said = workers[event.worker].said().strip()[-2000:]
             raise RunFailed(f"group {event.group} died, status {event.status}: {said}")
-        crew = self.stage.crew_of(event.group)
+        fleet = self.cluster.fleet_of(event.group)
         if event.status == 0 and any(worker.is_running for worker in workers):
             return  # it was drained: the others end by themselves
         for worker in workers:
             if worker.is_running:
-                crew.kill(worker, with_manager=True)
-        self.stage.start(event.group)
+                fleet.kill(worker, with_manager=True)
+        self.cluster.start(event.group)
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._began_at

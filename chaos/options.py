@@ -13,7 +13,7 @@ from typing import Any
 class WorkerOptions:
     """One worker of replica group ``group``, in its ``incarnation``-th life.
 
-    ``folder`` takes its event log, its output and its orders. ``step_s`` is how long the forward
+    ``folder`` takes its event log, its output and its commands. ``step_s`` is how long the forward
     pass takes, ``ballast`` the bytes of state beyond the model's, for heals that take a while.
     ``manager`` are keywords of `torchft_svc.client.Manager`; those that end in ``_s`` are seconds,
     and ``world_size_mode`` is given by its name. ``program`` is for trainers that can be told what
@@ -58,9 +58,9 @@ class WorkerOptions:
         return self.folder / f"{self.life}.log"
 
     @property
-    def orders(self) -> Path:
-        """A named pipe: what the worker is to do to itself, a line each."""
-        return self.folder / f"{self.life}.orders"
+    def commands(self) -> Path:
+        """A named pipe: commands for the worker, one a line."""
+        return self.folder / f"{self.life}.commands"
 
     @property
     def store_port(self) -> Path:

@@ -20,13 +20,13 @@ class Commit:
 
 @dataclass(slots=True)
 class Track:
-    """``commits`` in the order in which they were heard."""
+    """``commits`` in the order in which they were read."""
 
     commits: list[Commit] = field(default_factory=list)
     _begun_at: dict[tuple[int, int, int], float] = field(default_factory=dict)
     _latest: dict[Place, Commit] = field(default_factory=dict)
 
-    def hear(self, events: Iterable[Event]) -> None:
+    def add(self, events: Iterable[Event]) -> None:
         """More events; those of one worker are in order."""
         for event in events:
             life = (*event.life, event.worker)

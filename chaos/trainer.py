@@ -1,4 +1,4 @@
-"""Trains one worker of a replica group, writes down all that it sees, and misbehaves on order."""
+"""Trains one worker of a replica group, logs events, and misbehaves on command."""
 
 from __future__ import annotations
 
@@ -34,38 +34,38 @@ _LOOK_S = 0.005
 
 
 class OnPurpose(RuntimeError):
-    """A failure that was ordered."""
+    """A failure that a command asked for."""
 
 
-class Orders:
-    """What this worker was ordered to do and has not done yet; never waits for an order."""
+class Commands:
+    """The commands that this worker has not executed yet; never blocks."""
 
     def __init__(self, options: WorkerOptions) -> None:
         # Opened for both directions, so that it is never without a writer, and never at its end.
-        self._pipe = os.open(options.orders, os.O_RDWR | os.O_NONBLOCK)
+        self._pipe = os.open(options.commands, os.O_RDWR | os.O_NONBLOCK)
         self._left: list[str] = []
 
     def take(self, what: str) -> str | None:
-        """The rest of the next order that begins with the word ``what``, if there is one."""
+        """The arguments of the next command called ``what``, if there is one."""
         with suppress(BlockingIOError):
             self._left += os.read(self._pipe, 65536).decode().splitlines()
-        for order in self._left:
-            word, _, rest = order.partition(" ")
+        for command in self._left:
+            word, _, rest = command.partition(" ")
             if word == what:
-                self._left.remove(order)
+                self._left.remove(command)
                 return rest
         return None
 
 
 class Gloo(ProcessGroupGloo):
-    """gloo, in which the next sum fails if it was ordered so."""
+    """gloo, whose next sum fails after the command `fail`."""
 
-    def __init__(self, timeout_s: float, orders: Orders) -> None:
+    def __init__(self, timeout_s: float, commands: Commands) -> None:
         super().__init__(timedelta(seconds=timeout_s))
-        self._orders = orders
+        self._commands = commands
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        if self._orders.take("fail") is not None:
+        if self._commands.take("fail") is not None:
             raise OnPurpose("this sum fails on purpose")
         return super().allreduce(tensors, opts)
 
@@ -131,19 +131,19 @@ def run(options: WorkerOptions) -> None:
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s", level=logging.INFO)
     torch.set_num_threads(1)
     log = EventLog(options.events, options.group, options.incarnation, options.worker)
-    orders = Orders(options)
+    commands = Commands(options)
     state = State(options, lambda: log.write(Healed))
-    with _manager(options, state, log, orders) as manager:
+    with _manager(options, state, log, commands) as manager:
         optimizer = OptimizerWrapper(manager, state.adam)
         model = DistributedDataParallel(manager, state.model)
         log.write(Joined)
         while (step := manager.current_step()) < options.steps:
-            _obey(orders)
+            _obey(commands)
             log.write(PhaseBegan, step=step, phase="forward")
             optimizer.zero_grad()
             loss = model(_inputs(options, step)).square().mean()
             time.sleep(options.step_s)
-            _hang(orders, "hang_inside")
+            _hang(commands, "hang_inside")
             loss.backward()
             _finish(manager, optimizer, state, log, loss.item())
         log.write(Finished, step=manager.current_step())
@@ -156,7 +156,7 @@ def warm_up() -> None:
     torch.optim.Adam([weight]).step()
 
 
-def _manager(options: WorkerOptions, state: State, log: EventLog, orders: Orders) -> Manager:
+def _manager(options: WorkerOptions, state: State, log: EventLog, commands: Commands) -> Manager:
     given = {
         name.removesuffix("_s"): timedelta(seconds=value) if name.endswith("_s") else value
         for name, value in options.manager.items()
@@ -178,7 +178,7 @@ def _manager(options: WorkerOptions, state: State, log: EventLog, orders: Orders
     return Manager(
         state_dict=state.state_dict,
         load_state_dict=state.load_state_dict,
-        pg=Gloo(timeout_s, orders),
+        pg=Gloo(timeout_s, commands),
         checkpoint_transport=Transport(log),
         **(settings | given),
     )
@@ -208,20 +208,20 @@ def _inputs(options: WorkerOptions, step: int) -> torch.Tensor:
     return torch.randn(4, _WIDTH, generator=dice)
 
 
-def _obey(orders: Orders) -> None:
+def _obey(commands: Commands) -> None:
     """What a training loop may do to itself between two steps."""
-    _hang(orders, "hang")
-    if orders.take("raise") is not None:
+    _hang(commands, "hang")
+    if commands.take("raise") is not None:
         raise OnPurpose("this loop ends on purpose")
 
 
-def _hang(orders: Orders, order: str) -> None:
-    """For so many seconds as were ordered, or until the order ``wake``."""
-    hang_s = orders.take(order)
+def _hang(commands: Commands, command: str) -> None:
+    """For the seconds that the command names, or until the command ``wake``."""
+    hang_s = commands.take(command)
     if hang_s is None:
         return
     until = time.monotonic() + float(hang_s)
-    while time.monotonic() < until and orders.take("wake") is None:
+    while time.monotonic() < until and commands.take("wake") is None:
         time.sleep(_LOOK_S)
 
 

@@ -206,7 +206,7 @@ def judge_exits(run: Run) -> Verdict:
         statuses.append(event.status)
         unseen.discard((*event.life, event.worker))
         if (*event.life, event.worker) not in killed and event.status != 0:
-            told = _fellow_was_killed(event, killed)
+            told = _peer_was_killed(event, killed)
             if not told:
                 faults.append(f"group {event.group} ended with status {event.status}")
     if unseen and not (run.failure or run.interrupted):
@@ -215,7 +215,7 @@ def judge_exits(run: Run) -> Verdict:
     return Verdict.of("nobody died by himself, SIGTERM ends with status 0", faults, proof)
 
 
-def _fellow_was_killed(event: Exited, killed: Iterable[Life]) -> bool:
+def _peer_was_killed(event: Exited, killed: Iterable[Life]) -> bool:
     return any((group, incarnation) == event.life for group, incarnation, _ in killed)
 
 

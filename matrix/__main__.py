@@ -19,8 +19,8 @@ from pathlib import Path
 import click
 
 from demo.orphans import MARK, end_leftovers
-from matrix.play import Theatre
 from matrix.program import Program, decode, draw
+from matrix.runner import ProgramRunner
 from matrix.smallest import find_smallest
 from matrix.verdicts import Run, judge, judge_stalls, tell
 
@@ -45,8 +45,8 @@ def main(seconds: float, seed: int | None, given: str | None, shrink: bool) -> N
     else:
         first = random.SystemRandom().randrange(10**6) if seed is None else seed
         drawn = map(draw, itertools.count(first))
-    with Theatre(folder) as theatre:
-        series = Series(theatre, seconds, shrinks=shrink)
+    with ProgramRunner(folder) as runner:
+        series = Series(runner, seconds, shrinks=shrink)
         try:
             series.run(drawn)
         except KeyboardInterrupt:
@@ -66,7 +66,7 @@ def main(seconds: float, seed: int | None, given: str | None, shrink: bool) -> N
 class Series:
     """Programs one after another, and what became of them; begins none after ``seconds``."""
 
-    theatre: Theatre
+    runner: ProgramRunner
     seconds: float
     shrinks: bool
     _began_at: float = field(default_factory=time.monotonic)
@@ -82,7 +82,7 @@ class Series:
 
     def _show(self, program: Program) -> None:
         began_at = time.monotonic()
-        run = self.theatre.play(program)
+        run = self.runner.run(program)
         faults = judge(run)
         self._num_run += 1
         self._shown.update([program.pg.value, program.wrapper.value, program.transport.value])
@@ -109,7 +109,7 @@ class Series:
     def _fails(self, program: Program, deadline: float) -> bool | None:
         if time.monotonic() > deadline:
             return None
-        return bool(judge(self.theatre.play(program)))
+        return bool(judge(self.runner.run(program)))
 
     def conclude(self) -> bool:
         """Print what was shown; whether something failed."""

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from chaos.options import WorkerOptions
-from chaos.trainer import Orders, group_store
+from chaos.trainer import Commands, group_store
 from demo.events import Committed, Discarded, EventLog, Finished, Healed, Joined, Killed, PhaseBegan
 from demo.fingerprint import fingerprint
 from demo.torch_wrapper import torch_data_parallel
@@ -374,12 +374,12 @@ def warm_up() -> None:
 
 
 def run(options: WorkerOptions) -> None:
-    """Train until the step that the order ``last`` names is committed, or this process is ended."""
+    """Train until the step that the command ``last`` names is committed, or until killed."""
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s", level=logging.INFO)
     torch.set_num_threads(1)
     program = decode(options.program)
     log = EventLog(options.events, options.group, options.incarnation, options.worker)
-    orders = Orders(options)
+    commands = Commands(options)
     if options.num_workers > 1 or program.is_sharded:
         os.environ |= {
             "MASTER_ADDR": "localhost",
@@ -395,7 +395,7 @@ def run(options: WorkerOptions) -> None:
         log.write(Joined)
         last = options.steps
         while manager.current_step() < last:
-            last = int(orders.take("last") or last)
+            last = int(commands.take("last") or last)
             _one_step(training, options, log)
         log.write(Finished, step=manager.current_step())
 

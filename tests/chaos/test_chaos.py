@@ -9,7 +9,7 @@ from tempfile import mkdtemp
 import pytest
 from support.bounds import Late
 
-from chaos.__main__ import cast, perform
+from chaos.__main__ import assign_groups, perform
 from chaos.faults import Kind, draw_faults
 from chaos.verdicts import judge, judge_bounds
 from demo.promises import Outcome
@@ -24,7 +24,7 @@ MAX_S = 200.0
 
 @pytest.mark.timeout(3 * MAX_S)
 def test_everything_goes_wrong_and_every_promise_is_kept(tmp_path: Path) -> None:
-    jobs, sizes = cast(groups=3, pairs=0)
+    jobs, sizes = assign_groups(groups=3, pairs=0)
     folder = Path(mkdtemp(dir=tmp_path))
     run = perform(folder, MAX_S, SEED, jobs, sizes, max_faults=len(Kind))
     failed = [verdict for verdict in judge(run) if verdict.outcome is Outcome.FAIL]
@@ -35,7 +35,7 @@ def test_everything_goes_wrong_and_every_promise_is_kept(tmp_path: Path) -> None
 
 
 def test_the_seed_draws_the_faults() -> None:
-    jobs, sizes = cast(groups=3, pairs=2)
+    jobs, sizes = assign_groups(groups=3, pairs=2)
     first, again, other = (
         list(islice(draw_faults(seed, jobs, sizes, 1), 40)) for seed in (1, 1, 2)
     )

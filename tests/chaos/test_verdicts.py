@@ -174,7 +174,7 @@ def test_what_an_operator_gave_up_may_be_done_again() -> None:
         assert rule(run(*lost, *too_soon, incidents=accepted)).outcome is Outcome.FAIL
 
 
-def test_a_fellow_of_a_killed_worker_may_end_with_an_error() -> None:
+def test_a_peer_of_a_killed_worker_may_end_with_an_error() -> None:
     killed = Killed(**who(0, 1.0), worker=1, whole_group=False)
     assert judge_exits(run(killed, ended(0, 1.1, 1))).outcome is Outcome.PASS
 

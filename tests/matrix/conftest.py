@@ -1,4 +1,4 @@
-"""One lighthouse and one nursery for all programs of the tests."""
+"""One lighthouse and one fork server for all programs of the tests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from matrix.play import Theatre
+from matrix.runner import ProgramRunner
 
 
 @pytest.fixture(scope="session")
-def theatre(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Theatre]:
-    with Theatre(tmp_path_factory.mktemp("programs")) as theatre:
-        yield theatre
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProgramRunner]:
+    with ProgramRunner(tmp_path_factory.mktemp("programs")) as runner:
+        yield runner

@@ -6,8 +6,8 @@ import pytest
 from support.bounds import Late
 
 from demo.promises import Outcome
-from matrix.play import Theatre
 from matrix.program import draw, pairs
+from matrix.runner import ProgramRunner
 from matrix.verdicts import judge, judge_stalls, tell
 
 # `covering(map(draw, range(1500)), 20)`: those that show the most pairs of choices for their time.
@@ -21,8 +21,8 @@ _LIMIT_S = 240
 @pytest.mark.processes
 @pytest.mark.timeout(_LIMIT_S)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_program_with_kills_keeps_its_promises(seed: int, theatre: Theatre) -> None:
-    run = theatre.play(draw(seed))
+def test_a_program_with_kills_keeps_its_promises(seed: int, runner: ProgramRunner) -> None:
+    run = runner.run(draw(seed))
     failed = judge(run)
     if failed == [verdict for verdict in [judge_stalls(run)] if verdict.outcome is Outcome.FAIL]:
         if failed:

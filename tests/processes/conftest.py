@@ -1,4 +1,4 @@
-"""What the tests of the failure table share: one nursery, and a crew of workers for each test."""
+"""Fixtures of the failure table: one fork server for all, a fleet of workers for each test."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any
 
 import pytest
 
-from chaos.crew import Crew
-from chaos.nursery import Nursery
+from chaos.fleet import Fleet
+from chaos.fork_server import ForkServer
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer() as fork_server:
+        yield fork_server
 
 
 @pytest.fixture
-def make_crew(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Crew]]:
-    """Makes the crew of a job; its workers end with the test, and so do their managers.
+def make_fleet(fork_server: ForkServer, tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
+    """Makes the fleet of a job; its workers end with the test, and so do their managers.
 
-    Another attempt's crew takes the place of the one before.
+    Another attempt's fleet takes the place of the one before.
     """
     with ExitStack() as stack:
         num_made = itertools.count()
 
-        def make(lighthouse: str, **settings: Any) -> Crew:
+        def make(lighthouse: str, **settings: Any) -> Fleet:
             stack.close()
             folder = tmp_path / str(next(num_made))
             folder.mkdir()
-            crew = Crew(nursery, folder, lighthouse, settings)
-            stack.callback(crew.end)
-            return crew
+            fleet = Fleet(fork_server, folder, lighthouse, settings)
+            stack.callback(fleet.end)
+            return fleet
 
         yield make

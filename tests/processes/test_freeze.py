@@ -12,7 +12,7 @@ from support.bounds import check
 from support.running import eventually, lighthouse_process
 
 from chaos.bounds import NEWS_S
-from chaos.crew import Crew
+from chaos.fleet import Fleet
 from chaos.gateway import Gateway
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.core.step import Phase
@@ -25,29 +25,31 @@ BOUND_S = HEARTBEAT_S + NEWS_S
 FLAGS = ("--min-replicas=1", f"--heartbeat-timeout-ms={HEARTBEAT_S * 1000:.0f}")
 
 
-def test_a_frozen_group_is_left_out_and_heals_when_it_thaws(make_crew: Callable[..., Crew]) -> None:
+def test_a_frozen_group_is_left_out_and_heals_when_it_thaws(
+    make_fleet: Callable[..., Fleet],
+) -> None:
     with lighthouse_process(*FLAGS) as lighthouse:
-        crew = make_crew(lighthouse.address)
-        workers = [crew.start(group)[0] for group in range(3)]
-        crew.all_meet({0, 1, 2})
+        fleet = make_fleet(lighthouse.address)
+        workers = [fleet.start(group)[0] for group in range(3)]
+        fleet.all_meet({0, 1, 2})
         frozen_at = workers[2].signal_all(signal.SIGSTOP)
-        again_at = crew.await_commits({0, 1}, 30.0, since=frozen_at, num_members=2)
+        again_at = fleet.await_commits({0, 1}, 30.0, since=frozen_at, num_members=2)
         check("a group is frozen", again_at - frozen_at, BOUND_S)
         workers[2].signal_all(signal.SIGCONT)
-        crew.all_meet({0, 1, 2})
+        fleet.all_meet({0, 1, 2})
         assert workers[2].is_running
 
 
-def test_a_job_that_was_suspended_as_a_whole_goes_on(make_crew: Callable[..., Crew]) -> None:
+def test_a_job_that_was_suspended_as_a_whole_goes_on(make_fleet: Callable[..., Fleet]) -> None:
     """As a batch system does it. Nobody is dead, late or hung because of that."""
     # Each of the timeouts; less would be tripped by a stall of a machine that was not suspended.
     timeout_s = 2.5
     timeout_ms = f"{timeout_s * 1000:.0f}"
     flags = (f"--hang-timeout-ms={timeout_ms}", f"--heartbeat-timeout-ms={timeout_ms}")
     with lighthouse_process("--min-replicas=1", "--on-hang=evict", *flags) as lighthouse:
-        crew = make_crew(lighthouse.address, step_s=0.3)
-        workers = [crew.start(group)[0] for group in range(2)]
-        crew.all_meet({0, 1})
+        fleet = make_fleet(lighthouse.address, step_s=0.3)
+        workers = [fleet.start(group)[0] for group in range(2)]
+        fleet.all_meet({0, 1})
         with LighthouseClient(lighthouse.address, timedelta(seconds=10)) as client:
             eventually(
                 lambda: {each.phase for each in client.status()[0].groups} == {Phase.TRAINING}
@@ -59,42 +61,42 @@ def test_a_job_that_was_suspended_as_a_whole_goes_on(make_crew: Callable[..., Cr
         for worker in workers:
             worker.signal_all(signal.SIGCONT)
         lighthouse.send(signal.SIGCONT)
-        crew.all_meet({0, 1})
-        assert all(worker.is_running for worker in workers), crew.story()
+        fleet.all_meet({0, 1})
+        assert all(worker.is_running for worker in workers), fleet.summary()
         told = lighthouse.errors().removeprefix(told_before)
         assert "group lost" not in told
         assert "group hangs" not in told
 
 
 def test_a_group_without_a_way_to_the_lighthouse_is_left_out_and_heals(
-    make_crew: Callable[..., Crew],
+    make_fleet: Callable[..., Fleet],
 ) -> None:
     with lighthouse_process(*FLAGS) as lighthouse, Gateway(lighthouse.address) as gateway:
-        crew = make_crew(lighthouse.address)
+        fleet = make_fleet(lighthouse.address)
         for group in range(2):
-            crew.start(group)
-        (cut_off,) = crew.start(2, lighthouse=gateway.address)
-        crew.all_meet({0, 1, 2})
+            fleet.start(group)
+        (cut_off,) = fleet.start(2, lighthouse=gateway.address)
+        fleet.all_meet({0, 1, 2})
         held_at = time.monotonic()
         gateway.hold()
-        again_at = crew.await_commits({0, 1}, 30.0, since=held_at, num_members=2)
+        again_at = fleet.await_commits({0, 1}, 30.0, since=held_at, num_members=2)
         check("a group is cut off", again_at - held_at, BOUND_S)
         gateway.release()
-        crew.all_meet({0, 1, 2})
+        fleet.all_meet({0, 1, 2})
         assert cut_off.is_running
 
 
 def test_a_frozen_trainer_whose_manager_lives_is_left_out_and_heals(
-    make_crew: Callable[..., Crew],
+    make_fleet: Callable[..., Fleet],
 ) -> None:
     """The manager's signs of life are its own: it has to find out about its worker."""
     with lighthouse_process("--min-replicas=1") as lighthouse:
-        crew = make_crew(lighthouse.address)
-        workers = [crew.start(group)[0] for group in range(3)]
-        crew.all_meet({0, 1, 2})
+        fleet = make_fleet(lighthouse.address)
+        workers = [fleet.start(group)[0] for group in range(3)]
+        fleet.all_meet({0, 1, 2})
         frozen_at = workers[2].signal(signal.SIGSTOP)
-        again_at = crew.await_commits({0, 1}, 30.0, since=frozen_at, num_members=2)
+        again_at = fleet.await_commits({0, 1}, 30.0, since=frozen_at, num_members=2)
         check("a trainer is frozen", again_at - frozen_at, 2 * WORKER_KEEPALIVE_MS / 1000 + NEWS_S)
         assert "group rank 0 is gone: its process ended, or does not answer" in lighthouse.errors()
         workers[2].signal(signal.SIGCONT)
-        crew.all_meet({0, 1, 2})
+        fleet.all_meet({0, 1, 2})

@@ -12,7 +12,7 @@ from support.bounds import check
 from support.running import Process, eventually, lighthouse_process, line_to, silent
 
 from chaos.bounds import JOIN_S
-from chaos.crew import Crew
+from chaos.fleet import Fleet
 from torchft_svc.client.process_groups.rendezvous.store_line import CALL_TIMEOUT_S
 from torchft_svc.coordination import LighthouseClient
 
@@ -44,27 +44,27 @@ def await_askers(lighthouse: Process, *groups: str) -> None:
         eventually(lambda: askers() == set(groups), LONG_S, f"{groups} ask")
 
 
-def test_the_host_of_the_store_is_frozen_while_it_asks(make_crew: Callable[..., Crew]) -> None:
+def test_the_host_of_the_store_is_frozen_while_it_asks(make_fleet: Callable[..., Fleet]) -> None:
     with lighthouse_process(*FLAGS) as lighthouse:
-        crew = make_crew(lighthouse.address)
-        (host,) = crew.start(0)
-        (late,) = crew.start(1)
-        crew.all_meet({0, 1})
-        late.order(f"hang {LONG_S}")
+        fleet = make_fleet(lighthouse.address)
+        (host,) = fleet.start(0)
+        (late,) = fleet.start(1)
+        fleet.all_meet({0, 1})
+        late.command(f"hang {LONG_S}")
         await_askers(lighthouse, "group-0")
-        (newcomer,) = crew.start(2)
+        (newcomer,) = fleet.start(2)
         await_askers(lighthouse, "group-0", "group-2")
         frozen_at = host.signal_all(signal.SIGSTOP)
-        late.order("wake")
-        again_at = crew.await_commits({1, 2}, LONG_S, since=frozen_at, num_members=2)
+        late.command("wake")
+        again_at = fleet.await_commits({1, 2}, LONG_S, since=frozen_at, num_members=2)
         check("the store's host is frozen", again_at - frozen_at, HEARTBEAT_S + JOIN_S)
         host.signal_all(signal.SIGCONT)
-        crew.all_meet({0, 1, 2})
-        assert all(worker.is_running for worker in (host, late, newcomer)), crew.story()
+        fleet.all_meet({0, 1, 2})
+        assert all(worker.is_running for worker in (host, late, newcomer)), fleet.summary()
 
 
 def test_a_question_names_a_store_that_accepts_and_never_answers(
-    make_crew: Callable[..., Crew],
+    make_fleet: Callable[..., Fleet],
 ) -> None:
     """Who asked it counts as alive all the time, so there is no news that ends the wait."""
     flags = ("--min-replicas=2", "--join-timeout-ms=300", "--heartbeat-timeout-ms=60000")
@@ -73,12 +73,12 @@ def test_a_question_names_a_store_that_accepts_and_never_answers(
         silent() as nowhere,
         line_to(lighthouse.address) as line,
     ):
-        crew = make_crew(lighthouse.address)
+        fleet = make_fleet(lighthouse.address)
         stranger = line.quorum("a:1", timeout_s=LONG_S, store_address=nowhere)
         line.await_askers("a:1")
-        crew.start(1)
+        fleet.start(1)
         stranger.result()
         since = time.monotonic()
-        crew.start(2)
-        again_at = crew.await_commits({1, 2}, LONG_S, since=since, num_members=2)
+        fleet.start(2)
+        again_at = fleet.await_commits({1, 2}, LONG_S, since=since, num_members=2)
         check("a store that never answers", again_at - since, CALL_TIMEOUT_S + START_S)

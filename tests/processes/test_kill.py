@@ -9,20 +9,20 @@ from support.bounds import check
 from support.running import lighthouse_process
 
 from chaos.bounds import NEWS_S
-from chaos.crew import Crew
+from chaos.fleet import Fleet
 
 pytestmark = pytest.mark.processes
 
 
-def test_survivors_commit_again_at_once(make_crew: Callable[..., Crew]) -> None:
+def test_survivors_commit_again_at_once(make_fleet: Callable[..., Fleet]) -> None:
     with lighthouse_process("--min-replicas=1") as lighthouse:
-        crew = make_crew(lighthouse.address)
-        workers = [crew.start(group)[0] for group in range(3)]
-        crew.all_meet({0, 1, 2})
+        fleet = make_fleet(lighthouse.address)
+        workers = [fleet.start(group)[0] for group in range(3)]
+        fleet.all_meet({0, 1, 2})
         for with_manager in (False, True):
-            killed_at = crew.kill(workers[2], with_manager=with_manager)
-            again_at = crew.await_commits({0, 1}, 30.0, since=killed_at, num_members=2)
+            killed_at = fleet.kill(workers[2], with_manager=with_manager)
+            again_at = fleet.await_commits({0, 1}, 30.0, since=killed_at, num_members=2)
             what = "a worker" + " and its manager" * with_manager
             check(f"{what} is killed", again_at - killed_at, NEWS_S)
-            (workers[2],) = crew.start(2)
-            crew.all_meet({0, 1, 2})
+            (workers[2],) = fleet.start(2)
+            fleet.all_meet({0, 1, 2})

@@ -9,22 +9,22 @@ from support.bounds import check
 from support.running import lighthouse_process
 
 from chaos.bounds import NEWS_S
-from chaos.crew import Crew
+from chaos.fleet import Fleet
 from demo.events import Discarded, Exited, Joined
 
 pytestmark = pytest.mark.processes
 
 
-def test_the_newcomer_gets_a_clear_error_at_once(make_crew: Callable[..., Crew]) -> None:
+def test_the_newcomer_gets_a_clear_error_at_once(make_fleet: Callable[..., Fleet]) -> None:
     with lighthouse_process("--min-replicas=1") as lighthouse:
-        crew = make_crew(lighthouse.address)
-        crew.start(0)
-        crew.all_meet({0})
-        (second,) = crew.start(0)
-        ended = crew.await_event(Exited, 30.0)
-        asked = crew.await_event(Joined, 0.0, wanted=lambda event: event.incarnation == 1)
+        fleet = make_fleet(lighthouse.address)
+        fleet.start(0)
+        fleet.all_meet({0})
+        (second,) = fleet.start(0)
+        ended = fleet.await_event(Exited, 30.0)
+        asked = fleet.await_event(Joined, 0.0, wanted=lambda event: event.incarnation == 1)
         check("a second group has the name", ended.at - asked.at, NEWS_S)
         assert second.status == 1
         assert "group-0" in second.said()
         print(second.said()[-400:])
-        assert not crew.of(0, Discarded)
+        assert not fleet.of(0, Discarded)

@@ -10,7 +10,7 @@ from support.bounds import check
 from support.running import lighthouse_process
 
 from chaos.bounds import NEWS_S
-from chaos.crew import Crew
+from chaos.fleet import Fleet
 from demo.events import Committed, Discarded, Healed
 
 pytestmark = pytest.mark.processes
@@ -21,46 +21,46 @@ HANG_S = 1.0
 LONG_S = 30.0
 
 
-def test_a_main_thread_that_hangs_delays_the_others_once(make_crew: Callable[..., Crew]) -> None:
+def test_a_main_thread_that_hangs_delays_the_others_once(make_fleet: Callable[..., Fleet]) -> None:
     with lighthouse_process(
         "--min-replicas=1", f"--join-timeout-ms={JOIN_S * 1000:.0f}"
     ) as lighthouse:
-        crew = make_crew(lighthouse.address)
-        workers = [crew.start(group)[0] for group in range(3)]
-        crew.all_meet({0, 1, 2})
+        fleet = make_fleet(lighthouse.address)
+        workers = [fleet.start(group)[0] for group in range(3)]
+        fleet.all_meet({0, 1, 2})
         hung_at = time.monotonic()
-        workers[2].order(f"hang {LONG_S}")
-        again_at = crew.await_commits({0, 1}, LONG_S, since=hung_at, num_members=2)
+        workers[2].command(f"hang {LONG_S}")
+        again_at = fleet.await_commits({0, 1}, LONG_S, since=hung_at, num_members=2)
         check("a main thread hangs", again_at - hung_at, JOIN_S + NEWS_S)
-        workers[2].order("wake")
-        crew.await_event(Healed, LONG_S, since=hung_at, wanted=lambda event: event.group == 2)
-        crew.all_meet({0, 1, 2})
+        workers[2].command("wake")
+        fleet.await_event(Healed, LONG_S, since=hung_at, wanted=lambda event: event.group == 2)
+        fleet.all_meet({0, 1, 2})
         assert workers[2].is_running
 
 
 def test_a_worker_that_hangs_inside_a_step_has_its_group_left_out(
-    make_crew: Callable[..., Crew],
+    make_fleet: Callable[..., Fleet],
 ) -> None:
     """The join timeout is a minute: nobody waits for it. The group discards its step, and heals."""
     with lighthouse_process(
         "--min-replicas=1", f"--hang-timeout-ms={HANG_S * 1000:.0f}", "--on-hang=evict"
     ) as lighthouse:
-        crew = make_crew(lighthouse.address, num_workers=2)
-        crew.start(0)
-        hung = crew.start(1)
-        crew.all_meet({0, 1})
+        fleet = make_fleet(lighthouse.address, num_workers=2)
+        fleet.start(0)
+        hung = fleet.start(1)
+        fleet.all_meet({0, 1})
         hung_at = time.monotonic()
-        hung[1].order(f"hang_inside {LONG_S}")
-        again_at = crew.await_commits({0}, LONG_S, since=hung_at, num_members=1)
+        hung[1].command(f"hang_inside {LONG_S}")
+        again_at = fleet.await_commits({0}, LONG_S, since=hung_at, num_members=1)
         check("a worker hangs inside a step", again_at - hung_at, HANG_S + NEWS_S)
-        hung[1].order("wake")
-        healed = crew.await_event(
+        hung[1].command("wake")
+        healed = fleet.await_event(
             Healed, LONG_S, since=hung_at, wanted=lambda event: event.group == 1
         )
-        reasons = [event.reason for event in crew.of(1, Discarded, since=hung_at)]
+        reasons = [event.reason for event in fleet.of(1, Discarded, since=hung_at)]
         assert any(" is out: it hangs: " in reason for reason in reasons), reasons
-        assert not [each for each in crew.of(1, Committed, since=again_at) if each.at < healed.at]
-        crew.all_meet({0, 1})
+        assert not [each for each in fleet.of(1, Committed, since=again_at) if each.at < healed.at]
+        fleet.all_meet({0, 1})
         assert all(worker.is_running for worker in hung)
         told = lighthouse.errors().splitlines()
         left_out = [line for line in told if "group left out job=" in line]
@@ -68,17 +68,17 @@ def test_a_worker_that_hangs_inside_a_step_has_its_group_left_out(
         assert any("replica=group-1:" in line for line in left_out), told
 
 
-def test_an_exception_in_a_collective_costs_one_step(make_crew: Callable[..., Crew]) -> None:
+def test_an_exception_in_a_collective_costs_one_step(make_fleet: Callable[..., Fleet]) -> None:
     with lighthouse_process("--min-replicas=1") as lighthouse:
-        crew = make_crew(lighthouse.address)
-        workers = [crew.start(group)[0] for group in range(2)]
-        crew.all_meet({0, 1})
+        fleet = make_fleet(lighthouse.address)
+        workers = [fleet.start(group)[0] for group in range(2)]
+        fleet.all_meet({0, 1})
         failed_at = time.monotonic()
-        workers[1].order("fail")
-        discarded = crew.await_event(Discarded, LONG_S, since=failed_at)
-        again_at = crew.await_commits({0, 1}, LONG_S, since=discarded.at, num_members=2)
+        workers[1].command("fail")
+        discarded = fleet.await_event(Discarded, LONG_S, since=failed_at)
+        again_at = fleet.await_commits({0, 1}, LONG_S, since=discarded.at, num_members=2)
         check("a collective fails", again_at - discarded.at, NEWS_S)
-        (own,) = crew.of(1, Discarded, since=failed_at)
+        (own,) = fleet.of(1, Discarded, since=failed_at)
         assert "this sum fails on purpose" in own.reason
-        assert len(crew.of(0, Discarded, since=failed_at)) <= 1
+        assert len(fleet.of(0, Discarded, since=failed_at)) <= 1
         assert all(worker.is_running for worker in workers)

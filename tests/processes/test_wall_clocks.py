@@ -12,8 +12,8 @@ import pytest
 from support.etcd_server import ETCD, etcd_server
 from support.running import ROOT, Process, lighthouse_process, steady_address
 
-from chaos.crew import Crew
-from chaos.nursery import Nursery
+from chaos.fleet import Fleet
+from chaos.fork_server import ForkServer
 from demo.events import Committed, Discarded
 
 LIBRARY = next(iter(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), None)
@@ -81,35 +81,37 @@ def test_clocks_jump_while_groups_train(tmp_path: Path, election: tuple[str, ...
 
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(lighthouse())
-        nursery = stack.enter_context(Nursery(**at_groups.variables))
-        crew = Crew(nursery, tmp_path, address)
-        stack.callback(crew.end)
+        fork_server = stack.enter_context(ForkServer(**at_groups.variables))
+        fleet = Fleet(fork_server, tmp_path, address)
+        stack.callback(fleet.end)
         for group in GROUPS:
-            crew.start(group)
-        crew.all_meet(GROUPS)
+            fleet.start(group)
+        fleet.all_meet(GROUPS)
         met_at = time.monotonic()
         for away in (HOUR, timedelta(), -DAY):
             for clock in (at_lighthouse, at_groups):
                 clock.jump(away)
-                crew.await_commits(GROUPS, DEADLINE_S, since=time.monotonic(), num_members=2)
-        assert all("lost the lighthouse" not in each.said() for each in crew.lives), crew.story()
-        discarded = [crew.of(group, Discarded, since=met_at) for group in GROUPS]
-        assert discarded == [[], []], crew.story()
+                fleet.await_commits(GROUPS, DEADLINE_S, since=time.monotonic(), num_members=2)
+        assert all("lost the lighthouse" not in each.said() for each in fleet.lives), (
+            fleet.summary()
+        )
+        discarded = [fleet.of(group, Discarded, since=met_at) for group in GROUPS]
+        assert discarded == [[], []], fleet.summary()
         told = first.errors()
         assert "group lost" not in told
         first.end()
         second = stack.enter_context(lighthouse())
-        crew.all_meet(GROUPS)
+        fleet.all_meet(GROUPS)
 
-        assert all(worker.is_running for worker in crew.lives), crew.story()
-        assert all(len(crew.of(group, Discarded)) <= 1 for group in GROUPS), crew.story()
-        check_ids_and_weights(crew)
+        assert all(worker.is_running for worker in fleet.lives), fleet.summary()
+        assert all(len(fleet.of(group, Discarded)) <= 1 for group in GROUPS), fleet.summary()
+        check_ids_and_weights(fleet)
         assert told_at(second.errors(), "quorum changed") < datetime.now() - DAY / 2
-        assert told_at(crew.lives[0].said(), "lost the lighthouse") < datetime.now() - DAY / 2
+        assert told_at(fleet.lives[0].said(), "lost the lighthouse") < datetime.now() - DAY / 2
 
 
-def check_ids_and_weights(crew: Crew) -> None:
-    commits = {group: crew.of(group, Committed) for group in GROUPS}
+def check_ids_and_weights(fleet: Fleet) -> None:
+    commits = {group: fleet.of(group, Committed) for group in GROUPS}
     members: dict[int, str] = {}
     digests: dict[int, str] = {}
     for mine in commits.values():

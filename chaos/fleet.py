@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from chaos.nursery import Nursery
+from chaos.fork_server import ForkServer
 from chaos.options import WorkerOptions
 from demo.events import Committed, Event, EventTail, Exited, Killed, PhaseBegan, Started
 
@@ -73,10 +73,10 @@ class Worker:
                 os.kill(pid, signal.SIGKILL)
         return at
 
-    def order(self, order: str) -> None:
-        """Have it do something to itself, see `chaos.trainer`."""
-        with self.options.orders.open("w") as pipe:
-            pipe.write(order + "\n")
+    def command(self, command: str) -> None:
+        """Send a command to the worker, see `chaos.trainer`."""
+        with self.options.commands.open("w") as pipe:
+            pipe.write(command + "\n")
 
     def said(self) -> str:
         """All that it, and its manager, have written to their output."""
@@ -84,10 +84,10 @@ class Worker:
 
 
 @dataclass(slots=True)
-class Crew:
+class Fleet:
     """The groups of one job and all that they told; ``settings`` are options of all workers."""
 
-    nursery: Nursery
+    fork_server: ForkServer
     folder: Path
     lighthouse: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -115,9 +115,9 @@ class Crew:
         ]
 
     def _start_worker(self, options: WorkerOptions) -> Worker:
-        os.mkfifo(options.orders)
+        os.mkfifo(options.commands)
         began_at = time.monotonic()
-        pid = self.nursery.start(options)
+        pid = self.fork_server.start(options)
         worker = Worker(options, pid, EventTail(options.events), began_at)
         self.lives.append(worker)
         self._note(Started(at=began_at, pid=pid, **_life(options)))
@@ -145,7 +145,7 @@ class Crew:
         for worker in self.lives:
             if not worker.is_running:
                 continue
-            ended = self.nursery.ended(worker.pid)  # first: what it wrote is then in its log
+            ended = self.fork_server.ended(worker.pid)  # first: what it wrote is then in its log
             self.events += worker.tail.read_new()
             if ended is not None:
                 worker.status, at = ended
@@ -179,7 +179,7 @@ class Crew:
                     return event
             num_seen = len(self.events)
             if time.monotonic() > deadline:
-                raise NeverHappened(f"no {kind} within {within_s:g} s:\n{self.story()}")
+                raise NeverHappened(f"no {kind} within {within_s:g} s:\n{self.summary()}")
             time.sleep(_LOOK_S)
 
     def await_commits(
@@ -239,7 +239,7 @@ class Crew:
             if isinstance(event, kind) and event.group == group and event.at >= since
         ]
 
-    def story(self, num_lines: int = 12) -> str:
+    def summary(self, num_lines: int = 12) -> str:
         """The last events, and the last words of every worker, for a failure's message."""
         told = [str(event) for event in sorted(self.events, key=lambda event: event.at)]
         words = [f"-- {worker.options.life}: {worker.said()[-1500:]}" for worker in self.lives]

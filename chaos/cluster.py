@@ -1,4 +1,4 @@
-"""All that a run plays on: lighthouses, ways to them that can be blocked, and the crews."""
+"""The processes of a run: lighthouses, proxies in front of them, and one fleet for each job."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from chaos.crew import Crew, Worker
 from chaos.faults import HANG_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, JOIN_TIMEOUT_S
+from chaos.fleet import Fleet, Worker
+from chaos.fork_server import ForkServer
 from chaos.gateway import Gateway
-from chaos.nursery import Nursery
 from demo.orphans import MARK, die_with_parent
 from torchft_svc.coordination import LighthouseClient
 
@@ -88,7 +88,7 @@ def _steady_address() -> str:
 
 
 @dataclass(slots=True)
-class Stage:
+class Cluster:
     """Starts all of it; leaving the block ends all of it. ``jobs``: group numbers, by job."""
 
     folder: Path
@@ -97,14 +97,14 @@ class Stage:
     seed: int
     mark: str
     num_lighthouses: int = 1
-    nursery: Nursery = field(init=False)
+    fork_server: ForkServer = field(init=False)
     lighthouses: list[Lighthouse] = field(default_factory=list)
-    crews: dict[str, Crew] = field(default_factory=dict)
-    gone: set[int] = field(default_factory=set)  # groups that nobody is to start again
+    fleets: dict[str, Fleet] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)  # groups that are not restarted
     _gateways: dict[int, list[Gateway]] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> Cluster:
         os.environ[MARK] = self.mark  # inherited by every process that is started
         try:
             self._open()
@@ -117,7 +117,7 @@ class Stage:
         self._stack.close()
 
     def _open(self) -> None:
-        self.nursery = self._stack.enter_context(Nursery())
+        self.fork_server = self._stack.enter_context(ForkServer())
         for number in range(1, self.num_lighthouses + 1):
             lighthouse = Lighthouse(self.folder, f"lighthouse-{number}", *_FLAGS)
             self._stack.callback(lighthouse.kill)
@@ -125,8 +125,8 @@ class Stage:
             self.lighthouses.append(lighthouse)
         for job, groups in self.jobs.items():
             settings: dict[str, Any] = {"job": job, "seed": self.seed}
-            self.crews[job] = crew = Crew(self.nursery, self.folder, "", settings)
-            self._stack.callback(crew.end)
+            self.fleets[job] = fleet = Fleet(self.fork_server, self.folder, "", settings)
+            self._stack.callback(fleet.end)
             for group in groups:
                 self._gateways[group] = [
                     self._stack.enter_context(Gateway(lighthouse.address))
@@ -137,26 +137,26 @@ class Stage:
     def job_of(self, group: int) -> str:
         return next(job for job, groups in self.jobs.items() if group in groups)
 
-    def crew_of(self, group: int) -> Crew:
-        return self.crews[self.job_of(group)]
+    def fleet_of(self, group: int) -> Fleet:
+        return self.fleets[self.job_of(group)]
 
     def start(self, group: int) -> list[Worker]:
         """The next life of a group."""
         ways = ",".join(gateway.address for gateway in self._gateways[group])
-        return self.crew_of(group).start(group, lighthouse=ways, num_workers=self.sizes[group])
+        return self.fleet_of(group).start(group, lighthouse=ways, num_workers=self.sizes[group])
 
     def workers(self, group: int) -> list[Worker]:
         """Those of the group's latest life."""
-        return self.crew_of(group).lives_of(group)
+        return self.fleet_of(group).lives_of(group)
 
-    def fellows(self, group: int) -> list[int]:
+    def peers(self, group: int) -> list[int]:
         """The other groups of its job, in order."""
         return [each for each in self.jobs[self.job_of(group)] if each != group]
 
-    def order(self, group: int, order: str) -> None:
-        """Have all workers of the group do something to themselves."""
+    def command(self, group: int, command: str) -> None:
+        """Send a command to all workers of the group."""
         for worker in self.workers(group):
-            worker.order(order)
+            worker.command(command)
 
     def signal(self, group: int, number: int) -> None:
         """Send it to all workers of the group and to its manager."""
@@ -169,7 +169,7 @@ class Stage:
         for group in groups:
             for worker in self.workers(group):
                 if worker.is_running:
-                    self.crew_of(group).kill(worker, with_manager=True)
+                    self.fleet_of(group).kill(worker, with_manager=True)
 
     def bring_back(self, groups: Sequence[int]) -> None:
         self.gone.difference_update(groups)
@@ -196,8 +196,8 @@ class Stage:
 
     def events(self) -> Iterator[tuple[str, Any]]:
         """What is new, with the job that it happened in."""
-        for job, crew in self.crews.items():
-            for event in crew.read():
+        for job, fleet in self.fleets.items():
+            for event in fleet.read():
                 yield job, event
 
     def drain(self) -> None:
@@ -211,4 +211,4 @@ class Stage:
         return not self._running()
 
     def _running(self) -> list[Worker]:
-        return [each for crew in self.crews.values() for each in crew.lives if each.is_running]
+        return [each for fleet in self.fleets.values() for each in fleet.lives if each.is_running]

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos.bounds import allowance_s
-from chaos.crew import Crew
-from chaos.nursery import Nursery
-from chaos.stage import Lighthouse
+from chaos.cluster import Lighthouse
+from chaos.fleet import Fleet
+from chaos.fork_server import ForkServer
 from demo.events import Committed, Discarded, Event, Exited, Killed
 from matrix.program import Moment, Program
 from matrix.verdicts import Run
@@ -32,17 +32,17 @@ _AHEAD = 15
 _TOO_MANY = 100
 
 
-class Theatre:
-    """A lighthouse and a nursery for any number of programs, each a job; a context manager."""
+class ProgramRunner:
+    """A lighthouse and a fork server for many programs, each a job; a context manager."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._numbers = itertools.count()
         self._stack = ExitStack()
 
-    def __enter__(self) -> Theatre:
+    def __enter__(self) -> ProgramRunner:
         with ExitStack() as stack:
-            self._nursery = stack.enter_context(Nursery("matrix.trainer"))
+            self._fork_server = stack.enter_context(ForkServer("matrix.trainer"))
             self._lighthouse = Lighthouse(
                 self._folder,
                 "lighthouse",
@@ -57,7 +57,7 @@ class Theatre:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def play(self, program: Program) -> Run:
+    def run(self, program: Program) -> Run:
         """The whole life of a program, to the end of its last process."""
         job = f"program-{program.seed}-{next(self._numbers)}"
         folder = self._folder / job
@@ -69,33 +69,33 @@ class Theatre:
             "num_workers": program.num_workers,
             "program": program.encode(),
         }
-        crew = Crew(self._nursery, folder, self._lighthouse.address, settings)
-        played = _Play(program, crew)
+        fleet = Fleet(self._fork_server, folder, self._lighthouse.address, settings)
+        execution = _Execution(program, fleet)
         try:
-            missed = played.run()
-            events = sorted(crew.events, key=lambda event: event.at)
+            missed = execution.run()
+            events = sorted(fleet.events, key=lambda event: event.at)
         finally:
-            crew.end()
+            fleet.end()
         return Run(
             program=program,
             events=events,
             missed=missed,
-            words={worker.options.life: worker.said() for worker in crew.lives},
+            words={worker.options.life: worker.said() for worker in fleet.lives},
         )
 
 
 @dataclass(slots=True)
-class _Play:
-    """Says what was missed, if anything: the reason why a part of the play did not end."""
+class _Execution:
+    """One run of a program; `run` returns what did not happen in time, or nothing."""
 
     program: Program
-    crew: Crew
+    fleet: Fleet
     _dead: set[int] = field(default_factory=set)  # groups that ended by themselves, with an error
 
     def run(self) -> str:
         groups = range(self.program.num_groups)
         for group in groups:
-            self.crew.start(group)
+            self.fleet.start(group)
         for is_over, what in self._parts():
             if not self._wait(is_over):
                 return what
@@ -110,10 +110,10 @@ class _Play:
         yield self._kills_are_done, "the worker to be killed did not get so far"
         back_at = time.monotonic()
         yield lambda: self._all_commit(since=back_at), "not everybody trained together"
-        last = max(each.step for each in self.crew.events if isinstance(each, Committed)) + _AHEAD
-        for worker in self.crew.lives:
+        last = max(each.step for each in self.fleet.events if isinstance(each, Committed)) + _AHEAD
+        for worker in self.fleet.lives:
             if worker.is_running:
-                worker.order(f"last {last}")
+                worker.command(f"last {last}")
         yield self._all_have_ended, f"not everybody had ended after step {last}"
 
     def _wait(self, is_over: Callable[[], bool]) -> bool:
@@ -121,31 +121,31 @@ class _Play:
         while not is_over() and not self._dead:
             if time.monotonic() > deadline or self._discards_for_ever():
                 return False
-            for event in self.crew.read():
+            for event in self.fleet.read():
                 if isinstance(event, Exited):
-                    self._hear_end(event)
+                    self._handle_end(event)
             time.sleep(_LOOK_S)
         return True
 
-    def _hear_end(self, end: Exited) -> None:
+    def _handle_end(self, end: Exited) -> None:
         """As a launcher does: a group that lost one of its workers is started anew as a whole."""
-        workers = self.crew.lives_of(end.group)
+        workers = self.fleet.lives_of(end.group)
         if workers[0].options.incarnation != end.incarnation or end.status == 0:
             return
-        kills = [each for each in self.crew.of(end.group, Killed) if each.life == end.life]
+        kills = [each for each in self.fleet.of(end.group, Killed) if each.life == end.life]
         if not kills and not self.program.is_refused:
             self._dead.add(end.group)
             return
         for worker in workers:
             if worker.is_running:
-                self.crew.kill(worker, with_manager=True)
+                self.fleet.kill(worker, with_manager=True)
         if not self.program.is_refused:
-            self.crew.start(end.group)
+            self.fleet.start(end.group)
 
     def _discards_for_ever(self) -> bool:
         """Whether errors had a worker discard its last so many steps: it will never commit any."""
         in_a_row: Counter[tuple[int, int, int]] = Counter()
-        for event in self.crew.events:
+        for event in self.fleet.events:
             life = (*event.life, event.worker)
             if isinstance(event, Discarded):
                 in_a_row[life] += bool(event.reason)  # without one, others are waited for
@@ -157,7 +157,7 @@ class _Play:
 
     def _kills_are_done(self) -> bool:
         """All but those of groups that serve a state, which another one may do."""
-        killed = {(each.group, each.incarnation) for each in self.crew.events if _is_kill(each)}
+        killed = {(each.group, each.incarnation) for each in self.fleet.events if _is_kill(each)}
         sure = [kill for kill in self.program.kills if kill.moment is not Moment.SERVE]
         return all((kill.group, kill.life) in killed for kill in sure)
 
@@ -165,10 +165,10 @@ class _Play:
         """Whether every worker has committed some steps together with all others."""
         num_groups = self.program.num_groups
         for group in range(num_groups):
-            for worker in self.crew.lives_of(group):
+            for worker in self.fleet.lives_of(group):
                 mine = [
                     each
-                    for each in self.crew.of(group, Committed, since=since)
+                    for each in self.fleet.of(group, Committed, since=since)
                     if each.life == (group, worker.options.incarnation)
                     and each.worker == worker.options.worker
                     and len(each.members.split()) == num_groups
@@ -178,7 +178,7 @@ class _Play:
         return True
 
     def _all_have_ended(self) -> bool:
-        return not any(worker.is_running for worker in self.crew.lives)
+        return not any(worker.is_running for worker in self.fleet.lives)
 
 
 def _is_kill(event: Event) -> bool:

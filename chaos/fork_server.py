@@ -1,7 +1,7 @@
 """Starts workers in milliseconds: a process that has imported torch once and forks for each.
 
 As a program it reads the options of a worker from each line of its input, and writes a line for
-each worker that was started or has ended. `Nursery` is its other side.
+each worker that was started or has ended. `ForkServer` is its other side.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ END_S = 5.0
 Run = Callable[[WorkerOptions], None]
 
 
-class NurseryError(Exception):
-    """The nursery did not start, or has ended."""
+class ForkServerError(Exception):
+    """The fork server did not start, or has ended."""
 
 
-class Nursery:
+class ForkServer:
     """The process that forks; a context manager, which kills all workers at its end.
 
     ``trainer`` is the module whose ``run`` is a worker's life, and whose ``warm_up`` is called once
@@ -44,7 +44,7 @@ class Nursery:
 
     def __init__(self, trainer: str = "chaos.trainer", **variables: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "chaos.nursery", trainer],
+            [sys.executable, "-m", "chaos.fork_server", trainer],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -88,7 +88,7 @@ class Nursery:
             found = [told for told in self._read(left_s) if key in told]
             if found:
                 return found[0]
-        raise NurseryError(f"the nursery did not say {key!r} within {within_s:g} s")
+        raise ForkServerError(f"the fork server did not say {key!r} within {within_s:g} s")
 
     def _read(self, within_s: float) -> list[dict[str, Any]]:
         """What it has said by then; who has ended is noted."""
@@ -97,7 +97,7 @@ class Nursery:
             return []
         more = os.read(self._output.fileno(), 65536)
         if not more:
-            raise NurseryError(f"the nursery has ended, status {self._process.wait(END_S)}")
+            raise ForkServerError(f"the fork server has ended, status {self._process.wait(END_S)}")
         *lines, self._unread = (self._unread + more).split(b"\n")
         told = [json.loads(line) for line in lines]
         for said in told:
@@ -117,7 +117,7 @@ class Nursery:
             self._process.wait()
         self._output.close()
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -129,7 +129,7 @@ class Nursery:
 
 def main(module: str) -> None:
     """Fork for each line of the input, until it ends."""
-    # The nursery has torch, and so have those that it forks; who talks to it does not need it.
+    # The fork server has torch, and so have those that it forks; who talks to it does not need it.
     trainer = importlib.import_module(module)
     trainer.warm_up()
     wake, waker = os.pipe()
