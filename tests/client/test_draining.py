@@ -212,7 +212,7 @@ def test_a_worker_ends_in_good_order_though_its_manager_does_not_answer(
     with lighthouse() as address, Trainer(address, "a", 0) as trainer:
         assert trainer.steps(2) == [True, True]
         trainer.manager._runtime.services.close()
-        trainer.manager._runtime.links.draining.request("a signal")
+        trainer.manager._runtime.deps.draining.request("a signal")
         with pytest.raises(Drained, match="a signal; it could not leave: manager at") as caught:
             trainer.optimizer.zero_grad()
         assert caught.value.code == 0

@@ -108,7 +108,7 @@ def test_without_a_quorum_nothing_is_summed() -> None:
         began_at = time.monotonic()
         assert not a.step()
         check("no quorum, with 10 s left,", time.monotonic() - began_at, 2.0)
-        assert a.manager._runtime.links.pg.errored() is not None, "the other hears of it at once"
+        assert a.manager._runtime.deps.pg.errored() is not None, "the other hears of it at once"
 
 
 def test_all_groups_go_back_to_the_first_when_it_is_back() -> None:

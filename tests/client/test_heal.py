@@ -29,7 +29,7 @@ from support.training import (
 
 from torchft_svc.client import CheckpointTransport, HTTPTransport, ProcessGroupDummy
 from torchft_svc.client.step.heal import fetch_state
-from torchft_svc.client.step.membership import Membership
+from torchft_svc.client.step.membership import QuorumMembership
 from torchft_svc.coordination import LighthouseClient, QuorumResult
 from torchft_svc.errors import CheckpointError, QuorumFailed
 from torchft_svc.rpc.security import PLAIN
@@ -449,7 +449,7 @@ def test_a_group_that_puts_its_heal_off_commits_nothing(address: str) -> None:
 @pytest.mark.parametrize("answers", [False, True], ids=["dead", "frozen"])
 def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> None:
     """Its manager cannot be reached, or takes connections and says nothing."""
-    membership = Membership(ProcessGroupDummy())
+    membership = QuorumMembership(ProcessGroupDummy())
     with socket.create_server(("127.0.0.1", 0)) as listener, HTTPTransport[Any](TIMEOUT) as mine:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         if not answers:
@@ -473,7 +473,7 @@ def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> 
 
 
 def test_only_the_group_that_was_assigned_counts_as_a_lost_source() -> None:
-    membership = Membership(ProcessGroupDummy())
+    membership = QuorumMembership(ProcessGroupDummy())
     quorum = dataclasses.replace(A_QUORUM, replica_ids=["a:1", "b:1", "c:1"])
     membership.lose("c:1", "its session ended", 7)
     membership.lose("b:1", "its session ended", 6)  # it came back for this quorum

@@ -8,7 +8,7 @@ import pytest
 from support.training import lighthouse, together, trainers
 
 from torchft_svc.client.process_groups import ProcessGroupDummy, ProcessGroupGloo
-from torchft_svc.client.step.membership import Membership
+from torchft_svc.client.step.membership import QuorumMembership
 from torchft_svc.coordination import QuorumResult
 from torchft_svc.errors import QuorumFailed
 
@@ -33,21 +33,21 @@ QUORUM = QuorumResult(
 
 
 def test_a_loss_that_is_heard_before_its_quorum_counts() -> None:
-    membership = Membership(ProcessGroupDummy())
+    membership = QuorumMembership(ProcessGroupDummy())
     membership.lose("b:1", "killed", 7)
     with pytest.raises(QuorumFailed, match="b:1 is out: killed"):
         membership.check_losses(QUORUM)
 
 
 def test_a_group_that_was_lost_may_come_back_into_a_later_quorum() -> None:
-    membership = Membership(ProcessGroupDummy())
+    membership = QuorumMembership(ProcessGroupDummy())
     membership.lose("b:1", "no sign of life", 7)
     membership.check_losses(dataclasses.replace(QUORUM, quorum_id=8))
 
 
 def test_who_was_lost_before_the_question_may_be_in_the_answer_whatever_its_id() -> None:
     """A lighthouse that was restarted with its clock set back gives out lower ids."""
-    membership = Membership(ProcessGroupDummy())
+    membership = QuorumMembership(ProcessGroupDummy())
     membership.lose("b:1", "no sign of life", 70)
     membership.ask()
     membership.check_losses(QUORUM)
@@ -57,12 +57,12 @@ def test_why_there_is_no_quorum_is_said_once_until_it_changes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = [100.0]
-    membership = Membership(ProcessGroupDummy(), clock=lambda: now[0])
+    membership = QuorumMembership(ProcessGroupDummy(), clock=lambda: now[0])
 
     def hears(reason: str, *, at: float) -> list[str]:
         now[0] = at
         caplog.clear()
-        membership.hear_no_quorum(reason)
+        membership.receive_no_quorum(reason)
         return caplog.messages
 
     assert hears("late news", at=100) == [], "nobody has asked"
@@ -84,7 +84,7 @@ def test_why_there_is_no_quorum_is_said_once_until_it_changes(
 
 
 def test_a_strangers_loss_does_not_matter() -> None:
-    membership = Membership(ProcessGroupDummy())
+    membership = QuorumMembership(ProcessGroupDummy())
     membership.lose("c:1", "killed", 7)
     membership.check_losses(QUORUM)
 
@@ -93,7 +93,7 @@ def test_a_group_whose_line_to_its_manager_ends_is_out_but_for_one_that_is_alone
     alone = dataclasses.replace(QUORUM, replica_world_size=1, replica_ids=["a:1"])
     for quorum, is_left in [(QUORUM, True), (alone, False)]:
         pg = ProcessGroupGloo()
-        membership = Membership(pg)
+        membership = QuorumMembership(pg)
         membership.leave()
         membership.quorum = quorum
         membership.leave()
@@ -101,7 +101,7 @@ def test_a_group_whose_line_to_its_manager_ends_is_out_but_for_one_that_is_alone
 
 
 def test_a_group_hears_that_it_was_left_out_itself() -> None:
-    membership = Membership(ProcessGroupDummy())
+    membership = QuorumMembership(ProcessGroupDummy())
     membership.lose("a:1", "it hangs: training in step 1 for 9.0 s", 7)
     with pytest.raises(QuorumFailed, match="a:1 is out: it hangs"):
         membership.check_losses(QUORUM)

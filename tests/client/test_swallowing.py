@@ -146,7 +146,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[list[Trainer]]:
 
 
 def group_of(trainer: Trainer) -> Any:
-    return trainer.manager._runtime.links.pg
+    return trainer.manager._runtime.deps.pg
 
 
 def test_a_group_that_is_late_takes_part(pair: list[Trainer]) -> None:

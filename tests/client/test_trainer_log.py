@@ -128,7 +128,7 @@ def test_heals_quorums_and_lost_groups_are_told_without_secrets(
         committed, _ = together(a.step, leave)
         assert not committed
         a.until(3)
-        secrets = [each.manager._runtime.links.transport._server.secret for each in (a, b)]
+        secrets = [each.manager._runtime.deps.transport._server.secret for each in (a, b)]
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
     for pattern in (
         r"quorum \d+ from step \d: 2 groups: a, b",

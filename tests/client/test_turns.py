@@ -167,7 +167,7 @@ class Launches:
 
     def __init__(self, manager: Manager) -> None:
         self.found = {"allreduce": 0, "allgather": 0}
-        pg = manager._runtime.links.pg
+        pg = manager._runtime.deps.pg
         for name in self.found:
             setattr(pg, name, self._counting(name, getattr(pg, name)))
 

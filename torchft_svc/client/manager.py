@@ -26,7 +26,7 @@ from torchft_svc.client.process.deadlines import guard_future
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.reduce.operations import Kind
 from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
-from torchft_svc.client.runtime.runtime import Brought, Runtime, start_runtime
+from torchft_svc.client.runtime.runtime import CallerParts, Runtime, start_runtime
 from torchft_svc.client.step.round import RoundRequest, RoundRules, SharedStep
 from torchft_svc.client.step.state import DEFAULT_KEY, StateRegistry
 from torchft_svc.client.step.stepper import Stepper, Update
@@ -159,15 +159,15 @@ class Manager:
         machine = StepMachine(min_replica_size=min_replica_size, max_retries=max_retries)
         self._step = SharedStep(machine)
         self._registry = StateRegistry(load_state_dict, state_dict)
-        brought = Brought(
+        given = CallerParts(
             pg=pg,
             transport=checkpoint_transport,
             registry=self._registry,
             heeds_term=handle_sigterm,
             store=(store_addr, store_port),
         )
-        run = self._runtime = _start(self._rules, services, environment, brought)
-        self._stepper = Stepper(run.links, self._rules, self._step, run.membership, run.thread)
+        run = self._runtime = _start(self._rules, services, environment, given)
+        self._stepper = Stepper(run.deps, self._rules, self._step, run.membership, run.thread)
         leads = self._rules.place.leads
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), run, self._step, leads)
 
@@ -312,7 +312,7 @@ class Manager:
 
     def report_error(self, e: Exception) -> None:
         """Latch an error of this step: it will be discarded. The first one counts."""
-        self._stepper.hear_error(e, self._step.state.epoch)
+        self._stepper.latch_error(e, self._step.state.epoch)
 
     def report_spoiled_update(self, e: BaseException) -> None:
         """The update of a committed step was not applied whole, because of ``e``.
@@ -344,7 +344,7 @@ class Manager:
             fut,
             default,
             limit_s,
-            lambda error: self._stepper.hear_error(error, epoch),
+            lambda error: self._stepper.latch_error(error, epoch),
             self._runtime.timer,
         )
 
@@ -452,14 +452,14 @@ class Manager:
 
     def is_draining(self) -> bool:
         """Whether this worker's group was told to end after its step."""
-        return self._runtime.links.draining.reason is not None
+        return self._runtime.deps.draining.reason is not None
 
     # -- the end ---------------------------------------------------------------------------------
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave the quorum and end everything that was started; may be called twice."""
         if not self._runtime.closed:
-            _tell_leaving(self.current_step(), self._rules.place.leads)
+            _log_leaving(self.current_step(), self._rules.place.leads)
         self._finalizer.detach()
         self._runtime.close(wait)
 
@@ -487,7 +487,7 @@ def _start(*parts: Any) -> Runtime:
         raise _shortened(error) from None
 
 
-def _tell_leaving(step: int, leads: bool) -> None:
+def _log_leaving(step: int, leads: bool) -> None:
     log.log(logging.INFO if leads else logging.DEBUG, "leaves after step %d", step)
 
 
@@ -500,7 +500,7 @@ def _close_in(pid: int, runtime: Runtime, step: SharedStep, leads: bool) -> None
     if os.getpid() != pid:
         return
     if not runtime.closed:
-        _tell_leaving(step.state.step, leads)
+        _log_leaving(step.state.step, leads)
     if threading.current_thread() is threading.main_thread():
         runtime.close(False)
     else:

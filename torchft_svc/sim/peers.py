@@ -25,7 +25,7 @@ class _Loss:
 
 
 class Peers:
-    """As `Membership` in `client/step/membership.py`, with a seat for a process group."""
+    """As `QuorumMembership` in `client/step/membership.py`, with a seat for a process group."""
 
     def __init__(self, process: Process, sums: Sums, job: str, group_rank: int) -> None:
         self.seat: Seat | None = None

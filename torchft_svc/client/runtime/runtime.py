@@ -29,8 +29,8 @@ from torchft_svc.client.runtime.bootstrap import (
     open_store,
 )
 from torchft_svc.client.runtime.trainer_log import speak_on_stderr
-from torchft_svc.client.step.membership import Membership
-from torchft_svc.client.step.round import Links, RoundRules
+from torchft_svc.client.step.membership import QuorumMembership
+from torchft_svc.client.step.round import Dependencies, RoundRules
 from torchft_svc.client.step.state import StateRegistry
 from torchft_svc.coordination import Listeners, ManagerClient
 from torchft_svc.env import Environment
@@ -43,8 +43,8 @@ _JOIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Brought:
-    """What the caller brought along; what is None is made here."""
+class CallerParts:
+    """What the caller supplies; what is None is created here."""
 
     pg: ProcessGroup | None
     transport: CheckpointTransport[Any] | None
@@ -57,8 +57,8 @@ class Brought:
 class Runtime:
     """The running parts; `close` ends them, each once, whatever the others do."""
 
-    links: Links
-    membership: Membership
+    deps: Dependencies
+    membership: QuorumMembership
     thread: BackgroundThread
     timer: Timer
     group_store: GroupStore | None
@@ -77,15 +77,15 @@ class Runtime:
         if self.closed:
             return
         self.closed = True
-        self.links.pg.interrupt()
+        self.deps.pg.interrupt()
         endings: list[Callable[[], object]] = [
             *([] if self.term_signal is None else [self.term_signal.close]),
-            functools.partial(self.links.client.close, failure()),
-            lambda: self.links.transport.shutdown(wait),
+            functools.partial(self.deps.client.close, failure()),
+            lambda: self.deps.transport.shutdown(wait),
             lambda: self.thread.close(_JOIN_S),
             lambda: self.timer.close(_JOIN_S),
-            self.links.watchdog.close,
-            self.links.pg.shutdown,
+            self.deps.watchdog.close,
+            self.deps.pg.shutdown,
             self._finish_records,
             self.services.close,
             self._drop_store,
@@ -110,7 +110,7 @@ def start_runtime(
     rules: RoundRules,
     options: ServiceOptions,
     environment: Environment,
-    brought: Brought,
+    given: CallerParts,
 ) -> Runtime:
     """Start what is missing; what was started is stopped again if a later part fails."""
     _begin_log(rules.place, options, environment)
@@ -118,7 +118,7 @@ def start_runtime(
     timeout = timedelta(seconds=timeouts.collective_s)
     with contextlib.ExitStack() as undo:
         recorder = _open_recorder(options)
-        store = open_store(rules.place, options, environment, timeouts, *brought.store)
+        store = open_store(rules.place, options, environment, timeouts, *given.store)
         services = open_services(rules.place, options, environment, timeouts, store)
         undo.callback(services.close)
         client = ManagerClient(
@@ -128,35 +128,35 @@ def start_runtime(
             security=options.security,
         )
         undo.callback(client.close)
-        transport = brought.transport
+        transport = given.transport
         if transport is None:
             transport = HTTPTransport(
                 timeout, hostname=_host(options, environment), security=options.security
             )
             undo.callback(transport.shutdown, False)
-        brought.registry.check_with(transport.check_state)
-        pg = ProcessGroupGloo(timeout=timeout) if brought.pg is None else brought.pg
+        given.registry.check_with(transport.check_state)
+        pg = ProcessGroupGloo(timeout=timeout) if given.pg is None else given.pg
         if recorder is not None:
             pg.record_to(recorder)
         end = functools.partial(_end, pg, recorder)
         kill = functools.partial(end, client.stands_still)
-        membership, draining = Membership(pg), Draining()
+        membership, draining = QuorumMembership(pg), Draining()
         listeners = Listeners(
             on_loss=membership.lose,
             on_kill=kill,
             on_drain=draining.request,
-            on_waiting=membership.hear_newcomer,
-            on_no_quorum=membership.hear_no_quorum,
+            on_waiting=membership.receive_newcomer,
+            on_no_quorum=membership.receive_no_quorum,
             on_cut=membership.leave,
         )
         client.attach(rules.place.group_rank, listeners)
         runtime = Runtime(
-            links=Links(
+            deps=Dependencies(
                 client=client,
                 draining=draining,
                 pg=pg,
                 transport=transport,
-                registry=brought.registry,
+                registry=given.registry,
                 watchdog=Watchdog(timeouts.watchdog_s, functools.partial(end, lambda: True)),
             ),
             membership=membership,
@@ -164,7 +164,7 @@ def start_runtime(
             timer=Timer("torchft-timer"),
             group_store=store,
             services=services,
-            term_signal=TermSignal(draining, client.drain) if brought.heeds_term else None,
+            term_signal=TermSignal(draining, client.drain) if given.heeds_term else None,
             recorder=recorder,
         )
         undo.pop_all()

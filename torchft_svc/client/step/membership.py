@@ -28,7 +28,7 @@ _MAX_NAMES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Loss:
+class _LostGroup:
     """``replica_id`` is gone, which was in quorum ``quorum_id`` and may be back in a later one."""
 
     replica_id: str
@@ -45,12 +45,12 @@ class _Loss:
     def __str__(self) -> str:
         return f"{self.replica_id} is out: {self.reason}"
 
-    def told(self) -> str:
+    def description(self) -> str:
         """For people."""
         return f"lost group {stable_name(self.replica_id)}: {self.reason}"
 
 
-class Membership:
+class QuorumMembership:
     """The quorum that ``pg`` was last built for, and who of it is gone since."""
 
     def __init__(self, pg: ProcessGroup, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,7 +58,7 @@ class Membership:
         self._clock = clock
         self._pg = pg
         self._reasons: dict[str, str] = {}  # why groups are gone that no quorum has left out yet
-        self._losses: deque[_Loss] = deque(maxlen=_MAX_LOSSES)
+        self._losses: deque[_LostGroup] = deque(maxlen=_MAX_LOSSES)
         self._newcomers: frozenset[str] = frozenset()  # replaced as a whole, for other threads
         self._asked_at: float | None = None  # since when there is no answer; None: there is one
         self._said, self._said_at = "", -math.inf
@@ -68,7 +68,7 @@ class Membership:
         """How many groups wait to join, as far as is known since the last quorum was asked for."""
         return len(self._newcomers)
 
-    def hear_newcomer(self, replica_id: str) -> None:
+    def receive_newcomer(self, replica_id: str) -> None:
         """A group waits to join; to be called on any thread."""
         self._newcomers |= {replica_id}
 
@@ -85,7 +85,7 @@ class Membership:
         self._asked_at = None
         self._newcomers = self._newcomers.difference(quorum.replica_ids)
 
-    def hear_no_quorum(self, reason: str) -> None:
+    def receive_no_quorum(self, reason: str) -> None:
         """There is none yet, because of ``reason`` (empty: not known); to be called on any thread,
         again and again. Says so in the log if that lasts, when it changes, and from time to time.
         """
@@ -100,7 +100,7 @@ class Membership:
 
     def lose(self, replica_id: str, reason: str, quorum_id: int) -> None:
         """A member of quorum ``quorum_id`` is gone; to be called on any thread."""
-        loss = _Loss(replica_id, reason, quorum_id)
+        loss = _LostGroup(replica_id, reason, quorum_id)
         self._losses.append(loss)
         if len(self._reasons) < _MAX_LOSSES:
             self._reasons[replica_id] = reason
@@ -142,7 +142,7 @@ class Membership:
         if quorum is None:
             return ""
         losses = {loss.replica_id: loss for loss in list(self._losses) if loss.concerns(quorum)}
-        return _listed([loss.told() for loss in losses.values()], "; ")
+        return _listed([loss.description() for loss in losses.values()], "; ")
 
     def enter(self, quorum: QuorumResult) -> str:
         """This is the quorum from now on, to whose members losses are told to the process group.

@@ -20,7 +20,7 @@ from torchft_svc.client.process.draining import Draining
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.step.heal import fetch_state
-from torchft_svc.client.step.membership import Membership
+from torchft_svc.client.step.membership import QuorumMembership
 from torchft_svc.client.step.state import EarlyTensors, StateRegistry, readable_size
 from torchft_svc.coordination import ManagerClient, QuorumResult
 from torchft_svc.core.names import stable_name
@@ -75,7 +75,7 @@ def _nobody_listens(phase: Phase, step: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
+class Dependencies:
     """What a round talks to."""
 
     client: ManagerClient
@@ -145,13 +145,13 @@ class Round:
 
     def __init__(
         self,
-        links: Links,
+        deps: Dependencies,
         rules: RoundRules,
         step: SharedStep,
-        membership: Membership,
+        membership: QuorumMembership,
         request: RoundRequest,
     ) -> None:
-        self._links = links
+        self._deps = deps
         self._rules = rules
         self._step = step
         self._membership = membership
@@ -215,7 +215,7 @@ class Round:
         if self._membership.quorum is None:
             if self._request.allow_heal:
                 self._expect_state()
-            self._links.pg.prepare()
+            self._deps.pg.prepare()
         quorum = self.quorum = self._ask()
         problem = self._meet(quorum) or self._began_too_early(quorum)
         heals = quorum.heal and self._request.allow_heal
@@ -228,7 +228,7 @@ class Round:
                 quorum.max_step,
             )
         if not heals:
-            self._links.transport.expect_checkpoint(None)
+            self._deps.transport.expect_checkpoint(None)
         with self._step.changing() as machine:
             heal_to = quorum.max_step if quorum.heal else None
             machine.form(self._participation(quorum), heal_to, may_heal=self._request.allow_heal)
@@ -240,7 +240,7 @@ class Round:
             log.warning("step %d cannot be committed: %s", self._step.state.step, broken)
         # Whoever puts a heal off and contributes nothing does the others no harm.
         if broken is not None and (contributes or heals or not quorum.heal or problem is not None):
-            self._links.leave_members(broken)
+            self._deps.leave_members(broken)
         self.ready.set()
         if self._request.allow_heal:
             self._offer(quorum)
@@ -264,14 +264,14 @@ class Round:
         if contributes or missed:
             # Others count on this group's gradients, or may do so in the quorum that it has missed:
             # they must learn now that none will come.
-            self._links.leave_members(error)
+            self._deps.leave_members(error)
 
     def _expect_state(self) -> None:
         """A worker that has just started is most likely behind: prepare while the quorum forms."""
         try:
-            state = self._links.registry.collect({}, self._rules.timeouts.quorum_s)
-            self._links.transport.check_state(state)
-            self._links.transport.expect_checkpoint(state)
+            state = self._deps.registry.collect({}, self._rules.timeouts.quorum_s)
+            self._deps.transport.check_state(state)
+            self._deps.transport.expect_checkpoint(state)
         except UsageError:
             raise  # it will not heal others either: better told now than when it is needed
         except Exception:
@@ -280,7 +280,7 @@ class Round:
     def _ask(self) -> QuorumResult:
         """The quorum; a manager that is being started anew is asked again."""
         deadline = time.monotonic() + self._request.timeout_s
-        patience = self._links.client.patience(deadline)
+        patience = self._deps.client.patience(deadline)
         self._membership.ask()
         while True:
             try:
@@ -293,15 +293,13 @@ class Round:
 
     def _ask_once(self, timeout_s: float) -> QuorumResult:
         state = self._step.state
-        self._leaves_for = self._links.draining.reason
+        self._leaves_for = self._deps.draining.reason
         # A group without its connections needs new ones, and only a new quorum id brings them.
-        must_reconnect = (
-            self._membership.quorum is not None and self._links.pg.errored() is not None
-        )
-        return self._links.client._quorum(
+        must_reconnect = self._membership.quorum is not None and self._deps.pg.errored() is not None
+        return self._deps.client._quorum(
             group_rank=self._rules.place.group_rank,
             step=state.step,
-            checkpoint_metadata=self._links.transport.metadata(),
+            checkpoint_metadata=self._deps.transport.metadata(),
             shrink_only=self._request.shrink_only,
             timeout=timedelta(seconds=timeout_s),
             commit_failures=max(state.failures, int(must_reconnect)),
@@ -318,15 +316,15 @@ class Round:
         if self._membership.fits(quorum):
             # Broken since this worker asked? The others keep their connections, and would not come
             # to meet it under this id. It says so when it asks again, which brings another one.
-            return self._links.pg.errored()
+            return self._deps.pg.errored()
         # The manager takes a worker that has its quorum for one that trains. It still waits for
         # others; who waits for a store that does not answer has not hung itself.
         self._step.on_phase(Phase.QUORUM, self._step.state.step)
-        self._tell_members(quorum, self._membership.enter(quorum))
+        self._log_members(quorum, self._membership.enter(quorum))
         self.has_connected = True
         try:
             self._membership.check_losses(quorum)
-            self._links.pg.configure(
+            self._deps.pg.configure(
                 f"{quorum.store_address}/{quorum.store_prefix}",
                 quorum.replica_ids[quorum.replica_rank] if quorum.replica_ids else "",
                 quorum.replica_rank,
@@ -351,7 +349,7 @@ class Round:
         step = self._step.state.step
         return QuorumFailed(f"the step began with the weights of step {step}, the job is at step 0")
 
-    def _tell_members(self, quorum: QuorumResult, change: str) -> None:
+    def _log_members(self, quorum: QuorumResult, change: str) -> None:
         """What all workers of a group would say is said by the first one."""
         level = logging.INFO if change and self._rules.place.leads else logging.DEBUG
         log.log(
@@ -380,7 +378,7 @@ class Round:
 
         It is kept for those that come late for as long as anything in a step may take.
         """
-        transport, registry = self._links.transport, self._links.registry
+        transport, registry = self._deps.transport, self._deps.registry
         receivers = quorum.recover_dst_replica_ranks
         extras = quorum.recover_extra_dst_replica_ranks if transport.can_stripe else []
         if not receivers and not extras:
@@ -407,7 +405,7 @@ class Round:
 
     def _send(self, receivers: list[int], extras: list[int], state: Any) -> None:
         assert self.quorum is not None
-        transport, step = self._links.transport, self.quorum.max_step
+        transport, step = self._deps.transport, self.quorum.max_step
         timeout = timedelta(seconds=self._rules.timeouts.quorum_s)
         if extras:
             transport.send_striped(receivers, extras, step, state, timeout)
@@ -417,7 +415,7 @@ class Round:
     def _refuse(self, receivers: list[int], error: Exception) -> None:
         assert self.quorum is not None
         self._rest = None
-        self._links.transport.refuse_checkpoint(receivers, self.quorum.max_step, repr(error))
+        self._deps.transport.refuse_checkpoint(receivers, self.quorum.max_step, repr(error))
 
     def _counters(self) -> dict[str, int]:
         return self._step.state.counters()
@@ -430,7 +428,7 @@ class Round:
         rest, self._rest = self._rest, None
         if rest is None or self.quorum is None:
             return
-        transport, registry = self._links.transport, self._links.registry
+        transport, registry = self._deps.transport, self._deps.registry
         timeout_s = self._rules.timeouts.quorum_s
         try:
             if rest.early is None:
@@ -453,7 +451,7 @@ class Round:
         if rest is not None and self.quorum is not None:
             step = self.quorum.max_step
             try:
-                self._links.transport.refuse_checkpoint(rest.receivers, step, "it was given up")
+                self._deps.transport.refuse_checkpoint(rest.receivers, step, "it was given up")
             except Exception:
                 log.exception("nobody can be told that step %d was given up", step)
 
@@ -464,11 +462,11 @@ class Round:
         log.info("healing to step %d from %s", quorum.max_step, source)
         began_at = time.monotonic()
         state = fetch_state(
-            self._links.transport,
+            self._deps.transport,
             quorum,
             group_rank,
             timeout_s,
-            self._links.client.security,
+            self._deps.client.security,
             lambda: self._membership.check_losses(quorum),
             lambda: self._membership.check_source(quorum),
         )

@@ -17,9 +17,9 @@ from torchft_svc.client.reduce.averages import Averages
 from torchft_svc.client.reduce.collectives import NO_GRAPH
 from torchft_svc.client.reduce.operations import Kind, LaunchOrder
 from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
-from torchft_svc.client.step.membership import Membership
+from torchft_svc.client.step.membership import QuorumMembership
 from torchft_svc.client.step.round import (
-    Links,
+    Dependencies,
     Round,
     RoundRequest,
     RoundRules,
@@ -63,47 +63,47 @@ _UNSUMMED = (
 class Stepper:
     """What `Manager` does between two steps and in one; to be used on the training thread.
 
-    `hear_error` alone may be called on any thread.
+    `latch_error` alone may be called on any thread.
     """
 
     def __init__(
         self,
-        links: Links,
+        deps: Dependencies,
         rules: RoundRules,
         step: SharedStep,
-        membership: Membership,
+        membership: QuorumMembership,
         thread: BackgroundThread,
     ) -> None:
-        self._links = links
+        self._deps = deps
         self._rules = rules
         self._step = step
-        step.on_phase = links.client.tell_phase
+        step.on_phase = deps.client.tell_phase
         self._membership = membership
         self._thread = thread
         self._order = LaunchOrder(lambda: self.state.settled)
         self._averages = Averages(
-            links.pg,
+            deps.pg,
             rules.timeouts.collective_s,
-            self.hear_error,
-            self._tell_wait,
-            links.watchdog,
+            self.latch_error,
+            self._report_wait,
+            deps.watchdog,
             order=self._order,
             checks_all=rules.checks_collectives,
         )
         # Of what is reduced between two steps, which no step can fail by.
         self._reports = Averages(
-            links.pg,
+            deps.pg,
             min(rules.timeouts.collective_s, _BETWEEN_STEPS_S),
-            self._hear_report_error,
-            self._tell_wait,
-            links.watchdog,
+            self._latch_report_error,
+            self._report_wait,
+            deps.watchdog,
             order=self._order,
             checks_all=rules.checks_collectives,
         )
         self._turn: weakref.ref[Launching] | None = None
         self._reducers: list[weakref.ref[Reducing]] = []
         self.weights_version = 0  # see `Manager.weights_version`
-        links.registry.watch(lambda: [each for r in self.reducers() for each in r.parameters])
+        deps.registry.watch(lambda: [each for r in self.reducers() for each in r.parameters])
         self._thread_of_step: int | None = None
         self._has_warned = False  # of gradients that nothing sums
         self._loads = False  # a healed state is being put in place
@@ -131,7 +131,7 @@ class Stepper:
         if heals_now and self._round is None:
             # Whether it does heal here depends on who else trains. Programs must not.
             self.weights_version += 1
-        round_ = Round(self._links, self._rules, self._step, self._membership, request)
+        round_ = Round(self._deps, self._rules, self._step, self._membership, request)
         task = Task(round_.run)
         try:
             self._round, self._task = round_, task
@@ -141,7 +141,7 @@ class Stepper:
             self._order.begin(lambda: round_.has_connected)
             self._averages.begin(epoch)
             self._reports.begin(epoch)
-            self._links.registry.gate.open()
+            self._deps.registry.gate.open()
             self._thread.submit(task)
             if task.done and task.error is not None:
                 raise task.error
@@ -183,9 +183,9 @@ class Stepper:
         state = self.state
         if state.phase not in _TRAINING:
             return
-        self._tell_discarded(state, "the program began another one")
-        if self._links.pg.errored() is None:
-            self._links.leave_members(QuorumFailed("the step was given up"))
+        self._log_discarded(state, "the program began another one")
+        if self._deps.pg.errored() is None:
+            self._deps.leave_members(QuorumFailed("the step was given up"))
 
     def _ends_alone(self) -> bool:
         """Whether this worker is told to end, so that there is nothing to train for.
@@ -193,7 +193,7 @@ class Stepper:
         One of several, though, goes on as those do that have not heard of it yet: they may be in a
         collective of the group already, which fails if this one leaves its program elsewhere.
         """
-        is_told = self._links.draining.reason is not None
+        is_told = self._deps.draining.reason is not None
         return is_told and self._rules.place.group_world_size == 1
 
     def wait_for_quorum(self) -> None:
@@ -212,7 +212,7 @@ class Stepper:
         Without a deadline of its own: all that the thread waits for has one.
         """
         while self._round is not None and not self._round.ready.wait(_LOOK_S):
-            self._links.pg.tidy()
+            self._deps.pg.tidy()
             if self._task is None or self._task.done:
                 return  # it will never be: the manager was shut down meanwhile
 
@@ -237,17 +237,17 @@ class Stepper:
     def _report(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> dist.Work:
         """Among the members of the last quorum, if this worker is still connected with them."""
         participation = self.state.participation
-        if self._links.pg.errored() is not None or not participation.num_participants:
+        if self._deps.pg.errored() is not None or not participation.num_participants:
             return self._reports.skip(tensor)
         return self._reports.allreduce(tensor, op, participation, Kind.AVERAGE)
 
-    def _hear_report_error(self, error: Exception, epoch: int) -> None:
+    def _latch_report_error(self, error: Exception, epoch: int) -> None:
         """No step is lost by it, but the members have to connect anew: not all came to it."""
         with self._step.changing() as machine:
             if not machine.latch(error, epoch):
                 return
         log.warning("a reduction between two steps failed, its tensor stays as it was: %s", error)
-        self._links.leave_members(error)
+        self._deps.leave_members(error)
 
     def scale(self) -> float | None:
         """See `Manager.reduction_scale`."""
@@ -339,12 +339,12 @@ class Stepper:
         with self._step.changing() as machine:
             if machine.state.phase is Phase.APPLYING:
                 machine.end_update()
-        self._links.registry.gate.open()
+        self._deps.registry.gate.open()
 
     def allow_read(self) -> None:
         """See `Manager.allow_state_dict_read`; it ends an update that nobody else ends."""
         if self._ends_update:
-            self._links.registry.gate.open()
+            self._deps.registry.gate.open()
         else:
             self.end_update()
 
@@ -360,7 +360,7 @@ class Stepper:
             log.warning(
                 "the update to step %d was not applied: %s", step, spoiled_by or "interrupted"
             )
-        self._links.registry.gate.open()
+        self._deps.registry.gate.open()
 
     def _interrupt(self, error: BaseException) -> None:
         """A vote was ended by an exception: nobody hears its decision, nor applies an update."""
@@ -368,7 +368,7 @@ class Stepper:
             if machine.state.phase in _TRAINING:
                 machine.latch(QuorumFailed(f"the vote was interrupted ({error!r})"))
             machine.interrupt()
-        self._links.registry.gate.open()
+        self._deps.registry.gate.open()
 
     def _decide(self, timeout_s: float) -> bool:
         round_ = self._current_round()
@@ -386,22 +386,22 @@ class Stepper:
         self._protect_state()
         with self._step.changing() as machine:
             vote = machine.begin_vote()
-        client, place, state = self._links.client, self._rules.place, self.state
+        client, place, state = self._deps.client, self._rules.place, self.state
         committed = ask_decision(client, place, state.step, vote, timeout_s)
         if not committed:
-            self._tell_discarded(state, self._why_not(vote))
+            self._log_discarded(state, self._why_not(vote))
         with self._step.changing() as machine:
             machine.decide(committed, round_.quorum.quorum_id if round_.quorum else 0)
         if committed:
             return True
-        self._links.registry.gate.open()
+        self._deps.registry.gate.open()
         self._check_trust()
         round_.check_refused()
         with self._step.changing() as machine:
             machine.check_healable()
         return False
 
-    def hear_error(self, error: Exception, epoch: int) -> None:
+    def latch_error(self, error: Exception, epoch: int) -> None:
         """Latch an error of the step with this ``epoch``; one of an earlier step is ignored."""
         with self._step.changing() as machine:
             first = machine.state.error is None
@@ -414,7 +414,7 @@ class Stepper:
         if state.phase in _TRAINING and (contributes or isinstance(error, OperationsDiffer)):
             # Others count on this group's gradients: they must learn now that none will come. Where
             # operations differ, what it would launch now is not what they wait for.
-            self._links.leave_members(error)
+            self._deps.leave_members(error)
 
     def _why_not(self, vote: bool) -> str:
         """Why a step without an error is not committed."""
@@ -423,14 +423,14 @@ class Stepper:
         num = self.state.participation.num_participants
         return f"{num} of at least {self._rules.min_replica_size} groups contribute to it"
 
-    def _tell_discarded(self, state: StepState, otherwise: str) -> None:
+    def _log_discarded(self, state: StepState, otherwise: str) -> None:
         """One line for people: which group was lost, if one was; what gloo says of that is none."""
         reason = self._membership.lost() or str(state.error or "") or otherwise
         if _GLOO.match(reason):
             reason = "the connection to another group has ended"
         log.warning("step %d is discarded: %s", state.step, reason)
 
-    def _tell_wait(self, waits: bool) -> None:
+    def _report_wait(self, waits: bool) -> None:
         """Who waits for the others' gradients has not hung itself."""
         self._step.on_phase(Phase.QUORUM if waits else self.state.phase, self.state.step)
 
@@ -469,7 +469,7 @@ class Stepper:
         summed = {id(each) for reducer in reducers for each in reducer.parameters}
         if self._has_warned or not all(reducer.parameters for reducer in reducers) or not summed:
             return  # it is not known here what is summed
-        updated = self._links.registry.updated_parameters()
+        updated = self._deps.registry.updated_parameters()
         apart = [each for each in updated if each.grad is not None and id(each) not in summed]
         if apart:
             self._has_warned = True
@@ -477,7 +477,7 @@ class Stepper:
 
     def _check_group(self) -> None:
         """An error that the process group did not raise is one of the step."""
-        error = self._links.pg.failure()
+        error = self._deps.pg.failure()
         if error is not None and self.state.error is None:
             self._fail(error)
 
@@ -486,13 +486,13 @@ class Stepper:
 
         They do so for a group that heals, or a spare, too: it sums zeros.
         """
-        self.hear_error(error, self.state.epoch)
-        if self._links.pg.errored() is None:
-            self._links.leave_members(error)
+        self.latch_error(error, self.state.epoch)
+        if self._deps.pg.errored() is None:
+            self._deps.leave_members(error)
 
     def _wait_for_task(self) -> None:
         while self._task is not None and not self._task.wait(_LOOK_S):
-            self._links.pg.tidy()
+            self._deps.pg.tidy()
         if self._task is not None and self._task.error is not None:
             raise self._task.error
 
@@ -508,9 +508,9 @@ class Stepper:
         if round_.error is not None:
             return False
         state = self.state
-        broken = self._links.pg.errored()
+        broken = self._deps.pg.errored()
         if broken is not None and state.error is None:
-            self.hear_error(broken, state.epoch)
+            self.latch_error(broken, state.epoch)
         return broken is None and state.phase in _TRAINING
 
     def _protect_state(self) -> None:
@@ -519,11 +519,11 @@ class Stepper:
         if state.error is not None:
             return
         try:
-            self._links.registry.gate.shut(self._rules.timeouts.collective_s)
-            self._links.transport.disallow_checkpoint()
+            self._deps.registry.gate.shut(self._rules.timeouts.collective_s)
+            self._deps.transport.disallow_checkpoint()
         except Exception as error:
             log.exception("the state that is being served cannot be kept")
-            self.hear_error(error, state.epoch)
+            self.latch_error(error, state.epoch)
 
     def _apply_heal(self) -> None:
         """Put a fetched state in place, and only then take over its step."""
@@ -533,20 +533,20 @@ class Stepper:
         state = round_.state
         try:
             self._loads = True
-            self._links.registry.check(state, round_.quorum.recover_src_manager_address)
-            self._links.transport.retract_checkpoint()
+            self._deps.registry.check(state, round_.quorum.recover_src_manager_address)
+            self._deps.transport.retract_checkpoint()
             self.weights_version += 1
-            trains_others = self._links.registry.load(state)
+            trains_others = self._deps.registry.load(state)
             with self._step.changing() as machine:
                 counters = state[MANAGER_KEY]
                 machine.apply_heal(counters["batches_committed"], counters.get("quorum_id", 0))
             log.info("healed to step %d from %s", self.state.step, round_.healed_from)
             if trains_others and not round_.heals_first:
-                self.hear_error(_other_parameters(), self.state.epoch)
+                self.latch_error(_other_parameters(), self.state.epoch)
         except Exception as error:
             log.exception("the healed state cannot be put in place")
             self._fail_heal(error)
-            self.hear_error(error, self.state.epoch)
+            self.latch_error(error, self.state.epoch)
         except BaseException as error:
             self._fail_heal(TornState("the group healed from", f"interrupted by {error!r}"))
             raise
