@@ -78,12 +78,12 @@ def main(megabytes: tuple[float, ...], blocks: int, json_file: Path | None) -> N
         result.rows = [_measure(members, size, blocks) for size in megabytes]
         _block(members, "isolated", 4, 1)  # with it the process lets go of what was shared
         carrier = psutil.Process(pids[0])
-        template = carrier.parent()
-        assert template is not None
-        own, shared = (each.memory_full_info().uss / 1e6 for each in (carrier, template))
+        server = carrier.parent()
+        assert server is not None
+        own, shared = (each.memory_full_info().uss / 1e6 for each in (carrier, server))
     result.notes.append(
         f"memory of its own: {own:.0f} MB for the process that carries the collectives, of the "
-        f"largest sum {max(megabytes):g} MB; {shared:.0f} MB for the template it was forked from"
+        f"largest sum {max(megabytes):g} MB; {shared:.0f} MB for the server it was forked from"
     )
     hand_over(result, json_file)
 

@@ -39,11 +39,11 @@ _MARK = "TORCHFT_TEST_SESSION"
 _SESSION_WIDE = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
-    "isolated.template",
+    "isolated.fork_server_main",
     "support/warm.py",
 )
 # Nor have these threads an owner: operations that were abandoned may last until their timeout.
-_OWNERLESS = ("torchft-nursery", "torchft-graveyard")
+_OWNERLESS = ("torchft-fork-server", "torchft-abandoned")
 
 # `--hypothesis-profile=explore` draws others, and remembers those that fail.
 settings.register_profile("explore", deadline=None)

@@ -20,7 +20,7 @@ from support.training import Trainer, assert_identical, in_step, lighthouse, tog
 from support.warm import Warm
 
 from torchft_svc.client import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
-from torchft_svc.client.process_groups.isolated.nursery import NURSERY, Nursery
+from torchft_svc.client.process_groups.isolated.fork_server import FORK_SERVER, ForkServer
 from torchft_svc.client.process_groups.isolated.segments import HostSegment, Pool
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed
@@ -57,46 +57,46 @@ def shared_descriptors() -> int:
 def test_a_process_that_comes_too_late_is_not_taken_for_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    nursery = Nursery()
-    nursery.start()
-    assert nursery.is_ready(60.0)
-    template = nursery._template
-    assert template is not None
-    monkeypatch.setattr("torchft_svc.client.process_groups.isolated.nursery.START_S", 0.5)
-    template.send_signal(signal.SIGSTOP)
+    fork_server = ForkServer()
+    fork_server.start()
+    assert fork_server.is_ready(60.0)
+    server = fork_server._process
+    assert server is not None
+    monkeypatch.setattr("torchft_svc.client.process_groups.isolated.fork_server.START_S", 0.5)
+    server.send_signal(signal.SIGSTOP)
     with pytest.raises(DeadlineExceeded):
-        nursery.bear()
+        fork_server.fork()
     monkeypatch.undo()
-    template.send_signal(signal.SIGCONT)
-    pid, connection = nursery.bear()
-    others = [each for each in psutil.Process(template.pid).children() if each.pid != pid]
+    server.send_signal(signal.SIGCONT)
+    pid, connection = fork_server.fork()
+    others = [each for each in psutil.Process(server.pid).children() if each.pid != pid]
     psutil.wait_procs(others, 20.0)  # nobody has its connection
     assert is_alive(pid)
     connection.close()
-    assert nursery.status_of(pid, 20.0) is not None
-    template.kill()
-    template.wait()
+    assert fork_server.status_of(pid, 20.0) is not None
+    server.kill()
+    server.wait()
 
 
 def test_the_status_of_an_earlier_process_with_the_same_id_is_not_told() -> None:
-    nursery = Nursery()
-    pid, connection = nursery.bear()
+    fork_server = ForkServer()
+    pid, connection = fork_server.fork()
     connection.close()
-    eventually(lambda: pid in nursery._statuses)
-    born = []
+    eventually(lambda: pid in fork_server._statuses)
+    forked = []
 
-    def bear() -> int:
-        born.append(nursery.bear())
-        return born[-1][0]
+    def fork() -> int:
+        forked.append(fork_server.fork())
+        return forked[-1][0]
 
-    start_with_process_id(pid, bear)
-    assert nursery.status_of(pid, 0.0) is None
-    for _, connection in born:
+    start_with_process_id(pid, fork)
+    assert fork_server.status_of(pid, 0.0) is None
+    for _, connection in forked:
         connection.close()
-    template = nursery._template
-    assert template is not None
-    template.kill()
-    template.wait()
+    server = fork_server._process
+    assert server is not None
+    server.kill()
+    server.wait()
 
 
 def test_a_killed_process_is_an_error_that_says_so(
@@ -311,13 +311,15 @@ def test_i7_a_program_that_repeats_its_steps_needs_no_more_memory() -> None:
     pool.close()
 
 
-def test_a_lost_template_is_replaced(place: MeetingPlace, pair: list[ProcessGroupBabyGloo]) -> None:
+def test_a_lost_fork_server_is_replaced(
+    place: MeetingPlace, pair: list[ProcessGroupBabyGloo]
+) -> None:
     place.configure(*pair)
-    template = NURSERY._template
-    assert template is not None
-    template.kill()
-    template.wait()
-    # The copies live on; new ones come from a new template.
+    server = FORK_SERVER._process
+    assert server is not None
+    server.kill()
+    server.wait()
+    # The forked processes survive; new ones come from a new server.
     assert together(lambda: total(pair[0], 1), lambda: total(pair[1], 2)) == [3, 3]
     third = ProcessGroupBabyGloo(TIMEOUT)
     MeetingPlace().configure(third)
@@ -333,7 +335,7 @@ def test_they_end_with_the_trainer_although_a_forked_child_lives_on() -> None:
         env=environment(),
     )
     carrier, forked = map(int, trainer.stdout.readline().split())
-    template = next(
+    server = next(
         int(line.split()[1])
         for line in Path(f"/proc/{carrier}/status").read_text().splitlines()
         if line.startswith("PPid:")
@@ -342,7 +344,7 @@ def test_they_end_with_the_trainer_although_a_forked_child_lives_on() -> None:
     trainer.wait()
     trainer.close()
     try:
-        for pid in (carrier, template):
+        for pid in (carrier, server):
             eventually(lambda pid=pid: not is_alive(pid), what=f"{pid} lives on")  # type: ignore[misc]
         assert is_alive(forked)
     finally:
@@ -392,23 +394,23 @@ def test_a_process_that_is_killed_while_its_group_waits_for_a_quorum_holds_up_no
             assert_identical([first, second])
 
 
-def test_others_train_while_a_newcomer_still_starts_its_template() -> None:
+def test_others_train_while_a_newcomer_still_starts_its_fork_server() -> None:
     """It takes torch's import, seconds and more: in a quorum all others would wait for that."""
     alone = 20
     with lighthouse(min_replicas=1) as address, Trainer(address, "a", 1) as first:
         assert first.step()
-        for old in templates():
+        for old in fork_servers():
             os.kill(old, signal.SIGKILL)
             eventually(lambda old=old: not is_alive(old))  # type: ignore[misc]
         group = ProcessGroupBabyGloo(TIMEOUT)
-        (template,) = templates()
-        os.kill(template, signal.SIGSTOP)
+        (server,) = fork_servers()
+        os.kill(server, signal.SIGSTOP)
         try:
             with Trainer(address, "b", 2, pg=group) as second:
 
                 def trains_alone() -> list[bool]:
                     committed = first.steps(alone)
-                    os.kill(template, signal.SIGCONT)
+                    os.kill(server, signal.SIGCONT)
                     committed.append(first.meets(2))
                     return committed
 
@@ -417,13 +419,14 @@ def test_others_train_while_a_newcomer_still_starts_its_template() -> None:
                 in_step(alone + 4, first, second)
                 assert_identical([first, second])
         finally:
-            os.kill(template, signal.SIGCONT)
+            os.kill(server, signal.SIGCONT)
 
 
-def templates() -> list[int]:
+def fork_servers() -> list[int]:
     """The living processes of this one that others are forked from."""
     return [
         child.pid
         for child in psutil.Process().children()
-        if is_alive(child.pid) and any("isolated.template" in part for part in child.cmdline())
+        if is_alive(child.pid)
+        and any("isolated.fork_server_main" in part for part in child.cmdline())
     ]

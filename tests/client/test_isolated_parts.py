@@ -17,7 +17,7 @@ from torch._C import _distributed_c10d as c10d
 
 from torchft_svc.client import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from torchft_svc.client.process_groups.isolated import messages
-from torchft_svc.client.process_groups.isolated.following import Follower
+from torchft_svc.client.process_groups.isolated.child import CompletionPoller
 from torchft_svc.client.process_groups.isolated.segments import HostSegment, Pool
 from torchft_svc.client.process_groups.isolated.work import IsolatedWork
 from torchft_svc.client.process_groups.members import Members
@@ -100,12 +100,12 @@ def test_a_failure_after_the_start_is_raised_by_both_waits(work: IsolatedWork) -
     assert not work.is_success()
 
 
-def test_the_follower_tells_of_what_is_over_while_another_hangs() -> None:
-    follower, hangs = Follower(), threading.Event()
-    threading.Thread(target=follower.run, name="follower", daemon=True).start()
+def test_the_poller_reports_what_has_ended_while_another_operation_hangs() -> None:
+    poller, hangs = CompletionPoller(), threading.Event()
+    threading.Thread(target=poller.run, name="poller", daemon=True).start()
     late, quick = threading.Event(), threading.Event()
-    follower.follow(hangs.is_set, late.set)
-    follower.follow(lambda: True, quick.set)
+    poller.add(hangs.is_set, late.set)
+    poller.add(lambda: True, quick.set)
     assert quick.wait(10)
     assert not late.is_set()
     hangs.set()

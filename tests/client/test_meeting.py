@@ -23,8 +23,8 @@ from support.running import END_S, START_S, environment, eventually, silent
 from support.training import lighthouse, together
 
 from torchft_svc.client import Manager, ProcessGroupGloo
-from torchft_svc.client.process_groups import attempt
-from torchft_svc.client.process_groups.attempt import MAX_GIVEN_UP, Attempt
+from torchft_svc.client.process import uninterruptible
+from torchft_svc.client.process.uninterruptible import MAX_ABANDONED_CALLS, UninterruptibleCall
 from torchft_svc.client.process_groups.rendezvous import store_line
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, Unreachable
 
@@ -127,10 +127,10 @@ def test_the_host_of_a_store_is_frozen(
 
 def test_what_is_given_up_too_often_is_made_to_end() -> None:
     """A connection to a store that stays frozen is cut, and its thread ends."""
-    attempt._given_up.clear()
+    uninterruptible._abandoned.clear()
     with store_process() as (host, port):
         connections = [
-            store_line.Connection(f"127.0.0.1:{port}", 60.0) for _ in range(MAX_GIVEN_UP + 3)
+            store_line.Connection(f"127.0.0.1:{port}", 60.0) for _ in range(MAX_ABANDONED_CALLS + 3)
         ]
         os.kill(host.pid, signal.SIGSTOP)
         for connection in connections:
@@ -140,7 +140,7 @@ def test_what_is_given_up_too_often_is_made_to_end() -> None:
         def stuck() -> int:
             return sum(each.name == "torchft-store" for each in threading.enumerate())
 
-        eventually(lambda: stuck() == MAX_GIVEN_UP)
+        eventually(lambda: stuck() == MAX_ABANDONED_CALLS)
         for connection in connections:
             connection.cut()
         eventually(lambda: stuck() == 0)
@@ -153,7 +153,7 @@ def _not_wanted() -> None:
 def test_an_attempt_has_a_deadline() -> None:
     may_end = threading.Event()
     with pytest.raises(DeadlineExceeded, match=r"waiting for nothing timed out after 0\.05 s"):
-        Attempt(may_end.wait, "waits").result(lambda: None, 0.05, "waiting for nothing")
+        UninterruptibleCall(may_end.wait, "waits").result(lambda: None, 0.05, "waiting for nothing")
     may_end.set()
 
 

@@ -21,7 +21,7 @@ from support.training import together
 from torchft_svc.client import HTTPTransport, PGTransport, ProcessGroupDummy, ProcessGroupGloo
 from torchft_svc.client.process_groups import delegate
 from torchft_svc.client.process_groups import gloo as gloo_group
-from torchft_svc.client.process_groups.graveyard import Graveyard
+from torchft_svc.client.process_groups.abandoned import AbandonedBackends
 from torchft_svc.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -116,7 +116,7 @@ def test_leaving_with_an_operation_under_way_blocks_nobody(
     with pytest.raises(RuntimeError):
         work.wait(TIMEOUT)
     del work
-    assert a._graveyard.clear() == 0
+    assert a._abandoned.clear() == 0
 
 
 def test_operations_of_whose_end_nobody_is_told_are_not_kept_for_ever(
@@ -133,7 +133,7 @@ def test_operations_of_whose_end_nobody_is_told_are_not_kept_for_ever(
 
     eventually(forgets_some)
     group.abort()
-    eventually(lambda: group._graveyard.clear() == 0)
+    eventually(lambda: group._abandoned.clear() == 0)
 
 
 class Backend:
@@ -169,9 +169,9 @@ def test_leaving_after_an_interrupted_launch_blocks_nobody(
         interrupted.allreduce([torch.ones(1)])
     monkeypatch.undo()
     interrupted.abort()
-    assert interrupted._graveyard.clear() == 1, "destroying it would have waited for its operation"
+    assert interrupted._abandoned.clear() == 1, "destroying it would have waited for its operation"
     other.allreduce([torch.ones(1)]).wait()
-    eventually(lambda: interrupted._graveyard.clear() == 0)  # and so its connections are closed
+    eventually(lambda: interrupted._abandoned.clear() == 0)  # and so its connections are closed
 
 
 def test_a_launch_that_fails_leaves_nothing_to_wait_for(
@@ -182,7 +182,7 @@ def test_a_launch_that_fails_leaves_nothing_to_wait_for(
     with pytest.raises(RuntimeError, match="requires non-empty tensor list"):
         a.allreduce([])
     a.abort()
-    assert a._graveyard.clear() == 0
+    assert a._abandoned.clear() == 0
 
 
 def test_a_member_that_does_not_come_is_named(store: MeetingPlace) -> None:
@@ -306,24 +306,24 @@ class Pending:
 
 
 def test_i7_abandoned_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    graves, work = Graveyard(), Pending()
+    abandoned, work = AbandonedBackends(), Pending()
     for _ in range(16):
-        graves.bury(object(), [work])
+        abandoned.add(object(), [work])
     with pytest.raises(DeadlineExceeded, match="16 abandoned process groups"):
-        graves.make_room(0.05, lambda: None)
+        abandoned.make_room(0.05, lambda: None)
     work.over = True
-    graves.make_room(0.05, lambda: None)
-    assert graves.clear() == 0
+    abandoned.make_room(0.05, lambda: None)
+    assert abandoned.clear() == 0
 
 
 def test_an_abandoned_group_outlives_who_abandoned_it() -> None:
-    graves, work, backend = Graveyard(), Pending(), Backend()
+    abandoned, work, backend = AbandonedBackends(), Pending(), Backend()
     is_there = weakref.ref(backend)
-    graves.bury(backend, [work])
-    del graves, backend
+    abandoned.add(backend, [work])
+    del abandoned, backend
     assert is_there() is not None
     work.over = True
-    assert Graveyard().clear() == 0
+    assert AbandonedBackends().clear() == 0
     assert is_there() is None
 
 

@@ -167,7 +167,10 @@ def test_closing_a_client_ends_a_call_under_way(lighthouse: LighthouseServer) ->
 def test_servers_start_and_stop_many_times_without_leaking_threads() -> None:
     def services_threads() -> list[str]:
         names = [each.name for each in threading.enumerate() if each.name.startswith("torchft")]
-        other_tests = ("torchft-nursery", "torchft-graveyard")  # the threads of their collectives
+        other_tests = (
+            "torchft-fork-server",
+            "torchft-abandoned",
+        )  # of collectives
         return [name for name in names if name not in other_tests]
 
     before = threading.active_count()

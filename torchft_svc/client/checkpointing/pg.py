@@ -31,7 +31,7 @@ from torchft_svc.client.checkpointing.reasons import (
     why_not_offered,
 )
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
-from torchft_svc.client.process.strays import start_stray
+from torchft_svc.client.process.uninterruptible import start_uninterruptible
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.core.types import check_length
 from torchft_svc.errors import (
@@ -366,7 +366,7 @@ def _wait_for(works: list[Any]) -> None:
             with contextlib.suppress(RuntimeError):
                 works.pop(0).wait(_LONGEST)
 
-    start_stray(run, "torchft-sent")
+    start_uninterruptible(run, "torchft-sent")
 
 
 def _describe(state: Any) -> tuple[Json, list[torch.Tensor]]:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+from torchft_svc.client.process_groups.abandoned import AbandonedBackends
 from torchft_svc.client.process_groups.base import ProcessGroup
-from torchft_svc.client.process_groups.graveyard import Graveyard
 from torchft_svc.client.process_groups.loss import Loss
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.recording.flight import Followed
@@ -51,7 +51,7 @@ class DelegatingProcessGroup(ProcessGroup):
         self._rank = 0
         self._world_size = 1
         self._error: Exception | None = None
-        self._graveyard = Graveyard()
+        self._abandoned = AbandonedBackends()
         self._line = StoreLine()
         self._failures: FailureWatch | None = None
         self._sockets = BackendSockets()
@@ -68,7 +68,7 @@ class DelegatingProcessGroup(ProcessGroup):
         self._wanted_quorum_id = quorum_id
         check = self._check_wanted
         check()
-        self._graveyard.make_room(timeout_s, check)
+        self._abandoned.make_room(timeout_s, check)
         try:
             store = meet(self._line, members.store_addr, rank, world_size, timeout_s, check)
             with self._sockets.noting(), self._watching(members.store_addr):
@@ -123,7 +123,7 @@ class DelegatingProcessGroup(ProcessGroup):
             self._backend, self._works = None, []
             self._error = _left() if backend is not None else self._error
         if backend is not None:
-            self._graveyard.bury(backend, works)
+            self._abandoned.add(backend, works)
         del backend, works  # the last reference closes the connections
 
     def forget_completed(self) -> None:

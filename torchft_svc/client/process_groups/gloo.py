@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchft_svc.client.process_groups.attempt import Attempt
+from torchft_svc.client.process.uninterruptible import UninterruptibleCall
 from torchft_svc.client.process_groups.backend import WholeBackend
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.operations import HIDDEN_BY_GLOO
@@ -42,9 +42,9 @@ class ProcessGroupGloo(DelegatingProcessGroup):
         if world_size == 1:
             backend = connect()
         else:
-            attempt = Attempt(connect, _NAME, self._line.cutter())
+            call = UninterruptibleCall(connect, _NAME, self._line.cutter())
             limit_s = connect_timeout.total_seconds() * _CONNECT_TIMEOUTS
-            backend = attempt.result(self._check_wanted, limit_s, "connecting over gloo")
+            backend = call.result(self._check_wanted, limit_s, "connecting over gloo")
         backend._set_default_timeout(self._timeout)
         return _Link(backend, store, rank, world_size)
 

@@ -124,7 +124,7 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         deadline = time.monotonic() + _JOIN_S
         for ending in self._endings:
             ending.join(max(0.0, deadline - time.monotonic()))
-        self._graveyard.clear()
+        self._abandoned.clear()
 
     def _take_down(self, backend: Any) -> _Ending:
         self._endings = [ending for ending in self._endings if not ending.is_completed()]

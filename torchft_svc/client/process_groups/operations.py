@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchft_svc.client.process_groups.rendezvous.meeting import SLICE_S
+from torchft_svc.client.process.uninterruptible import SLICE_S
 
 # The result is in the first argument, which also is what this member brings.
 IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce", "send", "barrier"})

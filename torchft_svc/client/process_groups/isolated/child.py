@@ -1,8 +1,8 @@
-"""The process that carries the collectives of one process group; forked by the template.
+"""The process that carries the collectives of one process group; forked by the fork server.
 
-One thread reads and starts operations, another meets and leaves members. It ends with the trainer:
-when its socket closes, or, because forked children of the trainer hold that open, when the
-trainer's process does.
+One thread receives and starts operations, another connects and leaves members. The process exits
+with the trainer: when its socket closes, or, because forked children of the trainer keep that open,
+when the trainer's process exits.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import queue
 import select
 import threading
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -24,7 +25,6 @@ import torch
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
 from torchft_svc.client.process_groups.isolated.device_segments import DeviceWindow
-from torchft_svc.client.process_groups.isolated.following import Follower
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
     Answer,
@@ -48,8 +48,10 @@ from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
 
 log = logging.getLogger(__name__)
 
-# For an operation that is over; without a time, only the stream would wait.
+# For an operation that has ended; without a timeout, only the stream would wait.
 _OVER = timedelta(seconds=1)
+# Interval at which operations on devices are polled. An operation between hosts takes longer.
+POLL_S = 0.0002
 
 # What carries the collectives, by `Backend.kind`.
 _GROUPS: Mapping[str, Callable[[Backend], DelegatingProcessGroup]] = {
@@ -72,10 +74,10 @@ class Child:
         self._sending = threading.Lock()
 
     @functools.cached_property
-    def _follower(self) -> Follower:
-        follower = Follower()
-        threading.Thread(target=follower.run, name="torchft-works", daemon=True).start()
-        return follower
+    def _poller(self) -> CompletionPoller:
+        poller = CompletionPoller()
+        threading.Thread(target=poller.run, name="torchft-works", daemon=True).start()
+        return poller
 
     def run(self, trainer_pid: int) -> None:
         """Until the trainer's end of the connection is closed."""
@@ -151,7 +153,7 @@ class Child:
 
     def _follow(self, work: Any, window: DeviceWindow, answer: Callable[[Any], None]) -> None:
         # The event is there as soon as an aborted operation ends, the work knows of other errors.
-        self._follower.follow(
+        self._poller.add(
             lambda: window.is_over() or work.is_completed(),
             lambda: answer(functools.partial(work.wait, _OVER)),
         )
@@ -173,6 +175,35 @@ class Child:
     def _tell(self, answer: Answer) -> None:
         with self._sending:
             self._connection.send(answer)
+
+
+class CompletionPoller:
+    """Polls all operations on devices in turn, since no device reports an end by itself.
+
+    A hanging operation does not delay the report of another one.
+    """
+
+    def __init__(self) -> None:
+        self._new: queue.SimpleQueue[tuple[Callable[[], bool], Callable[[], object]]]
+        self._new = queue.SimpleQueue()
+
+    def add(self, is_over: Callable[[], bool], on_end: Callable[[], object]) -> None:
+        """Call ``on_end`` once ``is_over`` returns True."""
+        self._new.put((is_over, on_end))
+
+    def run(self) -> None:
+        """Poll until the process exits; needs its own thread."""
+        pending: list[tuple[Callable[[], bool], Callable[[], object]]] = []
+        while True:
+            if not pending or not self._new.empty():
+                pending.append(self._new.get())
+                continue
+            over = [entry for entry in pending if entry[0]()]
+            pending = [entry for entry in pending if entry not in over]
+            for _, on_end in over:
+                on_end()
+            if not over:
+                time.sleep(POLL_S)
 
 
 def _configure(pg: DelegatingProcessGroup, message: Configure) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.isolated.fork_server import FORK_SERVER
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
     Backend,
@@ -23,11 +24,9 @@ from torchft_svc.client.process_groups.isolated.messages import (
     options_to_plain,
     replace_leaves,
 )
-from torchft_svc.client.process_groups.isolated.nursery import NURSERY
-from torchft_svc.client.process_groups.isolated.process import ChildProcess
-from torchft_svc.client.process_groups.isolated.residents import Residents
-from torchft_svc.client.process_groups.isolated.retired import Retired
+from torchft_svc.client.process_groups.isolated.process import ChildProcess, KilledProcesses
 from torchft_svc.client.process_groups.isolated.segments import Loan, Pool
+from torchft_svc.client.process_groups.isolated.shared_tensors import SharedTensors
 from torchft_svc.client.process_groups.isolated.work import IsolatedWork
 from torchft_svc.client.process_groups.loss import Loss
 from torchft_svc.client.process_groups.members import Members
@@ -55,7 +54,7 @@ class IsolatedProcessGroup(ProcessGroup):
     process, be it a crash of the backend or an operation that never ends, is an error here, and
     an abandoned operation cannot write to anything of the trainer's. The process is killed when
     the group is left with operations under way, or after one has failed; the next one is forked
-    from a template that has imported torch already, so nobody waits for that.
+    from a server that has imported torch already, so that import delays no step.
 
     Tensors of the host that lie in shared memory already (`torch.Tensor.share_memory_`) are used
     as they are: nothing is copied, and an operation may write to them until the group is left.
@@ -68,23 +67,23 @@ class IsolatedProcessGroup(ProcessGroup):
 
     def __init__(self, timeout: timedelta, backend: Backend, make_pool: Callable[[], Pool]) -> None:
         super().__init__(timeout)
-        NURSERY.start()
+        FORK_SERVER.start()
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._backend = backend
         self._make_pool = make_pool
         self._child: ChildProcess | None = None
         self._pool = make_pool()
-        self._residents = Residents()
-        self._retired = Retired()
+        self._shared_tensors = SharedTensors()
+        self._killed = KilledProcesses()
         self._rank = 0
         self._world_size = 1
         self._error: Exception | None = _left()
 
     def prepare(self) -> None:
-        """See `ProcessGroup.prepare`; the template imports torch, which takes seconds."""
-        NURSERY.start()
-        while not NURSERY.is_ready(_LOOK_S):
+        """See `ProcessGroup.prepare`; the fork server imports torch, which takes seconds."""
+        FORK_SERVER.start()
+        while not FORK_SERVER.is_ready(_LOOK_S):
             self._check_meeting(None)
 
     def _configure(self, members: Members) -> None:
@@ -122,7 +121,7 @@ class IsolatedProcessGroup(ProcessGroup):
 
     def tidy(self) -> None:
         """See `ProcessGroup.tidy`."""
-        self._retired.clear()
+        self._killed.clear()
 
     def errored(self) -> Exception | None:
         """Why the group cannot be used until it is configured again, or None."""
@@ -152,7 +151,7 @@ class IsolatedProcessGroup(ProcessGroup):
             child = self._child
         if child is not None:
             self._drop(child)
-        self._retired.close(_GONE_S)
+        self._killed.close(_GONE_S)
 
     def rank(self) -> int:
         """This member's index."""
@@ -194,15 +193,15 @@ class IsolatedProcessGroup(ProcessGroup):
             if self._error is not None or child is None:
                 raise self._error or _left()
             results = [] if name in _WITHOUT_RESULT else result_of(name, args, kwargs)
-            residents, lent = self._locate(child, [results, args, kwargs])
+            shared, lent = self._locate(child, [results, args, kwargs])
             loan = self._lend(child, lent)
             written = set() if name in IN_PLACE else _only_written(results, args, kwargs)
             pairs = zip(loan.tensors(), lent, strict=True)
             loan.segment.put([(a, b.detach()) for a, b in pairs if id(b) not in written])
-            places = {**residents, **dict(zip(map(id, lent), loan.places, strict=True))}
+            places = {**shared, **dict(zip(map(id, lent), loan.places, strict=True))}
             request = self._request(name, loan, places, args, kwargs)
             # The first of those that are lent, in the same order.
-            copied = [result for result in results if id(result) not in residents]
+            copied = [result for result in results if id(result) not in shared]
             limit_s = self._timeout.total_seconds() + _ANSWER_GRACE_S
             work = IsolatedWork(results, copied, loan, limit_s)
             record = self._record(name, args, kwargs)
@@ -222,14 +221,14 @@ class IsolatedProcessGroup(ProcessGroup):
         def note(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and id(value) not in places:
                 on_host = not self._pool.on_device
-                place = self._residents.place(value, child) if on_host else None
+                place = self._shared_tensors.place(value, child) if on_host else None
                 if place is None:
                     lent.setdefault(id(value), value)
                 else:
                     places[id(value)] = place
             return value
 
-        self._residents.forget_freed(child)
+        self._shared_tensors.forget_freed(child)
         replace_leaves(args, note)
         return places, list(lent.values())
 
@@ -264,9 +263,9 @@ class IsolatedProcessGroup(ProcessGroup):
                 return
             self._child = None
             pool, self._pool = self._pool, self._make_pool()
-            self._residents = Residents()
+            self._shared_tensors = SharedTensors()
             self._error = self._error or _left()
-        self._retired.end(child, pool)
+        self._killed.kill(child, pool)
 
 
 class _Fate:

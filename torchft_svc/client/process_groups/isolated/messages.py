@@ -26,8 +26,8 @@ _OPTION_FIELDS = (
     "device",
 )
 
-# The template tells ``ready``, ``born PID`` and ``ended PID STATUS``.
-MAX_TEMPLATE_MESSAGE = 64
+# Of ``ready``, ``fork NUMBER``, ``forked NUMBER PID`` and ``ended PID STATUS``.
+MAX_FORK_MESSAGE = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A trainer's view of the process that carries its collectives."""
+"""The trainer's side of the processes that carry its collectives."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.reduction import send_handle
 
+from torchft_svc.client.process_groups.isolated.fork_server import FORK_SERVER
 from torchft_svc.client.process_groups.isolated.messages import (
+    Abort,
     Answer,
     Failed,
     Request,
@@ -19,17 +22,20 @@ from torchft_svc.client.process_groups.isolated.messages import (
     ShareDevice,
     Started,
 )
-from torchft_svc.client.process_groups.isolated.nursery import NURSERY
+from torchft_svc.client.process_groups.isolated.segments import Pool
 from torchft_svc.errors import QuorumFailed
 
 log = logging.getLogger(__name__)
 
-# A killed process is gone within milliseconds; this is for a machine that has no time.
+# A killed process exits within milliseconds; this limit is for a busy machine.
 _REAP_S = 5.0
-# Its end is noticed here a moment before its status is told.
+# Its connection closes a moment before the fork server reports its exit status.
 _STATUS_S = 1.0
-# Its connection closes before the system has taken a device's memory back from it.
+# Its connection closes before the kernel has reclaimed a device's memory from it.
 _GONE_S = 30.0
+# An operation on a device that is aborted ends in about ten milliseconds. One that is killed may
+# leave the streams behind it waiting, so it is aborted first.
+_ABORT_S = 0.3
 
 OnEnd = Callable[[Exception | None], None]
 OnStart = Callable[[], None]
@@ -43,7 +49,7 @@ class ChildProcess:
     """
 
     def __init__(self) -> None:
-        self.pid, self._connection = NURSERY.bear()
+        self.pid, self._connection = FORK_SERVER.fork()
         self._descriptor = _descriptor_of(self.pid)
         self._lock = threading.Lock()
         self._answered = threading.Condition(self._lock)
@@ -129,7 +135,7 @@ class ChildProcess:
             except (EOFError, OSError):
                 break
             self._hear(answer)
-        status = NURSERY.status_of(self.pid, _STATUS_S)
+        status = FORK_SERVER.status_of(self.pid, _STATUS_S)
         self._end(QuorumFailed(f"the process that carries the collectives {_how(status)}"))
         with self._lock:
             self._connection.close()
@@ -159,6 +165,49 @@ class ChildProcess:
             self._answered.notify_all()
         for on_end, _ in waiting.values():
             on_end(error)
+
+
+class KilledProcesses:
+    """Killed processes, each with the memory that was shared with it.
+
+    Until a process has exited, its device may still write to that memory.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[tuple[ChildProcess, Pool]] = []
+
+    def kill(self, child: ChildProcess, pool: Pool) -> None:
+        """Kill ``child``, and free ``pool`` once it is unused."""
+        if not pool.on_device:
+            child.kill()
+            pool.close()  # the kernel keeps it until the process exits
+            return
+        with contextlib.suppress(QuorumFailed):  # it has exited
+            child.send(Abort())
+        child.wait_until_idle(_ABORT_S)
+        child.kill(wait_s=0)
+        pool.release()
+        with self._lock:
+            self._kept.append((child, pool))
+        self.clear()
+
+    def clear(self) -> None:
+        """Free the memory that is unused; cheap."""
+        with self._lock:
+            over = [(c, p) for c, p in self._kept if c.is_gone and p.is_idle()]
+            self._kept = [entry for entry in self._kept if entry not in over]
+        for _, pool in over:
+            pool.close()
+
+    def close(self, timeout_s: float) -> None:
+        """Free what can be freed within ``timeout_s``; the rest is freed when the trainer exits."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            kept = list(self._kept)
+        for child, _ in kept:
+            child.kill(wait_s=max(0.0, deadline - time.monotonic()))
+        self.clear()
 
 
 def _descriptor_of(pid: int) -> int | None:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 
-from torchft_svc.client.process.strays import start_stray
+from torchft_svc.client.process.uninterruptible import start_uninterruptible
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.rendezvous.store_line import CALL_TIMEOUT_S, Connection
 from torchft_svc.client.process_groups.rendezvous.stores import PrefixStore, Store
@@ -31,7 +31,7 @@ def announce(members: Members, error: PeerError) -> None:
             connection, store = _open(members.store_addr)
             connection.call(lambda: store.set(_KEY, f"{members.replica_id} has failed: {error}"))
 
-    start_stray(tell, "torchft-failure")
+    start_uninterruptible(tell, "torchft-failure")
 
 
 def check_failures(store: Store) -> None:
@@ -63,7 +63,7 @@ class FailureWatch:
             raise self._error
         if not self._looks and time.monotonic() > self._begins_at:
             self._looks = True
-            start_stray(self._run, "torchft-failures")
+            start_uninterruptible(self._run, "torchft-failures")
 
     def close(self) -> None:
         """Look no more; waits for nothing."""

@@ -16,8 +16,6 @@ from torchft_svc.client.process_groups.rendezvous.stores import (
 )
 from torchft_svc.errors import DeadlineExceeded
 
-# A wait inside torch cannot be interrupted: nothing waits longer than this in one go.
-SLICE_S = 0.05
 # Members come within a few milliseconds of one another, or not soon.
 _FIRST_LOOK_S = 0.001
 _LAST_LOOK_S = 0.02

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from torchft_svc.client.process_groups.attempt import Attempt, nothing
+from torchft_svc.client.process.uninterruptible import UninterruptibleCall, nothing
 from torchft_svc.client.process_groups.rendezvous.stores import TCPStore
 from torchft_svc.client.process_groups.sockets import connected_to, cut
 from torchft_svc.errors import DeadlineExceeded, PeerError, Unreachable
@@ -101,7 +101,7 @@ class Connection:
 
     def start(self, action: Callable[[TCPStore], None]) -> None:
         """See `StoreLine.start`."""
-        Attempt(lambda: action(self.store), "torchft-store", self.cut).give_up()
+        UninterruptibleCall(lambda: action(self.store), "torchft-store", self.cut).abandon()
 
     def cut(self) -> None:
         """Have whatever waits for the store fail; may be called on any thread."""
@@ -141,7 +141,7 @@ def _call(
     action: Callable[[], T], where: str, check: Callable[[], None], release: Callable[[], None]
 ) -> T:
     try:
-        return Attempt(action, "torchft-store", release).result(check, CALL_TIMEOUT_S)
+        return UninterruptibleCall(action, "torchft-store", release).result(check, CALL_TIMEOUT_S)
     except DeadlineExceeded:
         reason = f"it does not answer within {CALL_TIMEOUT_S:g} s"
         raise Unreachable("store", where, reason) from None

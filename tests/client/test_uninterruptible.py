@@ -6,19 +6,19 @@ import threading
 
 import pytest
 
-from torchft_svc.client.process import strays
+from torchft_svc.client.process import uninterruptible
 
 
 def test_the_end_waits_for_a_thread_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strays, "_END_S", 20)
+    monkeypatch.setattr(uninterruptible, "_EXIT_WAIT_S", 20)
     may_end, has_ended = threading.Event(), threading.Event()
 
     def run() -> None:
         may_end.wait()
         has_ended.set()
 
-    strays.start_stray(run, "stray")
-    end = threading.Thread(target=strays._wait)
+    uninterruptible.start_uninterruptible(run, "stray")
+    end = threading.Thread(target=uninterruptible._join)
     end.start()
     may_end.set()
     end.join()
@@ -26,8 +26,8 @@ def test_the_end_waits_for_a_thread_that_comes_back(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_end_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strays, "_END_S", 0.01)
+    monkeypatch.setattr(uninterruptible, "_EXIT_WAIT_S", 0.01)
     may_end = threading.Event()
-    strays.start_stray(may_end.wait, "stray")
-    strays._wait()
+    uninterruptible.start_uninterruptible(may_end.wait, "stray")
+    uninterruptible._join()
     may_end.set()

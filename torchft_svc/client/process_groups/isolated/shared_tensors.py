@@ -1,4 +1,4 @@
-"""Tensors of the trainer's that lie in shared memory already, and so need not be copied."""
+"""The trainer's tensors that are in shared memory already, and so need not be copied."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torchft_svc.client.process_groups.isolated.process import ChildProcess
 _sharing: Any = torch.multiprocessing
 
 
-class Residents:
-    """The storages that one process has been told of; it forgets them when they are freed."""
+class SharedTensors:
+    """The storages that were sent to one process, which forgets them when they are freed."""
 
     def __init__(self) -> None:
-        # Below zero: segments that are lent have the other numbers.
+        # Negative numbers; segments of the pool have the others.
         self._numbers = itertools.count(-1, -1)
         self._known: dict[int, tuple[Any, int]] = {}
 
     def forget_freed(self, child: ChildProcess) -> None:
-        """Tell ``child`` what is not there any more; cheap.
+        """Tell ``child`` which storages were freed; cheap.
 
         Raises:
             QuorumFailed: the process has ended.
@@ -35,31 +35,31 @@ class Residents:
             child.send(Forget(number))
 
     def place(self, tensor: torch.Tensor, child: ChildProcess) -> Place | None:
-        """Where ``child`` finds ``tensor``; None: it has to be copied.
+        """Where ``child`` finds ``tensor``; None if it has to be copied.
 
         Raises:
             QuorumFailed: the process has ended.
         """
-        if not _is_resident(tensor):
+        if not _is_shared(tensor):
             return None
         storage: Any = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
-        number = self._tell(storage, child) if known is None or known[0].expired() else known[1]
+        number = self._share(storage, child) if known is None or known[0].expired() else known[1]
         offset = int(tensor.storage_offset()) * tensor.element_size()
         return Place(number, offset, tuple(tensor.shape), tensor.dtype)
 
-    def _tell(self, storage: Any, child: ChildProcess) -> int:
-        descriptor, num_bytes = storage._share_fd_cpu_()  # torch's own descriptor, and it stays so
+    def _share(self, storage: Any, child: ChildProcess) -> int:
+        descriptor, num_bytes = storage._share_fd_cpu_()  # torch owns this descriptor
         number = next(self._numbers)
         child.share(Share(number, num_bytes), descriptor)
         self._known[storage._cdata] = _sharing.reductions.StorageWeakRef(storage), number
         return number
 
 
-def _is_resident(tensor: torch.Tensor) -> bool:
+def _is_shared(tensor: torch.Tensor) -> bool:
     storage: Any = tensor.untyped_storage()
     if tensor.device.type != "cpu" or tensor.numel() == 0 or not tensor.is_contiguous():
         return False
-    # By torch's other strategy there is no descriptor to hand over.
+    # Torch's other strategy has no descriptor that could be sent.
     by_descriptor = _sharing.get_sharing_strategy() == "file_descriptor"
     return bool(by_descriptor and storage.is_shared())
