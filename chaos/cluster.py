@@ -19,9 +19,9 @@ from typing import Any
 from chaos.faults import HANG_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, JOIN_TIMEOUT_S
 from chaos.fleet import Fleet, Worker
 from chaos.fork_server import ForkServer
-from chaos.gateway import Gateway
 from demo.orphans import MARK, die_with_parent
 from torchft_svc.coordination import LighthouseClient
+from torchft_svc.testing.proxy import Proxy
 
 LIGHTHOUSE_START_S = 20.0
 _OPERATOR_WAITS = timedelta(seconds=10)
@@ -101,7 +101,7 @@ class Cluster:
     lighthouses: list[Lighthouse] = field(default_factory=list)
     fleets: dict[str, Fleet] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)  # groups that are not restarted
-    _gateways: dict[int, list[Gateway]] = field(default_factory=dict)
+    _proxies: dict[int, list[Proxy]] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Cluster:
@@ -128,8 +128,8 @@ class Cluster:
             self.fleets[job] = fleet = Fleet(self.fork_server, self.folder, "", settings)
             self._stack.callback(fleet.end)
             for group in groups:
-                self._gateways[group] = [
-                    self._stack.enter_context(Gateway(lighthouse.address))
+                self._proxies[group] = [
+                    self._stack.enter_context(Proxy(lighthouse.address))
                     for lighthouse in self.lighthouses
                 ]
                 self.start(group)
@@ -142,8 +142,10 @@ class Cluster:
 
     def start(self, group: int) -> list[Worker]:
         """The next life of a group."""
-        ways = ",".join(gateway.address for gateway in self._gateways[group])
-        return self.fleet_of(group).start(group, lighthouse=ways, num_workers=self.sizes[group])
+        addresses = ",".join(proxy.address for proxy in self._proxies[group])
+        return self.fleet_of(group).start(
+            group, lighthouse=addresses, num_workers=self.sizes[group]
+        )
 
     def workers(self, group: int) -> list[Worker]:
         """Those of the group's latest life."""
@@ -187,12 +189,12 @@ class Cluster:
             operator.accept_loss(_OPERATOR_WAITS)
 
     def cut(self, group: int) -> None:
-        for gateway in self._gateways[group]:
-            gateway.hold()
+        for proxy in self._proxies[group]:
+            proxy.hold()
 
     def mend(self, group: int) -> None:
-        for gateway in self._gateways[group]:
-            gateway.release()
+        for proxy in self._proxies[group]:
+            proxy.release()
 
     def events(self) -> Iterator[tuple[str, Any]]:
         """What is new, with the job that it happened in."""

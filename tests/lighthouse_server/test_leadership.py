@@ -162,7 +162,7 @@ def test_a_leader_goes_on_to_another_etcd_in_time_and_stops_when_that_has_forgot
     terms_ended: list[TorchFTError] = []
 
     async def story(proxy: Proxy, other: EtcdServer) -> None:
-        through = proxy.url.removeprefix("tcp://")
+        through = proxy.address
         access = EtcdAccess(url=f"etcd://{through},{other.address}")
         leadership = Leadership(Etcd(access), lease_ttl_s=6)
         async with leadership.stands_for_election("here:1", terms_ended.append):
@@ -182,7 +182,7 @@ def test_a_leader_goes_on_to_another_etcd_in_time_and_stops_when_that_has_forgot
 
     with (
         etcd_server(tmp_path) as server,
-        Proxy(f"tcp://{server.address}", lambda place, data: data) as proxy,
+        Proxy(server.address) as proxy,
     ):
         asyncio.run(story(proxy, server))
 

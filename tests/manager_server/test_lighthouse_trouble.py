@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -32,7 +31,6 @@ from support.running import (
 )
 
 from chaos.bounds import NEWS_S
-from chaos.gateway import Gateway
 from torchft_svc.coordination import (
     LighthouseClient,
     LighthouseServer,
@@ -43,6 +41,7 @@ from torchft_svc.core.types import QuorumConfig
 from torchft_svc.errors import GroupLeft, Unreachable
 from torchft_svc.manager_server import driver
 from torchft_svc.rpc.channel import MAX_RECONNECT_MS
+from torchft_svc.testing.proxy import Proxy
 
 LONG = timedelta(seconds=10)
 CONNECT_S = 0.5
@@ -150,8 +149,8 @@ def test_a_question_keeps_its_place_when_the_connection_is_cut() -> None:
     """The group is out at once, and back before the others have asked; its worker hears nothing."""
     with (
         lighthouse_process("--min-replicas=2") as lighthouse,
-        Gateway(lighthouse.address) as gateway,
-        manager_process(gateway.address, name="a") as manager_a,
+        Proxy(lighthouse.address) as proxy,
+        manager_process(proxy.address, name="a") as manager_a,
         manager_process(lighthouse.address, name="b") as manager_b,
         ManagerClient(manager_a.address, LONG) as a,
         ManagerClient(manager_b.address, LONG) as b,
@@ -168,7 +167,7 @@ def test_a_question_keeps_its_place_when_the_connection_is_cut() -> None:
         assert first.result().replica_ids == before.replica_ids
         asked = thread.submit(a._quorum, 0, 1, "", False, 3 * LONG)
         eventually(lambda: asks(before.replica_ids[0]))
-        gateway.cut()
+        proxy.cut()
         eventually(lambda: "its session ended" in lighthouse.errors())
         eventually(lambda: asks(before.replica_ids[0]))
         assert not asked.done()
@@ -289,59 +288,14 @@ def ask_soon(client: ManagerClient, step: int) -> None:
         raise Late(str(error)) from error
 
 
-class SlowProxy:
-    """Passes bytes on, each direction ``delay_s`` late: a network with a long way."""
-
-    def __init__(self, target: tuple[str, int], delay_s: float) -> None:
-        self._target = target
-        self._delay_s = delay_s
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._sockets = [self._listener]
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
-            except OSError:
-                return
-            self._sockets += [near, far]
-            for source, sink in ((near, far), (far, near)):
-                thread = threading.Thread(target=self._pass, args=(source, sink))
-                self._threads.append(thread)
-                thread.start()
-
-    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                time.sleep(self._delay_s)  # this is what the network does
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
-
-    def close(self) -> None:
-        for each in self._sockets:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-        for thread in self._threads:
-            thread.join(5)
-
-
 def test_a_lighthouse_far_away_is_reached() -> None:
     """The reconnect backoff, which is short, must not be the time that a connection may take."""
-    with LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse:
-        host, port = lighthouse.address().removeprefix("http://").split(":")
-        proxy = SlowProxy((host, int(port)), delay_s=0.3)
-        try:
-            with line_to(proxy.address) as line:
-                assert line.quorum("a:1", timeout_s=10).result().quorum.quorum_id
-        finally:
-            proxy.close()
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse,
+        Proxy(lighthouse.address(), delay_s=0.3) as proxy,
+        line_to(proxy.address) as line,
+    ):
+        assert line.quorum("a:1", timeout_s=10).result().quorum.quorum_id
 
 
 def seen_alone(line: Line, began_at: float) -> float:

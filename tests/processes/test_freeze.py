@@ -13,10 +13,10 @@ from support.running import eventually, lighthouse_process
 
 from chaos.bounds import NEWS_S
 from chaos.fleet import Fleet
-from chaos.gateway import Gateway
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.core.step import Phase
 from torchft_svc.manager_server.app import WORKER_KEEPALIVE_MS
+from torchft_svc.testing.proxy import Proxy
 
 pytestmark = pytest.mark.processes
 
@@ -71,17 +71,17 @@ def test_a_job_that_was_suspended_as_a_whole_goes_on(make_fleet: Callable[..., F
 def test_a_group_without_a_way_to_the_lighthouse_is_left_out_and_heals(
     make_fleet: Callable[..., Fleet],
 ) -> None:
-    with lighthouse_process(*FLAGS) as lighthouse, Gateway(lighthouse.address) as gateway:
+    with lighthouse_process(*FLAGS) as lighthouse, Proxy(lighthouse.address) as proxy:
         fleet = make_fleet(lighthouse.address)
         for group in range(2):
             fleet.start(group)
-        (cut_off,) = fleet.start(2, lighthouse=gateway.address)
+        (cut_off,) = fleet.start(2, lighthouse=proxy.address)
         fleet.all_meet({0, 1, 2})
         held_at = time.monotonic()
-        gateway.hold()
+        proxy.hold()
         again_at = fleet.await_commits({0, 1}, 30.0, since=held_at, num_members=2)
         check("a group is cut off", again_at - held_at, BOUND_S)
-        gateway.release()
+        proxy.release()
         fleet.all_meet({0, 1, 2})
         assert cut_off.is_running
 

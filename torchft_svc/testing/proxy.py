@@ -1,4 +1,4 @@
-"""A real TCP proxy that damages, holds, slows or cuts what flows from a source to a receiver."""
+"""A TCP proxy for tests of faults: it holds, cuts, delays, slows or damages what it passes on."""
 
 from __future__ import annotations
 
@@ -20,27 +20,62 @@ BURST_S = 0.05
 
 
 class Proxy:
-    """Stands before the source at ``url``; ``hook`` sees everything that goes to receivers,
-    at most ``piece_bytes`` at once.
+    """Stands in front of the service at ``url``, which may also be a plain ``host:port``.
+
+    ``hook`` sees what flows downstream, from the service to its callers, at most ``piece_bytes``
+    at once. ``delay_s`` delays each piece, in both directions. A context manager, which ends all
+    connections.
 
     Raises:
         ConfigError: ``url`` names no port.
     """
 
-    def __init__(self, url: str, hook: Hook, piece_bytes: int = PIECE_BYTES) -> None:
-        parts = urlsplit(url)
+    def __init__(
+        self,
+        url: str,
+        hook: Hook | None = None,
+        piece_bytes: int = PIECE_BYTES,
+        delay_s: float = 0.0,
+    ) -> None:
+        parts = urlsplit(url if "//" in url else f"//{url}")
         if parts.port is None:
             raise ConfigError("url", url, "it names no port")
         self._to = (parts.hostname, parts.port)
         self._hook = hook
         self._piece_bytes = piece_bytes
+        self._delay_s = delay_s
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = urlunsplit(parts._replace(netloc=f"127.0.0.1:{self._listener.getsockname()[1]}"))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.url = urlunsplit(parts._replace(netloc=self.address)).removeprefix("//")
         self._lock = threading.Lock()
         self._place = 0
-        self._sockets: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept, name="proxy")]
-        self._threads[0].start()
+        self._passing = threading.Event()
+        self._passing.set()
+        self._sockets: set[socket.socket] = set()
+        self._closed = False
+        self._connections: list[threading.Thread] = []
+        self._acceptor = threading.Thread(target=self._accept, name="proxy")
+        self._acceptor.start()
+
+    def hold(self) -> None:
+        """Pass nothing on, in no direction: as if the service's host had gone without a word."""
+        self._passing.clear()
+
+    def release(self) -> None:
+        """Pass on what was held, and what comes."""
+        self._passing.set()
+
+    def cut(self) -> None:
+        """End the connections that are there; new ones are passed on."""
+        with self._lock:
+            for sock in self._sockets:
+                _end(sock)
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes came from the service so far."""
+        with self._lock:
+            return self._place
 
     def _accept(self) -> None:
         while True:
@@ -48,55 +83,70 @@ class Proxy:
                 near, _ = self._listener.accept()
             except OSError:
                 return
-            try:
-                far = socket.create_connection(self._to, DEADLINE_S)
-            except OSError:
-                near.close()
-                continue
-            near.settimeout(DEADLINE_S)
+            self._connections = [each for each in self._connections if each.is_alive()]
+            connection = threading.Thread(target=self._connect, args=(near,), name="proxy")
+            self._connections.append(connection)
+            connection.start()
+
+    def _connect(self, near: socket.socket) -> None:
+        """The whole life of a connection."""
+        self._passing.wait()
+        try:
+            far = socket.create_connection(self._to, DEADLINE_S)
+        except OSError:
+            near.close()
+            return
+        far.settimeout(None)
+        for sock in (near, far):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._hook is not None:
             far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._piece_bytes)
-            self._sockets += [near, far]
-            for pump in (self._up, self._down):
-                thread = threading.Thread(target=pump, args=(near, far), name="proxy")
-                self._threads.append(thread)
-                thread.start()
-
-    def _up(self, near: socket.socket, far: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := near.recv(self._piece_bytes):
-                far.sendall(data)
-        _end(far)
-
-    def _down(self, near: socket.socket, far: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := far.recv(self._piece_bytes):
-                with self._lock:
-                    place = self._place
-                    self._place += len(data)
-                passed_on = self._hook(place, data)
-                if passed_on is None:
-                    break
-                near.sendall(passed_on)
-        _end(near)
-        _end(far)
-
-    @property
-    def num_bytes(self) -> int:
-        """How many bytes came from the source so far."""
         with self._lock:
-            return self._place
+            self._sockets |= {near, far}
+            if self._closed:
+                _end(near)
+        up = threading.Thread(target=self._pass_on, args=(near, far), name="proxy")
+        up.start()
+        self._pass_on(far, near, downstream=True)
+        up.join()
+        with self._lock:
+            self._sockets -= {near, far}
+            near.close()
+            far.close()
+
+    def _pass_on(
+        self, source: socket.socket, sink: socket.socket, *, downstream: bool = False
+    ) -> None:
+        """From ``source`` to ``sink``, until either ends."""
+        with contextlib.suppress(OSError):
+            while data := source.recv(self._piece_bytes):
+                passed = self._see(data) if downstream else data
+                if passed is None:
+                    break
+                if self._delay_s:
+                    time.sleep(self._delay_s)
+                self._passing.wait()
+                sink.sendall(passed)
+        _end(source)
+        _end(sink)
+
+    def _see(self, data: bytes) -> bytes | None:
+        with self._lock:
+            place = self._place
+            self._place += len(data)
+        return data if self._hook is None else self._hook(place, data)
 
     def __enter__(self) -> Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closed = True
         _end(self._listener)
-        for sock in self._sockets:
-            _end(sock)
-        for thread in self._threads:
+        self.cut()
+        self.release()
+        for thread in [self._acceptor, *self._connections]:
             thread.join(DEADLINE_S)
-        for sock in [self._listener, *self._sockets]:
-            sock.close()
+        self._listener.close()
 
 
 def _end(sock: socket.socket) -> None:
