@@ -14,6 +14,7 @@ from torch import nn
 
 from torchft_svc.client import DistributedDataParallel, Manager, Optimizer
 from torchft_svc.coordination import LighthouseServer
+from torchft_svc.testing.transport_contract import bits
 
 T = TypeVar("T")
 DEADLINE_S = 60.0
@@ -166,18 +167,6 @@ def in_step(until: int, *trainers: Trainer) -> None:
             return
         assert time.monotonic() < deadline, f"they do not get to step {until} together: {steps}"
         together(*(lambda trainer=trainer: trainer.meets(num) for trainer in trainers))
-
-
-def bits(state: Any) -> Any:
-    """``state`` such that two are equal if and only if every bit is."""
-    if isinstance(state, torch.Tensor):
-        flat = state.detach().contiguous().reshape(-1).view(torch.uint8)
-        return (str(state.dtype), tuple(state.shape), flat.numpy().tobytes())
-    if isinstance(state, dict):
-        return {key: bits(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [bits(value) for value in state]
-    return state
 
 
 def assert_identical(trainers: Sequence[Trainer]) -> None:

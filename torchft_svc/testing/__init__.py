@@ -1,5 +1,7 @@
-"""For tests of programs that use this package: faults on demand."""
+"""For tests of programs that use this package: faults on demand, and a contract for transports."""
 
 from torchft_svc.testing.faults import FakeProcessGroupWrapper
+from torchft_svc.testing.proxy import Proxy
+from torchft_svc.testing.transport_contract import InMemoryTransport, TransportContract
 
-__all__ = ["FakeProcessGroupWrapper"]
+__all__ = ["FakeProcessGroupWrapper", "InMemoryTransport", "Proxy", "TransportContract"]
