@@ -11,7 +11,6 @@ import grpc
 import pytest
 from support.running import Line, eventually, failure, grpc_server, line_to, manager_process
 
-from torchft_svc.manager_server.line import beat_interval_s
 from torchft_svc.proto import torchft_pb2 as pb
 
 GARBAGE = b"\xff" * 9
@@ -92,13 +91,3 @@ def test_who_asks_before_the_lighthouse_refuses_the_group_is_told_at_once() -> N
         code, reason = failure(asked)
         assert code is grpc.StatusCode.UNAUTHENTICATED, reason
         assert "nobody is known here" in reason
-
-
-@pytest.mark.parametrize(
-    ("own_s", "wanted_ms", "interval_s"),
-    [(0.1, 0, 0.1), (0.1, 20_000, 20.0), (0.1, 2**62, 60.0), (0.1, -(2**62), 0.1), (90, 0, 90)],
-)
-def test_a_lighthouse_cannot_keep_a_group_from_beating(
-    own_s: float, wanted_ms: int, interval_s: float
-) -> None:
-    assert beat_interval_s(own_s, wanted_ms) == interval_s

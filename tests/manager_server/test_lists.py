@@ -30,9 +30,9 @@ from support.running import (
 )
 
 from torchft_svc.coordination import LighthouseClient, ManagerClient
+from torchft_svc.core.route import LOOK_BACK_S
 from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.rpc.route import LOOK_BACK_S
 
 LONG = timedelta(seconds=10)
 

@@ -10,16 +10,16 @@ import asyncio
 from typing import Any
 
 import grpc
-import pytest
 from grpc.aio import AioRpcError, Metadata
 
+from torchft_svc.core.link_types import Connect
+from torchft_svc.core.types import NO_QUORUM
 from torchft_svc.errors import NotLeader, TorchFTError, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.manager_server.line import Contact
-from torchft_svc.manager_server.session_line import MAX_OPENINGS, SessionLine
+from torchft_svc.manager_server.session_transport import MAX_OPENINGS, SessionTransport
+from torchft_svc.manager_server.transport import Contact
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.status import ERROR_KEY, LEADER_KEY
-from torchft_svc.rpc.tasks import Tasks
 
 CONFIG = ManagerConfig(
     lighthouse_address="a:1", replica_name="g", group_world_size=1, store_address="b:1"
@@ -62,21 +62,16 @@ class RefusedStream:
 
 
 def failure_of(channel: Any) -> TorchFTError:
-    async def hold() -> TorchFTError:
-        async with Tasks() as tasks:
-            line = SessionLine(
-                CONFIG,
-                Contact("a:1", channel),
-                pb.SessionHello(replica_id="g:1"),
-                tasks,
-                lambda news: None,
-                pb.SessionBeat,
-            )
-            with pytest.raises(TorchFTError) as caught:
-                await line.hold(lambda: None)
-        return caught.value
-
-    return asyncio.run(hold())
+    contact = Contact(
+        number=1,
+        address="a:1",
+        channel=channel,
+        config=CONFIG,
+        tell=lambda tell: None,
+        on_news=lambda number, news: None,
+        beat=pb.SessionBeat,
+    )
+    return asyncio.run(SessionTransport(contact, Connect(1, "a:1", "g:1", NO_QUORUM)).run())
 
 
 def test_it_is_asked_again_why() -> None:

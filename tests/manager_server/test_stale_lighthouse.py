@@ -37,13 +37,18 @@ class Scripted(grpc.GenericRpcHandler):  # type: ignore[misc]
             )
         if method == "Quorum":
             return grpc.unary_unary_rpc_method_handler(
-                lambda request, _: pb.LighthouseQuorumResponse(quorum=self._next(request)),
+                self._quorum,
                 pb.LighthouseQuorumRequest.FromString,
                 pb.LighthouseQuorumResponse.SerializeToString,
             )
         if method == "Heartbeat":
             return grpc.unary_unary_rpc_method_handler(lambda *_: b"")
         return None
+
+    def _quorum(self, request: Any, context: Any) -> Any:
+        if not request.HasField("requester"):  # as who looks whether it would be taken
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "nobody asks")
+        return pb.LighthouseQuorumResponse(quorum=self._next(request))
 
     def _next(self, question: Any) -> Any:
         return pb.Quorum(quorum_id=next(self._ids), participants=[question.requester])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from typing import Any
 import grpc
 
 from torchft_svc.coordination.outgoing import Outgoing
+from torchft_svc.core.route import Backoff
 from torchft_svc.core.types import one_line
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.backoff import Backoff
 from torchft_svc.rpc.codec import fit_for_logs
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class Attachment:
             self._thread.join(JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
-        backoff = Backoff()
+        backoff = Backoff(random.random)
         self._failing = False
         while True:
             outgoing = self._outgoing = Outgoing(self._hello)

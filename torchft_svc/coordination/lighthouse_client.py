@@ -12,6 +12,7 @@ from typing import Any
 from torchft_svc.coordination.client import Answer, Client
 from torchft_svc.coordination.types import Quorum, QuorumMember, Timestamp
 from torchft_svc.core.overview import JobStatus
+from torchft_svc.core.route import LOOK_BACK_S, Route
 from torchft_svc.core.types import DEFAULT_JOB, Member, limited_s
 from torchft_svc.errors import NotLeader, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb
@@ -20,7 +21,6 @@ from torchft_svc.rpc.channel import IMPATIENT_KEEPALIVE_MS, KEEPALIVE_MS
 from torchft_svc.rpc.codec import member_to_wire
 from torchft_svc.rpc.codec_status import status_from_wire
 from torchft_svc.rpc.probing import would_take_blocking
-from torchft_svc.rpc.route import LOOK_BACK_S, Route
 from torchft_svc.rpc.security import Security
 
 # A look at the earlier lighthouses of the list is followed by so many times its length without one.

@@ -49,7 +49,6 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
 
     def build(bound: HostPort) -> Service:
         link.address = str(HostPort(host, bound.port))
-        link.on_news, link.beat = driver.hear, driver.beat
         return manager_service(driver)
 
     bind = parse_address(config.bind, may_bind=True)

@@ -24,8 +24,8 @@ from torchft_svc.core.group_orders import (
 )
 from torchft_svc.core.pausable_clock import MAX_LOOK_S, PausableClock
 from torchft_svc.core.step import Phase
-from torchft_svc.core.types import Vote, WorkerRequest, check_step
-from torchft_svc.errors import DeadlineExceeded, QuorumFailed, TorchFTError
+from torchft_svc.core.types import Quorum, Vote, WorkerRequest, check_step
+from torchft_svc.errors import DeadlineExceeded, TorchFTError
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (
@@ -57,11 +57,11 @@ class ManagerDriver:
     def __init__(self, group: Group, link: LighthouseLink, tasks: Tasks) -> None:
         self._core = group
         self._link = link
+        link.on_news, link.on_outcome, link.beat = self.hear, self._told, self.beat
         self._tasks = tasks
         self._callers = itertools.count()
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._deadlines: dict[int, float] = {}
-        self._asking: asyncio.Task[None] | None = None
         self._workers: dict[int, Outbox] = {}
         self._activities = WorkerActivities()
         self._num_asking: collections.Counter[int] = collections.Counter()  # by group rank
@@ -261,10 +261,9 @@ class ManagerDriver:
             if isinstance(order, AskLighthouse):
                 deadline = min(self._deadlines[caller] for caller in self._core.askers())
                 timeout_s = deadline - time.monotonic() - ANSWER_MARGIN_S
-                self._asking = self._tasks.start(self._ask(order, timeout_s), "ask lighthouse")
+                self._link.ask(order, timeout_s)
             elif isinstance(order, StopAsking):
-                if self._asking is not None:
-                    self._asking.cancel()
+                self._link.withdraw(order.round)
             elif isinstance(order, LeaveLighthouse):
                 self._leave(order)
             elif isinstance(order, AnswerWorker):
@@ -309,16 +308,9 @@ class ManagerDriver:
         if waiting is not None and not waiting.done():
             waiting.set_result(encoded)
 
-    async def _ask(self, question: AskLighthouse, timeout_s: float) -> None:
-        """Ask, and bring the outcome back as an input, whatever it is."""
-        try:
-            quorum = await self._link.ask(question, timeout_s)
-        except TorchFTError as error:
-            log.info("the workers are told: %s", error)  # who say it, or raise it
-            self._carry_out(self._core.quorum_failed(question.round, error))
-        except Exception as error:
-            fault = QuorumFailed(f"the manager failed: {error!r}")
-            self._carry_out(self._core.quorum_failed(question.round, fault))
-            raise
+    def _told(self, round_: int, outcome: Quorum | TorchFTError) -> None:
+        if isinstance(outcome, Quorum):
+            self._carry_out(self._core.quorum_formed(round_, outcome))
         else:
-            self._carry_out(self._core.quorum_formed(question.round, quorum))
+            log.info("the workers are told: %s", outcome)  # who say it, or raise it
+            self._carry_out(self._core.quorum_failed(round_, outcome))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 
+from torchft_svc.core.route import MAX_PAUSE_S, MIN_PAUSE_S
 from torchft_svc.core.types import MAX_QUORUM_BYTES
 from torchft_svc.rpc.address import parse_address
 from torchft_svc.rpc.security import PLAIN, Security
@@ -12,9 +13,6 @@ from torchft_svc.rpc.tls import TlsFiles
 # A quorum of 10,000 groups takes about 2 MB; what is larger than a lighthouse may be told to allow,
 # and a few numbers, is not an answer of ours.
 MAX_ANSWER_BYTES = MAX_QUORUM_BYTES + 1024
-# A blip must be over long before the heartbeat timeout (5 s by default) takes a group for dead.
-MIN_RECONNECT_MS = 20
-MAX_RECONNECT_MS = 500
 # A connection may take so long: several round trips to another continent, or to a busy machine.
 # Longer, and a lighthouse whose packets were lost would be missed for as long when it is back.
 MAX_CONNECTING_MS = 1000
@@ -45,8 +43,8 @@ def keepalive(interval_ms: int = KEEPALIVE_MS) -> tuple[tuple[str, int], ...]:
 # In spite of its name this is the deadline of an attempt, not a pause.
 _CONNECTING = "grpc.min_reconnect_backoff_ms"
 _OPTIONS = (
-    ("grpc.initial_reconnect_backoff_ms", MIN_RECONNECT_MS),
-    ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_MS),
+    ("grpc.initial_reconnect_backoff_ms", int(1000 * MIN_PAUSE_S)),
+    ("grpc.max_reconnect_backoff_ms", int(1000 * MAX_PAUSE_S)),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     # Two channels in one process must not share a connection, or one's failure is the other's.
     ("grpc.use_local_subchannel_pool", 1),

@@ -1,0 +1,201 @@
+"""The values of a manager's link to its lighthouses: settings, states, and orders to its shell.
+
+All orders but the last three are for one connection, by its number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Literal
+
+from torchft_svc.core.group_orders import AskLighthouse
+from torchft_svc.core.route import LOOK_BACK_S, Backoff
+from torchft_svc.core.types import LastQuorum, Member, Quorum
+from torchft_svc.errors import TorchFTError, Unauthorized
+
+# A heartbeat is worthless when it is late; the next one is a new chance.
+BEAT_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkConfig:
+    """What a link has to know, as `ManagerConfig` explains it; durations in seconds."""
+
+    lighthouses: tuple[str, ...]
+    store_address: str
+    group_world_size: int
+    heartbeat_interval_s: float
+    connect_timeout_s: float
+    quorum_retries: int
+    min_replicas: int
+
+    @property
+    def shown(self) -> str:
+        """The list as the user wrote it."""
+        return ",".join(self.lighthouses)
+
+
+class LinkState(Enum):
+    """Of the link; each but PAUSED and LEFT has a connection."""
+
+    PAUSED = auto()  # until `Incarnation.retry_at`
+    OPENING = auto()  # there is no welcome yet
+    OPEN = auto()
+    LEAVING = auto()  # maybe to begin again
+    LEFT = auto()
+
+
+@dataclass(slots=True)
+class LinkConnection:
+    """The attempt to be connected with one lighthouse, and what follows if it succeeds.
+
+    Of `LinkState.OPENING` ``closes_at`` is the end of patience, of `LinkState.LEAVING` too.
+    """
+
+    number: int
+    address: str
+    closes_at: float
+    is_unary: bool = False  # no stream: each message is a call of its own
+    opened_at: float = 0.0
+    interval_s: float = 0.0
+    beat_at: float = math.inf
+    beat_sent_at: float = 0.0
+    asked_at: float = -math.inf
+    look_at: float = math.inf
+    probing: tuple[str, ...] = ()
+    probing_since: float = 0.0
+    looked_at: float = -math.inf  # when the last look at all earlier lighthouses began
+    has_rivals: bool | None = None  # lighthouses that would take the job, too; None: not known
+
+
+@dataclass(slots=True)
+class LinkQuestion:
+    ask: AskLighthouse
+    deadline: float
+    retries_left: int
+    gives_up_at: float = 0.0  # unless it is with a lighthouse by then
+    number: int = 0  # under which it is with the lighthouse (0: it is not)
+    member: Member | None = None
+    sent_at: float = 0.0
+    held: Quorum | None = None  # until it is known that the others are not elsewhere
+    timeout_s: float = 0.0
+    expires_at: float = math.inf
+    again_at: float = -math.inf
+    distrust: Unauthorized | None = None  # what to tell at ``again_at``
+
+
+@dataclass(slots=True)
+class Incarnation:
+    replica_id: str
+    backoff: Backoff
+    why_not: TorchFTError  # it is not connected
+    retry_at: float = math.inf  # it has not been started
+    was_open: bool = False
+    failing_since: float | None = None
+    logged_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Open a session with ``address``, and introduce the group."""
+
+    connection: int
+    address: str
+    replica_id: str
+    last: LastQuorum
+
+
+@dataclass(frozen=True, slots=True)
+class SendQuestion:
+    """Ask for a quorum; the answer comes as `LinkMachine.answered`."""
+
+    connection: int
+    number: int
+    member: Member
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendWithdrawal:
+    """Nobody waits for the answer to question ``number`` any more."""
+
+    connection: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendBeat:
+    """Tell that the group is alive, and what it does. ``timeout_s``: for one that is answered."""
+
+    connection: int
+    timeout_s: float = BEAT_TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True)
+class SendLeave:
+    """Nobody has to wait for this group any more; the lighthouse ends the connection.
+
+    ``between_steps``: nor has anybody to give up the step that it is in. ``ends``: its program ends
+    on purpose.
+    """
+
+    connection: int
+    reason: str
+    between_steps: bool
+    ends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The connection is over; nothing that comes over it is looked at."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Ask the lighthouses at ``addresses``, all at once, whether they would take this group.
+
+    Those that would are told to `LinkMachine.probed`, within ``timeout_s``.
+    """
+
+    connection: int
+    addresses: tuple[str, ...]
+    timeout_s: float = LOOK_BACK_S
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerAsker:
+    """The outcome of the question of ``round``."""
+
+    round: int
+    outcome: Quorum | TorchFTError
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmLeft:
+    """The group has left, as far as a lighthouse could be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Say it in the log."""
+
+    level: Literal["info", "warning"]
+    text: str
+
+
+Order = (
+    Connect
+    | SendQuestion
+    | SendWithdrawal
+    | SendBeat
+    | SendLeave
+    | Close
+    | Probe
+    | AnswerAsker
+    | ConfirmLeft
+    | Log
+)

@@ -1,0 +1,75 @@
+"""Which service of a list to try next, and after which pause (rule F2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+# Pauses between two attempts, in seconds. A short interruption must be over long before the
+# heartbeat timeout (5 s by default) takes a group for dead.
+MIN_PAUSE_S, MAX_PAUSE_S = 0.02, 0.5
+# A client that is not at the first lighthouse of its list asks this often whether an earlier one
+# would take it: for so long the groups of a job may be at different ones.
+LOOK_BACK_S = 1.0
+
+
+class Route:
+    """The order of the list decides, so that all groups of a job end at the same lighthouse."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self.addresses = tuple(addresses)
+        self._untried = list(addresses[1:])
+        self._leaders_tried: set[str] = set()
+        self.current = addresses[0]
+
+    @property
+    def preferred(self) -> tuple[str, ...]:
+        """Those before the current one: where the others of the job will be, once one is back."""
+        if self.current not in self.addresses:  # a leader's own name for itself
+            return ()
+        return self.addresses[: self.addresses.index(self.current)]
+
+    def worked(self) -> None:
+        """The current one has answered: if it breaks it is tried again first, then the list."""
+        self._untried = [self.current, *(each for each in self.addresses if each != self.current)]
+        self._leaders_tried.clear()
+
+    def go_on(self, leader: str = "") -> bool:
+        """The current one failed, or named the ``leader``: choose the next one.
+
+        False if all have been tried in vain, and it is time for a pause.
+        """
+        if leader and leader != self.current and leader not in self._leaders_tried:
+            self._leaders_tried.add(leader)  # once: two that name each other are no way out
+            self.current = leader
+            return True
+        is_fresh = bool(self._untried)
+        if not is_fresh:
+            self._untried = list(self.addresses)
+            self._leaders_tried.clear()
+        self.current = self._untried.pop(0)
+        return is_fresh
+
+    def go_back(self, address: str) -> None:
+        """One of `preferred` would take the group."""
+        self.current = address
+        self.worked()
+
+
+class Backoff:
+    """Pauses that double from the least to the longest, each shortened by up to a half.
+
+    By how much is drawn, so that a thousand managers that lost one lighthouse in one moment do not
+    come back in one moment. ``draw`` gives numbers from 0 to 1.
+    """
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self._draw = draw
+        self._longest_s = MIN_PAUSE_S
+
+    def tried(self, *, failed: bool) -> None:
+        """After an attempt, or one at each address: the next pause is longer, or short again."""
+        self._longest_s = min(2 * self._longest_s, MAX_PAUSE_S) if failed else MIN_PAUSE_S
+
+    def pause_s(self) -> float:
+        """The next pause, in seconds."""
+        return self._longest_s * (1 + self._draw()) / 2

@@ -1,0 +1,196 @@
+"""A transport that is one stream: while it is open the group is alive, and news come over it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import traceback
+from collections import deque
+from typing import Any
+
+import grpc
+
+from torchft_svc.core.link_types import Connect, SendBeat, SendQuestion, SendWithdrawal
+from torchft_svc.core.types import Quorum, one_line
+from torchft_svc.errors import QuorumFailed, RequestRefused, TorchFTError, Unreachable
+from torchft_svc.manager_server.transport import Contact, Message, NotSupported
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.codec import JOB_KEY, fit_for_logs, member_to_wire, quorum_from_wire
+from torchft_svc.rpc.parsing import checked, parser
+from torchft_svc.rpc.status import cause_of, error_from_wire, to_distrust, to_not_leader
+from torchft_svc.rpc.tls_reasons import closing_hint
+
+log = logging.getLogger(__name__)
+
+# What gRPC says instead of the reason, if the other side ends a call while it is being written to;
+# of sessions that a lighthouse refuses at once, that were 5 in 100.
+_UNTOLD = "Internal error from Core"
+# So often a session is opened to learn the reason.
+MAX_OPENINGS = 4
+
+Stream = Any  # grpc.aio's stream call; its stubs lack reading and writing
+# What using a stream raises when it has ended.
+_BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
+_ANSWER = "what the lighthouse said"
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+
+
+class SessionTransport:
+    """See `Transport`; to be used on one event loop."""
+
+    def __init__(self, contact: Contact, order: Connect) -> None:
+        self._contact = contact
+        hello = pb.SessionHello(
+            replica_id=order.replica_id,
+            last_quorum_id=order.last.quorum_id,
+            last_max_step=order.last.max_step,
+        )
+        self._hello = pb.SessionRequest(hello=hello)
+        config = contact.config
+        self._metadata = ((JOB_KEY, config.job_id), *config.security.metadata)
+        self._open_stream: Any = contact.channel.stream_stream(
+            "/torchft.LighthouseService/Session",
+            request_serializer=pb.SessionRequest.SerializeToString,
+            response_deserializer=parser(pb.SessionNews),
+        )
+        self._is_open = False
+        self._unsent: deque[Message] = deque()
+        self._has_unsent = asyncio.Event()
+        self._timeout_s = 0.0  # of the last question
+
+    async def run(self) -> TorchFTError:
+        """See `Transport.run`."""
+        try:
+            await self._session_or_reason()
+        except (*_BROKEN, RequestRefused) as error:  # refused: it does not talk as a lighthouse
+            broken = self._to_error(error)
+            # In them is the stream, and as long as that is kept, gRPC goes on connecting a channel
+            # that is closed.
+            traceback.clear_frames(error.__traceback__)
+            return broken
+        return Unreachable("lighthouse", self._contact.address, "it ended the session")
+
+    def send(self, message: Message) -> None:
+        """See `Transport.send`. What a stream that does not move keeps unsent is bounded."""
+        if isinstance(message, SendQuestion):
+            self._timeout_s = message.timeout_s
+        elif isinstance(message, SendBeat) and any(
+            isinstance(each, SendBeat) for each in self._unsent
+        ):
+            return
+        elif isinstance(message, SendWithdrawal):
+            for each in self._unsent:
+                if isinstance(each, SendQuestion) and each.number == message.number:
+                    self._unsent.remove(each)
+                    return
+        self._unsent.append(message)
+        self._has_unsent.set()
+
+    async def _session_or_reason(self) -> None:
+        for _ in range(MAX_OPENINGS - 1):
+            try:
+                return await self._session()
+            except grpc.aio.AioRpcError as error:
+                if error.details() != _UNTOLD or self._is_open:
+                    raise
+        return await self._session()
+
+    async def _session(self) -> None:
+        """One stream, from hello to its end."""
+        contact, number = self._contact, self._contact.number
+        stream = self._open_stream(metadata=self._metadata)
+        sending: asyncio.Task[None] | None = None
+        try:
+            await stream.write(self._hello)
+            contact.tell(lambda machine, now: machine.introduced(number, now))
+            first = checked(await stream.read(), _ANSWER)
+            if first is _EOF:
+                await _raise_status(stream)
+                return
+            self._is_open = True
+            sending = asyncio.create_task(self._keep_sending(stream))
+            interval_s = first.welcome.min_interval_ms / 1000
+            contact.tell(lambda machine, now: machine.welcomed(number, interval_s, now))
+            while (news := checked(await stream.read(), _ANSWER)) is not _EOF:
+                self._receive(news)
+            await _raise_status(stream)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise NotSupported from None
+            raise
+        except asyncio.InvalidStateError:  # it ended before the hello was sent: say why
+            await _raise_status(stream)
+        finally:
+            if sending is not None:
+                sending.cancel()
+            stream.cancel()
+
+    async def _keep_sending(self, stream: Stream) -> None:
+        with contextlib.suppress(*_BROKEN):  # whoever reads learns why
+            while True:
+                await self._has_unsent.wait()
+                while self._unsent:
+                    await stream.write(self._encoded(self._unsent.popleft()))
+                self._has_unsent.clear()
+
+    def _encoded(self, message: Message) -> pb.SessionRequest:
+        if isinstance(message, SendQuestion):
+            question = pb.SessionQuestion(
+                requester=member_to_wire(message.member),
+                number=message.number,
+                timeout_ms=max(1, int(message.timeout_s * 1000)),
+            )
+            return pb.SessionRequest(question=question)
+        if isinstance(message, SendWithdrawal):
+            return pb.SessionRequest(withdrawal=pb.SessionWithdrawal(number=message.number))
+        if isinstance(message, SendBeat):
+            return pb.SessionRequest(beat=self._contact.beat())
+        leave = pb.SessionLeave(
+            reason=message.reason, between_steps=message.between_steps, ends=message.ends
+        )
+        return pb.SessionRequest(leave=leave)
+
+    def _receive(self, news: pb.SessionNews) -> None:
+        kind = news.WhichOneof("kind")
+        fit_for_logs(news)
+        if kind == "refusal":
+            refusal = news.refusal
+            error = error_from_wire(refusal.error, refusal.reason, "quorum", self._timeout_s)
+            self._answered(refusal.number, error)
+        elif kind == "quorum":
+            try:
+                self._answered(news.answers, quorum_from_wire(news.quorum))
+            except QuorumFailed as error:
+                self._answered(news.answers, error)
+        elif kind in ("lost", "kill", "drain", "waiting", "no_quorum_yet"):
+            self._contact.on_news(self._contact.number, news)
+
+    def _answered(self, question: int, outcome: Quorum | TorchFTError) -> None:
+        number = self._contact.number
+        self._contact.tell(lambda machine, now: machine.answered(number, question, outcome, now))
+
+    def _to_error(self, error: Exception) -> TorchFTError:
+        if isinstance(error, grpc.aio.AioRpcError):
+            known = to_not_leader(error) or to_distrust(error, "lighthouse", self._contact.address)
+            if known is not None:
+                return known
+        return Unreachable("lighthouse", self._contact.address, _why(error))
+
+
+async def _raise_status(stream: Stream) -> None:
+    """The stream has ended: raise why, unless it ended in good order."""
+    code = await stream.code()
+    if code is not grpc.StatusCode.OK:
+        details = await stream.details()
+        metadata = await stream.initial_metadata(), await stream.trailing_metadata()
+        raise grpc.aio.AioRpcError(code, *metadata, details=details)  # type: ignore[call-arg]
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        details = one_line(error.details() or "")
+        if details == _UNTOLD:
+            return "it ended the session"
+        return f"{cause_of(error.code(), details)}{closing_hint(details)}"
+    return str(error)

@@ -1,0 +1,115 @@
+"""A transport to lighthouses without sessions, as the public release's: each message is a call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import Any
+
+import grpc
+
+from torchft_svc.core.lighthouse_link import LEAVE_TIMEOUT_S
+from torchft_svc.core.link_types import SendBeat, SendLeave, SendQuestion, SendWithdrawal
+from torchft_svc.core.types import Quorum
+from torchft_svc.errors import TorchFTError, Unreachable
+from torchft_svc.manager_server.transport import Contact, Message
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.codec import JOB_KEY, member_to_wire, quorum_from_wire
+from torchft_svc.rpc.status import to_error
+from torchft_svc.rpc.tasks import Tasks
+
+_SERVICE = "/torchft.LighthouseService/"
+
+
+class UnaryTransport:
+    """See `Transport`; to be used on one event loop."""
+
+    def __init__(self, contact: Contact, replica_id: str) -> None:
+        self._contact = contact
+        self._replica_id = replica_id
+        config = contact.config
+        self._metadata = ((JOB_KEY, config.job_id), *config.security.metadata)
+        self._calls = Tasks()
+        self._question: asyncio.Task[None] | None = None
+        self._over: asyncio.Future[TorchFTError] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> TorchFTError:
+        """See `Transport.run`. A heartbeat that is late breaks nothing."""
+        async with self._calls:
+            return await self._over
+
+    def send(self, message: Message) -> None:
+        """See `Transport.send`."""
+        if isinstance(message, SendBeat):
+            self._start(self._beat(message))
+        elif isinstance(message, SendQuestion):
+            self._question = self._start(self._ask(message))
+        elif isinstance(message, SendWithdrawal):
+            if self._question is not None:
+                self._question.cancel()
+        else:
+            self._start(self._leave(message))
+
+    def _start(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self._calls.start(call, "call to the lighthouse")
+
+    async def _beat(self, message: SendBeat) -> None:
+        number, timeout_s = self._contact.number, message.timeout_s
+        request = pb.LighthouseHeartbeatRequest(replica_id=self._replica_id)
+        try:
+            answer = await self._call("Heartbeat", request, timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                self._end(self._to_error(error, "heartbeat", timeout_s))
+            else:
+                self._contact.tell(lambda machine, now: machine.beat_was_late(number, now))
+        else:
+            interval_s = answer.min_interval_ms / 1000
+            self._contact.tell(lambda machine, now: machine.welcomed(number, interval_s, now))
+
+    async def _ask(self, message: SendQuestion) -> None:
+        number, question = self._contact.number, message.number
+        request = pb.LighthouseQuorumRequest(requester=member_to_wire(message.member))
+        outcome: Quorum | TorchFTError
+        try:
+            answer = await self._call("Quorum", request, message.timeout_s)
+            outcome = quorum_from_wire(answer.quorum)
+        except grpc.aio.AioRpcError as error:
+            outcome = self._to_error(error, "quorum", message.timeout_s)
+        except TorchFTError as error:
+            outcome = error
+        self._contact.tell(lambda machine, now: machine.answered(number, question, outcome, now))
+
+    async def _leave(self, message: SendLeave) -> None:
+        request = pb.LighthouseLeaveRequest(
+            replica_id=self._replica_id,
+            reason=message.reason,
+            between_steps=message.between_steps,
+            ends=message.ends,
+        )
+        with contextlib.suppress(grpc.aio.AioRpcError):  # also: a lighthouse without Leave
+            await self._call("Leave", request, LEAVE_TIMEOUT_S)
+        self._end(Unreachable("lighthouse", self._contact.address, "it was left"))
+
+    async def _call(self, method: str, request: Any, timeout_s: float) -> Any:
+        name = f"Lighthouse{method}"
+        call: Any = self._contact.channel.unary_unary(
+            _SERVICE + method,
+            request_serializer=getattr(pb, f"{name}Request").SerializeToString,
+            response_deserializer=getattr(pb, f"{name}Response").FromString,
+        )
+        return await call(request, timeout=timeout_s, metadata=self._metadata)
+
+    def _end(self, why: TorchFTError) -> None:
+        if not self._over.done():
+            self._over.set_result(why)
+
+    def _to_error(self, error: grpc.aio.AioRpcError, action: str, timeout_s: float) -> TorchFTError:
+        return to_error(
+            error,
+            peer="lighthouse",
+            address=self._contact.address,
+            action=action,
+            timeout_s=timeout_s,
+        )
