@@ -43,6 +43,7 @@ class Part:
 WorkerAnswer = Part | bool | TorchFTError
 Reply = Callable[[WorkerAnswer], None]
 News = Callable[..., None]  # the kind of news, and what it tells
+OnOutcome = Callable[[int, Outcome], None]  # of a round
 # How long the workers have to end by themselves when they are told to.
 KILL_NEWS_S = 0.5
 
@@ -55,7 +56,7 @@ class ManagerActor:
         process: Process,
         job: str,
         group_world_size: int,
-        link: Callable[[News, Callable[[], Activity | None]], LinkActor],
+        link: Callable[[News, OnOutcome, Callable[[], Activity | None]], LinkActor],
         on_killed: Callable[[], None],
         shared: tuple[Invariants, Trace],
     ) -> None:
@@ -67,7 +68,7 @@ class ManagerActor:
         # Each life begins far from the others; here it is always below the one before.
         self.core = Group(group_world_size, FIRST_ROUND - int(process.world.now * 1000))
         self._activities = WorkerActivities()
-        self.link = link(self._hear, self._activities.slowest)
+        self.link = link(self._hear, self._told, self._activities.slowest)
         self._callers = itertools.count()
         self._replies: dict[int, Reply] = {}
         self._deadlines: dict[int, float] = {}
@@ -174,7 +175,7 @@ class ManagerActor:
             if isinstance(order, AskLighthouse):
                 self._ask(order)
             elif isinstance(order, StopAsking):
-                self.link.stop()
+                self.link.withdraw(order.round)
             elif isinstance(order, LeaveLighthouse):
                 self._trace.record(self.process.name, f"leaves: {order.reason}")
                 if not order.between_steps:
@@ -196,7 +197,7 @@ class ManagerActor:
         now = self.process.world.now
         timeout_s = min(self._deadlines[each] for each in self.core.askers())
         timeout_s -= now + ANSWER_MARGIN_S
-        self.link.ask(order, timeout_s, lambda outcome: self._told(order.round, outcome))
+        self.link.ask(order, timeout_s)
 
     def _told(self, round_: int, outcome: Outcome) -> None:
         if isinstance(outcome, Quorum):

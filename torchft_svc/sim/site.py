@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchft_svc.core.activity import Activity
+from torchft_svc.core.link_types import LinkConfig
 from torchft_svc.sim.lighthouse_actor import LighthouseActor
-from torchft_svc.sim.link_actor import LinkActor, LinkConfig
-from torchft_svc.sim.manager_actor import ManagerActor, News
+from torchft_svc.sim.link_actor import LinkActor, LinkSite
+from torchft_svc.sim.manager_actor import ManagerActor, News, OnOutcome
 from torchft_svc.sim.scenario import Scenario
 from torchft_svc.sim.shared import Shared
 from torchft_svc.sim.sums import GroupCollective, State
@@ -73,20 +74,27 @@ class Site:
         self._num_lives += 1
         process = self._world.process(f"{self.name}/m{self._num_lives}")
         every = self._scenario.unary_every
-        config = LinkConfig(
+        site = LinkSite(
             job=self.job,
             name=self.name,
+            has_sessions=not (every and int(self.name[1:]) % every == 0),
+            lighthouses={"lighthouse": self._lighthouse},
+        )
+        config = LinkConfig(
+            lighthouses=tuple(site.lighthouses),
+            store_address=process.name,
             group_world_size=self.group_world_size,
             heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
             connect_timeout_s=self._scenario.connect_timeout_s,
             quorum_retries=self._scenario.quorum_retries,
             min_replicas=self._scenario.told_min_replicas,
-            has_sessions=not (every and int(self.name[1:]) % every == 0),
         )
 
-        def link(on_news: News, activity: Callable[[], Activity | None]) -> LinkActor:
-            accept = self._lighthouse.accept
-            return LinkActor(process, self._shared.network, accept, config, on_news, activity)
+        def link(
+            on_news: News, on_outcome: OnOutcome, activity: Callable[[], Activity | None]
+        ) -> LinkActor:
+            listeners = (on_news, on_outcome, activity)
+            return LinkActor(process, self._shared.network, site, config, *listeners)
 
         self.manager = ManagerActor(
             process,
