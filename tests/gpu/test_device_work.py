@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from torchft_svc.client import ProcessGroupNCCL
-from torchft_svc.client.process_groups.device_work import DeviceWork
+from torchft_svc.client.process_groups.nccl import DeviceWork
 from torchft_svc.errors import ConfigError, QuorumFailed
 
 

@@ -7,7 +7,7 @@ from torchft_svc.client.ddp import DistributedDataParallel
 from torchft_svc.client.device_mesh import ft_init_device_mesh
 from torchft_svc.client.hsdp import replicate_across_groups, sharded_state_dict
 from torchft_svc.client.managed import ManagedProcessGroup
-from torchft_svc.client.manager import Manager
+from torchft_svc.client.manager import FaultToleranceManager, Manager
 from torchft_svc.client.optim import Optimizer, OptimizerWrapper
 from torchft_svc.client.process_groups import (
     ErrorSwallowingProcessGroupWrapper,
@@ -19,7 +19,6 @@ from torchft_svc.client.process_groups import (
     ProcessGroupNCCL,
     ProcessGroupWrapper,
 )
-from torchft_svc.client.simple import FaultToleranceManager
 
 __all__ = [
     "CheckpointTransport",

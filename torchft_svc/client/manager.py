@@ -473,6 +473,22 @@ class Manager:
         self.shutdown()
 
 
+class FaultToleranceManager(Manager):
+    """A `Manager` that takes ``state_dict`` first; every other keyword is the manager's own."""
+
+    def __init__(
+        self,
+        save_state_dict: Callable[[], Any],
+        load_state_dict: Callable[[Any], None],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(state_dict=save_state_dict, load_state_dict=load_state_dict, **kwargs)
+
+    def step(self) -> None:
+        """Begin a step: `Manager.start_quorum`."""
+        self.start_quorum()
+
+
 def _shortened(error: TorchFTError) -> TorchFTError:
     """``error`` without the way that it took through threads of ours: its sentence says what is
     wrong, and a user's traceback ends where the user's program called."""

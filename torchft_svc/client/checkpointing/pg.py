@@ -24,13 +24,13 @@ from torchft_svc.client.checkpointing.encoding.shards import take_apart
 from torchft_svc.client.checkpointing.encoding.tensors import MAX_DIMS, why_not
 from torchft_svc.client.checkpointing.encoding.tree import decode, encode, tensor_places
 from torchft_svc.client.checkpointing.encoding.values import DTYPES, BadTree, Json
-from torchft_svc.client.checkpointing.reasons import (
+from torchft_svc.client.checkpointing.transport import (
     MAX_REASON_BYTES,
+    CheckpointTransport,
     decode_reason,
     encode_reason,
     why_not_offered,
 )
-from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.process.uninterruptible import start_uninterruptible
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.core.types import check_length

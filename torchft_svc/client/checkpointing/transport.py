@@ -7,9 +7,13 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ClassVar, Generic, TypeVar
 
+from torchft_svc.core.types import one_line
 from torchft_svc.errors import CheckpointError
 
 T = TypeVar("T")
+
+# A sentence; this package sends none that is longer.
+MAX_REASON_BYTES = 1000
 
 
 class CheckpointTransport(ABC, Generic[T]):
@@ -162,3 +166,18 @@ class CheckpointTransport(ABC, Generic[T]):
     @abstractmethod
     def shutdown(self, wait: bool = True) -> None:
         """Stop serving and receiving; ``wait`` joins the threads. May be called twice."""
+
+
+def encode_reason(reason: str) -> bytes:
+    """``reason``, why a source does not serve a state, as it is sent."""
+    return reason.encode("ascii", "replace")[:MAX_REASON_BYTES]
+
+
+def decode_reason(sent: bytes | bytearray) -> str:
+    """The reason that a source has sent, fit for a line of a log."""
+    return one_line(sent.decode("ascii", "replace").strip())
+
+
+def why_not_offered(step: int, why: str) -> str:
+    """The message for the groups that heal."""
+    return f"step {step} cannot be offered: {why}"

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchft_svc.client.process_groups.loss import Loss, news_of
-from torchft_svc.client.process_groups.members import Members
+from torchft_svc.client.process_groups.members import Loss, Members, news_of
 from torchft_svc.client.process_groups.operations import OLDER_NAMES
 from torchft_svc.client.process_groups.recording.flight import Flight, Record
 from torchft_svc.client.process_groups.recording.recorder import FlightRecorder

@@ -13,15 +13,17 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
 from torchft_svc.client.process_groups.abandoned import AbandonedBackends
 from torchft_svc.client.process_groups.base import ProcessGroup
-from torchft_svc.client.process_groups.loss import Loss
-from torchft_svc.client.process_groups.members import Members
+from torchft_svc.client.process_groups.members import Loss, Members
 from torchft_svc.client.process_groups.recording.flight import Followed
 from torchft_svc.client.process_groups.rendezvous.failures import FailureWatch, announce
 from torchft_svc.client.process_groups.rendezvous.meeting import meet, tidy_store
 from torchft_svc.client.process_groups.rendezvous.store_line import StoreLine
-from torchft_svc.client.process_groups.rendezvous.stores import Store
 from torchft_svc.client.process_groups.sockets import BackendSockets
 from torchft_svc.errors import PeerError, QuorumFailed
 
@@ -192,6 +194,28 @@ class DelegatingProcessGroup(ProcessGroup):
             known = work if record is None else Followed(work, record, self._has_failed)
             self._works[-1] = _Timed(over_at, known) if name in self._hidden else known
         return work
+
+
+class WholeBackend:
+    """A torch ``backend`` with all operations, also those that only a group offers to Python."""
+
+    kind: dist.ProcessGroup.BackendType
+    device_type: str
+
+    def __init__(self, backend: Any, store: Store, rank: int, world_size: int) -> None:
+        self.backend = backend
+        self._place = store, rank, world_size
+        self._group: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        """An operation of the backend, or of a group around it."""
+        if hasattr(self.backend, name):
+            return getattr(self.backend, name)
+        if self._group is None:
+            self._group = dist.ProcessGroup(*self._place)
+            self._group._set_default_backend(self.kind)
+            self._group._register_backend(torch.device(self.device_type), self.kind, self.backend)
+        return getattr(self._group, name)
 
 
 class _Timed:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.members import Members
-from torchft_svc.client.process_groups.operations import INTO_OUTPUT, flat
-from torchft_svc.client.process_groups.rendezvous.stores import Store
-from torchft_svc.client.process_groups.work import CompletedWork
+from torchft_svc.client.process_groups.operations import INTO_OUTPUT, CompletedWork, flat
 
 
 class ProcessGroupDummy(DelegatingProcessGroup):

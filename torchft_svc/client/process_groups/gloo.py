@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from torchft_svc.client.process.uninterruptible import UninterruptibleCall
-from torchft_svc.client.process_groups.backend import WholeBackend
-from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
+from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup, WholeBackend
 from torchft_svc.client.process_groups.operations import HIDDEN_BY_GLOO
 from torchft_svc.client.process_groups.rendezvous.store_line import CONNECT_TIMEOUT_S
-from torchft_svc.client.process_groups.rendezvous.stores import Store
 
 # The thread that connects.
 _NAME = "gloo-connect"

@@ -1,13 +1,19 @@
-"""Whom a process group connects."""
+"""Which members a process group connects, and the news that one of them is gone."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+
+from torchft_svc.errors import MemberLost
+
+# A member that left in good order has sent everything; what it sent arrives within this time.
+LOSS_GRACE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """With whom to connect: the arguments of `ProcessGroup.configure` that say so."""
+    """The arguments of `ProcessGroup.configure` that name the members."""
 
     store_addr: str
     replica_id: str
@@ -17,3 +23,26 @@ class Members:
     group_rank: int | None = None
     group_world_size: int | None = None
     global_ranks: list[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A member of quorum ``quorum_id`` is gone; collectives are given up at ``final_at``."""
+
+    quorum_id: int
+    final_at: float
+    error: MemberLost
+
+    @classmethod
+    def now(cls, quorum_id: int, reason: str) -> Loss:
+        """It has just been told."""
+        return cls(quorum_id, time.monotonic() + LOSS_GRACE_S, MemberLost(reason))
+
+    def is_final(self) -> bool:
+        """Whether the moment of grace is over."""
+        return time.monotonic() >= self.final_at
+
+
+def news_of(loss: Loss | None, quorum_id: int | None) -> str:
+    """Which member of quorum ``quorum_id`` is gone, and why; empty: none, as far as is known."""
+    return str(loss.error) if loss is not None and loss.quorum_id == quorum_id else ""

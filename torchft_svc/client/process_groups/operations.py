@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchft_svc.client.process.uninterruptible import SLICE_S
 
@@ -80,3 +81,29 @@ def ends_within(work: Any, timeout: timedelta) -> bool:
     # It may have ended between the end of the wait and the look at it: its failure decides.
     work.wait(timedelta(seconds=SLICE_S))
     return True
+
+
+class CompletedWork(dist.Work):
+    """A collective that is over already; ``value`` is its result."""
+
+    def __init__(self, value: Any = None) -> None:
+        super().__init__()
+        self._value = value
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(value)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True, at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def result(self) -> Any:
+        """``value``."""
+        return self._value
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that holds the result."""
+        return self._future

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from torch.distributed import ReduceOp
 
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
-from torchft_svc.client.process_groups.work import CompletedWork, ManagedWork
+from torchft_svc.client.process_groups.operations import CompletedWork
 from torchft_svc.client.reduce.collectives import Collectives, neutral_element
 from torchft_svc.client.reduce.operations import Kind, LaunchOrder
 from torchft_svc.core.step import Participation
@@ -103,3 +105,30 @@ class Averages:
         self.collectives.finish()
         self._works = []
         self._pg.tidy()
+
+
+class ManagedWork(dist.Work):
+    """What `Manager.allreduce` returns: its error is latched by the manager, never raised."""
+
+    def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self._finish: Callable[[], torch.Tensor] | None = finish
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the tensor holds the result, or the step's error is latched; always True."""
+        if self._finish is not None:
+            value = self._finish()
+            self._finish = None  # not before: a wait that is interrupted may be repeated
+            self._future.set_result(value)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` has been called."""
+        return self._finish is None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that holds the tensor. Waits for it first: who waits for a future cannot be told
+        of an error of the step."""
+        self.wait()
+        return self._future

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
 from torchft_svc.client.config import GroupPlace, ServiceOptions, Timeouts
 from torchft_svc.client.process_groups.rendezvous.store_line import Connection, call_store
-from torchft_svc.client.process_groups.rendezvous.stores import PrefixStore, Store, TCPStore
 from torchft_svc.client.runtime.leader import LeaderSign, LeaderWatch
 from torchft_svc.coordination import ManagerServer, Whereabouts
 from torchft_svc.core.types import check_not_empty

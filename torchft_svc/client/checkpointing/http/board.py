@@ -6,7 +6,7 @@ import threading
 import time
 
 from torchft_svc.client.checkpointing.http.served import Gone, ServedState
-from torchft_svc.client.checkpointing.reasons import why_not_offered
+from torchft_svc.client.checkpointing.transport import why_not_offered
 
 
 class NotYet(Exception):

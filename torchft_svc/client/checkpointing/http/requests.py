@@ -32,7 +32,7 @@ from torchft_svc.client.checkpointing.http.wire import (
     Wire,
     seal,
 )
-from torchft_svc.client.checkpointing.reasons import encode_reason
+from torchft_svc.client.checkpointing.transport import encode_reason
 from torchft_svc.rpc.security import TOKEN_KEY, Security
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from torchft_svc.client.checkpointing.http.requests import BUSY, UNAUTHORIZED
 from torchft_svc.client.checkpointing.http.tls import wrap
 from torchft_svc.client.checkpointing.http.wire import BadHead, Wire
-from torchft_svc.client.checkpointing.reasons import MAX_REASON_BYTES, decode_reason
+from torchft_svc.client.checkpointing.transport import MAX_REASON_BYTES, decode_reason
 from torchft_svc.errors import AddressError, Unauthorized, Unreachable
 from torchft_svc.rpc.security import Security
 from torchft_svc.rpc.tls_reasons import tls_reason

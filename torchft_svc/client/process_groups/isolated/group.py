@@ -28,8 +28,7 @@ from torchft_svc.client.process_groups.isolated.process import ChildProcess, Kil
 from torchft_svc.client.process_groups.isolated.segments import Loan, Pool
 from torchft_svc.client.process_groups.isolated.shared_tensors import SharedTensors
 from torchft_svc.client.process_groups.isolated.work import IsolatedWork
-from torchft_svc.client.process_groups.loss import Loss
-from torchft_svc.client.process_groups.members import Members
+from torchft_svc.client.process_groups.members import Loss, Members
 from torchft_svc.client.process_groups.operations import IN_PLACE, result_of
 from torchft_svc.client.process_groups.recording.flight import STARTED, Record
 from torchft_svc.client.process_groups.rendezvous.failures import announce

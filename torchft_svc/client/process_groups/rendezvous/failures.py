@@ -6,10 +6,11 @@ import contextlib
 import threading
 import time
 
+from torch._C._distributed_c10d import PrefixStore, Store
+
 from torchft_svc.client.process.uninterruptible import start_uninterruptible
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.rendezvous.store_line import CALL_TIMEOUT_S, Connection
-from torchft_svc.client.process_groups.rendezvous.stores import PrefixStore, Store
 from torchft_svc.core.types import one_line
 from torchft_svc.errors import PeerError, QuorumFailed, Unreachable
 

@@ -6,14 +6,15 @@ import collections
 import time
 from collections.abc import Callable
 
-from torchft_svc.client.process_groups.rendezvous.failures import check_failures
-from torchft_svc.client.process_groups.rendezvous.store_line import StoreLine
-from torchft_svc.client.process_groups.rendezvous.stores import (
+from torch._C._distributed_c10d import (
     HashStore,
     PrefixStore,
     Store,
     TCPStore,
 )
+
+from torchft_svc.client.process_groups.rendezvous.failures import check_failures
+from torchft_svc.client.process_groups.rendezvous.store_line import StoreLine
 from torchft_svc.errors import DeadlineExceeded
 
 # Members come within a few milliseconds of one another, or not soon.

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
+from torch._C._distributed_c10d import TCPStore
+
 from torchft_svc.client.process.uninterruptible import UninterruptibleCall, nothing
-from torchft_svc.client.process_groups.rendezvous.stores import TCPStore
 from torchft_svc.client.process_groups.sockets import connected_to, cut
 from torchft_svc.errors import DeadlineExceeded, PeerError, Unreachable
 from torchft_svc.rpc.address import HostPort, parse_address

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.members import Members
-from torchft_svc.client.process_groups.operations import ends_within, result_of
-from torchft_svc.client.process_groups.work import CompletedWork
+from torchft_svc.client.process_groups.operations import CompletedWork, ends_within, result_of
 from torchft_svc.client.process_groups.wrappers.wrapper import ProcessGroupWrapper
 from torchft_svc.errors import TorchFTError
 
