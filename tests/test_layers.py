@@ -71,7 +71,8 @@ def test_no_function_is_too_long() -> None:
 def test_the_exceptions_are_still_needed() -> None:
     lengths = {shown(path): len(path.read_text().splitlines()) for path in sources()}
     for path in sources():
-        lengths.update(functions(path))
+        for name, length in functions(path):  # a name may occur twice in a file
+            lengths[name] = max(length, lengths.get(name, 0))
     usual = {name: MAX_FUNCTION_LINES if ":" in name else MAX_FILE_LINES for name in LONGER}
     assert not {name for name in LONGER if lengths.get(name, 0) <= usual[name]}
 

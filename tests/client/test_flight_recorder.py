@@ -180,7 +180,7 @@ def test_the_analyzer_names_who_called_something_else(
         assert flight is not None
         for numel in (4, 6 if rank == 2 else 5):
             flight.launch("allreduce", ([torch.ones(numel)],), {})
-        recorder.write(flight.land(), "for the test")
+        recorder.write(flight.snapshot(), "for the test")
         recorder.close(DEADLINE_S)
     folder = tmp_path / "quorum_7" / "group_rank_2"
     told = analyze(folder)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_svc.client.checkpointing.http.chunks import SLOW_S, Chunks, Way
+from torchft_svc.client.checkpointing.http.chunks import SLOW_S, Chunks, ConnectionId
 
-A, B, C = (Way(source, 0) for source in range(3))
+A, B, C = (ConnectionId(source, 0) for source in range(3))
 GOOD, BAD = b"good", b"bad!"
 
 
@@ -23,28 +23,28 @@ class Table:
 
     def __init__(self, num_chunks: int, *extras: int) -> None:
         self.clock = Clock()
-        self.cut: list[Way] = []
+        self.cut: list[ConnectionId] = []
         self.chunks = Chunks(num_chunks, 0, self._cut, self.clock)
         for source in extras:
-            assert self.chunks.join(source)
+            assert self.chunks.add_source(source)
 
-    def _cut(self, way: Way) -> None:
-        self.cut.append(way)
-        self.chunks.give_back(way)
+    def _cut(self, conn: ConnectionId) -> None:
+        self.cut.append(conn)
+        self.chunks.give_back(conn)
 
-    def bring(self, way: Way, digest: bytes = GOOD) -> int:
-        chunk = self.chunks.take(way)
+    def bring(self, conn: ConnectionId, digest: bytes = GOOD) -> int:
+        chunk = self.chunks.take(conn)
         assert chunk is not None
-        assert self.chunks.arrived(way, digest) == (digest is GOOD or not self.chunks.has_law)
+        assert self.chunks.arrived(conn, digest) == (digest is GOOD or not self.chunks.has_digests)
         return chunk
 
 
 def test_an_only_source_needs_no_law() -> None:
     table = Table(2)
-    assert [table.bring(A), table.chunks.news_for(0, 9), table.bring(A)] == [0, [0], 1]
+    assert [table.bring(A), table.chunks.unreported(0, 9), table.bring(A)] == [0, [0], 1]
     assert table.chunks.is_complete
     assert table.chunks.take(A) is None
-    assert [table.chunks.news_for(0, 9), table.chunks.news_for(0, 9)] == [[1], []]
+    assert [table.chunks.unreported(0, 9), table.chunks.unreported(0, 9)] == [[1], []]
 
 
 def test_what_others_sent_is_not_good_before_the_lead_said_so() -> None:
@@ -52,24 +52,24 @@ def test_what_others_sent_is_not_good_before_the_lead_said_so() -> None:
     table.bring(A), table.bring(B), table.bring(B)
     assert not table.chunks.is_complete
     # If the lead were lost now, source 1 would have to tell digests: it must keep everything.
-    assert [table.chunks.news_for(source, 9) for source in (0, 1)] == [[0], []]
-    assert table.chunks.enact(0, [GOOD] * 3) == set()
+    assert [table.chunks.unreported(source, 9) for source in (0, 1)] == [[0], []]
+    assert table.chunks.apply_digests(0, [GOOD] * 3) == set()
     assert table.chunks.is_complete
-    assert [table.chunks.news_for(source, 9) for source in (0, 1)] == [[1, 2], [0, 1, 2]]
+    assert [table.chunks.unreported(source, 9) for source in (0, 1)] == [[1, 2], [0, 1, 2]]
 
 
 def test_who_sent_something_else_is_named_and_its_chunks_are_fetched_again() -> None:
     table = Table(3, 1, 2)
     table.bring(A), table.bring(B, BAD), table.bring(C)
-    assert table.chunks.enact(0, [GOOD] * 3) == {1}
-    assert table.chunks.leave(1)
+    assert table.chunks.apply_digests(0, [GOOD] * 3) == {1}
+    assert table.chunks.remove_source(1)
     assert table.bring(A) == 1
     assert table.chunks.is_complete
 
 
 def test_after_the_law_nothing_else_is_taken() -> None:
     table = Table(1, 1)
-    table.chunks.enact(0, [GOOD])
+    table.chunks.apply_digests(0, [GOOD])
     assert table.bring(B, BAD) == 0
     assert table.bring(A) == 0
     assert table.chunks.is_complete
@@ -78,12 +78,12 @@ def test_after_the_law_nothing_else_is_taken() -> None:
 def test_a_lead_that_is_lost_before_the_law_is_followed_by_another_with_its_own() -> None:
     table = Table(2, 1)
     table.bring(A, BAD)
-    assert table.chunks.leave(0)
+    assert table.chunks.remove_source(0)
     assert table.chunks.lead == 1
     table.bring(B)
     assert not table.chunks.is_complete
-    assert table.chunks.enact(0, [BAD] * 2) == set()  # it comes too late
-    assert table.chunks.enact(1, [GOOD] * 2) == {0}
+    assert table.chunks.apply_digests(0, [BAD] * 2) == set()  # it comes too late
+    assert table.chunks.apply_digests(1, [GOOD] * 2) == {0}
     assert table.bring(B) == 0
     assert table.chunks.is_complete
 
@@ -91,8 +91,8 @@ def test_a_lead_that_is_lost_before_the_law_is_followed_by_another_with_its_own(
 def test_the_law_outlives_the_lead() -> None:
     table = Table(2, 1)
     table.bring(A)
-    table.chunks.enact(0, [GOOD] * 2)
-    assert table.chunks.leave(0)
+    table.chunks.apply_digests(0, [GOOD] * 2)
+    assert table.chunks.remove_source(0)
     assert table.bring(B) == 1
     assert table.chunks.is_complete
     assert table.chunks.shares() == {0: 1, 1: 1}
@@ -101,20 +101,20 @@ def test_the_law_outlives_the_lead() -> None:
 def test_a_source_that_leaves_gives_its_chunks_back_and_the_last_one_is_told() -> None:
     table = Table(1, 1)
     assert table.chunks.take(B) == 0
-    assert table.chunks.leave(1)
+    assert table.chunks.remove_source(1)
     table.chunks.give_back(B)
     assert table.chunks.take(B) is None
     assert table.bring(A) == 0
-    assert not table.chunks.leave(0)
-    assert not table.chunks.join(2)
+    assert not table.chunks.remove_source(0)
+    assert not table.chunks.add_source(2)
 
 
 def test_a_source_that_cannot_be_checked_leaves_with_what_it_sent() -> None:
     table = Table(2, 1)
     table.bring(A), table.bring(B)
-    assert table.chunks.go_alone() == [1]
-    assert not table.chunks.join(2)
-    assert table.chunks.leave(1)
+    assert table.chunks.trust_lead_only() == [1]
+    assert not table.chunks.add_source(2)
+    assert table.chunks.remove_source(1)
     assert table.bring(A) == 1
     assert table.chunks.is_complete
 
@@ -123,8 +123,8 @@ def test_what_was_on_its_way_when_its_source_had_to_leave_is_fetched_again() -> 
     table = Table(2, 1)
     assert table.chunks.take(B) == 0
     table.bring(A)
-    assert table.chunks.go_alone() == [1]
-    assert table.chunks.leave(1)
+    assert table.chunks.trust_lead_only() == [1]
+    assert table.chunks.remove_source(1)
     assert not table.chunks.arrived(B, GOOD)
     assert table.bring(A) == 0
     assert table.chunks.is_complete
@@ -133,15 +133,15 @@ def test_what_was_on_its_way_when_its_source_had_to_leave_is_fetched_again() -> 
 def test_what_a_lost_source_sent_is_fetched_again_if_it_cannot_be_checked() -> None:
     table = Table(2, 1)
     table.bring(A), table.bring(B)
-    assert table.chunks.leave(1)
-    assert table.chunks.go_alone() == []
+    assert table.chunks.remove_source(1)
+    assert table.chunks.trust_lead_only() == []
     assert table.bring(A) == 1
     assert table.chunks.is_complete
 
 
 def test_what_is_far_slower_is_asked_from_another_source_in_the_end() -> None:
     table = Table(2, 1)
-    table.chunks.enact(0, [GOOD] * 2)
+    table.chunks.apply_digests(0, [GOOD] * 2)
     assert table.chunks.take(B) == 0
     table.clock.now = 0.1
     table.bring(A)
@@ -154,13 +154,13 @@ def test_what_is_far_slower_is_asked_from_another_source_in_the_end() -> None:
 
 def test_slow_is_better_than_nobody() -> None:
     table = Table(3, 1)
-    table.chunks.enact(0, [GOOD] * 3)
+    table.chunks.apply_digests(0, [GOOD] * 3)
     assert table.chunks.take(B) == 0
     table.bring(A), table.bring(A)
     table.clock.now = 2 * SLOW_S
     assert table.chunks.take(A) == 0
     table.chunks.give_back(A)
-    assert table.chunks.leave(0)
+    assert table.chunks.remove_source(0)
     assert not table.chunks.is_slow(1)
     assert table.bring(B) == 0
 
@@ -174,4 +174,4 @@ def test_it_is_over(why: str) -> None:
         table.bring(A)
     table.chunks.wait_until_over()
     assert table.chunks.take(A) is None
-    assert not table.chunks.join(1)
+    assert not table.chunks.add_source(1)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.encoding.serialization import describe
-from torchft_svc.client.checkpointing.http.feed import Order
+from torchft_svc.client.checkpointing.http.feed import FetchRequest
 from torchft_svc.client.checkpointing.http.fetch import Fetch
 from torchft_svc.client.checkpointing.http.requests import DESCRIPTION_SEED, parse_request
 from torchft_svc.client.checkpointing.http.wire import DIGEST_BYTES, BadHead, Wire, seal
@@ -200,7 +200,7 @@ def test_a_lie_is_found_out(
 
 
 def fetch(liar: Liar, patience_s: float = PATIENCE_S) -> Any:
-    return Fetch(Order(liar.url, STEP, patience_s, num_connections=1)).run()
+    return Fetch(FetchRequest(liar.url, STEP, patience_s, num_connections=1)).run()
 
 
 def head_lie(said: bytes, chance: random.Random) -> bytes:

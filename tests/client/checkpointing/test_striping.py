@@ -196,7 +196,7 @@ def test_an_extra_source_keeps_nothing_that_is_one_chunk(site: Site) -> None:
     extra: Transport
     with HTTPTransport(LONG, hostname="127.0.0.1") as extra:
         extra.send_striped([], [1], 1, {"w": torch.ones(4)}, LONG)
-        assert extra._board.state is None
+        assert extra._current.state is None
 
 
 @pytest.mark.parametrize("dead", [0, 1], ids=["assigned", "extra"])

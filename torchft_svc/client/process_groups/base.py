@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torchft_svc.client.process_groups.members import Loss, Members, news_of
 from torchft_svc.client.process_groups.operations import OLDER_NAMES
-from torchft_svc.client.process_groups.recording.flight import Flight, Record
+from torchft_svc.client.process_groups.recording.flight import FlightLog, Record
 from torchft_svc.client.process_groups.recording.recorder import FlightRecorder
 from torchft_svc.core.types import check_length
 from torchft_svc.errors import ConfigError, MemberLost, QuorumFailed
@@ -44,7 +44,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._loss: Loss | None = None
         self._stopped = False
         self._recorder: FlightRecorder | None = None
-        self._flight: Flight | None = None
+        self._flight: FlightLog | None = None
 
     # Every collective, once. Each returns a work that is waited for in the caller's own way.
     _allgather_base = _forwarded("_allgather_base")
@@ -220,9 +220,9 @@ class ProcessGroup(dist.ProcessGroup):
         if flight is None or self._recorder is None:
             return
         self._look()
-        landed = flight.land()
-        if not (only_if_broken and landed.is_complete):
-            self._recorder.write(landed, reason)
+        snapshot = flight.snapshot()
+        if not (only_if_broken and snapshot.is_complete):
+            self._recorder.write(snapshot, reason)
 
     def _look(self) -> None:
         """Note which of the recorded collectives are over."""

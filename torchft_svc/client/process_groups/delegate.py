@@ -20,10 +20,10 @@ from torch._C._distributed_c10d import Store
 from torchft_svc.client.process_groups.abandoned import AbandonedBackends
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.members import Loss, Members
-from torchft_svc.client.process_groups.recording.flight import Followed
+from torchft_svc.client.process_groups.recording.flight import RecordedWork
 from torchft_svc.client.process_groups.rendezvous.failures import FailureWatch, announce
 from torchft_svc.client.process_groups.rendezvous.meeting import meet, tidy_store
-from torchft_svc.client.process_groups.rendezvous.store_line import StoreLine
+from torchft_svc.client.process_groups.rendezvous.store_connection import LastStore
 from torchft_svc.client.process_groups.sockets import BackendSockets
 from torchft_svc.errors import PeerError, QuorumFailed
 
@@ -54,7 +54,7 @@ class DelegatingProcessGroup(ProcessGroup):
         self._world_size = 1
         self._error: Exception | None = None
         self._abandoned = AbandonedBackends()
-        self._line = StoreLine()
+        self._last_store = LastStore()
         self._failures: FailureWatch | None = None
         self._sockets = BackendSockets()
 
@@ -72,14 +72,14 @@ class DelegatingProcessGroup(ProcessGroup):
         check()
         self._abandoned.make_room(timeout_s, check)
         try:
-            store = meet(self._line, members.store_addr, rank, world_size, timeout_s, check)
+            store = meet(self._last_store, members.store_addr, rank, world_size, timeout_s, check)
             with self._sockets.noting(), self._watching(members.store_addr):
                 backend = self._make_backend(store, rank, world_size)
         except PeerError:
-            self._line.drop()
+            self._last_store.drop()
             raise
         except RuntimeError as error:  # torch's only class for what its backends meet
-            self._line.drop()
+            self._last_store.drop()
             failure = QuorumFailed(
                 f"{members.replica_id} could not connect to the members of quorum {quorum_id}: "
                 f"{error}"
@@ -90,7 +90,7 @@ class DelegatingProcessGroup(ProcessGroup):
             self._backend, self._rank, self._world_size = backend, rank, world_size
             self._quorum_id, self._error = quorum_id, None
         if rank == 0 and world_size > 1:
-            tidy_store(self._line, members.store_addr)
+            tidy_store(self._last_store, members.store_addr)
         if self._stopped:
             self.abort()
         else:
@@ -153,7 +153,7 @@ class DelegatingProcessGroup(ProcessGroup):
         self.interrupt()
         self._end_record("shut down", only_if_broken=True)
         self.abort()
-        self._line.drop()
+        self._last_store.drop()
 
     def rank(self) -> int:
         """This member's index."""
@@ -191,7 +191,7 @@ class DelegatingProcessGroup(ProcessGroup):
             # others would wait until nobody knows that operation to be under way any more.
             self._works.extend(itertools.starmap(launch, _ONCE))
             work = self._works[-1]
-            known = work if record is None else Followed(work, record, self._has_failed)
+            known = work if record is None else RecordedWork(work, record, self._has_failed)
             self._works[-1] = _Timed(over_at, known) if name in self._hidden else known
         return work
 

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Store
 from torchft_svc.client.process.uninterruptible import UninterruptibleCall
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup, WholeBackend
 from torchft_svc.client.process_groups.operations import HIDDEN_BY_GLOO
-from torchft_svc.client.process_groups.rendezvous.store_line import CONNECT_TIMEOUT_S
+from torchft_svc.client.process_groups.rendezvous.store_connection import CONNECT_TIMEOUT_S
 
 # The thread that connects.
 _NAME = "gloo-connect"
@@ -41,11 +41,11 @@ class ProcessGroupGloo(DelegatingProcessGroup):
         if world_size == 1:
             backend = connect()
         else:
-            call = UninterruptibleCall(connect, _NAME, self._line.cutter())
+            call = UninterruptibleCall(connect, _NAME, self._last_store.cutter())
             limit_s = connect_timeout.total_seconds() * _CONNECT_TIMEOUTS
             backend = call.result(self._check_wanted, limit_s, "connecting over gloo")
         backend._set_default_timeout(self._timeout)
-        return _Link(backend, store, rank, world_size)
+        return _GlooBackend(backend, store, rank, world_size)
 
     def cut(self) -> None:
         """See `ProcessGroup.cut`; gloo ends what it waits for when a connection does."""
@@ -67,7 +67,7 @@ class ProcessGroupGloo(DelegatingProcessGroup):
         return False
 
 
-class _Link(WholeBackend):
+class _GlooBackend(WholeBackend):
     kind = dist.ProcessGroup.BackendType.GLOO
     device_type = "cpu"
 

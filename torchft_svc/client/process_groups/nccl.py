@@ -74,7 +74,7 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         self._device = resolve_device(device)
         self._high_priority = high_priority
         self._timer = Timer("torchft-nccl-timer")
-        self._endings: list[_Ending] = []
+        self._teardowns: list[_Teardown] = []
         set_default(*_GIVE_UP_CONNECTING)
 
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
@@ -83,15 +83,15 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         options.config.blocking = 0  # or a connection that hangs could not be given up
         with _without_watchdog():
             backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
-        opening = _Opening(backend, self._device)
+        connecting = _Connecting(backend, self._device)
         try:
-            self._await(opening)
+            self._await(connecting)
         except BaseException:
             self._take_down(backend)
             raise
-        return _Link(backend, store, rank, world_size)
+        return _Communicator(backend, store, rank, world_size)
 
-    def _await(self, opening: _Opening) -> None:
+    def _await(self, connecting: _Connecting) -> None:
         """Wait for the connection, unless it is not wanted any more.
 
         Torch waits for the other members inside a call that cannot be interrupted: a thread does
@@ -99,25 +99,25 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         """
         limit_s = self._timeout.total_seconds()
         deadline = time.monotonic() + limit_s
-        while not opening.is_over(_LOOK_S):
+        while not connecting.is_over(_LOOK_S):
             self._check_wanted()
             if time.monotonic() > deadline:
                 raise DeadlineExceeded("connecting over NCCL", limit_s, "a member does not answer")
-        if opening.error is not None:
-            raise opening.error
+        if connecting.error is not None:
+            raise connecting.error
 
     def abort(self) -> None:
         """See `ProcessGroup.abort`; ends operations under way on the device, on any thread."""
         # Not under the lock: a launch may hold it, waiting for the very thing that is ended here.
-        link = self._backend
+        comm = self._backend
         self._give_up_record()
-        if link is not None and not link.left:
+        if comm is not None and not comm.left:
             # First: an aborted operation ends on the device as a successful one does.
-            link.left = True
-            link.ending = self._take_down(link.backend)
+            comm.left = True
+            comm.teardown = self._take_down(comm.backend)
             # Nobody looks at the operations before that: see `DeviceWork.is_completed`.
-            self._works = [link.ending, *self._works]
-        del link
+            self._works = [comm.teardown, *self._works]
+        del comm
         super().abort()
 
     def shutdown(self) -> None:
@@ -125,48 +125,48 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         super().shutdown()
         self._timer.close(_JOIN_S)
         deadline = time.monotonic() + _JOIN_S
-        for ending in self._endings:
-            ending.join(max(0.0, deadline - time.monotonic()))
+        for teardown in self._teardowns:
+            teardown.join(max(0.0, deadline - time.monotonic()))
         self._abandoned.clear()
 
-    def _take_down(self, backend: Any) -> _Ending:
-        self._endings = [ending for ending in self._endings if not ending.is_completed()]
-        ending = _Ending(backend)
-        self._endings.append(ending)
-        return ending
+    def _take_down(self, backend: Any) -> _Teardown:
+        self._teardowns = [teardown for teardown in self._teardowns if not teardown.is_completed()]
+        teardown = _Teardown(backend)
+        self._teardowns.append(teardown)
+        return teardown
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
         with self._lock:
-            link = self._backend
-            if link is not None and not link.left:
+            comm = self._backend
+            if comm is not None and not comm.left:
                 self._works = [work for work in self._works if not work.is_completed()]
         work = super()._launch(name, args, kwargs)
-        if link is not None:
+        if comm is not None:
             with self._lock:
-                link.add(work, time.monotonic() + self._timeout.total_seconds())
-                self._watch(link)
-        return DeviceWork(work, link)
+                comm.add(work, time.monotonic() + self._timeout.total_seconds())
+                self._watch(comm)
+        return DeviceWork(work, comm)
 
     def _is_over(self, work: Any) -> bool:
         """Not known of the members that were left, see `DeviceWork.is_completed`."""
-        link = self._backend
-        return link is not None and not link.left and bool(work.is_completed())
+        comm = self._backend
+        return comm is not None and not comm.left and bool(work.is_completed())
 
-    def _watch(self, link: _Link) -> None:
+    def _watch(self, comm: _Communicator) -> None:
         """Look again when the oldest operation has to be over."""
-        if not link.watched and link.pending:
-            link.watched = True
-            self._timer.call_at(link.pending[0][0], lambda: self._look_in_time(link))
+        if not comm.watched and comm.pending:
+            comm.watched = True
+            self._timer.call_at(comm.pending[0][0], lambda: self._look_in_time(comm))
 
-    def _look_in_time(self, link: _Link) -> None:
+    def _look_in_time(self, comm: _Communicator) -> None:
         with self._lock:
-            link.watched = False
-            link.forget_completed()
-            overdue = bool(link.pending) and link.pending[0][0] <= time.monotonic()
-            if link.left:
+            comm.watched = False
+            comm.forget_completed()
+            overdue = bool(comm.pending) and comm.pending[0][0] <= time.monotonic()
+            if comm.left:
                 return
             if not overdue:
-                self._watch(link)
+                self._watch(comm)
                 return
         limit_s = self._timeout.total_seconds()
         log.warning("a collective is not over after %.3g s: it is aborted", limit_s)
@@ -176,7 +176,7 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         self._error = error
 
 
-class _Link(WholeBackend):
+class _Communicator(WholeBackend):
     """The present members; ``left`` once they are not, ``pending``: what must be over by when."""
 
     kind = dist.ProcessGroup.BackendType.NCCL
@@ -186,12 +186,12 @@ class _Link(WholeBackend):
         super().__init__(backend, store, rank, world_size)
         self.left = False
         self.watched = False
-        self.ending: _Ending | None = None
+        self.teardown: _Teardown | None = None
         self.pending: list[tuple[float, Any]] = []
 
     def is_down(self) -> bool:
         """Whether the communicator has been taken down, and with it every operation."""
-        return self.ending is not None and self.ending.is_completed()
+        return self.teardown is not None and self.teardown.is_completed()
 
     def add(self, work: Any, deadline: float) -> None:
         """``work`` has to be over by ``deadline`` (monotonic)."""
@@ -224,12 +224,12 @@ class _Link(WholeBackend):
 
 
 class DeviceWork(dist.Work):
-    """An operation on the device's own stream for collectives, among the members of ``link``."""
+    """An operation on the device's own stream for collectives, among the members of ``comm``."""
 
-    def __init__(self, work: Any, link: Any) -> None:
+    def __init__(self, work: Any, comm: Any) -> None:
         super().__init__()
         self._work = work
-        self._link = link
+        self._comm = comm
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Without a time: order the current stream behind the operation. Else: wait here.
@@ -253,8 +253,8 @@ class DeviceWork(dist.Work):
         While its communicator is taken down, torch would answer at the end of that only, and hold
         the interpreter's lock until then: it is not asked any more.
         """
-        if self._link.left:
-            return bool(self._link.is_down())
+        if self._comm.left:
+            return bool(self._comm.is_down())
         return bool(self._work.is_completed())
 
     def is_success(self) -> bool:
@@ -280,7 +280,7 @@ class DeviceWork(dist.Work):
         return future
 
     def _check(self) -> None:
-        if self._link.left:
+        if self._comm.left:
             raise QuorumFailed("the process group was left while a collective was under way")
 
     def _wait_on_cpu(self, timeout_s: float) -> None:
@@ -297,7 +297,7 @@ class DeviceWork(dist.Work):
                 sleep_s = min(sleep_s * 1.2, _LONGEST_SLEEP_S)
 
 
-class _Opening:
+class _Connecting:
     """The first operation of a communicator, which ends when all members are connected."""
 
     def __init__(self, backend: Any, device: torch.device) -> None:
@@ -332,7 +332,7 @@ class _Opening:
         return True
 
 
-class _Ending:
+class _Teardown:
     """Takes a communicator down. Its operations end within milliseconds; the rest takes longer."""
 
     def __init__(self, backend: Any) -> None:

@@ -13,7 +13,10 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from torchft_svc.client.config import GroupPlace, ServiceOptions, Timeouts
-from torchft_svc.client.process_groups.rendezvous.store_line import Connection, call_store
+from torchft_svc.client.process_groups.rendezvous.store_connection import (
+    StoreConnection,
+    call_store,
+)
 from torchft_svc.client.runtime.leader import LeaderSign, LeaderWatch
 from torchft_svc.coordination import ManagerServer, Whereabouts
 from torchft_svc.core.types import check_not_empty
@@ -108,17 +111,17 @@ def open_services(
     """
     # A launcher's store outlives its workers: what an earlier attempt left there must not be read.
     prefix = f"torchft/services/{environment.restart_count}"
-    board = _Board(PrefixStore(prefix, group_store.store), str(group_store.address))
+    keys = _SharedKeys(PrefixStore(prefix, group_store.store), str(group_store.address))
     if not place.leads:
         deadline = time.monotonic() + timeouts.connect_s
-        address = board.wait_for("manager_address", deadline, timeouts.connect_s)
-        name = board.wait_for("replica_name", deadline, timeouts.connect_s)
-        leader = _Leader(board)
+        address = keys.wait_for("manager_address", deadline, timeouts.connect_s)
+        name = keys.wait_for("replica_name", deadline, timeouts.connect_s)
+        leader = _Leader(keys)
         whereabouts = Whereabouts(leader.find_manager, RESTART_PATIENCE_S)
         return GroupServices(address, whereabouts, name, leader.close)
 
     def publish(address: str) -> None:
-        board.write("manager_address", address)
+        keys.write("manager_address", address)
 
     with contextlib.ExitStack() as stack:
         services = _start_manager(place, options, timeouts, group_store.address, publish)
@@ -127,8 +130,8 @@ def open_services(
             sign = LeaderSign()
             stack.callback(sign.close)
             host = parse_address(services.manager_address).host
-            board.write("leader_address", str(HostPort(host, sign.port)))
-        board.write("replica_name", options.replica_name)
+            keys.write("leader_address", str(HostPort(host, sign.port)))
+        keys.write("replica_name", options.replica_name)
         publish(services.manager_address)
         return replace(services, close=stack.pop_all().close)
 
@@ -215,7 +218,7 @@ def _join(where: HostPort, timeout_s: float) -> GroupStore:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return GroupStore(Connection(str(where), timeout_s).store, where)
+            return GroupStore(StoreConnection(str(where), timeout_s).store, where)
         except Unreachable as error:
             if time.monotonic() + _SLICE_S > deadline:
                 reason = f"{error.reason} (tried for {timeout_s:g} s)"
@@ -223,7 +226,7 @@ def _join(where: HostPort, timeout_s: float) -> GroupStore:
         time.sleep(_SLICE_S)
 
 
-class _Board:
+class _SharedKeys:
     """What the workers of a group tell one another in their ``store``, which is at ``where``."""
 
     def __init__(self, store: Store, where: str) -> None:
@@ -262,17 +265,17 @@ class _Board:
 class _Leader:
     """Rank 0, as another worker of the group sees it; a launcher may start it anew."""
 
-    def __init__(self, board: _Board) -> None:
-        self._board = board
-        self._address = board.read("leader_address")
+    def __init__(self, keys: _SharedKeys) -> None:
+        self._keys = keys
+        self._address = keys.read("leader_address")
         self._watch = LeaderWatch(parse_address(self._address))
         self._lock = threading.Lock()
 
     def find_manager(self) -> str | None:
         """Where the present manager is; None if no other will come: rank 0 is gone."""
         try:
-            leader = self._board.read("leader_address")
-            manager = self._board.read("manager_address")
+            leader = self._keys.read("leader_address")
+            manager = self._keys.read("manager_address")
         except Unreachable:
             return None  # and the store with it
         with self._lock:

@@ -1,9 +1,10 @@
-"""Deals out a state's chunks to the sources that have it, and decides which of them are good.
+"""Distributes a state's chunks over the sources that hold it, and decides which chunks are valid.
 
-All sources say that they hold the same state. One of them, the *lead*, is believed: its chunks are
-good, and so are those of others that have the digest that it tells for them. Once it has told all
-digests, they are the law, whoever comes or goes. Until then another lead can only begin anew with
-what it tells, so nobody but the lead hears what has arrived, and everything is still kept by all.
+All sources claim to hold the same state. One of them, the *lead*, is trusted: its chunks are valid,
+and so are those of other sources that match its digests. Once the lead has sent all digests, they
+are final, even if it fails later. Until then, a failure of the lead makes another source the lead,
+and only that one's digests count. So before the digests are known, only the lead is told which of
+its chunks have arrived, and every source keeps all chunks.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# A chunk is asked from another source, when there is nothing else to do, if it has been under way
-# for so many times the time that the other source took for one, and for longer than a hiccup.
+# A chunk under way is fetched from an idle source as well, if it has taken this many times as long
+# as the idle source needs for a chunk, and at least SLOW_S.
 SLOWER_BY = 2.0
 SLOW_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A connection to a source, both by number."""
+class ConnectionId:
+    """A connection to a source; both are numbers."""
 
     source: int
     connection: int
@@ -34,16 +35,16 @@ class _Underway:
 
 
 class Chunks:
-    """The chunks of one state, from one or more sources; safe to use from many threads.
+    """The chunks of one state, from one or more sources; thread-safe.
 
-    ``cut`` is called to end a transfer that takes too long; its owner then gives the chunk back.
+    ``cut`` is called to end a transfer that takes too long; its thread then calls `give_back`.
     """
 
     def __init__(
         self,
         num_chunks: int,
         lead: int,
-        cut: Callable[[Way], None],
+        cut: Callable[[ConnectionId], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_chunks = num_chunks
@@ -51,12 +52,12 @@ class Chunks:
         self._clock = clock
         self._changed = threading.Condition()
         self._left = list(reversed(range(num_chunks)))
-        self._underway: dict[Way, _Underway] = {}
+        self._underway: dict[ConnectionId, _Underway] = {}
         self._arrived: dict[int, tuple[int, bytes]] = {}  # by chunk: its source, its digest
         self._sources = [lead]
         self._lead = lead
-        self._law: list[bytes] | None = None
-        self._told: dict[int, set[int]] = {}
+        self._digests: list[bytes] | None = None
+        self._reported: dict[int, set[int]] = {}
         self._pace_s: dict[int, float] = {}
         self._slow: set[int] = set()
         self._is_stopped = False
@@ -64,22 +65,22 @@ class Chunks:
 
     @property
     def lead(self) -> int:
-        """The source that is believed; the last one, if all are gone."""
+        """The trusted source; the last one, if all are lost."""
         return self._lead
 
     @property
-    def has_law(self) -> bool:
-        return self._law is not None
+    def has_digests(self) -> bool:
+        return self._digests is not None
 
     @property
     def is_complete(self) -> bool:
-        """Every chunk has arrived and is good."""
+        """Whether every chunk has arrived and is valid."""
         with self._changed:
             return self._is_complete()
 
     @property
     def sources(self) -> list[int]:
-        """Those that serve at present."""
+        """The sources that serve at present."""
         with self._changed:
             return list(self._sources)
 
@@ -89,16 +90,16 @@ class Chunks:
             givers = [source for source, _ in self._arrived.values()]
         return {source: givers.count(source) for source in sorted(set(givers))}
 
-    def join(self, source: int) -> bool:
-        """``source`` serves, too; False if it comes too late."""
+    def add_source(self, source: int) -> bool:
+        """Add ``source``; False if it is too late."""
         with self._changed:
             if self._is_over() or self._is_closed or not self._sources:
                 return False
             self._sources.append(source)
             return True
 
-    def leave(self, source: int) -> bool:
-        """``source`` does not serve any more; False if it was the last one."""
+    def remove_source(self, source: int) -> bool:
+        """Remove ``source``; False if it was the last one."""
         with self._changed:
             if self._is_closed:  # what it sent cannot be checked
                 sent = [chunk for chunk, (giver, _) in self._arrived.items() if giver == source]
@@ -106,16 +107,16 @@ class Chunks:
             if source in self._sources:
                 self._sources.remove(source)
             if self._slow.issuperset(self._sources):
-                self._slow.clear()  # slow is better than nobody
+                self._slow.clear()  # a slow source is better than none
             if self._sources and self._lead == source:
                 self._lead = self._sources[0]
             self._changed.notify_all()
             return bool(self._sources)
 
-    def go_alone(self) -> list[int]:
-        """The lead tells no digests, so nobody else is believed; returns who has to leave.
+    def trust_lead_only(self) -> list[int]:
+        """Trust the lead only, because it sends no digests; returns the sources to be removed.
 
-        What others have sent, also those that have left since, is fetched again.
+        Chunks of other sources, including removed ones, are fetched again.
         """
         with self._changed:
             self._is_closed = True
@@ -125,7 +126,7 @@ class Chunks:
             return [source for source in self._sources if source != self._lead]
 
     def stop(self) -> None:
-        """Nobody fetches any more."""
+        """Let every `take` return None."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -135,83 +136,83 @@ class Chunks:
         with self._changed:
             self._changed.wait_for(self._is_over)
 
-    def take(self, way: Way) -> int | None:
-        """The next chunk to fetch over ``way``, as soon as there is one; None: it is over.
+    def take(self, conn: ConnectionId) -> int | None:
+        """Wait for a chunk to fetch over ``conn``; None if there will be no more.
 
-        While nothing is left, others may still fail, or be too slow.
+        While no chunk is left, another source may still fail, or be too slow.
         """
         while True:
             with self._changed:
-                if self._is_over() or way.source not in self._sources:
+                if self._is_over() or conn.source not in self._sources:
                     return None
-                if self._left and way.source not in self._slow:
+                if self._left and conn.source not in self._slow:
                     chunk = self._left.pop()
-                    self._underway[way] = _Underway(chunk, self._clock())
+                    self._underway[conn] = _Underway(chunk, self._clock())
                     return chunk
-                slow, wait_s = self._slowest(way.source)
+                slow, wait_s = self._slowest(conn.source)
                 if slow is None:
                     self._changed.wait(wait_s)
                     continue
                 self._slow.add(slow)
-                ways = [other for other in self._underway if other.source == slow]
-            for other in ways:
+                conns = [other for other in self._underway if other.source == slow]
+            for other in conns:
                 self._cut(other)
 
     def is_slow(self, source: int) -> bool:
-        """Its chunks are asked from others."""
+        """Whether its chunks are fetched from other sources instead."""
         with self._changed:
             return source in self._slow
 
-    def give_back(self, way: Way) -> None:
-        """What was taken over ``way`` has not arrived."""
+    def give_back(self, conn: ConnectionId) -> None:
+        """The chunk that was taken over ``conn`` has not arrived."""
         with self._changed:
-            self._left.append(self._underway.pop(way).chunk)
+            self._left.append(self._underway.pop(conn).chunk)
             self._changed.notify_all()
 
-    def arrived(self, way: Way, digest: bytes) -> bool:
-        """What was taken over ``way`` is in its place; False: it differs, and is fetched again."""
+    def arrived(self, conn: ConnectionId, digest: bytes) -> bool:
+        """The chunk taken over ``conn`` has arrived; False: invalid, it is fetched again."""
         with self._changed:
-            under = self._underway.pop(way)
-            if self._law is None:  # if it stays so, whoever has to leave may have sent its last
-                is_good = not self._is_closed or way.source == self._lead
+            under = self._underway.pop(conn)
+            if self._digests is None:  # it may come from a source that is to be removed
+                is_good = not self._is_closed or conn.source == self._lead
             else:
-                is_good = self._law[under.chunk] == digest
+                is_good = self._digests[under.chunk] == digest
             if is_good:
-                self._arrived[under.chunk] = (way.source, digest)
-                self._pace_s[way.source] = self._clock() - under.began_at
+                self._arrived[under.chunk] = (conn.source, digest)
+                self._pace_s[conn.source] = self._clock() - under.began_at
             else:
                 self._left.append(under.chunk)
             self._changed.notify_all()
             return is_good
 
-    def enact(self, source: int, law: list[bytes]) -> set[int]:
-        """``source`` tells the digests of all chunks; returns who has sent something else.
+    def apply_digests(self, source: int, digests: list[bytes]) -> set[int]:
+        """``source`` has sent the digests of all chunks; returns the sources of invalid chunks.
 
-        No news if it is not the lead any more.
+        Ignored if ``source`` is not the lead any more.
         """
         with self._changed:
-            if source != self._lead or self._law is not None:
+            if source != self._lead or self._digests is not None:
                 return set()
-            self._law = law
-            wrong = [chunk for chunk, (_, seen) in self._arrived.items() if seen != law[chunk]]
-            liars = {self._arrived.pop(chunk)[0] for chunk in wrong}
+            self._digests = digests
+            wrong = [chunk for chunk, (_, seen) in self._arrived.items() if seen != digests[chunk]]
+            wrong_sources = {self._arrived.pop(chunk)[0] for chunk in wrong}
             self._left += wrong
             self._changed.notify_all()
-            return liars
+            return wrong_sources
 
-    def news_for(self, source: int, limit: int) -> list[int]:
-        """Chunks that ``source`` need not keep any more, and was not told so; now it is."""
+    def unreported(self, source: int, limit: int) -> list[int]:
+        """Chunks that ``source`` need not keep, and was not told of; marks them as told."""
         with self._changed:
-            if self._law is not None or self._is_complete():
+            if self._digests is not None or self._is_complete():
                 good = set(self._arrived)
             elif source == self._lead:
                 good = {chunk for chunk, (giver, _) in self._arrived.items() if giver == source}
             else:
                 return []
-            told = self._told.setdefault(source, set())
-            news = sorted(good - told)[:limit]
-            told.update(news)
-            return news
+            reported = self._reported.setdefault(source, set())
+            verified = sorted(good - reported)[:limit]
+            reported.update(verified)
+            return verified
 
     def _is_over(self) -> bool:
         return self._is_stopped or self._is_complete()
@@ -219,19 +220,19 @@ class Chunks:
     def _is_complete(self) -> bool:
         if len(self._arrived) < self.num_chunks:
             return False
-        return self._law is not None or all(
+        return self._digests is not None or all(
             giver == self._lead for giver, _ in self._arrived.values()
         )
 
     def _slowest(self, source: int) -> tuple[int | None, float | None]:
-        """A source that ``source`` would overtake; or in how many seconds to look again."""
+        """A source that ``source`` would overtake; or in how many seconds to check again."""
         pace_s = self._pace_s.get(source)
-        if pace_s is None or source in self._slow or self._law is None:
+        if pace_s is None or source in self._slow or self._digests is None:
             return None, None
         others = [
-            (under.began_at, way.source)
-            for way, under in self._underway.items()
-            if way.source != source and way.source not in self._slow
+            (under.began_at, conn.source)
+            for conn, under in self._underway.items()
+            if conn.source != source and conn.source not in self._slow
         ]
         if not others:
             return None, None

@@ -1,4 +1,4 @@
-"""What comes from one source: a state's description, its chunks, their digests (rules H3, H4)."""
+"""Fetches from one source: a state's description, its chunks, their digests (rules H3, H4)."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from torchft_svc.client.checkpointing.http.requests import (
     STATE,
     TOO_EARLY,
 )
-from torchft_svc.client.checkpointing.http.source import Answer, Refused, Source
+from torchft_svc.client.checkpointing.http.source import OpenResponse, Refused, Source
 from torchft_svc.client.checkpointing.http.wire import DIGEST_BYTES, BadHead, Corrupt
 from torchft_svc.errors import CheckpointError, DeadlineExceeded, PeerError, Unreachable
 from torchft_svc.rpc.security import PLAIN, Security
 
 log = logging.getLogger(__name__)
 
-# A chunk that arrives damaged this often is not bad luck.
+# A chunk that arrives damaged this often is not damaged by chance.
 MAX_ATTEMPTS = 3
 # Below it, requests would cost more than bytes; far above it, a retry costs too much.
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 1 << 30
-# How long a receiver that was turned away waits before it asks again.
+# How long a refused receiver waits before it asks again.
 BUSY_PAUSE_S = 0.1
-# A digest takes milliseconds. Who is silent for longer serves no chunks, either, and others can.
+# A digest takes milliseconds. A source that is silent for longer serves no chunks either.
 DIGESTS_TIMEOUT_S = 5.0
-# How much later than it was asked to a source may say that it has nothing yet.
+# How much later than requested a source may answer that it has nothing yet.
 ANSWER_GRACE_S = 0.5
 _FIRST_LINE = re.compile(r"([0-9a-f]{16}) (\d{1,12})", re.ASCII)
 
-# Finds out where another source of the same state serves; raises PeerError if that fails.
+# Returns the address of another source of the same state; raises PeerError if that fails.
 Lookup = Callable[[], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class FetchRequest:
     """What to fetch from where; ``timeout_s`` is the longest time without a byte.
 
-    ``extras`` are more sources of the same state; each has ``num_connections`` or fewer. ``part``:
-    which of the things that a source serves.
+    ``extras`` are more sources of the same state, with at most ``num_connections`` each. ``part``
+    is `STATE` or `DEFERRED`.
     """
 
     url: str
@@ -65,7 +65,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a source says before the first chunk: the state, and under which name it serves it."""
+    """What a source sends before the first chunk: the state's description and its id."""
 
     state_id: str
     chunk_bytes: int
@@ -85,26 +85,26 @@ class Chunk:
 
 
 class Superfluous(Exception):
-    """The source turned this connection away, though not the receiver."""
+    """The source refused this connection, but serves the receiver over others."""
 
 
 class Feed:
-    """One of a fetch's sources; blocking calls, each over a connection of its own number.
+    """One of a fetch's sources; blocking calls, each over a numbered connection.
 
-    ``stopped`` and `stop` end it from another thread.
+    `stop` ends them from another thread.
 
     Raises:
         AddressError: ``url`` is not the metadata of a worker.
         Unauthorized: one of the two sides is set to TLS, the other is not.
     """
 
-    def __init__(self, url: str, order: Order, *, is_extra: bool = False) -> None:
-        self._order = order
+    def __init__(self, url: str, request: FetchRequest, *, is_extra: bool = False) -> None:
+        self._request = request
         self._is_extra = is_extra
-        self._source = Source(url, order.timeout_s, order.security)
-        # On their own, so that digests do not wait behind chunks.
-        timeout_s = min(order.timeout_s, DIGESTS_TIMEOUT_S)
-        self._digests_source = Source(url, timeout_s, order.security)
+        self._source = Source(url, request.timeout_s, request.security)
+        # Separate, so that digests do not wait behind chunks.
+        timeout_s = min(request.timeout_s, DIGESTS_TIMEOUT_S)
+        self._digests_source = Source(url, timeout_s, request.security)
         self._opening: Opening | None = None
         self._stopped = threading.Event()
 
@@ -120,29 +120,29 @@ class Feed:
         return self._opening
 
     def stop(self) -> None:
-        """Let every call fail at once, and those to come."""
+        """Make every call fail at once, including later ones."""
         self._stopped.set()
         self._source.interrupt()
         self._digests_source.interrupt()
 
     def received_at(self) -> float:
-        """When the last byte of the state came (monotonic; 0: none has)."""
+        """When the last byte of the state arrived (monotonic; 0: none has)."""
         return self._source.received_at()
 
     def cut(self, connection: int) -> None:
-        """Let what is under way over ``connection`` fail."""
+        """Make the request under way over ``connection`` fail."""
         self._source.cut(connection)
 
     def close(self) -> None:
-        """Close the connections; nobody uses them any more."""
+        """Close the connections; they are not used any more."""
         self._source.close()
         self._digests_source.close()
 
     def open(self) -> Opening:
-        """Wait until the source offers the step, and read what it says of it.
+        """Wait until the source offers the step, and read the description.
 
         Raises:
-            PeerError: it cannot be reached, does not trust us, has gone on, or talks nonsense.
+            PeerError: the source is unreachable, refuses us, is past the step, or is malformed.
         """
         first_line, _, description = self._fetch_description().partition(b"\n")
         match = _FIRST_LINE.fullmatch(first_line.decode("latin-1"))
@@ -153,14 +153,14 @@ class Feed:
         return self._opening
 
     def _fetch_description(self) -> bytearray:
-        until = time.monotonic() + self._order.timeout_s
+        until = time.monotonic() + self._request.timeout_s
         attempts = _Attempts(self.address, "the description")
         while True:
             left_s = until - time.monotonic()
             wait_ms = max(0, min(MAX_WAIT_MS, int(left_s * 1000)))
-            path = f"{self._order.part}/{self._order.step}?wait_ms={wait_ms}"
+            path = f"{self._request.part}/{self._request.step}?wait_ms={wait_ms}"
             if self._is_extra:
-                path += f"&extra={self._order.receiver}"
+                path += f"&extra={self._request.receiver}"
             try:
                 answer = self._source.ask(path, 0, wait_ms / 1000 + ANSWER_GRACE_S)
                 if answer.length > MAX_DESCRIPTION_BYTES + MAX_FIRST_LINE_BYTES + DIGEST_BYTES:
@@ -171,7 +171,7 @@ class Feed:
             except Unreachable:
                 raise
             except TimeoutError as error:
-                raise self.too_late(f"waiting for step {self._order.step}") from error
+                raise self.too_late(f"waiting for step {self._request.step}") from error
             except (BadHead, Corrupt, OSError) as error:
                 self._check()
                 self._source.drop(0)
@@ -184,27 +184,27 @@ class Feed:
             self._source.drop(0)
             attempts.failed(refusal)
         elif left_s <= 0:
-            raise self.too_late(f"waiting for step {self._order.step}", refusal.reason)
+            raise self.too_late(f"waiting for step {self._request.step}", refusal.reason)
         if refusal.status == BUSY:
             self._source.drop(0)
             self._stopped.wait(min(BUSY_PAUSE_S, left_s))
         self._check()
 
     def fetch_chunk(
-        self, connection: int, chunk: Chunk, news: list[int], is_cut: Callable[[], bool]
+        self, connection: int, chunk: Chunk, verified: list[int], is_cut: Callable[[], bool]
     ) -> bytes | None:
         """Fill ``chunk.view``; returns its digest, or None if it was stopped or cut.
 
-        ``news``: chunks that the source need not keep; ``is_cut``: whether `cut` was meant.
+        ``verified``: chunks that the source need not keep; ``is_cut``: whether `cut` was meant.
 
         Raises:
-            Superfluous: the source has enough connections; there are others to it.
+            Superfluous: the source has enough connections, and serves over the others.
             PeerError, TimeoutError: the source is lost.
         """
         attempts = _Attempts(self.address, f"chunk {chunk.number} of {chunk.num_chunks}")
-        path = f"chunk/{self.opening.state_id}/{chunk.number}{self._query(news)}"
+        path = f"chunk/{self.opening.state_id}/{chunk.number}{self._query(verified)}"
         view = chunk.view
-        busy_until = time.monotonic() + self._order.timeout_s
+        busy_until = time.monotonic() + self._request.timeout_s
         while not self._stopped.is_set() and not is_cut():
             try:
                 answer = self._source.ask(path, connection)
@@ -224,9 +224,9 @@ class Feed:
         return None
 
     def _count(self, attempts: _Attempts, error: Exception, connection: int) -> None:
-        """Give up after too many: the source, or only a further connection that it hangs up on.
+        """Give up after too many attempts: the source, or only a connection that it closes.
 
-        With TLS a full source has no other way to say that it is full.
+        With TLS, closing is the only way in which a full source can refuse a connection.
         """
         try:
             attempts.failed(error)
@@ -246,7 +246,7 @@ class Feed:
             self._stopped.wait(BUSY_PAUSE_S)
 
     def fetch_digests(self, num_chunks: int) -> list[bytes] | None:
-        """The digests of all chunks; None if the source does not tell them (an older one).
+        """The digests of all chunks; None if the source does not send them (an older one).
 
         Raises:
             PeerError: the source is lost.
@@ -277,20 +277,20 @@ class Feed:
                 attempts.failed(error)
             source.drop(0)
 
-    def report(self, connection: int, news: list[int]) -> None:
-        """Tell the source what it need not keep, after the last chunk."""
-        path = f"done/{self.opening.state_id}{self._query(news)}"
+    def report(self, connection: int, verified: list[int]) -> None:
+        """Tell the source which chunks it need not keep, after the last chunk."""
+        path = f"done/{self.opening.state_id}{self._query(verified)}"
         try:
             self._source.ask(path, connection)
         except (Refused, BadHead, OSError, PeerError) as error:
-            log.debug("the source did not hear that all is received: %s", error)
+            log.debug("the source was not told that all is received: %s", error)
 
-    def _query(self, news: list[int]) -> str:
-        query = f"?receiver={self._order.receiver}"
-        if news:
-            query += f"&verified={news[0]}"
-        if news[1:]:
-            query += f"&also={','.join(map(str, news[1:]))}"
+    def _query(self, verified: list[int]) -> str:
+        query = f"?receiver={self._request.receiver}"
+        if verified:
+            query += f"&verified={verified[0]}"
+        if verified[1:]:
+            query += f"&also={','.join(map(str, verified[1:]))}"
         return query
 
     def _check(self) -> None:
@@ -298,17 +298,17 @@ class Feed:
             raise CheckpointError(self.address, "it is not needed any more")
 
     def too_late(self, action: str, reason: str = "") -> DeadlineExceeded:
-        return DeadlineExceeded(f"{action} from {self.address}", self._order.timeout_s, reason)
+        return DeadlineExceeded(f"{action} from {self.address}", self._request.timeout_s, reason)
 
 
-def _read(answer: Answer, seed: int) -> bytearray:
+def _read(answer: OpenResponse, seed: int) -> bytearray:
     payload = bytearray(max(answer.length - DIGEST_BYTES, 0))
     answer.wire.read_sealed(memoryview(payload), seed)
     return payload
 
 
 class _Attempts:
-    """Counts failures of one thing, and gives up when there are too many."""
+    """Counts failures of one action, and raises when there are too many."""
 
     def __init__(self, source: str, what: str) -> None:
         self._source = source

@@ -12,13 +12,13 @@ from typing import Any
 
 from torchft_svc.client.checkpointing.encoding.serialization import parse
 from torchft_svc.client.checkpointing.encoding.staging import Staging
-from torchft_svc.client.checkpointing.http.chunks import Chunks, Way
+from torchft_svc.client.checkpointing.http.chunks import Chunks, ConnectionId
 from torchft_svc.client.checkpointing.http.feed import (
     Chunk,
     Feed,
+    FetchRequest,
     Lookup,
     Opening,
-    Order,
     Superfluous,
 )
 from torchft_svc.client.checkpointing.http.requests import MAX_ALSO
@@ -26,13 +26,13 @@ from torchft_svc.errors import CheckpointError, PeerError, TorchFTError
 
 log = logging.getLogger(__name__)
 
-# All sources are asked at once: when the first fails at once, another's answer is on its way.
+# All sources are asked at the same time; when the first one fails, another answer is on its way.
 EXTRA_GRACE_S = 1.0
-# After the last chunk, sources are told what they need not keep; no state waits for that longer.
+# After the last chunk, sources are told which chunks they need not keep; this bounds that wait.
 REPORT_TIMEOUT_S = 0.5
-# A thread ends as soon as its source is stopped, unless it is just about to connect.
+# A thread ends as soon as its source is stopped, unless it is just connecting.
 STOP_TIMEOUT_S = 0.5
-# Who is out of the quorum, and says nothing for longer, is not only busy.
+# A source that is out of the quorum, and silent for longer, is not just busy.
 SILENCE_S = 1.0
 _PRIMARY = 0
 
@@ -40,19 +40,19 @@ _PRIMARY = 0
 class Fetch:
     """One attempt to receive a state; ``cancel`` ends it from another thread.
 
-    Source 0 is the one that was assigned, the extras follow. What it says is what arrives; only
-    if it is lost too early to say it, another takes its place.
+    Source 0 is the assigned one, the extras follow. Its description and its chunks define the
+    state; another source takes its place only if it is lost before it has sent the description.
     """
 
-    def __init__(self, order: Order, staging: Staging | None = None) -> None:
-        self._order = order
+    def __init__(self, request: FetchRequest, staging: Staging | None = None) -> None:
+        self._request = request
         self._staging = staging or Staging()
-        self._primary = Feed(order.url, order)
+        self._primary = Feed(request.url, request)
         self._changed = threading.Condition()
         self._feeds: dict[int, Feed] = {_PRIMARY: self._primary}
-        self._openings: dict[int, Opening | None] = {}  # None: it has none
+        self._openings: dict[int, Opening | None] = {}  # None: it does not serve this state
         self._lost: dict[int, PeerError] = {}
-        self._has_begun = False  # the assigned source has said what it sends
+        self._has_begun = False  # the assigned source has sent the description
         self._target: _Target | None = None
         self._workers: list[tuple[int, threading.Thread]] = []  # with the source's number
         self._learner: threading.Thread | None = None
@@ -63,9 +63,9 @@ class Fetch:
         self._fail(CheckpointError(self._primary.address, why))
 
     def lose_assigned(self, why: str) -> None:
-        """The assigned source is out of the quorum: if it says nothing, it may never do so again.
+        """The assigned source is out of the quorum: it is given up if it stays silent.
 
-        To be called again and again.
+        Called repeatedly.
         """
         error = CheckpointError(self._primary.address, why)
         with self._changed:
@@ -79,8 +79,8 @@ class Fetch:
             self._primary.stop()
 
     def _is_silent(self) -> bool:
-        """Whether the assigned source, which has begun, does not go on."""
-        if self._target is None:  # it has not been asked to
+        """Whether the assigned source, which has sent the description, has stopped sending."""
+        if self._target is None:  # nothing was requested yet
             return False
         since = max(self._target.asked_at, self._primary.received_at())
         return time.monotonic() - since > SILENCE_S
@@ -89,13 +89,13 @@ class Fetch:
         """Receive the state.
 
         Raises:
-            Unreachable: nobody answers there.
-            Unauthorized: the two sides do not trust each other; says what to set.
-            DeadlineExceeded: no byte came for ``timeout_s``.
-            CheckpointError: it is gone, malformed, or keeps arriving damaged.
+            Unreachable: no source answers.
+            Unauthorized: authentication failed; the message says what to set.
+            DeadlineExceeded: no byte arrived for ``timeout_s``.
+            CheckpointError: the state is gone, malformed, or repeatedly damaged.
         """
         began_at = time.monotonic()
-        for number, lookup in enumerate(self._order.extras, _PRIMARY + 1):
+        for number, lookup in enumerate(self._request.extras, _PRIMARY + 1):
             self._thread(f"torchft-fetch-{number}", self._join, number, lookup).start()
         try:
             lead = self._open_first()
@@ -108,7 +108,7 @@ class Fetch:
         state = plan.rebuild(memory, address)
         log.debug(
             "received step %d: %.3f GB in %.3f s, chunks by source: %s",
-            self._order.step,
+            self._request.step,
             plan.size / 1e9,
             time.monotonic() - began_at,
             chunks.shares(),
@@ -116,7 +116,7 @@ class Fetch:
         return state
 
     def _open_first(self) -> int:
-        """The source to go by: the assigned one, or one that answers in its place."""
+        """The lead: the assigned source, or one that answers in its place."""
         try:
             self._open_primary()
         except PeerError as error:
@@ -135,20 +135,20 @@ class Fetch:
     def _open_primary(self) -> None:
         self._primary.open()
         with self._changed:
-            if _PRIMARY in self._lost:  # in this moment: it is stopped
+            if _PRIMARY in self._lost:  # it was lost meanwhile, and is stopped
                 raise self._lost[_PRIMARY]
             self._has_begun = True
 
     def _has_other_opening(self) -> bool:
         return (
             any(self._openings.values())
-            or len(self._openings) == len(self._order.extras)
+            or len(self._openings) == len(self._request.extras)
             or self._is_over
         )
 
     @contextmanager
     def _memory(self, num_bytes: int) -> Iterator[memoryview]:
-        """Memory to receive into; while this is open, pages are made ready ahead of bytes."""
+        """Memory to receive into; inside this block, pages are prepared ahead of the bytes."""
         try:
             filling = self._staging.take(num_bytes)
         except MemoryError as error:
@@ -161,24 +161,24 @@ class Fetch:
     def _fetch_chunks(self, lead: int, memory: memoryview) -> Chunks:
         opening = self._feeds[lead].opening
         num_chunks = -(-len(memory) // opening.chunk_bytes)
-        feeds = self._feeds  # not self: this must not keep the memory until the collector comes
-        chunks = Chunks(num_chunks, lead, lambda way: feeds[way.source].cut(way.connection))
+        feeds = self._feeds  # not self: a cycle would keep the memory for long
+        chunks = Chunks(num_chunks, lead, lambda conn: feeds[conn.source].cut(conn.connection))
         target = _Target(memory, opening, chunks)
         with self._changed:
             self._target = target
             if self._error is not None:
                 chunks.stop()
             self._changed.notify_all()
-        self._start_workers(lead, range(max(1, min(self._order.num_connections, num_chunks))))
+        self._start_workers(lead, range(max(1, min(self._request.num_connections, num_chunks))))
         chunks.wait_until_over()
         self._check()
         return chunks
 
     def _join(self, number: int, lookup: Lookup) -> None:
-        """An extra source: let it take part if it answers in time and holds the same state."""
+        """Open an extra source; use it if it answers in time and holds the same state."""
         address = f"number {number}"
         try:
-            feed = Feed(lookup(), self._order, is_extra=True)
+            feed = Feed(lookup(), self._request, is_extra=True)
             address = feed.address
             with self._changed:
                 if self._is_over:
@@ -208,12 +208,12 @@ class Fetch:
             self._changed.wait_for(lambda: self._target is not None or self._is_over)
             target = self._target
         if target is None or number in target.chunks.sources:
-            return  # it failed, or this one is the first
+            return  # the fetch failed, or this source is the lead
         if not feed.opening.is_of_same_state(target.opening):
             log.warning("source %s offers another state for this step: left out", feed.address)
-        elif target.chunks.join(number):
+        elif target.chunks.add_source(number):
             self._start_learning()
-            share = -(-self._order.num_connections // (len(self._order.extras) + 1))
+            share = -(-self._request.num_connections // (len(self._request.extras) + 1))
             self._start_workers(number, range(1, share))
             self._work(number, 0)
             return
@@ -254,10 +254,10 @@ class Fetch:
             self._fail(CheckpointError(address, f"receiving failed: {error!r}"))
 
     def _work(self, number: int, connection: int) -> None:
-        """Fetch chunks over a connection until there are none, or its source is lost."""
+        """Fetch chunks over a connection until none is left, or its source is lost."""
         feed = self._feeds[number]
         try:
-            self._fetch_all(feed, Way(number, connection))
+            self._fetch_all(feed, ConnectionId(number, connection))
             self._report(number, connection)
         except Superfluous:
             log.debug("%s has enough connections", feed.address)
@@ -266,75 +266,75 @@ class Fetch:
         except TimeoutError:
             self._lose(number, feed.too_late("receiving a chunk"))
 
-    def _fetch_all(self, feed: Feed, way: Way) -> None:
+    def _fetch_all(self, feed: Feed, conn: ConnectionId) -> None:
         target = self._ready_target()
         chunks = target.chunks
-        while (number := chunks.take(way)) is not None:
+        while (number := chunks.take(conn)) is not None:
             digest = None
             try:
                 digest = feed.fetch_chunk(
-                    way.connection,
+                    conn.connection,
                     Chunk(number, chunks.num_chunks, target.view(number)),
-                    self._news_for(way.source),
-                    lambda: chunks.is_slow(way.source),
+                    self._unreported(conn.source),
+                    lambda: chunks.is_slow(conn.source),
                 )
             finally:
                 if digest is None:
-                    chunks.give_back(way)
-            if digest is not None and not chunks.arrived(way, digest):
+                    chunks.give_back(conn)
+            if digest is not None and not chunks.arrived(conn, digest):
                 raise self._differs(feed)
 
     def _report(self, number: int, connection: int) -> None:
-        """Tell a source what it need not keep, now that all is received."""
+        """Tell a source which chunks it need not keep, after the last chunk has arrived."""
         chunks = self._ready_target().chunks
         if not chunks.is_complete:
             return
         feed = self._feeds[number]
         if not chunks.num_chunks and connection == 0:
             feed.report(connection, [])
-        while news := self._news_for(number):
-            feed.report(connection, news)
+        while verified := self._unreported(number):
+            feed.report(connection, verified)
 
-    def _news_for(self, number: int) -> list[int]:
+    def _unreported(self, number: int) -> list[int]:
         chunks = self._ready_target().chunks
-        # An only source may be one that hears of one chunk at a time.
-        return chunks.news_for(number, MAX_ALSO if self._order.extras else 1)
+        # A single source may be an older one, which takes one chunk per request.
+        return chunks.unreported(number, MAX_ALSO if self._request.extras else 1)
 
     def _learn_digests(self) -> None:
-        """Get the digests of all chunks from the source that is believed, whoever it is then."""
+        """Fetch the digests of all chunks from the lead, also if that changes meanwhile."""
         chunks = self._ready_target().chunks
-        while not self._is_over and not chunks.has_law:
+        while not self._is_over and not chunks.has_digests:
             lead = chunks.lead
             feed = self._feeds[lead]
             try:
-                law = feed.fetch_digests(chunks.num_chunks)
+                digests = feed.fetch_digests(chunks.num_chunks)
             except PeerError as error:
                 self._lose(lead, error)
             else:
-                self._enact(lead, law)
-                if law is None:
+                self._apply_digests(lead, digests)
+                if digests is None:
                     return
 
-    def _enact(self, lead: int, law: list[bytes] | None) -> None:
+    def _apply_digests(self, lead: int, digests: list[bytes] | None) -> None:
         chunks = self._ready_target().chunks
-        if law is None:
+        if digests is None:
             reason = f"{self._feeds[lead].address} cannot say whether it has the same state"
-            for number in chunks.go_alone():
+            for number in chunks.trust_lead_only():
                 self._lose(number, CheckpointError(self._feeds[number].address, reason))
             return
-        for number in chunks.enact(lead, law):
+        for number in chunks.apply_digests(lead, digests):
             self._lose(number, self._differs(self._feeds[number]))
 
     def _differs(self, feed: Feed) -> CheckpointError:
         return CheckpointError(feed.address, "its state is not the one that the others hold")
 
     def _lose(self, number: int, error: PeerError) -> None:
-        """Go on without a source, or fail if it was the last one."""
+        """Continue without a source, or fail if it was the last one."""
         with self._changed:
             if self._is_over or number in self._lost:
                 return
             self._lost[number] = error
-        if self._ready_target().chunks.leave(number):
+        if self._ready_target().chunks.remove_source(number):
             log.warning("source %s is lost, others go on: %s", self._feeds[number].address, error)
             self._feeds[number].stop()
         else:
@@ -361,7 +361,7 @@ class Fetch:
         return self._target
 
     def _end(self) -> None:
-        """Let the workers tell their sources, then end them; nobody waits for who does not."""
+        """Let the workers send their reports, for a limited time, and end them."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()

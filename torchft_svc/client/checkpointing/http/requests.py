@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
-from torchft_svc.client.checkpointing.http.board import Board, NotYet
+from torchft_svc.client.checkpointing.http.offers import NotOffered, OfferSlot
 from torchft_svc.client.checkpointing.http.served import Gone, ServedState
 from torchft_svc.client.checkpointing.http.wire import (
     DIGEST_BYTES,
@@ -134,7 +134,7 @@ class Conversation:
     def __init__(
         self,
         wire: Wire,
-        boards: dict[str, Board],
+        slots: dict[str, OfferSlot],
         secret: str,
         security: Security,
         on_known: Callable[[], None],
@@ -142,7 +142,7 @@ class Conversation:
         self._on_known = on_known
         self._security = security
         self._wire = wire
-        self._boards = boards
+        self._slots = slots
         self._secret = secret
 
     def run(self) -> None:
@@ -173,7 +173,7 @@ class Conversation:
         try:
             match request.parts:
                 case ("state" | "deferred" as name, step):
-                    self._send_description(self._boards[name], _number(step), request)
+                    self._send_description(self._slots[name], _number(step), request)
                 case ("chunk", state_id, chunk):
                     self._send_chunk(self._served(state_id, request), _number(chunk))
                 case ("digests", state_id):
@@ -187,7 +187,7 @@ class Conversation:
                     raise BadHead("nothing is here", 404)
         except Gone as error:
             self._refuse(GONE, str(error))
-        except NotYet as error:
+        except NotOffered as error:
             self._refuse(TOO_EARLY, str(error))
 
     def _served(self, state_id: str, request: Request) -> ServedState:
@@ -197,13 +197,13 @@ class Conversation:
         return state
 
     def _by_id(self, state_id: str) -> ServedState:
-        deferred = self._boards[DEFERRED].state
+        deferred = self._slots[DEFERRED].state
         is_deferred = deferred is not None and deferred.state_id == state_id
-        return self._boards[DEFERRED if is_deferred else STATE].by_id(state_id)
+        return self._slots[DEFERRED if is_deferred else STATE].by_id(state_id)
 
-    def _send_description(self, board: Board, step: int, request: Request) -> None:
+    def _send_description(self, slot: OfferSlot, step: int, request: Request) -> None:
         wait_ms = request.number("wait_ms") or 0
-        state = board.wait_for(step, min(wait_ms, MAX_WAIT_MS) / 1000)
+        state = slot.wait_for(step, min(wait_ms, MAX_WAIT_MS) / 1000)
         if "extra" in request.query:
             state.admit(request.name("extra"))
         self._wire.timeout_s = state.offer.patience_s

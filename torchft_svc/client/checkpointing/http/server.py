@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 
-from torchft_svc.client.checkpointing.http.board import Board
+from torchft_svc.client.checkpointing.http.offers import OfferSlot
 from torchft_svc.client.checkpointing.http.requests import (
     BUSY,
     HEAD_TIMEOUT_S,
@@ -43,7 +43,7 @@ _JOIN_TIMEOUT_S = 5.0
 
 
 class CheckpointServer:
-    """Serves what ``boards`` show, each under its name, at a port and under a secret of its own.
+    """Serves what ``slots`` show, each under its name, at a port and under a secret of its own.
 
     ``bind_host``: the address to listen at, ``""`` for all interfaces (IPv6 too, where there is).
 
@@ -54,7 +54,7 @@ class CheckpointServer:
 
     def __init__(
         self,
-        boards: dict[str, Board],
+        slots: dict[str, OfferSlot],
         bind_host: str = "",
         port: int = 0,
         security: Security = PLAIN,
@@ -62,13 +62,13 @@ class CheckpointServer:
         self._security = security
         self._tls = security.server_context()
         self.secret = secrets.token_urlsafe(16)
-        self._boards = boards
+        self._slots = slots
         self._listener = _listen(bind_host, port)
         self.port: int = self._listener.getsockname()[1]
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._lock = threading.Lock()
         self._connections: dict[Wire, threading.Thread] = {}
-        self._strangers: dict[Wire, None] = {}  # have not shown the secret; the oldest first
+        self._unverified: dict[Wire, None] = {}  # have not shown the secret; the oldest first
         self._closing = False
         self._acceptor = threading.Thread(
             target=self._accept_all, name="torchft-checkpoint-accept", daemon=True
@@ -78,7 +78,7 @@ class CheckpointServer:
 
     def offer(self, name: str, state: ServedState) -> None:
         """Serve ``state`` under ``name`` instead of the one before."""
-        self._boards[name].offer(state)
+        self._slots[name].offer(state)
         self._wake()
 
     def close(self, wait: bool = True) -> None:
@@ -86,8 +86,8 @@ class CheckpointServer:
         with self._lock:
             self._closing = True
             connections = dict(self._connections)
-        for board in self._boards.values():
-            board.close()
+        for slot in self._slots.values():
+            slot.close()
         self._wake()
         for wire in connections:
             wire.interrupt()
@@ -108,7 +108,7 @@ class CheckpointServer:
         try:
             while not self._closing:
                 now = time.monotonic()
-                times = [board.expire(now) for board in self._boards.values()]
+                times = [slot.expire(now) for slot in self._slots.values()]
                 look_again_at = min((at for at in times if at is not None), default=None)
                 pause_s = None if look_again_at is None else look_again_at - time.monotonic()
                 ready = poll.poll(None if pause_s is None else max(pause_s, 0.0) * 1000 + 1)
@@ -143,7 +143,7 @@ class CheckpointServer:
                     target=self._converse, args=(wire,), name="torchft-checkpoint-send", daemon=True
                 )
                 self._connections[wire] = thread
-                self._strangers[wire] = None
+                self._unverified[wire] = None
         if has_room:
             thread.start()
         else:
@@ -153,21 +153,21 @@ class CheckpointServer:
         """Whether there is room for another connection; a stranger's may be cut for it."""
         if len(self._connections) < MAX_CONNECTIONS:
             return True
-        oldest = next(iter(self._strangers), None)
+        oldest = next(iter(self._unverified), None)
         if oldest is None or len(self._connections) >= _MAX_THREADS:
             return False
-        del self._strangers[oldest]
+        del self._unverified[oldest]
         oldest.interrupt()
         return True
 
     def _converse(self, wire: Wire) -> None:
         def know() -> None:
             with self._lock:
-                self._strangers.pop(wire, None)
+                self._unverified.pop(wire, None)
 
         try:
             wire.shake_hands(HEAD_TIMEOUT_S)
-            Conversation(wire, self._boards, self.secret, self._security, know).run()
+            Conversation(wire, self._slots, self.secret, self._security, know).run()
         except OSError as error:
             log.info("a checkpoint connection broke: %s", error)
         except Exception:
@@ -175,7 +175,7 @@ class CheckpointServer:
         finally:
             with self._lock:
                 self._connections.pop(wire, None)
-                self._strangers.pop(wire, None)
+                self._unverified.pop(wire, None)
             wire.close()
 
     def _turn_away(self, wire: Wire) -> None:

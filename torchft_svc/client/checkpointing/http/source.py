@@ -30,7 +30,7 @@ _ONE_SIDED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class OpenResponse:
     """A response with status 200 whose body (``length`` bytes) is still to be read."""
 
     wire: Wire
@@ -77,7 +77,7 @@ class Source:
         with self._lock:
             return max([self._received_at, *(wire.received_at for wire in self._wires.values())])
 
-    def ask(self, path: str, connection: int, wait_s: float = 0.0) -> Answer:
+    def ask(self, path: str, connection: int, wait_s: float = 0.0) -> OpenResponse:
         """Send a request over ``connection``, and read the head of its response.
 
         ``wait_s``: how long the source may think before it answers.
@@ -106,7 +106,7 @@ class Source:
         if version != "HTTP/1.1" or not (status.isascii() and status.isdigit()):
             raise BadHead("the answer is not HTTP/1.1")
         if status == "200":
-            return Answer(wire, head.length)
+            return OpenResponse(wire, head.length)
         reason = bytearray(min(head.length, MAX_REASON_BYTES))
         wire.read_into(memoryview(reason))
         if head.length > MAX_REASON_BYTES or head.headers.get("connection") == "close":

@@ -16,14 +16,14 @@ from torchft_svc.client.checkpointing.encoding.serialization import (
     estimate_bytes,
 )
 from torchft_svc.client.checkpointing.encoding.staging import Staging
-from torchft_svc.client.checkpointing.http.board import Board
 from torchft_svc.client.checkpointing.http.feed import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
+    FetchRequest,
     Lookup,
-    Order,
 )
 from torchft_svc.client.checkpointing.http.fetch import Fetch
+from torchft_svc.client.checkpointing.http.offers import OfferSlot
 from torchft_svc.client.checkpointing.http.requests import DEFERRED, STATE
 from torchft_svc.client.checkpointing.http.served import Offer, ServedState
 from torchft_svc.client.checkpointing.http.server import CheckpointServer
@@ -89,10 +89,10 @@ class HTTPTransport(CheckpointTransport[T]):
         self._timeout_s = _seconds(timeout)
         self._num_connections = num_connections
         self._chunk_bytes = chunk_bytes
-        self._board, self._deferred = Board(), Board()
+        self._current, self._deferred = OfferSlot(), OfferSlot()
         self._security = security_or_environment(security)
         self._server = CheckpointServer(
-            {STATE: self._board, DEFERRED: self._deferred}, bind_host, port, self._security
+            {STATE: self._current, DEFERRED: self._deferred}, bind_host, port, self._security
         )
         self._host = hostname or bind_host or _own_host()
         self._lock = threading.Lock()
@@ -168,17 +168,17 @@ class HTTPTransport(CheckpointTransport[T]):
         return ServedState(offer, described.description, described.memory)
 
     def disallow_checkpoint(self) -> None:
-        state = self._board.state
+        state = self._current.state
         if state is not None:
             state.detach()
 
     def retract_checkpoint(self) -> None:
-        for board in (self._board, self._deferred):
-            board.withdraw("this worker has healed since")
+        for slot in (self._current, self._deferred):
+            slot.withdraw("this worker has healed since")
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, why: str) -> None:
-        for board in (self._board, self._deferred):
-            board.refuse(step, why)
+        for slot in (self._current, self._deferred):
+            slot.refuse(step, why)
 
     def expect_checkpoint(self, like: T | None) -> None:
         with self._lock:
@@ -201,8 +201,8 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: timedelta,
     ) -> T:
         log.debug("fetching step %d from group %d and %d more", step, src_rank, len(extras))
-        order = self._order(STATE, metadata, extras, step, timeout)
-        return self._fetch(Fetch(order, self._staging))
+        request = self._request(STATE, metadata, extras, step, timeout)
+        return self._fetch(Fetch(request, self._staging))
 
     def recv_deferred(
         self,
@@ -212,12 +212,12 @@ class HTTPTransport(CheckpointTransport[T]):
         step: int,
         timeout: timedelta,
     ) -> T:
-        return self._fetch(Fetch(self._order(DEFERRED, metadata, extras, step, timeout)))
+        return self._fetch(Fetch(self._request(DEFERRED, metadata, extras, step, timeout)))
 
-    def _order(
+    def _request(
         self, part: str, metadata: str, extras: Sequence[Lookup], step: int, timeout: timedelta
-    ) -> Order:
-        return Order(
+    ) -> FetchRequest:
+        return FetchRequest(
             metadata,
             step,
             _seconds(timeout),
@@ -260,7 +260,7 @@ class HTTPTransport(CheckpointTransport[T]):
     @property
     def copied_bytes(self) -> int:
         """Memory held at present for receivers that have not fetched everything."""
-        states = [self._board.state, self._deferred.state]
+        states = [self._current.state, self._deferred.state]
         return sum(state.copied_bytes for state in states if state is not None)
 
     def __enter__(self) -> HTTPTransport[T]:

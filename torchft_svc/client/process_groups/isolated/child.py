@@ -27,10 +27,9 @@ from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
 from torchft_svc.client.process_groups.isolated.device_segments import DeviceWindow
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
-    Answer,
     Backend,
+    ChildReply,
     Configure,
-    Done,
     Failed,
     Forget,
     Launch,
@@ -40,6 +39,7 @@ from torchft_svc.client.process_groups.isolated.messages import (
     Share,
     ShareDevice,
     Started,
+    Succeeded,
     options_from_plain,
     replace_leaves,
 )
@@ -69,8 +69,8 @@ class Child:
         self._connection = connection
         self._pg: DelegatingProcessGroup | None = None
         self._segments: dict[int, HostSegment | DeviceWindow] = {}
-        self._orders: queue.SimpleQueue[tuple[DelegatingProcessGroup, Configure | Abort]]
-        self._orders = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[DelegatingProcessGroup, Configure | Abort]]
+        self._commands = queue.SimpleQueue()
         self._sending = threading.Lock()
 
     @functools.cached_property
@@ -81,8 +81,8 @@ class Child:
 
     def run(self, trainer_pid: int) -> None:
         """Until the trainer's end of the connection is closed."""
-        owner = functools.partial(_end_with, trainer_pid)
-        for work, name in ((self._obey, "orders"), (owner, "owner")):
+        watch_trainer = functools.partial(_end_with, trainer_pid)
+        for work, name in ((self._run_commands, "commands"), (watch_trainer, "owner")):
             threading.Thread(target=work, name=f"torchft-{name}", daemon=True).start()
         while True:
             try:
@@ -100,7 +100,7 @@ class Child:
             elif isinstance(message, Launch):  # here: a hand-over to a thread takes its time
                 self._launch(message)
             else:
-                self._take_order(message)
+                self._accept(message)
 
     def _map(self, message: Share) -> HostSegment:
         descriptor = recv_handle(self._connection)
@@ -108,7 +108,7 @@ class Child:
         segment.close()  # the mapping stays
         return segment
 
-    def _take_order(self, message: Configure | Abort | Lose) -> None:
+    def _accept(self, message: Configure | Abort | Lose) -> None:
         if isinstance(message, Configure) and self._pg is None:
             self._pg = _GROUPS[message.backend.kind](message.backend)
         if self._pg is None:
@@ -116,11 +116,11 @@ class Child:
         if isinstance(message, Lose):  # at once: a configure under way has to hear of it
             self._pg.lose_member(message.quorum_id, message.reason)
         else:
-            self._orders.put((self._pg, message))
+            self._commands.put((self._pg, message))
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         while True:
-            pg, message = self._orders.get()
+            pg, message = self._commands.get()
             if isinstance(message, Abort):
                 pg.abort()
             else:
@@ -135,11 +135,11 @@ class Child:
             work = segment.run(lambda: pg._launch(message.name, args, kwargs))
         except Exception as error:
             log.debug("collective %d was refused", message.number, exc_info=True)
-            self._tell(Failed(message.number, str(error)))
+            self._reply(Failed(message.number, str(error)))
             return
         answer = functools.partial(self._answer, message.number)
         if isinstance(segment, DeviceWindow):
-            self._tell(Started(message.number))
+            self._reply(Started(message.number))
             self._follow(work, segment, answer)
             return
         try:
@@ -168,11 +168,11 @@ class Child:
             action()
         except Exception as error:
             log.debug("number %d failed", number, exc_info=True)
-            self._tell(Failed(number, str(error)))
+            self._reply(Failed(number, str(error)))
         else:
-            self._tell(Done(number))
+            self._reply(Succeeded(number))
 
-    def _tell(self, answer: Answer) -> None:
+    def _reply(self, answer: ChildReply) -> None:
         with self._sending:
             self._connection.send(answer)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchft_svc.client.process_groups.isolated.messages import Place, ShareDevice
-from torchft_svc.client.process_groups.isolated.segments import Order, Pairs, tensor_at
+from torchft_svc.client.process_groups.isolated.segments import Pairs, StreamWait, tensor_at
 
 # Torch declares no types for its streams and events.
 _cuda: Any = torch.cuda
@@ -58,7 +58,7 @@ class DeviceSegment:
                 shared.copy_(source, non_blocking=True)
             self._ready.record(stream)
 
-    def take(self, pairs: Pairs) -> Order:
+    def take(self, pairs: Pairs) -> StreamWait:
         """See `Segment.take`; behind the operation, which must have begun."""
         with _cuda.stream(self._stream):
             self._stream.wait_event(self._done)

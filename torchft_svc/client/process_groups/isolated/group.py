@@ -204,10 +204,10 @@ class IsolatedProcessGroup(ProcessGroup):
             limit_s = self._timeout.total_seconds() + _ANSWER_GRACE_S
             work = IsolatedWork(results, copied, loan, limit_s)
             record = self._record(name, args, kwargs)
-            fate = _Fate(work, loan, self._pool, record)
+            completion = _Completion(work, loan, self._pool, record)
             if record is not None:
                 record.state = STARTED  # before its end can be noted
-            child.send(request, request.number, fate.on_end, fate.on_start)
+            child.send(request, request.number, completion.on_end, completion.on_start)
         return work
 
     def _locate(
@@ -267,7 +267,7 @@ class IsolatedProcessGroup(ProcessGroup):
         self._killed.kill(child, pool)
 
 
-class _Fate:
+class _Completion:
     """What becomes of one operation; called by the thread that reads the process' answers."""
 
     def __init__(self, work: IsolatedWork, loan: Loan, pool: Pool, record: Record | None) -> None:

@@ -41,7 +41,7 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Configure:
-    """Meet the members over ``backend``; answered by `Done` or `Failed` with this ``number``."""
+    """Meet the members over ``backend``; answered by `Succeeded` or `Failed`."""
 
     number: int
     members: Members
@@ -83,7 +83,7 @@ class ShareDevice:
 class Launch:
     """Start a collective on tensors in ``segment``; tensors in ``args`` are `Place`s.
 
-    Answered by `Done` or `Failed`; on a device, `Started` comes first.
+    Answered by `Succeeded` or `Failed`; on a device, `Started` comes first.
     """
 
     number: int
@@ -114,7 +114,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Succeeded:
     """What had this number is over."""
 
     number: int
@@ -128,8 +128,8 @@ class Failed:
     error: str
 
 
-Request = Configure | Launch | Forget | Abort | Lose
-Answer = Started | Done | Failed
+Command = Configure | Launch | Forget | Abort | Lose
+ChildReply = Started | Succeeded | Failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from multiprocessing.reduction import send_handle
 from torchft_svc.client.process_groups.isolated.fork_server import FORK_SERVER
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
-    Answer,
+    ChildReply,
+    Command,
     Failed,
-    Request,
     Share,
     ShareDevice,
     Started,
@@ -77,7 +77,7 @@ class ChildProcess:
 
     def send(
         self,
-        request: Request,
+        request: Command,
         number: int | None = None,
         on_end: OnEnd | None = None,
         on_start: OnStart | None = None,
@@ -131,10 +131,10 @@ class ChildProcess:
     def _read(self) -> None:
         while True:
             try:
-                answer: Answer = self._connection.recv()
+                answer: ChildReply = self._connection.recv()
             except (EOFError, OSError):
                 break
-            self._hear(answer)
+            self._receive(answer)
         status = FORK_SERVER.status_of(self.pid, _STATUS_S)
         self._end(QuorumFailed(f"the process that carries the collectives {_how(status)}"))
         with self._lock:
@@ -143,7 +143,7 @@ class ChildProcess:
             select.select([self._descriptor], [], [], _GONE_S)
             os.close(self._descriptor)
 
-    def _hear(self, answer: Answer) -> None:
+    def _receive(self, answer: ChildReply) -> None:
         with self._lock:
             on_end, on_start = self._waiting.get(answer.number, (None, None))
             if not isinstance(answer, Started):

@@ -24,7 +24,7 @@ MAX_PLAIN_COPY_BYTES = 8 << 20
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 # Orders what comes next behind the results.
-Order = Callable[[], None]
+StreamWait = Callable[[], None]
 
 
 class Segment(Protocol):
@@ -46,7 +46,7 @@ class Segment(Protocol):
     def put(self, pairs: Pairs) -> None:
         """Copy the second of each pair into the first, which is in here."""
 
-    def take(self, pairs: Pairs) -> Order:
+    def take(self, pairs: Pairs) -> StreamWait:
         """Copy the second of each pair, which is in here, into the first."""
 
     def release(self) -> None:
@@ -90,7 +90,7 @@ class HostSegment:
         for shared, source in pairs:
             _copy(shared, source)
 
-    def take(self, pairs: Pairs) -> Order:
+    def take(self, pairs: Pairs) -> StreamWait:
         """See `Segment.take`."""
         for result, shared in pairs:
             _copy(result, shared)

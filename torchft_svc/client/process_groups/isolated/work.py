@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchft_svc.client.process_groups.isolated.segments import Loan, Order
+from torchft_svc.client.process_groups.isolated.segments import Loan, StreamWait
 
 
 class IsolatedWork(dist.Work):
@@ -37,7 +37,7 @@ class IsolatedWork(dist.Work):
         self._copied = copied
         self._loan: Loan | None = loan
         self._limit_s = limit_s
-        self._order: Order | None = None
+        self._order: StreamWait | None = None
         self._taken = threading.Event()
         self._over = threading.Event()
         self._error: Exception | None = None

@@ -46,7 +46,7 @@ _BETWEEN_TWO = frozenset({"send", "recv"})
 # One tensor for each member; the analyzer wants to see them as the one that they stand for.
 _IN_PARTS = frozenset({"allgather", "alltoall", "gather", "reduce_scatter", "scatter"})
 
-Kind = tuple[torch.Size, torch.dtype]
+TensorType = tuple[torch.Size, torch.dtype]
 
 
 @dataclass(slots=True)
@@ -57,8 +57,8 @@ class Record:
     place: int
     number: int
     peer: int | None
-    inputs: list[Kind]
-    outputs: list[Kind]
+    inputs: list[TensorType]
+    outputs: list[TensorType]
     state: str = SCHEDULED
     created_ns: int = field(default_factory=time.time_ns)
     ended_ns: int | None = None
@@ -70,7 +70,7 @@ class Record:
             self.state = self.state if failed else COMPLETED
 
 
-class Followed:
+class RecordedWork:
     """A work, whose end is noted when somebody looks at it."""
 
     __slots__ = ("_has_failed", "_record", "_work")
@@ -90,7 +90,7 @@ class Followed:
         return True
 
 
-class Flight:
+class FlightLog:
     """The collectives of this member of one quorum: the last ``num_records`` of them.
 
     `launch` is for one thread at a time. What goes between two members is numbered for each pair,
@@ -122,16 +122,16 @@ class Flight:
         self._records.append(record)
         return record
 
-    def land(self) -> Landed:
+    def snapshot(self) -> FlightSnapshot:
         """All that there is to tell in this moment."""
-        return Landed(self._members, self._backend, list(self._records))
+        return FlightSnapshot(self._members, self._backend, list(self._records))
 
 
 # A record, its state, and when it was noted to be over.
 Seen = tuple[Record, str, "int | None"]
 
 
-class Landed:
+class FlightSnapshot:
     """A flight as it was in the moment when it ended."""
 
     def __init__(self, members: Members, backend: str, records: list[Record]) -> None:
@@ -235,26 +235,26 @@ class Landed:
         return f"{name} {mine}{'->' if name == 'send' else '<-'}{theirs}"
 
 
-def _ends(name: str, given: Sequence[Any]) -> tuple[list[Kind], list[Kind]]:
+def _ends(name: str, given: Sequence[Any]) -> tuple[list[TensorType], list[TensorType]]:
     """What goes into collective ``name``, and what comes out of it."""
     if name == "barrier":
         return [], []
-    first = _kinds(given[0])
+    first = _types(given[0])
     if name == "send":
         return first, []
     if name == "recv":
         return [], first
-    return (first, first) if name in IN_PLACE else (_kinds(given[1]), first)
+    return (first, first) if name in IN_PLACE else (_types(given[1]), first)
 
 
-def _kinds(tensors: Any) -> list[Kind]:
+def _types(tensors: Any) -> list[TensorType]:
     return [(tensor.shape, tensor.dtype) for tensor in flat(tensors)]
 
 
-def _sizes(kinds: list[Kind], joins: bool) -> list[list[int]]:
-    if joins and len(kinds) > 1:
-        return [[sum(math.prod(shape) for shape, _ in kinds)]]
-    return [list(shape) for shape, _ in kinds]
+def _sizes(types: list[TensorType], joins: bool) -> list[list[int]]:
+    if joins and len(types) > 1:
+        return [[sum(math.prod(shape) for shape, _ in types)]]
+    return [list(shape) for shape, _ in types]
 
 
 def _word(dtype: torch.dtype) -> str:

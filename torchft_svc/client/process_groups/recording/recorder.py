@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from torchft_svc.client.process_groups.members import Members
-from torchft_svc.client.process_groups.recording.flight import Flight, Landed
+from torchft_svc.client.process_groups.recording.flight import FlightLog, FlightSnapshot
 from torchft_svc.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -59,26 +59,26 @@ class FlightRecorder:
         """In a directory that several jobs may share."""
         return cls(Path(directory) / f"job_{quote(job_id, safe='')}")
 
-    def begin(self, members: Members, backend: str) -> Flight | None:
+    def begin(self, members: Members, backend: str) -> FlightLog | None:
         """``members`` are connected over ``backend``; None: they have no quorum id."""
         if members.quorum_id is None:
             return None
-        return Flight(members, backend, self._num_records)
+        return FlightLog(members, backend, self._num_records)
 
-    def write(self, landed: Landed, why: str) -> None:
+    def write(self, snapshot: FlightSnapshot, why: str) -> None:
         """Write what was recorded; returns at once."""
         with self._lock:
             self._writers = [writer for writer in self._writers if writer.is_alive()]
             if len(self._writers) >= _MAX_WRITERS:
-                log.warning("the flight of %s is not recorded: too slow a disk", _named(landed))
+                log.warning("the flight of %s is not recorded: too slow a disk", _named(snapshot))
                 return
             writer = threading.Thread(
-                target=self._write, args=(landed, why), name="torchft-flight", daemon=True
+                target=self._write, args=(snapshot, why), name="torchft-flight", daemon=True
             )
             try:
                 writer.start()
             except RuntimeError as error:  # torch may be out of threads, or the interpreter ends
-                log.warning("the flight of %s is not recorded: %s", _named(landed), error)
+                log.warning("the flight of %s is not recorded: %s", _named(snapshot), error)
                 return
             self._writers.append(writer)
 
@@ -90,8 +90,8 @@ class FlightRecorder:
         for writer in writers:
             writer.join(max(0.0, deadline - time.monotonic()))
 
-    def _write(self, landed: Landed, why: str) -> None:
-        members = landed.members
+    def _write(self, snapshot: FlightSnapshot, why: str) -> None:
+        members = snapshot.members
         folder = self._directory / f"quorum_{members.quorum_id}"
         folder /= f"group_rank_{members.group_rank or 0}"
         path = folder / f"rank_{members.rank}"
@@ -100,13 +100,15 @@ class FlightRecorder:
             # A name that the analyzer does not take for a member's.
             aside = folder / f".{members.rank}.{os.getpid()}.part"
             # The only format that it reads; nothing of ours ever does.
-            aside.write_bytes(pickle.dumps(landed.as_trace(why)))
+            aside.write_bytes(pickle.dumps(snapshot.as_trace(why)))
             aside.replace(path)
             self._forget_old()
         except Exception:
-            log.exception("the flight of %s cannot be written", _named(landed))
+            log.exception("the flight of %s cannot be written", _named(snapshot))
         else:
-            log.warning("flight of %s: %s (%s): %s", _named(landed), landed.summary(), why, path)
+            log.warning(
+                "flight of %s: %s (%s): %s", _named(snapshot), snapshot.summary(), why, path
+            )
 
     def _forget_old(self) -> None:
         found = [(_QUORUM.fullmatch(path.name), path) for path in self._directory.iterdir()]
@@ -115,8 +117,8 @@ class FlightRecorder:
             _remove(path)
 
 
-def _named(landed: Landed) -> str:
-    members = landed.members
+def _named(snapshot: FlightSnapshot) -> str:
+    members = snapshot.members
     return f"quorum {members.quorum_id}, replica rank {members.rank} of {members.world_size}"
 
 

@@ -10,7 +10,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from torchft_svc.client.process.uninterruptible import start_uninterruptible
 from torchft_svc.client.process_groups.members import Members
-from torchft_svc.client.process_groups.rendezvous.store_line import CALL_TIMEOUT_S, Connection
+from torchft_svc.client.process_groups.rendezvous.store_connection import (
+    CALL_TIMEOUT_S,
+    StoreConnection,
+)
 from torchft_svc.core.types import one_line
 from torchft_svc.errors import PeerError, QuorumFailed, Unreachable
 
@@ -79,7 +82,7 @@ class FailureWatch:
             self._error = error
 
 
-def _open(store_addr: str) -> tuple[Connection, Store]:
+def _open(store_addr: str) -> tuple[StoreConnection, Store]:
     address, _, prefix = store_addr.partition("/")
-    connection = Connection(address, CALL_TIMEOUT_S)
+    connection = StoreConnection(address, CALL_TIMEOUT_S)
     return connection, PrefixStore(prefix, connection.store)

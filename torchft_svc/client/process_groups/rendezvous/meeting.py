@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import (
 )
 
 from torchft_svc.client.process_groups.rendezvous.failures import check_failures
-from torchft_svc.client.process_groups.rendezvous.store_line import StoreLine
+from torchft_svc.client.process_groups.rendezvous.store_connection import LastStore
 from torchft_svc.errors import DeadlineExceeded
 
 # Members come within a few milliseconds of one another, or not soon.
@@ -30,7 +30,7 @@ _PRESENT = "1"
 
 
 def meet(
-    line: StoreLine,
+    last_store: LastStore,
     store_addr: str,
     rank: int,
     world_size: int,
@@ -52,7 +52,7 @@ def meet(
         return HashStore()
     address, _, prefix = store_addr.partition("/")
     deadline = time.monotonic() + timeout_s
-    connection = line.to(address, timeout_s, check)
+    connection = last_store.connect(address, timeout_s, check)
     store = PrefixStore(prefix, connection.store)
     missing = collections.deque(range(world_size))
 
@@ -70,11 +70,11 @@ def meet(
     return store
 
 
-def tidy_store(line: StoreLine, store_addr: str) -> None:
+def tidy_store(last_store: LastStore, store_addr: str) -> None:
     """Delete what earlier quorums left in the store of the last meeting, without waiting for it:
     one member does so once it is connected with the others."""
     prefix = store_addr.partition("/")[2]
-    line.start(lambda store: _forget_earlier(store, prefix))
+    last_store.start(lambda store: _forget_earlier(store, prefix))
 
 
 def _all_come(store: Store, missing: collections.deque[int], until: float) -> bool:

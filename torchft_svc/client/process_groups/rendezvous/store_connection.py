@@ -35,7 +35,7 @@ _NUMBER = struct.Struct("=I")
 _PING = 13
 
 
-class StoreLine:
+class LastStore:
     """The connection to the store where the members met last.
 
     Usually the next meeting is there, too. Connecting anew is not free: torch looks up the name of
@@ -43,9 +43,9 @@ class StoreLine:
     """
 
     def __init__(self) -> None:
-        self._connection: Connection | None = None
+        self._connection: StoreConnection | None = None
 
-    def to(self, address: str, timeout_s: float, check: Callable[[], None]) -> Connection:
+    def connect(self, address: str, timeout_s: float, check: Callable[[], None]) -> StoreConnection:
         """The store at ``address``; ``check`` raises to end the wait for it.
 
         Raises:
@@ -53,7 +53,7 @@ class StoreLine:
         """
         if self._connection is None or self._connection.address != address:
             self.drop()
-            self._connection = Connection(address, timeout_s, check)
+            self._connection = StoreConnection(address, timeout_s, check)
         return self._connection
 
     def start(self, action: Callable[[TCPStore], None]) -> None:
@@ -71,7 +71,7 @@ class StoreLine:
         return nothing if self._connection is None else self._connection.cut
 
 
-class Connection:
+class StoreConnection:
     """To the store at ``address``, which has been there since before the quorum.
 
     If it does not answer now, it is gone. ``timeout_s`` is for those of the store's operations that
@@ -101,7 +101,7 @@ class Connection:
         return _call(action, self.address, check, self.cut)
 
     def start(self, action: Callable[[TCPStore], None]) -> None:
-        """See `StoreLine.start`."""
+        """See `LastStore.start`."""
         UninterruptibleCall(lambda: action(self.store), "torchft-store", self.cut).abandon()
 
     def cut(self) -> None:

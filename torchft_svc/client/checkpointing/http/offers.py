@@ -1,4 +1,4 @@
-"""What a worker serves at present: at most one state, and who may wait for the next one."""
+"""The state that a worker serves at present, and the receivers that wait for the next one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torchft_svc.client.checkpointing.http.served import Gone, ServedState
 from torchft_svc.client.checkpointing.transport import why_not_offered
 
 
-class NotYet(Exception):
-    """The step that was asked for has not been offered so far."""
+class NotOffered(Exception):
+    """The requested step has not been offered yet."""
 
 
-class Board:
-    """Holds the state offered last; safe to use from many threads."""
+class OfferSlot:
+    """Holds the state that was offered last; thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -29,7 +29,7 @@ class Board:
             return self._state
 
     def offer(self, state: ServedState) -> None:
-        """Serve ``state`` from now on; the one before it is let go."""
+        """Serve ``state`` from now on, in place of the previous one."""
         with self._changed:
             before, self._state = self._state, state
             self._newest_step = state.offer.step
@@ -39,27 +39,27 @@ class Board:
             before.retire(f"step {state.offer.step} is served now")
 
     def withdraw(self, why: str) -> None:
-        """Serve nothing, until a state is offered; its step may be the same."""
+        """Serve nothing until another state is offered, possibly of the same step."""
         with self._changed:
             state, self._refused = self._state, None
         if state is not None:
             state.retire(why)
 
     def refuse(self, step: int, why: str) -> None:
-        """The state of ``step`` will not be offered, unless it is after all."""
+        """The state of ``step`` cannot be offered, unless `offer` is called for it later."""
         with self._changed:
             self._refused = step, why
             self._changed.notify_all()
 
     def wait_for(self, step: int, wait_s: float) -> ServedState:
-        """The state of ``step``, as soon as it is offered.
+        """Wait until the state of ``step`` is offered, and return it.
 
-        A state of the newest step that is over may be offered again (the step was discarded), so
-        that is waited for too.
+        A state of the newest step that is over may be offered again, because the step was
+        discarded; so this waits for that, too.
 
         Raises:
-            Gone: a newer step was offered already, or it cannot be offered.
-            NotYet: not within ``wait_s``.
+            Gone: a newer step was offered already, or this one cannot be offered.
+            NotOffered: it was not offered within ``wait_s``.
         """
         until = time.monotonic() + wait_s
         with self._changed:
@@ -75,14 +75,16 @@ class Board:
                     raise Gone(why_not_offered(*self._refused))
                 left_s = until - time.monotonic()
                 if left_s <= 0:
-                    raise NotYet(f"step {step} is not offered, the newest was {self._newest_step}")
+                    raise NotOffered(
+                        f"step {step} is not offered, the newest was {self._newest_step}"
+                    )
                 self._changed.wait(left_s)
 
     def by_id(self, state_id: str) -> ServedState:
         """The state that is served under ``state_id``.
 
         Raises:
-            Gone: it is another one now, or none.
+            Gone: another state is served now, or none.
         """
         state = self.state
         if state is None or state.state_id != state_id:
@@ -90,7 +92,7 @@ class Board:
         return state
 
     def expire(self, now: float) -> float | None:
-        """Let go of what was kept for too long without progress; when to look again."""
+        """Drop a state that was kept too long without progress; return when to check again."""
         state = self.state
         if state is None or state.is_over:
             return None
@@ -99,7 +101,7 @@ class Board:
         return None if state.is_over else state.expires_at()
 
     def close(self) -> None:
-        """Let go of everything; whoever waits is told."""
+        """Drop everything; waiting receivers get an error."""
         with self._changed:
             self._closed = True
             state = self._state
