@@ -402,6 +402,7 @@ def test_others_train_while_a_newcomer_still_starts_its_fork_server() -> None:
         for old in fork_servers():
             os.kill(old, signal.SIGKILL)
             eventually(lambda old=old: not is_alive(old))  # type: ignore[misc]
+        eventually(lambda: FORK_SERVER._socket is None)
         group = ProcessGroupBabyGloo(TIMEOUT)
         (server,) = fork_servers()
         os.kill(server, signal.SIGSTOP)

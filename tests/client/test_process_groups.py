@@ -355,16 +355,16 @@ def test_the_connection_to_the_store_is_kept(
 ) -> None:
     a, b, _ = gloo
     store.configure(a, b)
-    kept = a._line._connection
+    kept = a._last_store._connection
     store.configure(b, a)
-    assert a._line._connection is kept
+    assert a._last_store._connection is kept
     other = MeetingPlace()
     other.configure(a, b)
-    assert a._line._connection is not kept
+    assert a._last_store._connection is not kept
 
 
 def test_a_connection_that_broke_is_not_kept(store: MeetingPlace) -> None:
     group = ProcessGroupGloo(timedelta(milliseconds=100))
     with pytest.raises(PeerError):
         group.configure(store.place(1), "a", 0, 2, quorum_id=1)
-    assert group._line._connection is None
+    assert group._last_store._connection is None

@@ -1,4 +1,4 @@
-"""The seam between a trainer's manager and what carries its collectives."""
+"""The interface between a trainer's manager and the process groups that run its collectives."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 class ProcessGroup(dist.ProcessGroup):
-    """A process group that can be built anew, with other members, as often as the quorum changes.
+    """A process group that is reconfigured with new members whenever the quorum changes.
 
-    Usable wherever torch takes ``group=``; where torch wants to know it by name (``DeviceMesh``,
-    functional collectives), `register` it. It has no members until `configure` was called.
+    Usable wherever torch takes ``group=``; where torch needs its name (``DeviceMesh``, functional
+    collectives), `register` it. It has no members before the first `configure`.
     """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
@@ -46,7 +46,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._recorder: FlightRecorder | None = None
         self._flight: FlightLog | None = None
 
-    # Every collective, once. Each returns a work that is waited for in the caller's own way.
+    # Every collective, once. Each returns a work.
     _allgather_base = _forwarded("_allgather_base")
     _reduce_scatter_base = _forwarded("_reduce_scatter_base")
     all_gather_single = _forwarded("all_gather_single")
@@ -74,7 +74,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @abc.abstractmethod
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Start collective ``name`` of `operations.COLLECTIVES`; the work."""
+        """Start collective ``name`` of `operations.COLLECTIVES`; returns the work."""
 
     def configure(
         self,
@@ -87,15 +87,15 @@ class ProcessGroup(dist.ProcessGroup):
         group_world_size: int | None = None,
         global_ranks: list[int] | None = None,
     ) -> None:
-        """Leave the present members, and meet the new ones.
+        """Leave the present members, and connect the new ones.
 
         Args:
             store_addr: ``host:port/prefix`` of a TCPStore; the prefix is new for every quorum.
-            replica_id: who this is, for messages.
+            replica_id: this group's id, for messages.
             rank: this member's index among ``world_size`` members.
 
         Raises:
-            PeerError: the others did not come in time, or one of them failed.
+            PeerError: a member did not arrive in time, or failed.
         """
         self._configure(
             Members(
@@ -112,28 +112,28 @@ class ProcessGroup(dist.ProcessGroup):
 
     @abc.abstractmethod
     def _configure(self, members: Members) -> None:
-        """What `configure` does."""
+        """Implements `configure`."""
 
     def prepare(self) -> None:
-        """Wait for what the first `configure` needs and other members should not wait for.
+        """Prepare what the first `configure` needs, so that other members need not wait for it.
 
-        Called before the first quorum is asked for. Most groups need nothing.
+        Called before the first quorum request. Most groups need nothing.
 
         Raises:
-            PeerError: it does not come; `configure` would fail as well.
+            PeerError: the preparation failed; `configure` would fail as well.
         """
 
     @abc.abstractmethod
     def abort(self) -> None:
         """Leave the members at once, so that their collectives fail instead of waiting.
 
-        Operations under way fail or are abandoned: what they write to must not be used again.
+        Operations under way fail or are abandoned: their memory must not be used again.
         """
 
     def cut(self) -> None:
-        """Make operations under way fail soon that `abort` leaves to themselves, if there are any.
+        """Make operations under way fail soon, including those that `abort` would abandon.
 
-        The group is of no use after it, until it is configured again. May be called on any thread.
+        The group must be configured again before its next use. May be called on any thread.
         """
         self.abort()
 
@@ -142,10 +142,10 @@ class ProcessGroup(dist.ProcessGroup):
         return None
 
     def failure(self) -> Exception | None:
-        """Why results since `configure` may be wrong, or None; asked before each vote.
+        """Why results since `configure` may be wrong, or None; checked before each vote.
 
-        It is what `errored` tells, except that a member is gone: a result that came before that is
-        good. A group, or a wrapper, that does not raise its errors has to tell them by `errored`.
+        The error of `errored`, except for the loss of a member: earlier results are valid then. A
+        group or wrapper that does not raise its errors must return them from `errored`.
         """
         error = self.errored()
         return None if isinstance(error, MemberLost) else error
@@ -155,36 +155,36 @@ class ProcessGroup(dist.ProcessGroup):
         self.abort()
 
     def lose_member(self, quorum_id: int, reason: str) -> None:
-        """A member of this quorum is known to be gone.
+        """A member of this quorum is gone, for ``reason``.
 
-        A `configure` under way, or yet to come, for this quorum fails. Collectives under way get a
-        moment to end, because the member may have left after its last one; then `errored` tells.
+        A present or later `configure` for this quorum fails. Collectives under way get a moment to
+        end, because the member may have left after its last one; then `errored` returns the loss.
         May be called on any thread.
         """
 
     def interrupt(self) -> None:
-        """Make a `configure` on another thread fail soon; the group is not needed any more."""
+        """Make a `configure` on another thread fail soon; the group is not used any more."""
 
     def tidy(self) -> None:
-        """Release what is over by now of the groups that were left; cheap, to be called often."""
+        """Release abandoned backends whose operations have ended; cheap, call it often."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long the collectives of later `configure` calls may take.
+        """Set the timeout for collectives after the next `configure`.
 
         Raises:
-            ConfigError: no time, or more than can be waited.
+            ConfigError: the timeout is not positive, or too long.
         """
         _check_timeout(timeout)
         self._timeout = timeout
 
     def record_to(self, recorder: FlightRecorder) -> None:
-        """Record the collectives of later `configure` calls that name a quorum."""
+        """Record collectives from the next `configure` on that names a quorum."""
         self._recorder = recorder
 
     def save_record(self, reason: str) -> None:
-        """Write what was recorded since `configure`, if anything was; nothing more is added to it.
+        """Write and close the record that began with `configure`, if there is one.
 
-        `abort` does this by itself, and who leaves the members with collectives under way.
+        `abort` does this, and every other way to leave members with collectives under way.
         """
         self._end_record(reason)
 
@@ -194,11 +194,11 @@ class ProcessGroup(dist.ProcessGroup):
         self._flight = None if recorder is None else recorder.begin(members, backend)
 
     def _record(self, name: str, args: Any, kwargs: Any) -> Record | None:
-        """Collective ``name`` is about to begin; None: it is not recorded."""
+        """Record that collective ``name`` is about to begin; None if it is not recorded."""
         return None if self._flight is None else self._flight.launch(name, args, kwargs)
 
     def _check_meeting(self, quorum_id: int | None) -> None:
-        """Raise if there is no use in meeting the members of ``quorum_id``."""
+        """Raise if connecting the members of ``quorum_id`` is pointless."""
         if self._stopped:
             raise QuorumFailed("the process group was shut down")
         loss = self._loss
@@ -206,11 +206,11 @@ class ProcessGroup(dist.ProcessGroup):
             raise loss.error
 
     def _give_up_record(self) -> None:
-        """What is under way is given up."""
+        """End the record because the operations under way are given up."""
         self._end_record(news_of(self._loss, self._quorum_id) or "given up")
 
     def _leave_record(self) -> None:
-        """Other members follow: no reason to write, unless one of the present ones is gone."""
+        """End the record because other members follow; write it only if a present one is gone."""
         lost = news_of(self._loss, self._quorum_id)
         self._end_record(lost or "another quorum", only_if_broken=not lost)
 
@@ -225,14 +225,14 @@ class ProcessGroup(dist.ProcessGroup):
             self._recorder.write(snapshot, reason)
 
     def _look(self) -> None:
-        """Note which of the recorded collectives are over."""
+        """Note which of the recorded collectives have ended."""
 
     def register(self, name: str) -> None:
-        """Make the group known to torch, so that it can be found by name: once, on every worker.
+        """Register the group with torch under ``name``: once, on every worker.
 
-        ``torch.distributed`` must be initialized. To torch, this worker is the group's only rank:
-        where a rank of the group is meant, use ``group_src`` and ``group_dst``, not global ranks.
-        What knows global ranks only, ``batch_isend_irecv`` and a ``recv`` from anybody, refuses it.
+        ``torch.distributed`` must be initialized. For torch, this worker is the group's only rank:
+        to name a rank of the group, use ``group_src`` and ``group_dst``, not global ranks. Calls
+        that take only global ranks (``batch_isend_irecv``, ``recv`` without a source) reject it.
 
         Raises:
             ConfigError: the name is taken, or ``torch.distributed`` is not initialized.
@@ -246,15 +246,15 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """The name that torch gave it when it was registered; empty before."""
+        """The name that torch assigned in `register`; empty before."""
         return self._group_name
 
     def _set_group_name(self, name: str) -> None:
-        """Called by torch, whose own implementation needs a backend that is not replaced."""
+        """Called by torch; its own implementation does not support replaced backends."""
         self._group_name = name
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Which torch looks up by name."""
+        """The backend's name in torch's registry."""
         return f"torchft-{type(self).__name__}"
 
 

@@ -29,18 +29,18 @@ from torchft_svc.errors import PeerError, QuorumFailed
 
 log = logging.getLogger(__name__)
 
-# Works that are kept to be looked at when the group is left; finished ones are dropped above this.
+# Works are kept for `abort`; above this number, completed ones are dropped.
 _MAX_TRACKED_WORKS = 64
-# A launch, which keeps others from looking at the works, takes less, unless it is stuck.
+# Longest wait for the lock; a launch holds it for less, unless it is stuck.
 _LOOK_S = 0.05
-# Without arguments, once.
+# One call without arguments.
 _ONCE: tuple[tuple[()]] = ((),)
 
 
 class DelegatingProcessGroup(ProcessGroup):
     """A process group whose members and backend change; subclasses make the backend.
 
-    ``_hidden``: the collectives of whose end the backend does not tell.
+    ``_hidden``: the collectives whose end the backend does not report.
     """
 
     _hidden: frozenset[str] = frozenset()
@@ -60,7 +60,7 @@ class DelegatingProcessGroup(ProcessGroup):
 
     @abc.abstractmethod
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
-        """Connect the members that have met in ``store``; `_check_wanted` tells when to stop."""
+        """Connect the members that have met in ``store``; `_check_wanted` raises to end it."""
 
     def _configure(self, members: Members) -> None:
         rank, world_size, quorum_id = members.rank, members.world_size, members.quorum_id
@@ -78,7 +78,7 @@ class DelegatingProcessGroup(ProcessGroup):
         except PeerError:
             self._last_store.drop()
             raise
-        except RuntimeError as error:  # torch's only class for what its backends meet
+        except RuntimeError as error:  # torch's only class for errors of its backends
             self._last_store.drop()
             failure = QuorumFailed(
                 f"{members.replica_id} could not connect to the members of quorum {quorum_id}: "
@@ -98,14 +98,14 @@ class DelegatingProcessGroup(ProcessGroup):
         log.debug("process group of %d members as %d, quorum %s", world_size, rank, quorum_id)
 
     def _check_wanted(self) -> None:
-        """Raise if the quorum that is being met need not be met any more."""
+        """Raise if the quorum whose members are being connected is obsolete."""
         self._check_meeting(self._wanted_quorum_id)
         if self._failures is not None:
             self._failures.check()
 
     @contextlib.contextmanager
     def _watching(self, store_addr: str) -> Iterator[None]:
-        """Inside this block, hear of members that fail as well."""
+        """Inside this block, `_check_wanted` also raises when a member has failed."""
         self._failures = watch = FailureWatch(store_addr)
         try:
             yield
@@ -116,8 +116,8 @@ class DelegatingProcessGroup(ProcessGroup):
     def abort(self) -> None:
         """See `ProcessGroup.abort`.
 
-        Closing the connections is what makes the others' operations fail. A backend with
-        operations of our own under way can not close: it is kept until they are over.
+        Closing the connections makes the operations of the other members fail. A backend with
+        operations of this member under way cannot close: it is kept until they have ended.
         """
         self._give_up_record()
         with self._lock:
@@ -129,7 +129,7 @@ class DelegatingProcessGroup(ProcessGroup):
         del backend, works  # the last reference closes the connections
 
     def forget_completed(self) -> None:
-        """Let go of the tensors of operations that are over."""
+        """Release the tensors of completed operations."""
         with self._lock:
             self._works = [work for work in self._works if not work.is_completed()]
 
@@ -145,11 +145,11 @@ class DelegatingProcessGroup(ProcessGroup):
         self._loss = Loss.now(quorum_id, reason)
 
     def interrupt(self) -> None:
-        """See `ProcessGroup.interrupt`; the group can not be used after it."""
+        """See `ProcessGroup.interrupt`; the group cannot be used afterwards."""
         self._stopped = True
 
     def shutdown(self) -> None:
-        """Leave the members for good; may be called twice."""
+        """Leave the members for good; idempotent."""
         self.interrupt()
         self._end_record("shut down", only_if_broken=True)
         self.abort()
@@ -171,11 +171,11 @@ class DelegatingProcessGroup(ProcessGroup):
                 self._lock.release()
 
     def _is_over(self, work: Any) -> bool:
-        """Whether ``work`` is over; for any moment, so it may be False where asking does harm."""
+        """Whether ``work`` has ended; may be False where the check itself is not safe."""
         return bool(work.is_completed())
 
     def _has_failed(self, work: Any) -> bool:
-        """Whether ``work``, which is over, has failed, as far as that can be told at no cost."""
+        """Whether ``work``, which has ended, has failed, as far as that is known at no cost."""
         return False
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -187,8 +187,8 @@ class DelegatingProcessGroup(ProcessGroup):
             over_at = time.monotonic() + self._timeout.total_seconds()
             record = self._record(name, args, kwargs)
             launch = functools.partial(getattr(self._backend, name), *args, **kwargs)
-            # In one call, so that Ctrl-C cannot come between the launch and the note of it: the
-            # others would wait until nobody knows that operation to be under way any more.
+            # In one call, so that Ctrl-C cannot come between the launch and the append: `abort`
+            # would not know of the operation, and the other members would wait for it.
             self._works.extend(itertools.starmap(launch, _ONCE))
             work = self._works[-1]
             known = work if record is None else RecordedWork(work, record, self._has_failed)
@@ -219,9 +219,9 @@ class WholeBackend:
 
 
 class _Timed:
-    """An operation that is taken for over at ``over_at``, like any other that hangs.
+    """An operation that counts as ended at ``over_at``.
 
-    For a ``work`` that does not tell of its end, and would be kept for ever.
+    For a ``work`` that does not report its end, and would be kept forever.
     """
 
     def __init__(self, over_at: float, work: Any) -> None:

@@ -1,4 +1,4 @@
-"""A group of one that needs no network: for tests and for models without peers."""
+"""A process group of one member without network: for tests and for models without peers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torchft_svc.client.process_groups.operations import INTO_OUTPUT, CompletedW
 
 
 class ProcessGroupDummy(DelegatingProcessGroup):
-    """Acts as if it were alone: every collective is over at once and gives back what it got.
+    """Acts as the only member: every collective ends at once and returns its input.
 
-    It keeps the rank and the world size that it was configured with, so a program sees the quorum's
-    numbers, but nothing is exchanged.
+    It keeps the rank and the world size that it was configured with, so a program sees the
+    quorum's numbers, but exchanges no data.
     """
 
     def _configure(self, members: Members) -> None:
-        """Take the numbers, meet nobody."""
+        """Take rank and world size; connects to no one."""
         self._backend, self._error = _Alone(), None
         self._rank, self._world_size = members.rank, members.world_size
 
@@ -28,7 +28,7 @@ class ProcessGroupDummy(DelegatingProcessGroup):
         return _Alone()
 
 
-# A member that is alone receives from nobody.
+# There is no other member to receive from.
 _COPIED = INTO_OUTPUT - {"recv", "recv_anysource"}
 
 
@@ -52,5 +52,5 @@ def _copy(output: Any, source: Any, *_: Any, **__: Any) -> CompletedWork:
 
 
 def _repeat(tensors: list[torch.Tensor], num: int) -> list[torch.Tensor]:
-    """An all-gather among many gives every place what this member sent."""
+    """An all-gather puts this member's input at every place of the result."""
     return [tensors[i * len(tensors) // num] for i in range(num)]

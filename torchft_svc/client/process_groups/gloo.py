@@ -14,25 +14,24 @@ from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup, W
 from torchft_svc.client.process_groups.operations import HIDDEN_BY_GLOO
 from torchft_svc.client.process_groups.rendezvous.store_connection import CONNECT_TIMEOUT_S
 
-# The thread that connects.
 _NAME = "gloo-connect"
-# Of which gloo takes so many when it connects, and an end if the store does not answer meanwhile.
+# Gloo connects within this many timeouts, unless the store stops answering.
 _CONNECT_TIMEOUTS = 7
 
 
 class ProcessGroupGloo(DelegatingProcessGroup):
     """gloo, with members that change.
 
-    A dead member's peers notice at once. A member that hangs is noticed at ``timeout``, and an
-    operation that was abandoned may write to its tensors until then. Members that disagree on the
-    size of an operation are a mistake that gloo answers by ending their processes.
+    The death of a member is noticed at once, a hang at ``timeout``; until then an abandoned
+    operation may write to its tensors. Where members disagree on the size of an operation, gloo
+    terminates their processes.
     """
 
     _hidden = HIDDEN_BY_GLOO
 
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
-        # All members are there. One that hangs now must not keep the others for a whole timeout.
-        # Gloo waits so long for its address, and five times that for it to connect.
+        # All members have arrived. One that hangs now must not block the others for that long.
+        # Gloo waits this long for its address, and five times as long for its connection.
         connect_timeout = min(timedelta(seconds=CONNECT_TIMEOUT_S), self._timeout)
 
         def connect() -> Any:
@@ -48,7 +47,7 @@ class ProcessGroupGloo(DelegatingProcessGroup):
         return _GlooBackend(backend, store, rank, world_size)
 
     def cut(self) -> None:
-        """See `ProcessGroup.cut`; gloo ends what it waits for when a connection does."""
+        """See `ProcessGroup.cut`; gloo fails an operation when its connection ends."""
         self._sockets.cut()
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -58,7 +57,7 @@ class ProcessGroupGloo(DelegatingProcessGroup):
     def _has_failed(self, work: Any) -> bool:
         try:
             future = work.get_future()
-        except RuntimeError:  # it tells that to nobody but who waits for it
+        except RuntimeError:  # gloo reports it only to a waiting caller
             return False
         try:
             future.value()
@@ -73,10 +72,10 @@ class _GlooBackend(WholeBackend):
 
 
 class _Transfer(dist.Work):
-    """An operation of whose end gloo tells only who waits, with the ``timeout`` of the others.
+    """An operation whose end gloo reports only in ``wait``, with the ``timeout`` of the others.
 
-    Gloo's own wait would end when connecting has to. One that ends in vain also ends the operation:
-    gloo closes the connection.
+    Gloo's own ``wait`` would use the timeout for connecting. A ``wait`` that times out also ends
+    the operation: gloo closes the connection.
     """
 
     def __init__(self, work: Any, timeout: timedelta) -> None:
@@ -86,32 +85,32 @@ class _Transfer(dist.Work):
         self._waited = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end; raises RuntimeError if it failed or is not over in time."""
+        """Wait for the end; raises RuntimeError if it failed or timed out."""
         try:
             return bool(self._work.wait(timeout or self._timeout))
         finally:
             self._waited = True
 
     def is_completed(self) -> bool:
-        """False until it was waited for."""
+        """False until `wait` was called."""
         return self._waited or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Whether it was waited for and has not failed."""
+        """Whether `wait` was called and the operation has not failed."""
         return bool(self._work.is_success())
 
     def synchronize(self) -> None:
-        """Nothing: no device is behind it."""
+        """Nothing: no device is involved."""
 
     def result(self) -> Any:
         """The tensors."""
         return self._work.result()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Raises RuntimeError: gloo tells of the end only to who waits."""
+        """Raises RuntimeError: gloo reports the end only in ``wait``."""
         future: torch.futures.Future[Any] = self._work.get_future()
         return future
 
     def _source_rank(self) -> int:
-        """From whom it came; torch asks for it by this name."""
+        """The rank that sent it; torch calls it by this name."""
         return int(self._work._source_rank())

@@ -1,4 +1,4 @@
-"""Collectives between GPUs, which can be given up at any moment."""
+"""Collectives between GPUs, which can be aborted at any moment."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from torchft_svc.errors import ConfigError, DeadlineExceeded, QuorumFailed
 
 log = logging.getLogger(__name__)
 
-# Torch's watchdog would end the process when a collective fails or hangs, and where it only aborts
-# it does so while others wait for the same operation, which then look successful. Only this
-# variable, read when a group is made, leaves the watchdog out; it is set for that moment alone, so
-# that other NCCL groups of the process are as their owners want them. It also makes torch's own
-# waits hold up the CPU: `DeviceWork` does not use them. And the flight recorder must not be dumped:
-# without a watchdog it keeps pointers to the events of operations that are over.
+# Torch's watchdog terminates the process when a collective fails or hangs. Where it only aborts, it
+# does so while other threads wait for the same operation, which then looks successful. Only this
+# variable, read when a group is created, disables the watchdog; it is set for that moment only, so
+# that it does not affect other NCCL groups of the process. It also makes torch's own waits block
+# the CPU: `DeviceWork` does not use them. And torch's flight recorder must not be dumped: without a
+# watchdog it keeps pointers to the events of completed operations.
 _NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 _MAKING = threading.Lock()
-# Torch reads this one once. An abandoned attempt to connect ends after so many seconds.
+# Torch reads this variable once. An abandoned connection attempt ends after so many seconds.
 _GIVE_UP_CONNECTING = ("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60")
-# How often the wait for a connection looks whether it is still wanted.
-_LOOK_S = 0.002
-# How long a program's end waits for groups that are still being taken down.
+# Interval at which the wait for a connection checks whether it is still wanted.
+_POLL_S = 0.002
+# How long `shutdown` waits for communicators that are still being aborted.
 _JOIN_S = 2.0
-# A collective that is over so soon is noticed at once; later, sleeping costs less than it saves.
+# A collective that ends within this time is noticed at once; after it, sleeping is cheaper.
 _SPIN_S = 0.0003
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S = 0.00005, 0.0002
-# For one that is over; without a time, only the stream would wait.
+# For an operation that has ended; without a timeout, only the stream would wait.
 _OVER = timedelta(seconds=1)
 
 
 class ProcessGroupNCCL(DelegatingProcessGroup):
     """NCCL on one device, with members that change.
 
-    A dead member is noticed when NCCL notices it, a hung one at ``timeout``, and both at once when
-    somebody calls `abort`: that ends the operations under way on the device within a moment. At
-    ``timeout`` it happens by itself, so nothing waits forever although nobody waits on the CPU.
+    A dead member is noticed when NCCL notices it, a hung one at ``timeout``. `abort` ends the
+    operations under way on the device within milliseconds. At ``timeout`` the group aborts itself,
+    so no operation waits forever, even without a wait on the CPU.
 
-    A work's ``wait()`` holds up the current stream, as torch's does; ``wait(timeout)`` holds up the
-    caller until the operation is over on the device, and raises if it is not in time or has failed.
+    A work's ``wait()`` blocks the current stream, as torch's does; ``wait(timeout)`` blocks the
+    caller until the operation has ended on the device, and raises if it failed or timed out.
     **Not yet run on a GPU in this form**: see docs/benchmarks.md, "On a GPU".
 
     Args:
@@ -80,7 +80,7 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
         options = dist.ProcessGroupNCCL.Options(self._high_priority)
         options._timeout = self._timeout
-        options.config.blocking = 0  # or a connection that hangs could not be given up
+        options.config.blocking = 0  # or a connection that hangs could not be aborted
         with _without_watchdog():
             backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
         connecting = _Connecting(backend, self._device)
@@ -92,14 +92,14 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         return _Communicator(backend, store, rank, world_size)
 
     def _await(self, connecting: _Connecting) -> None:
-        """Wait for the connection, unless it is not wanted any more.
+        """Wait for the connection, as long as it is wanted.
 
-        Torch waits for the other members inside a call that cannot be interrupted: a thread does
-        that, and is left to itself if it has to be given up.
+        Torch waits for the other members in a call that cannot be interrupted: it runs on a thread
+        that is abandoned if the connection is not wanted any more.
         """
         limit_s = self._timeout.total_seconds()
         deadline = time.monotonic() + limit_s
-        while not connecting.is_over(_LOOK_S):
+        while not connecting.is_over(_POLL_S):
             self._check_wanted()
             if time.monotonic() > deadline:
                 raise DeadlineExceeded("connecting over NCCL", limit_s, "a member does not answer")
@@ -108,14 +108,14 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
 
     def abort(self) -> None:
         """See `ProcessGroup.abort`; ends operations under way on the device, on any thread."""
-        # Not under the lock: a launch may hold it, waiting for the very thing that is ended here.
+        # Without the lock: a launch may hold it while it waits for what is aborted here.
         comm = self._backend
         self._give_up_record()
         if comm is not None and not comm.left:
-            # First: an aborted operation ends on the device as a successful one does.
+            # First: on the device an aborted operation ends like a successful one.
             comm.left = True
             comm.teardown = self._take_down(comm.backend)
-            # Nobody looks at the operations before that: see `DeviceWork.is_completed`.
+            # The operations are not checked before that: see `DeviceWork.is_completed`.
             self._works = [comm.teardown, *self._works]
         del comm
         super().abort()
@@ -148,12 +148,12 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         return DeviceWork(work, comm)
 
     def _is_over(self, work: Any) -> bool:
-        """Not known of the members that were left, see `DeviceWork.is_completed`."""
+        """False once the members were left, see `DeviceWork.is_completed`."""
         comm = self._backend
         return comm is not None and not comm.left and bool(work.is_completed())
 
     def _watch(self, comm: _Communicator) -> None:
-        """Look again when the oldest operation has to be over."""
+        """Call `_look_in_time` at the deadline of the oldest operation."""
         if not comm.watched and comm.pending:
             comm.watched = True
             self._timer.call_at(comm.pending[0][0], lambda: self._look_in_time(comm))
@@ -177,7 +177,7 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
 
 
 class _Communicator(WholeBackend):
-    """The present members; ``left`` once they are not, ``pending``: what must be over by when."""
+    """The present members; ``left``: no longer; ``pending``: deadlines and works."""
 
     kind = dist.ProcessGroup.BackendType.NCCL
     device_type = "cuda"
@@ -190,16 +190,16 @@ class _Communicator(WholeBackend):
         self.pending: list[tuple[float, Any]] = []
 
     def is_down(self) -> bool:
-        """Whether the communicator has been taken down, and with it every operation."""
+        """Whether the communicator, and with it every operation, has been aborted."""
         return self.teardown is not None and self.teardown.is_completed()
 
     def add(self, work: Any, deadline: float) -> None:
-        """``work`` has to be over by ``deadline`` (monotonic)."""
+        """``work`` has to end by ``deadline`` (monotonic)."""
         self.forget_completed()
         self.pending.append((deadline, work))
 
     def forget_completed(self) -> None:
-        """A finished work may hold on to much of the device's memory."""
+        """Drop completed works, which may keep much device memory."""
         if self.left:
             return
         self.pending = [entry for entry in self.pending if not entry[1].is_completed()]
@@ -212,9 +212,9 @@ class _Communicator(WholeBackend):
         source_sizes: list[int],
         *_: Any,
     ) -> Any:
-        """In parts: torch's own fails when a non-blocking communicator is still in progress.
+        """As ``alltoall``: torch's own fails while a non-blocking communicator is in progress.
 
-        ``output_sizes`` and ``source_sizes`` are rows for each member; empty: as many for each.
+        ``output_sizes`` and ``source_sizes`` are rows per member; empty: equal parts.
         """
         size = self.backend.size()
         return self.backend.alltoall(
@@ -232,33 +232,33 @@ class DeviceWork(dist.Work):
         self._comm = comm
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Without a time: order the current stream behind the operation. Else: wait here.
+        """Without a timeout, order the current stream behind the operation; else wait on the CPU.
 
         Raises:
-            RuntimeError: it failed, or is not over in time; `is_completed` tells which.
-            QuorumFailed: the group was left meanwhile.
+            RuntimeError: it failed, or timed out; then `is_completed` is False.
+            QuorumFailed: the members were left meanwhile.
         """
         if timeout:
             self._wait_on_cpu(timeout.total_seconds())
-        # Looked at after the end: an aborted operation ends, too.
+        # Checked after the end: an aborted operation ends, too.
         self._check()
         if not timeout:
-            self._work.synchronize()  # torch's wait would hold up the CPU here
+            self._work.synchronize()  # torch's wait would block the CPU
             return True
         return bool(self._work.wait())
 
     def is_completed(self) -> bool:
-        """Whether it is over on the device, or has failed.
+        """Whether it has ended on the device, or has failed.
 
-        While its communicator is taken down, torch would answer at the end of that only, and hold
-        the interpreter's lock until then: it is not asked any more.
+        While the communicator is aborted, torch's own check would block until the end of that, and
+        hold the GIL: so it is not called any more.
         """
         if self._comm.left:
             return bool(self._comm.is_down())
         return bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Whether it is over and has not failed; torch's own refuses to tell."""
+        """Whether it has ended and not failed; torch's own is not supported."""
         if not self.is_completed():
             return False
         try:
@@ -284,7 +284,7 @@ class DeviceWork(dist.Work):
             raise QuorumFailed("the process group was left while a collective was under way")
 
     def _wait_on_cpu(self, timeout_s: float) -> None:
-        """Torch's own timed wait would abort the communicator when the time is over."""
+        """Torch's own timed wait would abort the communicator at the timeout."""
         began_at = time.monotonic()
         sleep_s = _FIRST_SLEEP_S
         while not self.is_completed():
@@ -298,7 +298,7 @@ class DeviceWork(dist.Work):
 
 
 class _Connecting:
-    """The first operation of a communicator, which ends when all members are connected."""
+    """The first operation of a communicator; it ends when all members are connected."""
 
     def __init__(self, backend: Any, device: torch.device) -> None:
         self.error: Exception | None = None
@@ -319,7 +319,7 @@ class _Connecting:
             self._backend = None
 
     def is_over(self, timeout_s: float) -> bool:
-        """Whether it has ended, well or not, within about ``timeout_s``."""
+        """Whether it ended, successfully or not, within about ``timeout_s``."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
@@ -333,7 +333,7 @@ class _Connecting:
 
 
 class _Teardown:
-    """Takes a communicator down. Its operations end within milliseconds; the rest takes longer."""
+    """Aborts a communicator: its operations end within milliseconds, the rest takes longer."""
 
     def __init__(self, backend: Any) -> None:
         self._thread = threading.Thread(
@@ -342,11 +342,11 @@ class _Teardown:
         self._thread.start()
 
     def is_completed(self) -> bool:
-        """Whether it is down."""
+        """Whether the communicator is aborted."""
         return not self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for that."""
+        """Wait for the end."""
         self._thread.join(timeout_s)
 
 

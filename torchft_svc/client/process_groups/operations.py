@@ -1,4 +1,4 @@
-"""Every collective that torch offers: where its result goes, and whether it has ended."""
+"""All collectives of torch: where each writes its result, and whether it has ended."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from torchft_svc.client.process.uninterruptible import SLICE_S
 
-# The result is in the first argument, which also is what this member brings.
+# The first argument holds both the input and the result.
 IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce", "send", "barrier"})
-# The first argument is for the result alone, so is the whole of a receive.
+# The first argument holds the result only; so does a receive.
 INTO_OUTPUT = frozenset(
     {
         "_allgather_base",
@@ -31,7 +31,7 @@ INTO_OUTPUT = frozenset(
         "scatter",
     }
 )
-# Of these gloo tells the end to nobody but who waits for it.
+# Gloo reports the end of these only in ``wait``.
 HIDDEN_BY_GLOO = frozenset(
     {
         "_reduce_scatter_base",
@@ -43,7 +43,7 @@ HIDDEN_BY_GLOO = frozenset(
     }
 )
 COLLECTIVES = IN_PLACE | INTO_OUTPUT
-# Torch 2.12 gave some of them other names. Both are offered, the older one is handed on.
+# Torch 2.12 renamed some of them. Both names exist here; the older one is passed on.
 OLDER_NAMES: Mapping[str, str] = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -67,10 +67,10 @@ def flat(tensors: Any) -> list[torch.Tensor]:
 
 
 def ends_within(work: Any, timeout: timedelta) -> bool:
-    """Whether ``work`` is over; False: the wait is, and the work goes on.
+    """Whether ``work`` ended within ``timeout``; if not, it continues.
 
     Raises:
-        RuntimeError: it failed; so does any other error of its own.
+        RuntimeError: the work failed; other errors of the work are raised as they are.
     """
     try:
         work.wait(timeout)
@@ -78,13 +78,13 @@ def ends_within(work: Any, timeout: timedelta) -> bool:
     except RuntimeError:
         if not work.is_completed():
             return False
-    # It may have ended between the end of the wait and the look at it: its failure decides.
+    # It may have ended between the timeout and this check: raise its error if it has failed.
     work.wait(timedelta(seconds=SLICE_S))
     return True
 
 
 class CompletedWork(dist.Work):
-    """A collective that is over already; ``value`` is its result."""
+    """A collective that has already ended; ``value`` is its result."""
 
     def __init__(self, value: Any = None) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Lets forked children, such as DataLoader workers, let go of a backend's connections (rule P2).
+"""Closes a backend's connections in forked children, such as DataLoader workers (rule P2).
 
-Leaving the members closes the connections, which is what makes their collectives fail. A child that
-had them open as well would keep the others waiting for a whole timeout.
+Leaving the members closes the connections, and that makes their collectives fail. If a child had
+them open as well, the members would wait for a whole timeout.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Collection, Iterator
 
 from torchft_svc.client.process.forks import drop_after_fork
 
-# Where the system lists the descriptors of this process; without it nothing is known.
+# Where the system lists the descriptors of this process.
 _DESCRIPTORS = "/dev/fd"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 class BackendSockets:
-    """The sockets between machines that torch's backends have opened; torch does not tell them.
+    """The network sockets that torch's backends have opened; torch does not expose them.
 
-    One that another thread of the program opens in the same millisecond counts as theirs, so a
-    forked child does not have it.
+    A socket that another thread opens in the same millisecond counts as one of them, and is closed
+    in forked children, too.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class BackendSockets:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """What is opened inside this block belongs to a backend."""
+        """Sockets opened inside this block belong to a backend."""
         before = _sockets()
         yield
         after = _sockets()
@@ -42,12 +42,12 @@ class BackendSockets:
             for fd, inode in after.items()
             if before.get(fd) != inode and _is_between_machines(fd)
         }
-        self._known = still_there | opened  # replaced as a whole: a fork may come at any moment
+        self._known = still_there | opened  # assigned at once: a fork may happen at any moment
 
     def cut(self) -> None:
-        """End the connections, so that whatever waits for them fails.
+        """Shut down the connections, so that all waits for them fail.
 
-        Not what listens: gloo ends the process where that fails.
+        Listening sockets stay open: gloo terminates the process if one fails.
         """
         cut({fd: inode for fd, inode in self._known.items() if _peer(fd) is not None})
 
@@ -59,13 +59,13 @@ class BackendSockets:
 
 
 def connected_to(hosts: Collection[str], port: int) -> dict[int, int]:
-    """The sockets of this process that are connected to ``port`` of one of ``hosts`` (numbers)."""
+    """The sockets of this process that are connected to ``port`` of one of ``hosts`` (IPs)."""
     wanted = {(host, port) for host in hosts}
     return {fd: inode for fd, inode in _sockets().items() if _peer(fd) in wanted}
 
 
 def cut(sockets: dict[int, int]) -> None:
-    """End these connections, so that whatever waits for them fails."""
+    """Shut down these connections, so that all waits for them fail."""
     for fd, inode in sockets.items():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
             if _socket_at(copy.fileno()) == inode:  # else it was closed, the number is another's

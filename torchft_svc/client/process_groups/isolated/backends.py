@@ -1,4 +1,4 @@
-"""Which backends can be isolated, and all that they differ in."""
+"""The backends that can be isolated, and their differences."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class ProcessGroupBabyGloo(IsolatedProcessGroup):
 class ProcessGroupBabyNCCL(IsolatedProcessGroup):
     """NCCL in a process of its own, with members that change; see `IsolatedProcessGroup`.
 
-    The process has a CUDA context of its own, which needs some hundred MB of the device's memory
-    and, after each kill, a moment to be made. A copy on the device each way is what a collective
-    costs more than over `ProcessGroupNCCL`. A work's ``wait()`` holds up the current stream, and
-    the CPU only until the operation has been started; ``wait(timeout)`` holds up the caller until
-    it is over. **Not yet run on a GPU.**
+    The process has its own CUDA context, which needs some hundred MB of device memory and is
+    created again after each kill. Compared with `ProcessGroupNCCL`, a collective costs one more
+    copy on the device in each direction. A work's ``wait()`` blocks the current stream, and the CPU
+    only until the operation has been started; ``wait(timeout)`` blocks the caller until it has
+    ended. **Not yet run on a GPU.**
 
     Args:
         timeout: the longest time for a collective, and for connecting.
@@ -50,7 +50,7 @@ class ProcessGroupBabyNCCL(IsolatedProcessGroup):
         where = resolve_device(device)
 
         def make_pool() -> Pool:
-            # After a kill a stream may wait for something that will not come.
+            # After a kill the old stream may wait forever.
             stream = new_stream(where)
             create = functools.partial(DeviceSegment, device=where, stream=stream)
             return Pool(create, on_device=True)

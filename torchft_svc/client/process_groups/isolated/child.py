@@ -53,7 +53,7 @@ _OVER = timedelta(seconds=1)
 # Interval at which operations on devices are polled. An operation between hosts takes longer.
 POLL_S = 0.0002
 
-# What carries the collectives, by `Backend.kind`.
+# The process groups that run the collectives, by `Backend.kind`.
 _GROUPS: Mapping[str, Callable[[Backend], DelegatingProcessGroup]] = {
     "gloo": lambda _: ProcessGroupGloo(),
     "nccl": lambda backend: ProcessGroupNCCL(
@@ -63,7 +63,7 @@ _GROUPS: Mapping[str, Callable[[Backend], DelegatingProcessGroup]] = {
 
 
 class Child:
-    """Obeys the trainer's messages. The first one says what carries the collectives."""
+    """Carries out the trainer's commands. The first one names the backend."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -80,7 +80,7 @@ class Child:
         return poller
 
     def run(self, trainer_pid: int) -> None:
-        """Until the trainer's end of the connection is closed."""
+        """Serve until the trainer closes its end of the connection."""
         watch_trainer = functools.partial(_end_with, trainer_pid)
         for work, name in ((self._run_commands, "commands"), (watch_trainer, "owner")):
             threading.Thread(target=work, name=f"torchft-{name}", daemon=True).start()
@@ -97,7 +97,7 @@ class Child:
                 del self._segments[message.segment]
                 if self._pg is not None:
                     self._pg.forget_completed()
-            elif isinstance(message, Launch):  # here: a hand-over to a thread takes its time
+            elif isinstance(message, Launch):  # not on the other thread: a hand-over takes time
                 self._launch(message)
             else:
                 self._accept(message)
@@ -113,7 +113,7 @@ class Child:
             self._pg = _GROUPS[message.backend.kind](message.backend)
         if self._pg is None:
             return  # there is nothing to leave or to lose
-        if isinstance(message, Lose):  # at once: a configure under way has to hear of it
+        if isinstance(message, Lose):  # at once: it has to end a configure under way
             self._pg.lose_member(message.quorum_id, message.reason)
         else:
             self._commands.put((self._pg, message))
@@ -144,7 +144,7 @@ class Child:
             return
         try:
             future = work.get_future()
-        except RuntimeError:  # some of gloo's operations tell of their end only to who waits
+        except RuntimeError:  # gloo reports the end of some operations only in wait()
             threading.Thread(
                 target=answer, args=(work.wait,), name="torchft-work", daemon=True
             ).start()
@@ -152,7 +152,7 @@ class Child:
             future.add_done_callback(lambda over: answer(over.value))
 
     def _follow(self, work: Any, window: DeviceWindow, answer: Callable[[Any], None]) -> None:
-        # The event is there as soon as an aborted operation ends, the work knows of other errors.
+        # The event is set when an aborted operation ends; the work reports other errors.
         self._poller.add(
             lambda: window.is_over() or work.is_completed(),
             lambda: answer(functools.partial(work.wait, _OVER)),

@@ -1,7 +1,7 @@
-"""Memory of a CUDA device in which both processes see the tensors of a collective.
+"""Memory of a CUDA device that the trainer and the process of its collectives share.
 
 The trainer owns it, so the other process may be killed at any moment. Both order their streams with
-two events that the trainer owns, too, and the CPU waits for neither. Not yet run on a GPU.
+two events, which the trainer owns, too; the CPU waits for neither. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _cuda: Any = torch.cuda
 
 
 class DeviceSegment:
-    """The trainer's side. Results are fetched on ``stream``, which is not the trainer's own."""
+    """The trainer's side. Results are copied on ``stream``, not on the trainer's current one."""
 
     descriptor: None = None
 
@@ -33,7 +33,7 @@ class DeviceSegment:
         with _cuda.device(device):
             storage: Any = self._bytes.untyped_storage()
             self._memory: tuple[Any, ...] = storage._share_cuda_()
-            # The trainer has put everything in; the operation is over.
+            # The inputs are copied; the operation has ended.
             self._ready = _cuda.Event(interprocess=True)
             self._done = _cuda.Event(interprocess=True)
             self._handles = self._ready.ipc_handle(), self._done.ipc_handle()
@@ -49,11 +49,11 @@ class DeviceSegment:
         return tensor_at(self._bytes, place)
 
     def put(self, pairs: Pairs) -> None:
-        """See `Segment.put`; in the order of the current stream."""
+        """See `Segment.put`; ordered by the current stream."""
         with _cuda.device(self._device):
             stream = _cuda.current_stream()
             if self._fetched is not None:
-                stream.wait_event(self._fetched)  # the last results may still be read
+                stream.wait_event(self._fetched)  # the previous results may still be read
             for shared, source in pairs:
                 shared.copy_(source, non_blocking=True)
             self._ready.record(stream)
@@ -74,8 +74,8 @@ class DeviceSegment:
     def release(self) -> None:
         """See `Segment.release`.
 
-        Whoever waits for an operation that was killed would wait forever: the event is recorded
-        once more, on a stream that waits for nothing.
+        A stream that waits for a killed operation would wait forever: the event is recorded again,
+        on an idle stream.
         """
         if self._fetched is not None and not self._fetched.query():
             self._done.record(new_stream(self._device))
@@ -87,15 +87,15 @@ class DeviceSegment:
     def close(self) -> None:
         """See `Segment.close`."""
         if self._bytes is not None:
-            # Torch keeps shared memory until the other process says that it has let go. It was
-            # killed, so that is said here: the memory would never be freed otherwise.
+            # Torch keeps shared memory until the other process releases it. That process was
+            # killed, so it is released here; otherwise it would never be freed.
             counter, offset = self._memory[4:6]
             torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)
             self._bytes = None
 
 
 class DeviceWindow:
-    """The side of the process that carries the collectives."""
+    """The side of the process that runs the collectives."""
 
     def __init__(self, message: ShareDevice) -> None:
         device = torch.device("cuda", message.device_index)
@@ -104,7 +104,7 @@ class DeviceWindow:
             self._bytes = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
             self._ready = _cuda.Event.from_ipc_handle(device, message.ready)
             self._done = _cuda.Event.from_ipc_handle(device, message.done)
-            # One of its own: an operation must not wait for another one.
+            # One per segment: an operation must not wait for another one.
             self._stream = new_stream(device)
 
     def tensor(self, place: Place) -> torch.Tensor:
@@ -112,9 +112,9 @@ class DeviceWindow:
         return tensor_at(self._bytes, place)
 
     def run(self, launch: Callable[[], torch.distributed.Work]) -> torch.distributed.Work:
-        """Start an operation on tensors in here, behind the trainer's stream and before its next.
+        """Start an operation on tensors in this segment, ordered behind the trainer's stream.
 
-        The operation's ``wait()`` must order the current stream, and not hold up the CPU.
+        The operation's ``wait()`` must order the current stream, and not block the CPU.
         """
         with _cuda.stream(self._stream):
             self._stream.wait_event(self._ready)
@@ -124,7 +124,7 @@ class DeviceWindow:
         return work
 
     def is_over(self) -> bool:
-        """Whether the device has ended the operation that was started last, well or not."""
+        """Whether the operation that was started last has ended on the device."""
         return bool(self._done.query())
 
 

@@ -36,32 +36,32 @@ from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
 
 # How often a wait looks whether it is still wanted.
 _LOOK_S = 0.02
-# The process' own refusal, which knows the reason, should be here before it is given up.
+# The process' own error, which names the reason, should arrive before the deadline here.
 _ANSWER_GRACE_S = 2.0
-# Handing an operation over takes less, unless the process does not read any more.
+# Sending a command takes less, unless the process has stopped reading.
 _STUCK_S = 0.2
-# How long a program's end waits until a device has let go of a process.
+# How long `shutdown` waits until a device has released a process.
 _GONE_S = 2.0
-# Operations that only send, or that have no tensors, leave nothing to be taken back.
+# Operations without results to copy back.
 _WITHOUT_RESULT = frozenset({"send", "barrier"})
 
 
 class IsolatedProcessGroup(ProcessGroup):
     """Collectives in a process of their own, with members that change.
 
-    Slower than in the trainer by a copy each way, and harder to hurt: whatever happens in the
-    process, be it a crash of the backend or an operation that never ends, is an error here, and
-    an abandoned operation cannot write to anything of the trainer's. The process is killed when
+    Slower than in the trainer by one copy in each direction, and more robust: a crash of the
+    backend, or an operation that never ends, is only an error here, and an abandoned operation
+    cannot write to the memory of the trainer. The process is killed when
     the group is left with operations under way, or after one has failed; the next one is forked
     from a server that has imported torch already, so that import delays no step.
 
-    Tensors of the host that lie in shared memory already (`torch.Tensor.share_memory_`) are used
-    as they are: nothing is copied, and an operation may write to them until the group is left.
+    Host tensors that are in shared memory already (`torch.Tensor.share_memory_`) are used without a
+    copy, and an operation may write to them until the group is left.
 
     Args:
         timeout: the longest time for a collective, and for connecting.
-        backend: what carries the collectives.
-        make_pool: gives an empty pool of the memory that is shared with a process.
+        backend: the backend of the collectives.
+        make_pool: creates an empty pool of memory to share with a process.
     """
 
     def __init__(self, timeout: timedelta, backend: Backend, make_pool: Callable[[], Pool]) -> None:
@@ -94,7 +94,7 @@ class IsolatedProcessGroup(ProcessGroup):
         except PeerError as error:
             child = self._child
             if not self._stopped and (child is None or child.ended is not None):
-                announce(members, error)  # the process cannot
+                announce(members, error)  # the process cannot do it
             raise
         with self._lock:
             self._rank, self._world_size = members.rank, members.world_size
@@ -109,7 +109,7 @@ class IsolatedProcessGroup(ProcessGroup):
         if child is None:
             return
         if not self._lock.acquire(timeout=_STUCK_S):
-            child.kill()  # ends the launch that is stuck because nobody reads
+            child.kill()  # ends a launch that is blocked because the process does not read
             self._lock.acquire()
         was_member, self._error = self._error is None, self._error or _left()
         self._lock.release()
@@ -134,7 +134,7 @@ class IsolatedProcessGroup(ProcessGroup):
         self._loss = Loss.now(quorum_id, reason)
         child = self._child
         if child is not None:
-            with contextlib.suppress(QuorumFailed):  # it has ended, and needs no news
+            with contextlib.suppress(QuorumFailed):  # the process has exited
                 child.send(Lose(quorum_id, reason))
 
     def interrupt(self) -> None:
@@ -142,7 +142,7 @@ class IsolatedProcessGroup(ProcessGroup):
         self._stopped = True
 
     def shutdown(self) -> None:
-        """Leave the members for good and end the processes; may be called twice."""
+        """Leave the members for good and end the processes; idempotent."""
         self.interrupt()
         self._end_record("shut down", only_if_broken=True)
         with self._lock:
@@ -162,7 +162,7 @@ class IsolatedProcessGroup(ProcessGroup):
 
     @property
     def pid(self) -> int | None:
-        """The process that carries the collectives, if there is one."""
+        """The id of the process that runs the collectives, if there is one."""
         return self._child.pid if self._child else None
 
     # -- inside ----------------------------------------------------------------------------------
@@ -199,21 +199,21 @@ class IsolatedProcessGroup(ProcessGroup):
             loan.segment.put([(a, b.detach()) for a, b in pairs if id(b) not in written])
             places = {**shared, **dict(zip(map(id, lent), loan.places, strict=True))}
             request = self._request(name, loan, places, args, kwargs)
-            # The first of those that are lent, in the same order.
+            # These are the first of the lent tensors, in the same order.
             copied = [result for result in results if id(result) not in shared]
             limit_s = self._timeout.total_seconds() + _ANSWER_GRACE_S
             work = IsolatedWork(results, copied, loan, limit_s)
             record = self._record(name, args, kwargs)
             completion = _Completion(work, loan, self._pool, record)
             if record is not None:
-                record.state = STARTED  # before its end can be noted
+                record.state = STARTED  # before its end can be recorded
             child.send(request, request.number, completion.on_end, completion.on_start)
         return work
 
     def _locate(
         self, child: ChildProcess, args: Any
     ) -> tuple[dict[int, Place], list[torch.Tensor]]:
-        """Where the tensors in ``args`` are that lie in shared memory, by id, and all others."""
+        """The places of tensors in ``args`` that are in shared memory, by id; and the others."""
         places: dict[int, Place] = {}
         lent: dict[int, torch.Tensor] = {}
 
@@ -256,7 +256,7 @@ class IsolatedProcessGroup(ProcessGroup):
                 raise DeadlineExceeded("configuring the process group", timeout_s)
 
     def _drop(self, child: ChildProcess) -> None:
-        """Kill ``child``; what was shared with it goes with it."""
+        """Kill ``child``, and stop using the memory that was shared with it."""
         with self._lock:
             if self._child is not child:
                 return
@@ -268,20 +268,20 @@ class IsolatedProcessGroup(ProcessGroup):
 
 
 class _Completion:
-    """What becomes of one operation; called by the thread that reads the process' answers."""
+    """Completes one operation; called by the thread that reads the process' replies."""
 
     def __init__(self, work: IsolatedWork, loan: Loan, pool: Pool, record: Record | None) -> None:
         self._work, self._loan, self._pool, self._record = work, loan, pool, record
 
     def on_start(self) -> None:
-        """On a device: its result can be fetched, in the order of the device."""
+        """On a device: queue the copy of the results."""
         try:
             self._work.take()
-        except RuntimeError as error:  # torch's, of a tensor or a device that is not what it was
+        except RuntimeError as error:  # torch's, if a tensor or the device has changed
             self._work.settle(error)
 
     def on_end(self, error: Exception | None) -> None:
-        """It is over."""
+        """The operation has ended."""
         if self._record is not None:
             self._record.end(failed=error is not None)
         if error is None and not self._work.is_taken:
@@ -292,7 +292,7 @@ class _Completion:
 
 
 def _only_written(results: list[torch.Tensor], args: Any, kwargs: Any) -> set[int]:
-    """Those of ``results``, by id, that are not among what the collective reads, too."""
+    """The ids of ``results`` that the collective does not read."""
     read: set[int] = set()
     given = [*args, *kwargs.values()][1:]  # the first one holds the results
     replace_leaves(given, lambda value: read.add(id(value)))

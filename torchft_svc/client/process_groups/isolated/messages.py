@@ -1,6 +1,6 @@
-"""What a trainer and the process that carries its collectives tell each other.
+"""The messages between a trainer and the process that runs its collectives.
 
-They are one program on one machine: messages are pickled, over a socket that nobody else has.
+Both are one program on one machine: messages are pickled, over a private socket pair.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_FORK_MESSAGE = 64
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What carries the collectives: ``kind`` is ``gloo`` or ``nccl``, ``device`` torch's word."""
+    """The backend of the collectives: ``kind`` is ``gloo`` or ``nccl``, ``device`` torch's name."""
 
     kind: str
     device: str = "cpu"
@@ -66,10 +66,10 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class ShareDevice:
-    """Segment ``segment`` on a CUDA device, and two events: put in, and operation over.
+    """Segment ``segment`` on a CUDA device, and two events: inputs copied, operation ended.
 
-    ``memory`` is what ``UntypedStorage._share_cuda_`` gives and ``_new_shared_cuda`` takes; the
-    events are handles between processes.
+    ``memory`` is the result of ``UntypedStorage._share_cuda_``, for ``_new_shared_cuda``; the
+    events are handles for another process.
     """
 
     segment: int
@@ -108,21 +108,21 @@ class Lose:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What had this number is under way on the device: from here on events order its result."""
+    """The command is under way on the device: from now on events order its result."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Succeeded:
-    """What had this number is over."""
+    """The command with this number has ended."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What had this number has failed."""
+    """The command with this number has failed."""
 
     number: int
     error: str
@@ -144,14 +144,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """An options object of torch: its class, and what it says."""
+    """An options object of torch: its class and its fields."""
 
     kind: str
     fields: tuple[tuple[str, Any], ...]
 
 
 def replace_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with ``change`` made to everything that is not a list, a tuple or a dict."""
+    """``value`` with ``change`` applied to everything that is not a list, tuple or dict."""
     if isinstance(value, list | tuple):
         return [replace_leaves(item, change) for item in value]
     if isinstance(value, dict):
@@ -162,7 +162,7 @@ def replace_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 def options_to_plain(value: Any) -> Any:
     """An options object of torch as `Options`; anything else as it is."""
     kind = type(value).__name__
-    # Not `torch.distributed`, which does not show all of them.
+    # Not `torch.distributed`, which does not export all of them.
     if not (kind.endswith("Options") and hasattr(c10d, kind)):
         return value
     told = ((name, getattr(value, name)) for name in _OPTION_FIELDS if hasattr(value, name))

@@ -42,7 +42,7 @@ OnStart = Callable[[], None]
 
 
 class ChildProcess:
-    """Each request with a number is answered once: by the process, or, when it ends, by its end.
+    """A child process; each numbered command is answered once, at the latest by the child's exit.
 
     Raises:
         PeerError: no process could be started.
@@ -55,24 +55,24 @@ class ChildProcess:
         self._answered = threading.Condition(self._lock)
         self._waiting: dict[int, tuple[OnEnd, OnStart | None]] = {}
         self._ended: Exception | None = None
-        # What has failed in a process that lives may still write.
+        # A failed operation in a live process may still write to shared memory.
         self.has_failed = False
         self._reader = threading.Thread(target=self._read, name="torchft-isolated", daemon=True)
         self._reader.start()
 
     @property
     def ended(self) -> Exception | None:
-        """Why it cannot be used any more, or None."""
+        """Why the process cannot be used any more, or None."""
         return self._ended
 
     @property
     def is_gone(self) -> bool:
-        """Whether the system has taken back everything that it had."""
+        """Whether the process has exited and the kernel has reclaimed its resources."""
         return not self._reader.is_alive()
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is a request that has not been answered."""
+        """Whether a command has not been answered."""
         return bool(self._waiting)
 
     def send(
@@ -82,7 +82,7 @@ class ChildProcess:
         on_end: OnEnd | None = None,
         on_start: OnStart | None = None,
     ) -> None:
-        """Hand over ``request``; ``on_end`` is called when what has ``number`` is over.
+        """Send ``request``; ``on_end`` is called when command ``number`` has ended.
 
         ``on_start`` may be called before, once. Neither may raise.
 
@@ -94,11 +94,11 @@ class ChildProcess:
                 raise self._ended
             if number is not None and on_end is not None:
                 self._waiting[number] = on_end, on_start
-            with contextlib.suppress(OSError):  # the reader finds out, and tells everybody
+            with contextlib.suppress(OSError):  # the reader notices, and answers all commands
                 self._connection.send(request)
 
     def share(self, segment: Share | ShareDevice, descriptor: int | None) -> None:
-        """Make ``segment`` known; its ``descriptor`` follows, if it has one.
+        """Announce ``segment``; its ``descriptor`` follows, if it has one.
 
         Raises:
             QuorumFailed: the process has ended.
@@ -112,18 +112,18 @@ class ChildProcess:
                     send_handle(self._connection, descriptor, self.pid)
 
     def wait_until_idle(self, timeout_s: float) -> None:
-        """Until every request has been answered, or the time is over."""
+        """Wait until every command has been answered, or until the timeout."""
         with self._lock:
             self._answered.wait_for(lambda: not self._waiting, timeout_s)
 
     def kill(self, wait_s: float = _REAP_S) -> None:
-        """End it now, whatever it does, and wait ``wait_s`` for its end; may be called twice."""
+        """Kill the process, and wait up to ``wait_s`` for its exit; idempotent."""
         error = QuorumFailed("the process group was left while a collective was under way")
-        self._ended = self._ended or error  # before the reader finds a reason of its own
+        self._ended = self._ended or error  # before the reader sets another reason
         with contextlib.suppress(ProcessLookupError):
-            if self._reader.is_alive():  # until then its number is not given to another process
+            if self._reader.is_alive():  # until then its pid is not reused
                 os.kill(self.pid, signal.SIGKILL)
-        # Only now: a request that is stuck, because it does not read, holds the lock.
+        # Not earlier: a send that is blocked, because the process does not read, holds the lock.
         self._end(error)
         if threading.current_thread() is not self._reader:
             self._reader.join(wait_s)
@@ -158,7 +158,7 @@ class ChildProcess:
             on_end(QuorumFailed(answer.error) if isinstance(answer, Failed) else None)
 
     def _end(self, error: Exception) -> None:
-        """Nobody waits for an answer that will not come."""
+        """Answer all open commands with ``error``."""
         with self._lock:
             self._ended = error = self._ended or error
             waiting, self._waiting = self._waiting, {}
@@ -211,7 +211,7 @@ class KilledProcesses:
 
 
 def _descriptor_of(pid: int) -> int | None:
-    """Readable once the process has ended; None: it has already, or the system has none."""
+    """A descriptor that is readable once the process has exited; None: exited, or unsupported."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -223,4 +223,4 @@ def _how(status: int | None) -> str:
         return "has ended"
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
-    return f"ended with status {status}; its own words are on stderr"
+    return f"ended with status {status}; see stderr"

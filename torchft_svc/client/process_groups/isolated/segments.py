@@ -1,4 +1,4 @@
-"""Memory in which both processes see the tensors of a collective."""
+"""Memory that the trainer and the process of its collectives share."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ import torch
 
 from torchft_svc.client.process_groups.isolated.messages import Place, Share, ShareDevice
 
-# A tensor begins at a multiple of this: what vector instructions want.
+# Tensors start at multiples of this, for vector instructions.
 ALIGNMENT = 64
-# Smaller segments would be many, and a page is the least there is.
+# Smaller segments would be too many.
 MIN_SEGMENT_BYTES = 64 << 10
-# Torch's threads copy more than one can, but spin for a moment when they have: up to this size that
-# costs more than it saves, because the process that is to go on needs the processor.
+# Torch's threads copy faster than one, but spin for a moment afterwards. Up to this size that costs
+# more than it saves, because the other process needs the processor.
 MAX_PLAIN_COPY_BYTES = 8 << 20
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-# Orders what comes next behind the results.
+# Makes the current stream wait for the results.
 StreamWait = Callable[[], None]
 
 
 class Segment(Protocol):
-    """Memory of the trainer's, which the process that carries the collectives sees, too."""
+    """Memory of the trainer that the process of its collectives has mapped, too."""
 
     number: int
     num_bytes: int
 
     @property
     def descriptor(self) -> int | None:
-        """What follows the announcement, if anything does."""
+        """The file descriptor that follows the announcement, if there is one."""
 
     def announce(self) -> Share | ShareDevice:
-        """What the other process needs to get at it."""
+        """The message with which the other process maps it."""
 
     def tensor(self, place: Place) -> torch.Tensor:
         """The tensor at ``place``."""
 
     def put(self, pairs: Pairs) -> None:
-        """Copy the second of each pair into the first, which is in here."""
+        """Copy the second of each pair into the first, which is in this segment."""
 
     def take(self, pairs: Pairs) -> StreamWait:
-        """Copy the second of each pair, which is in here, into the first."""
+        """Copy the second of each pair, which is in this segment, into the first."""
 
     def release(self) -> None:
         """The other process was killed: nothing of ours must wait for it."""
 
     def is_idle(self) -> bool:
-        """Whether nothing of ours uses it any more."""
+        """Whether the trainer does not use it any more."""
 
     def close(self) -> None:
-        """Free it, once the other process has ended; tensors in it must not be used any more."""
+        """Free it after the other process has exited; its tensors must not be used any more."""
 
 
 class HostSegment:
-    """``num_bytes`` of shared memory; ``descriptor`` is how another process gets at it."""
+    """``num_bytes`` of shared memory; another process maps it by ``descriptor``."""
 
     descriptor: int
 
@@ -72,7 +72,7 @@ class HostSegment:
 
     @classmethod
     def create(cls, number: int, num_bytes: int) -> HostSegment:
-        """New memory, freed when the last process that has it closes it or ends."""
+        """New memory, freed when the last process that maps it closes it or exits."""
         descriptor = os.memfd_create("torchft-collectives")
         os.ftruncate(descriptor, num_bytes)
         return cls(number, descriptor, num_bytes)
@@ -97,18 +97,18 @@ class HostSegment:
         return _nothing
 
     def release(self) -> None:
-        """See `Segment.release`; nothing does."""
+        """See `Segment.release`; nothing to do on the host."""
 
     def is_idle(self) -> bool:
-        """See `Segment.is_idle`; copies are over when they return."""
+        """See `Segment.is_idle`; copies on the host are synchronous."""
         return True
 
     def run(self, launch: Callable[[], torch.distributed.Work]) -> torch.distributed.Work:
-        """Start an operation on tensors in here."""
+        """Start an operation on tensors in this segment."""
         return launch()
 
     def close(self) -> None:
-        """Let another process keep it alive, or nobody; tensors in it stay valid."""
+        """Close the descriptor; tensors in this segment stay valid."""
         os.close(self.descriptor)
 
 
@@ -121,7 +121,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory is its values, one behind the other."""
+    """Whether its memory holds its values contiguously."""
     on_host = tensor.device.type == "cpu" and tensor.is_contiguous()
     return on_host and not (tensor.is_conj() or tensor.is_neg())
 
@@ -141,19 +141,19 @@ class Loan:
     places: list[Place]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those in the segment, in order."""
+        """The tensors in the segment, in order."""
         return [self.segment.tensor(place) for place in self.places]
 
 
 class Pool:
-    """Segments that are used again by later operations; freed as a whole.
+    """Segments that are reused by later operations; freed as a whole.
 
-    An operation gets one that is large enough, or a new one: sizes are powers of two, so a
-    program that repeats its steps soon needs no more.
+    An operation gets a free one that is large enough, or a new one: sizes are powers of two, so a
+    program that repeats its steps soon needs no new ones.
 
     Args:
         create: makes a segment from its number and its size in bytes.
-        on_device: the other process' device may write to it until the process is gone.
+        on_device: the other process' device may write to it until that process has exited.
     """
 
     def __init__(self, create: Callable[[int, int], Segment], *, on_device: bool = False) -> None:
@@ -181,7 +181,7 @@ class Pool:
         return Loan(segment, places), is_new
 
     def give_back(self, loan: Loan) -> None:
-        """The operation is over on both sides."""
+        """The operation has ended in both processes."""
         self._free.append(loan.segment)
 
     def _take(self, num_bytes: int) -> Segment | None:
@@ -198,15 +198,15 @@ class Pool:
             segment.release()
 
     def is_idle(self) -> bool:
-        """Whether nothing of ours uses a segment any more."""
+        """Whether the trainer does not use any segment any more."""
         return all(segment.is_idle() for segment in self._all)
 
     def close(self) -> None:
-        """Free everything that no tensor refers to any more."""
+        """Free all segments."""
         for segment in self._all:
             segment.close()
         self._all, self._free = [], []
 
 
 def _nothing() -> None:
-    """Results on the host are there when they were copied."""
+    """Results on the host are complete after the copy."""

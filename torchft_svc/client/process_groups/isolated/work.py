@@ -1,4 +1,4 @@
-"""A collective that another process carries out."""
+"""A collective that runs in another process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torchft_svc.client.process_groups.isolated.segments import Loan, StreamWait
 
 
 class IsolatedWork(dist.Work):
-    """``results`` get their values from what ``loan`` lent, or lie where the process sees them.
+    """``results`` are copied from the segment of ``loan``, or are in shared memory themselves.
 
-    On the host that is when the operation is over; nothing is written to them before, nor by an
-    operation that has failed or was abandoned. On a device it is ordered, once the operation has
-    started, behind its end: then ``wait()`` orders the current stream, as torch's own does, and
-    ``wait(timeout)`` also holds up the caller until the operation is over.
+    On the host the copy happens when the operation has ended; a failed or abandoned operation
+    writes nothing to them. On a device the copy is queued behind the operation once that has
+    started: then ``wait()`` orders the current stream, as torch's own does, and ``wait(timeout)``
+    also blocks the caller until the operation has ended.
 
     Args:
         copied: those of ``results`` that are the first tensors of ``loan``.
@@ -45,7 +45,7 @@ class IsolatedWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def take(self) -> None:
-        """Fetch the results that were lent."""
+        """Copy the results from the segment."""
         loan = self._loan
         assert loan is not None, "taken before it is settled"
         with torch.no_grad():
@@ -60,14 +60,14 @@ class IsolatedWork(dist.Work):
 
     @property
     def is_taken(self) -> bool:
-        """Whether the results have been fetched, or will be in the order of the device."""
+        """Whether the results have been copied, or the copy is queued on the device."""
         return self._taken.is_set()
 
     def settle(self, error: Exception | None) -> None:
-        """The operation is over, and its results, if it has not failed, are taken."""
+        """The operation has ended; its results were copied unless it failed."""
         with self._lock:
             self._error = error
-            self._loan = None  # who keeps a work must not keep the memory
+            self._loan = None  # a work that is kept must not keep the memory
             self._over.set()
             self._taken.set()
             future = self._future
@@ -78,7 +78,7 @@ class IsolatedWork(dist.Work):
         """Wait for the results.
 
         Raises:
-            RuntimeError: it failed, or is not over in time; `is_completed` tells which.
+            RuntimeError: it failed, or timed out; then `is_completed` is False.
         """
         limit_s = timeout.total_seconds() if timeout else self._limit_s
         if not (self._over if timeout else self._taken).wait(limit_s):
@@ -94,11 +94,11 @@ class IsolatedWork(dist.Work):
             self._order()
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether it has ended, successfully or not."""
         return self._over.is_set()
 
     def is_success(self) -> bool:
-        """Whether it is over and has not failed."""
+        """Whether it has ended and not failed."""
         return self._over.is_set() and self._error is None
 
     def result(self) -> list[torch.Tensor]:
@@ -117,7 +117,7 @@ class IsolatedWork(dist.Work):
 
     def _fulfil(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
-            self.synchronize()  # the future hands this thread's stream on to who waits for it
+            self.synchronize()  # the future passes this thread's stream on to its waiters
             future.set_result(self._results)
         else:
             future.set_exception(self._error)

@@ -1,6 +1,6 @@
-"""What a process group launched among one quorum's members, for torch's analyzer (rule P8).
+"""Records the collectives of one quorum in the format of torch's analyzer (rule P8).
 
-Torch records NCCL alone, and only where its watchdog runs. This records every class of group.
+Torch records only NCCL, and only with its watchdog. This module records every class of group.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import HIDDEN_BY_GLOO, IN_PLACE, flat
 
-# Of the format of torch's analyzer, which refuses records of different versions.
+# The format version of torch's analyzer, which rejects others.
 FORMAT = "2.10"
 SCHEDULED, STARTED, COMPLETED = "scheduled", "started", "completed"
 _FAR: Mapping[str, str] = {SCHEDULED: "was not begun in", STARTED: "did not end in"}
-# What the analyzer calls them. A receive from anybody is left out: nobody knows who was to send.
+# The analyzer's names. A receive from any source is left out: its sender is not known.
 _NAMES: Mapping[str, str] = {
     "_allgather_base": "_all_gather_base",
     "_reduce_scatter_base": "_reduce_scatter_base",
@@ -43,7 +43,7 @@ _NAMES: Mapping[str, str] = {
     "send": "send",
 }
 _BETWEEN_TWO = frozenset({"send", "recv"})
-# One tensor for each member; the analyzer wants to see them as the one that they stand for.
+# One tensor per member; the analyzer expects one tensor of their total size.
 _IN_PARTS = frozenset({"allgather", "alltoall", "gather", "reduce_scatter", "scatter"})
 
 TensorType = tuple[torch.Size, torch.dtype]
@@ -51,7 +51,7 @@ TensorType = tuple[torch.Size, torch.dtype]
 
 @dataclass(slots=True)
 class Record:
-    """One collective of this member: what it was about, and how far it is known to be."""
+    """One collective of this member, and its last known state."""
 
     name: str
     place: int
@@ -64,14 +64,14 @@ class Record:
     ended_ns: int | None = None
 
     def end(self, failed: bool) -> None:
-        """It is over; one that has failed is not completed, and never will be."""
+        """The collective has ended; the state of a failed one stays as it was."""
         if self.ended_ns is None:
             self.ended_ns = time.time_ns()
             self.state = self.state if failed else COMPLETED
 
 
 class RecordedWork:
-    """A work, whose end is noted when somebody looks at it."""
+    """A work that updates its record in `is_completed`."""
 
     __slots__ = ("_has_failed", "_record", "_work")
 
@@ -82,7 +82,7 @@ class RecordedWork:
         record.state = STARTED
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether it has ended, successfully or not."""
         if not self._work.is_completed():
             return False
         if self._record.ended_ns is None:
@@ -93,8 +93,8 @@ class RecordedWork:
 class FlightLog:
     """The collectives of this member of one quorum: the last ``num_records`` of them.
 
-    `launch` is for one thread at a time. What goes between two members is numbered for each pair,
-    so that the analyzer does not miss it at all others.
+    `launch` is not thread-safe. Point-to-point operations are numbered per pair of members, so that
+    the analyzer does not expect them of the other members.
     """
 
     def __init__(self, members: Members, backend: str, num_records: int) -> None:
@@ -105,7 +105,7 @@ class FlightLog:
         self._num_with: dict[int, int] = {}
 
     def launch(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Record | None:
-        """Collective ``name`` of `operations.COLLECTIVES` is about to begin; None: not recorded."""
+        """Record that collective ``name`` begins (see `operations`); None: it is not recorded."""
         if name not in _NAMES:
             return None
         given = [*args, *kwargs.values()]
@@ -113,7 +113,7 @@ class FlightLog:
             inputs, outputs = _ends(name, given)
             peer = int(given[1]) if name in _BETWEEN_TWO else None
         except (AttributeError, IndexError, TypeError, ValueError):
-            return None  # torch will not take it either, and says why
+            return None  # torch rejects it as well, with a message
         if peer is None:
             self._num_launched = number = self._num_launched + 1
         else:
@@ -123,23 +123,23 @@ class FlightLog:
         return record
 
     def snapshot(self) -> FlightSnapshot:
-        """All that there is to tell in this moment."""
+        """The present state of all records."""
         return FlightSnapshot(self._members, self._backend, list(self._records))
 
 
-# A record, its state, and when it was noted to be over.
+# A record, its state, and when its end was noticed.
 Seen = tuple[Record, str, "int | None"]
 
 
 class FlightSnapshot:
-    """A flight as it was in the moment when it ended."""
+    """A `FlightLog` at the moment when it was ended."""
 
     def __init__(self, members: Members, backend: str, records: list[Record]) -> None:
         self.members = members
         self._backend = backend
         self._at_ns = time.time_ns()
         self._group = f"quorum_{members.quorum_id}"
-        # An abandoned operation may still end; it did not in time.
+        # Copied: an abandoned operation may still end later.
         self._records: list[Seen] = [(record, record.state, record.ended_ns) for record in records]
 
     @property
@@ -155,7 +155,7 @@ class FlightSnapshot:
         return self._backend == "gloo" and record.name in HIDDEN_BY_GLOO
 
     def summary(self) -> str:
-        """In a few words, where it stands."""
+        """A short sentence on the first collective that did not succeed."""
         if not self._records:
             return "no collective was launched"
         if not self._open:
@@ -173,7 +173,7 @@ class FlightSnapshot:
         return f"{_NAMES[record.name]} {record.number}{to} ({launched})"
 
     def as_trace(self, why: str) -> dict[str, Any]:
-        """What the analyzer reads, of builtin types alone; ``why`` is for people."""
+        """The analyzer's input, of builtin types only; ``why`` is a message."""
         return {
             "version": FORMAT,
             "replica_id": self.members.replica_id,
@@ -227,7 +227,7 @@ class FlightSnapshot:
         }
 
     def _said(self, record: Record) -> str:
-        """With both ends, as indices in the pair, of what goes between two."""
+        """The name; of a point-to-point operation with both ends, as indices in the pair."""
         name, peer = _NAMES[record.name], record.peer
         if peer is None:
             return name
@@ -236,7 +236,7 @@ class FlightSnapshot:
 
 
 def _ends(name: str, given: Sequence[Any]) -> tuple[list[TensorType], list[TensorType]]:
-    """What goes into collective ``name``, and what comes out of it."""
+    """The types of the inputs and of the outputs of collective ``name``."""
     if name == "barrier":
         return [], []
     first = _types(given[0])

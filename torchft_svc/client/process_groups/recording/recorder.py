@@ -1,4 +1,4 @@
-"""Writes what was launched in a quorum that ended badly: a file for each quorum and member."""
+"""Writes the collectives of a quorum that ended with an error: a file per quorum and member."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 # Several steps of a large model: as many as torch's own recorder keeps.
 NUM_RECORDS = 2000
-# Quorums of which files are kept, the newest; a file of 2000 collectives has about 330 KB.
+# The newest quorums whose files are kept; a file of 2000 collectives has about 330 KB.
 MAX_QUORUMS = 50
-# A disk that does not keep up with the quorums gets no more to do.
+# If the disk is too slow for more writers at once, records are dropped.
 _MAX_WRITERS = 2
 _QUORUM = re.compile(r"quorum_(\d+)")
 
@@ -31,12 +31,12 @@ class FlightRecorder:
     """Records the collectives of this process' groups, for `ProcessGroup.record_to`.
 
     Files are ``quorum_<id>/group_rank_<g>/rank_<replica rank>`` below ``directory``, which may be
-    on a disk of this machine alone: brought together, the files of one quorum have names of their
-    own. They are written on a thread, and whatever goes wrong there is a line in the log.
+    on a local disk: the names of one quorum's files are unique across machines. They are written
+    on a thread, which logs its errors.
 
     Args:
-        directory: of one job, because quorum ids are a job's; made if it is not there.
-        num_records: how many collectives of a quorum are kept, the last ones.
+        directory: of one job, because quorum ids are unique per job; created if missing.
+        num_records: how many collectives of a quorum are kept, the newest ones.
 
     Raises:
         ConfigError: the directory cannot be made.
@@ -56,17 +56,17 @@ class FlightRecorder:
 
     @classmethod
     def of_job(cls, directory: str, job_id: str) -> FlightRecorder:
-        """In a directory that several jobs may share."""
+        """A recorder below a directory that several jobs may share."""
         return cls(Path(directory) / f"job_{quote(job_id, safe='')}")
 
     def begin(self, members: Members, backend: str) -> FlightLog | None:
-        """``members`` are connected over ``backend``; None: they have no quorum id."""
+        """A log for ``members``, connected over ``backend``; None if they have no quorum id."""
         if members.quorum_id is None:
             return None
         return FlightLog(members, backend, self._num_records)
 
     def write(self, snapshot: FlightSnapshot, why: str) -> None:
-        """Write what was recorded; returns at once."""
+        """Write ``snapshot`` on a thread; returns at once."""
         with self._lock:
             self._writers = [writer for writer in self._writers if writer.is_alive()]
             if len(self._writers) >= _MAX_WRITERS:
@@ -83,7 +83,7 @@ class FlightRecorder:
             self._writers.append(writer)
 
     def close(self, timeout_s: float) -> None:
-        """Wait until everything is written; may be called often."""
+        """Wait until everything is written; idempotent."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             writers = list(self._writers)
@@ -97,9 +97,9 @@ class FlightRecorder:
         path = folder / f"rank_{members.rank}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # A name that the analyzer does not take for a member's.
+            # A name that the analyzer ignores.
             aside = folder / f".{members.rank}.{os.getpid()}.part"
-            # The only format that it reads; nothing of ours ever does.
+            # The only format that the analyzer reads; this package never unpickles it.
             aside.write_bytes(pickle.dumps(snapshot.as_trace(why)))
             aside.replace(path)
             self._forget_old()
@@ -123,7 +123,7 @@ def _named(snapshot: FlightSnapshot) -> str:
 
 
 def _remove(quorum: Path) -> None:
-    """Only what is ours; another process may do the same."""
+    """Remove only our files; another process may do the same."""
     for group in quorum.glob("group_rank_*"):
         for file in (*group.glob("rank_*"), *group.glob(".*.part")):
             file.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""How the members of a process group meet, and hear of failed members, over a store."""
+"""Lets the members of a process group meet over a store, and learn of failed members."""

@@ -1,4 +1,4 @@
-"""Members that meet are told of one that has failed, over their store (rule P3)."""
+"""Reports a failed member to the other ones over the store where they meet (rule P3)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torchft_svc.core.types import one_line
 from torchft_svc.errors import PeerError, QuorumFailed, Unreachable
 
 _KEY = "failed"
-# A backend that connects takes milliseconds. Who waits for longer looks whether there is a reason.
+# A backend connects within milliseconds. After this time, check whether a member has failed.
 _PATIENCE_S = 0.25
 _LOOK_S = 0.1
-# A sentence; whatever is longer does not come from us.
+# A sentence; this package writes none that is longer.
 _MAX_REASON_LENGTH = 1000
 
 
 def announce(members: Members, error: PeerError) -> None:
-    """Tell the other ``members`` that this one has failed; on a thread: the store may be gone."""
+    """Tell the other ``members`` that this one has failed; on a thread, as the store may hang."""
     if members.world_size == 1:
         return
 
@@ -39,9 +39,9 @@ def announce(members: Members, error: PeerError) -> None:
 
 
 def check_failures(store: Store) -> None:
-    """Raise `QuorumFailed` if a member of those that meet in ``store`` has failed.
+    """Raise `QuorumFailed` if a member that meets in ``store`` has failed.
 
-    What it says goes into errors and logs, and anybody can have put it there.
+    Its message is untrusted, and goes into errors and logs.
     """
     if store.check([_KEY]):
         said = store.get(_KEY)[:_MAX_REASON_LENGTH].decode(errors="replace")
@@ -49,9 +49,10 @@ def check_failures(store: Store) -> None:
 
 
 class FailureWatch:
-    """Looks for failures while a backend connects, which may keep a connection to the store busy.
+    """Checks for failed members while a backend connects.
 
-    It has its own, on a thread of its own, once connecting has taken unusually long.
+    The backend may keep its connection to the store busy. So, once connecting takes unusually
+    long, this uses another connection on another thread.
     """
 
     def __init__(self, store_addr: str) -> None:
@@ -62,7 +63,7 @@ class FailureWatch:
         self._error: PeerError | None = None
 
     def check(self) -> None:
-        """Raise if a member has failed, or the store does not answer, as far as is known."""
+        """Raise if a member is known to have failed, or the store does not answer."""
         if self._error is not None:
             raise self._error
         if not self._looks and time.monotonic() > self._begins_at:
@@ -70,7 +71,7 @@ class FailureWatch:
             start_uninterruptible(self._run, "torchft-failures")
 
     def close(self) -> None:
-        """Look no more; waits for nothing."""
+        """Stop checking; returns at once."""
         self._closed.set()
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Members meet at a store before they connect, in waits that can be interrupted."""
+"""Members meet at a store before they connect; the wait can be interrupted."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchft_svc.client.process_groups.rendezvous.failures import check_failures
 from torchft_svc.client.process_groups.rendezvous.store_connection import LastStore
 from torchft_svc.errors import DeadlineExceeded
 
-# Members come within a few milliseconds of one another, or not soon.
+# Members arrive within a few milliseconds of one another, or much later.
 _FIRST_LOOK_S = 0.001
 _LAST_LOOK_S = 0.02
-# For so long a thread looks whether they have come, before another one goes on with it.
+# How long one thread polls for the members, before another one continues.
 _LOOKS_S = 0.25
-# Of strangers, or of a cleaning that has failed for long: listing them would take too long.
+# More keys are not ours, or cleaning has failed for long: listing them would take too long.
 _MAX_KEYS = 100_000
 _CLEANING_S = 1.0
 _MAX_DIGITS = 19
@@ -37,16 +37,16 @@ def meet(
     timeout_s: float,
     check: Callable[[], None],
 ) -> Store:
-    """The store of the members at ``store_addr`` (``host:port/prefix``), once all are there.
+    """Wait until all members have arrived at ``store_addr`` (``host:port/prefix``); the store.
 
-    Backends wait for missing members in one long call. A member that died on its way here would
-    keep them in it, so the waiting is done here first. ``check`` is called again and again, and
-    raises to end the wait.
+    Backends wait for missing members in one long call that cannot be interrupted. A member that
+    died before it arrived would block them in it, so this function waits first. ``check`` is
+    called repeatedly, and raises to end the wait.
 
     Raises:
-        DeadlineExceeded: not all came within ``timeout_s``; the sentence names who is missing.
+        DeadlineExceeded: a member did not arrive within ``timeout_s``; the message names it.
         Unreachable: no store answers at the address.
-        QuorumFailed: a member that is missing says that it will not come.
+        QuorumFailed: a member has failed.
     """
     if world_size == 1:
         return HashStore()
@@ -71,14 +71,16 @@ def meet(
 
 
 def tidy_store(last_store: LastStore, store_addr: str) -> None:
-    """Delete what earlier quorums left in the store of the last meeting, without waiting for it:
-    one member does so once it is connected with the others."""
+    """Start to delete what earlier quorums left in the store of the last meeting.
+
+    One member does so once it is connected; this does not wait for the end.
+    """
     prefix = store_addr.partition("/")[2]
     last_store.start(lambda store: _forget_earlier(store, prefix))
 
 
 def _all_come(store: Store, missing: collections.deque[int], until: float) -> bool:
-    """Whether all have come at ``until``; takes those that have out of ``missing``."""
+    """Whether all have arrived by ``until``; removes the present ones from ``missing``."""
     pause_s = _FIRST_LOOK_S
     while True:
         while missing and store.check([_key(missing[0])]):
@@ -99,9 +101,9 @@ def _key(rank: int) -> str:
 def _forget_earlier(store: TCPStore, prefix: str) -> None:
     """Delete what earlier quorums left in the store, which lives as long as its group.
 
-    A prefix is ``torchft/{quorum_id}/{group_rank}``, and ids only grow. Anybody may have put
-    anything there: what cannot be understood stays, and so does all if torch cannot tell the keys
-    (torch 2.7 does not, nor does any where one is no UTF-8). A few of each quorum stay then.
+    A prefix is ``torchft/{quorum_id}/{group_rank}``, and ids only grow. The keys are untrusted:
+    unknown ones stay, and all stay if torch cannot list them (torch 2.7 cannot, nor can any
+    version if one is not UTF-8). A few keys of each quorum are left then.
     """
     parts = prefix.split("/")
     this_id = _quorum_id(parts[1]) if len(parts) == 3 else None
@@ -118,11 +120,11 @@ def _forget_earlier(store: TCPStore, prefix: str) -> None:
         quorum_id = _quorum_id(place[1]) if ours else None
         if quorum_id is not None and quorum_id < this_id:
             store.delete_key(key)
-            if time.monotonic() > until:  # the next quorum goes on with it
+            if time.monotonic() > until:  # the next quorum continues
                 return
 
 
 def _quorum_id(text: str) -> int | None:
-    """None: it is no id; they travel as int64, Python reads no number of some thousand digits."""
+    """None if it is no id: ids are int64, and Python does not parse thousands of digits."""
     is_id = text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
     return int(text) if is_id else None

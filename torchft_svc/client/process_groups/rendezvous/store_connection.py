@@ -1,8 +1,8 @@
-"""Connections to the stores at which members meet, which keep every deadline (rule P4).
+"""Connections to the stores where members meet; every call keeps its deadline (rule P4).
 
-A store is in another process, which may be frozen, or not be a store at all. Torch's own client
-waits for it without an end, whatever its timeout. So each of its calls has a thread of its own, and
-is given up if it takes too long.
+A store is in another process, which may be frozen, or may not be a store at all. Torch's client
+then blocks forever, whatever its timeout. So each call runs on its own thread, and is abandoned if
+it takes too long.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torchft_svc.rpc.address import HostPort, parse_address
 
 T = TypeVar("T")
 
-# Connecting to what is there takes milliseconds; this is for a lost packet.
+# A reachable store is connected within milliseconds; this covers a lost packet.
 CONNECT_TIMEOUT_S = 5.0
-# So does any call.
+# Likewise for every call.
 CALL_TIMEOUT_S = 5.0
 
-# A client's first word to torch's store, and a ping, which it answers with the same number.
+# The first message to torch's store, and a ping, which the store answers with the same number.
 _HELLO = struct.pack("=BI", 0, 0x3C85F7CE)
 _NUMBER = struct.Struct("=I")
 _PING = 13
@@ -38,8 +38,8 @@ _PING = 13
 class LastStore:
     """The connection to the store where the members met last.
 
-    Usually the next meeting is there, too. Connecting anew is not free: torch looks up the name of
-    the other end, and a slow name server makes that seconds.
+    The next meeting is usually there, too. A new connection is expensive: torch resolves the
+    peer's name, which takes seconds with a slow name server.
     """
 
     def __init__(self) -> None:
@@ -57,25 +57,24 @@ class LastStore:
         return self._connection
 
     def start(self, action: Callable[[TCPStore], None]) -> None:
-        """Have ``action`` use the store where the members met last, on another thread; nobody waits
-        for it, or hears whether it has failed."""
+        """Run ``action`` on the last store, on another thread; its outcome is dropped."""
         if self._connection is not None:
             self._connection.start(action)
 
     def drop(self) -> None:
-        """Forget the connection, because it does not work."""
+        """Drop the connection, because it does not work."""
         self._connection = None
 
     def cutter(self) -> Callable[[], None]:
-        """Has whatever waits for the present connection fail; may be called on any thread."""
+        """A function that makes all waits for the present connection fail, on any thread."""
         return nothing if self._connection is None else self._connection.cut
 
 
 class StoreConnection:
-    """To the store at ``address``, which has been there since before the quorum.
+    """A connection to the store at ``address``, which has been running since before the quorum.
 
-    If it does not answer now, it is gone. ``timeout_s`` is for those of the store's operations that
-    wait for another member. ``check`` raises to end the wait for the connection.
+    So if it does not answer, it is gone. ``timeout_s`` is for operations that wait for another
+    member. ``check`` raises to end the wait for the connection.
 
     Raises:
         Unreachable: no store answers there.
@@ -84,16 +83,16 @@ class StoreConnection:
     def __init__(self, address: str, timeout_s: float, check: Callable[[], None] = nothing) -> None:
         self.address = address
         self._where = parse_address(address)
-        # Its sockets, once they are known; before, all that this process did not have then.
+        # Its sockets once they are known; until then, all sockets opened since, except `_others`.
         self._others: dict[int, int] = {}
         self._mine: dict[int, int] | None = None
         self._hosts: set[str] = set()
         self.store = self.call(lambda: self._open(timeout_s), check)
 
     def call(self, action: Callable[[], T], check: Callable[[], None] = nothing) -> T:
-        """What ``action`` returns, which uses the store on another thread.
+        """Run ``action``, which uses the store, on another thread; returns its result.
 
-        After an error the connection is of no use any more.
+        After an error the connection must not be used again.
 
         Raises:
             Unreachable: the store does not answer within `CALL_TIMEOUT_S`, or fails.
@@ -105,7 +104,7 @@ class StoreConnection:
         UninterruptibleCall(lambda: action(self.store), "torchft-store", self.cut).abandon()
 
     def cut(self) -> None:
-        """Have whatever waits for the store fail; may be called on any thread."""
+        """Make all waits for the store fail; may be called on any thread."""
         cut(self._opened() if self._mine is None else self._mine)
 
     def _opened(self) -> dict[int, int]:
@@ -130,7 +129,7 @@ class StoreConnection:
 
 
 def call_store(action: Callable[[], T], where: str) -> T:
-    """What ``action`` returns, which uses the replica group's own store, at ``where``.
+    """Run ``action``, which uses the replica group's own store at ``where``; returns its result.
 
     Raises:
         Unreachable: the store does not answer within `CALL_TIMEOUT_S`, or fails.
@@ -146,14 +145,14 @@ def _call(
     except DeadlineExceeded:
         reason = f"it does not answer within {CALL_TIMEOUT_S:g} s"
         raise Unreachable("store", where, reason) from None
-    except PeerError:  # what ``check`` has to say, or the action itself
+    except PeerError:  # raised by ``check``, or by the action itself
         raise
     except (OSError, RuntimeError) as error:  # torch's errors are runtime errors
         raise Unreachable("store", where, str(error)) from error
 
 
 def _check_answers(where: HostPort) -> None:
-    """Raise OSError unless a store answers at ``where``, in waits that have an end."""
+    """Raise OSError unless a store answers at ``where``; all waits are bounded."""
     number = _NUMBER.pack(os.getpid() & 0xFFFFFFFF)
     with socket.create_connection((where.host, where.port), CONNECT_TIMEOUT_S) as line:
         line.settimeout(CALL_TIMEOUT_S)

@@ -1,1 +1,1 @@
-"""Process groups that change what another process group does."""
+"""Process groups that change the behavior of another process group."""

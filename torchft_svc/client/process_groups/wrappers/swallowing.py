@@ -1,4 +1,4 @@
-"""Collectives whose errors do not reach the program that calls them."""
+"""A process group that reports the errors of its collectives instead of raising them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from torchft_svc.errors import TorchFTError
 
 log = logging.getLogger(__name__)
 
-# One member alone writes, or all but one.
+# Only one member writes its result, or all but one do.
 _FROM_OR_TO_ROOT = frozenset({"broadcast", "reduce"})
 
 
 class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
     """Collectives that fail without raising; for programs that must not raise within a step.
 
-    The collective that fails, and all that follow until the group is configured again, end well,
-    and what they would have written their results to holds zeros, in place: also a tensor that is
-    reduced, or that a broadcast would have filled. What is only read stays as it is: what is sent,
-    also by the root of a broadcast, and by who is not the root of a reduction. `error` tells the
-    first error. Under a `Manager` it is one of the step, which is then discarded, whoever called
-    the collective.
+    A failed collective, and all later ones until the group is configured again, end successfully,
+    and their result tensors hold zeros, also those that are reduced in place or filled by a
+    broadcast. Tensors that are only read stay unchanged: what is sent, the root's tensor of a
+    broadcast, and the tensors of a reduction except at the root. `error` returns the first error.
+    Under a `Manager` it is an error of the step, which is then discarded.
 
-    A ``wait(timeout)`` that ends before the operation does is no failure of the operation: it
-    raises RuntimeError, as for any group, and the operation goes on. (Gloo gives up a receive, a
-    send and a reduce-scatter then, so there it is one.) A ``wait()`` ends with the operation, at
-    the group's own timeout at the latest.
+    A ``wait(timeout)`` that times out is no failure of the operation: it raises RuntimeError, as
+    for any group, and the operation continues. (Gloo aborts a receive, a send and a reduce-scatter
+    in this case, so these fail.) A ``wait()`` ends with the operation, at the group's own timeout
+    at the latest.
     """
 
     def __init__(self, pg: ProcessGroup) -> None:
@@ -43,7 +42,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         self._first_error: Exception | None = None
 
     def _configure(self, members: Members) -> None:
-        """Forgets the error."""
+        """See `ProcessGroup.configure`; clears the error."""
         self._first_error = None
         super()._configure(members)
 
@@ -56,7 +55,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         return self._first_error or super().errored()
 
     def report_error(self, error: Exception) -> None:
-        """Act from here on as if a collective had failed with ``error``; the first one counts."""
+        """Act from now on as if a collective had failed with ``error``; the first one counts."""
         if self._first_error is None:
             log.warning("collectives are left out until the next quorum: %s", error)
             self._first_error = error
@@ -96,10 +95,10 @@ class _SwallowingWork(dist.Work):
         self._skip = skip
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end, whatever it is; always True.
+        """Wait for the end, successful or not; always True.
 
         Raises:
-            RuntimeError: ``timeout`` is over, and the operation is not.
+            RuntimeError: the operation has not ended within ``timeout``.
         """
         try:
             if not timeout:
@@ -115,7 +114,7 @@ class _SwallowingWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether it has ended, successfully or not."""
         return bool(self._work.is_completed())
 
     def synchronize(self) -> None:
@@ -123,16 +122,16 @@ class _SwallowingWork(dist.Work):
         self._work.synchronize()
 
     def result(self) -> Any:
-        """The tensors; after an error those of a skipped collective."""
+        """The result tensors; zeros after an error."""
         try:
             return self._work.result()
         except (RuntimeError, TorchFTError) as error:
             return self._fail(error).result()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that never fails: after an error it holds what a skipped collective does.
+        """A future that never fails: after an error it holds the zeroed tensors.
 
-        Of an operation that has none, as gloo's reduce-scatter, it waits for the end.
+        If the operation has no future, such as gloo's reduce-scatter, this waits for the end.
         """
         done: torch.futures.Future[Any] = torch.futures.Future()
 
@@ -152,7 +151,7 @@ class _SwallowingWork(dist.Work):
         return done
 
     def _fail(self, error: Exception) -> CompletedWork:
-        """The operation has failed: what a skipped one leaves."""
+        """Report ``error``, and return the work of a skipped operation."""
         self._report(error)
         return self._skip()
 

@@ -1,4 +1,4 @@
-"""A process group that changes what another one does."""
+"""A process group that changes the behavior of another one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchft_svc.client.process_groups.recording.recorder import FlightRecorder
 
 
 class ProcessGroupWrapper(ProcessGroup):
-    """Hands everything to ``pg``; subclasses change what they are about."""
+    """Forwards everything to ``pg``; subclasses override what they change."""
 
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__(pg._timeout)
