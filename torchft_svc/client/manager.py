@@ -366,8 +366,8 @@ class Manager:
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """What ``optimizer`` holds is changed by its step alone, and by nothing in a forward pass.
 
-        `Optimizer` calls this. While a group heals, the rest of the state is copied; see "What
-        groups heal by" in docs/operations.md.
+        `Optimizer` calls this. While a group heals, the rest of the state is copied; see "State
+        that heals" in docs/operations.md.
         """
         self._registry.own(optimizer)
 
