@@ -42,12 +42,12 @@ EVERY_ERROR = [
     ),
     (
         errors.NotLeader("host:29510"),
-        "this lighthouse does not lead, host:29510 does",
+        "this lighthouse does not lead; the leader is host:29510",
         (errors.PeerError,),
     ),
     (
         errors.NotLeader(""),
-        "this lighthouse does not lead, who does is not known yet",
+        "this lighthouse does not lead; the leader is not known yet",
         (errors.PeerError,),
     ),
     (

@@ -122,8 +122,8 @@ class NotLeader(PeerError):
     leader: str
 
     def __str__(self) -> str:
-        known = f"{self.leader} does" if self.leader else "who does is not known yet"
-        return f"this lighthouse does not lead, {known}"
+        known = f"the leader is {self.leader}" if self.leader else "the leader is not known yet"
+        return f"this lighthouse does not lead; {known}"
 
 
 @dataclass(eq=False)

@@ -46,7 +46,7 @@ def test_a_joiner_from_a_newer_checkpoint_heals_from_the_running_job(
         assert any(text.startswith(f"step {FAR} of this group is not believed") for text in told)
         step_told = [line for line in house.errors().splitlines() if "step not believed" in line]
         assert step_told
-        assert f"it tells step {FAR}, the job is at step" in step_told[0]
+        assert f"it reports step {FAR}, the job is at step" in step_told[0]
         in_step(max(before) + 5, *members)  # and they go on when it has left
 
 
@@ -144,7 +144,7 @@ def test_a_forged_id_moves_neither_other_jobs_nor_the_next_lighthouse(house: Pro
         first = line.quorum("a:1", job="honest").result().quorum.quorum_id
         for told in (first + 2**54, first + 40 * 3600 * 1000 * 4096):
             refused = line.quorum("stranger:1", job="honest", seen_quorum_id=told)
-            assert "was never given out" in str(refused.exception())
+            assert "was never issued" in str(refused.exception())
         ahead = first + 14 * 3600 * 1000 * 4096
         forged = line.quorum("stranger:1", job="forged", seen_quorum_id=ahead).result().quorum
         assert forged.quorum_id > ahead

@@ -123,7 +123,7 @@ def test_who_joins_with_another_layout_is_refused_and_nobody_else_notices(
     before = {name: len(crew.told(name)) for name in "ab"}
     crew.start("c", kind)
     reason = crew.failure("c")
-    assert "is unlike" in reason
+    assert " differs from " in reason
     for side in both_sides:
         assert side in reason
     crew.await_commits("a", "b")
@@ -172,7 +172,7 @@ def test_operations_that_do_not_match_are_an_error_of_the_step(
     for name in "ab":
         eventually(lambda name=name: len(mismatches(name)) >= 2, START_S, str(crew.told(name)[-3:]))
         if not crew.commits(name):  # nobody trains, so none of them is the one that does not fit
-            assert "does not fit to the others" in crew.failure(name), "gloo has ended it"
+            assert "does not match the others" in crew.failure(name), "gloo has ended it"
         else:
             eventually(lambda name=name: len(mismatches(name)) > 3, START_S, "it goes on")
             assert crew.is_running(name), "gloo has ended it"
@@ -225,7 +225,7 @@ def test_a_group_that_never_fits_ends_and_the_others_go_on(
     crew.await_commits("a", "b")
     crew.start("c", "the branch alone")
     reason = crew.failure("c")
-    assert "does not fit to the others, which has cost all of them 3 steps in a row" in reason
+    assert "does not match the others, which has cost all groups 3 steps in a row" in reason
     end = "number 2, the end of the step, after 1 operation"
     assert f"Here: {end}. In another group: number 2, the backward pass of wrapper 0" in reason
     assert not crew.commits("c")

@@ -73,11 +73,11 @@ def test_why_there_is_no_quorum_is_said_once_until_it_changes(
     assert hears("b is slow", at=135) == ["no quorum for 35 s: b is slow"]
     assert hears("c is slow", at=139.9) == [], "it may change all the time"
     membership.ask()  # the last question got an error
-    assert hears("", at=140) == ["no quorum for 40 s: the lighthouse does not say why"]
+    assert hears("", at=140) == ["no quorum for 40 s: the lighthouse gave no reason"]
     membership.answer(QUORUM)
     assert hears("", at=300) == []
     membership.ask()
-    assert hears("", at=305) == ["no quorum for 5 s: the lighthouse does not say why"]
+    assert hears("", at=305) == ["no quorum for 5 s: the lighthouse gave no reason"]
     membership.answer(QUORUM)
     membership.ask()
     assert hears("", at=311) == [], "each step takes so long"

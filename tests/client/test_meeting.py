@@ -96,7 +96,7 @@ def test_news_of_its_host_ends_the_wait_for_a_store(group: ProcessGroupGloo) -> 
 def test_a_service_that_is_no_store_is_said_to_be_none(group: ProcessGroupGloo) -> None:
     with lighthouse() as address:
         where = address.removeprefix("http://")
-        with pytest.raises(Unreachable, match="what answers there is no store"):
+        with pytest.raises(Unreachable, match="the service there is no store"):
             group.configure(f"{where}/torchft/1/0", "a", 0, 2, quorum_id=1)
 
 

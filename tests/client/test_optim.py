@@ -151,7 +151,9 @@ def test_an_update_that_raises_spoils_the_weights(trainer: Trainer) -> None:
     with pytest.raises(ZeroDivisionError):
         trainer.step()
     hook.remove()
-    with pytest.raises(RequestRefused, match=r"step 2 was not applied whole \(ZeroDivisionError"):
+    with pytest.raises(
+        RequestRefused, match=r"step 2 was not applied completely \(ZeroDivisionError"
+    ):
         trainer.step()
     trainer.manager.load_state_dict(saved)
     assert trainer.step()
@@ -227,14 +229,16 @@ def test_a_scaled_update_whose_second_part_raises_spoils_the_weights(
     scaler.scale(sum(each.sum() for each in weights)).backward()
     with pytest.raises(ZeroDivisionError):
         scaler.step(optimizer)
-    with pytest.raises(RequestRefused, match=r"step 1 was not applied whole \(ZeroDivisionError"):
+    with pytest.raises(
+        RequestRefused, match=r"step 1 was not applied completely \(ZeroDivisionError"
+    ):
         trainer.manager.state_dict()
 
 
 def test_what_a_list_of_optimizers_cannot_do_says_so(trainer: Trainer) -> None:
     adam, sgd = split(trainer)
     optimizer = Optimizer(trainer.manager, [adam, sgd])
-    with pytest.raises(ConfigError, match=r"add_param_group.*turn to the one that is meant"):
+    with pytest.raises(ConfigError, match=r"add_param_group.*use the single optimizer"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with pytest.raises(ConfigError, match="param_groups"):
         optimizer.param_groups = []
@@ -296,7 +300,7 @@ def test_i3_an_update_whose_second_part_raises_is_healed(
             with contextlib.suppress(error):
                 loop(a, optims[a])
             assert a.manager.current_step() == step, "the step does not count here"
-            with pytest.raises(RequestRefused, match=f"step {step + 1} was not applied whole"):
+            with pytest.raises(RequestRefused, match=f"step {step + 1} was not applied completely"):
                 a.manager.state_dict()
             return loop(a, optims[a])
 
@@ -334,5 +338,5 @@ def test_a_vote_that_nobody_follows_up_counts_with_the_next_step(trainer: Traine
     assert trainer.manager.current_step() == trainer.manager.batches_committed() == 2
     trainer.manager.allow_state_dict_read()
     trainer.manager.report_spoiled_update(RuntimeError("found too late"))
-    with pytest.raises(RequestRefused, match="step 2 was not applied whole"):
+    with pytest.raises(RequestRefused, match="step 2 was not applied completely"):
         trainer.step()

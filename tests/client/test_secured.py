@@ -88,8 +88,8 @@ def test_a_trainer_with_a_wrong_token_is_told_what_to_set(
     address: str, known: Security, some: Papers, in_process: bool
 ) -> None:
     for security, reason in (
-        (some.local, "this service wants a token: set TORCHFT_TOKEN or TORCHFT_TOKEN_FILE"),
-        (replace(known, token=OTHER_TOKEN), "the token is not that of this service"),
+        (some.local, "this service requires a token: set TORCHFT_TOKEN or TORCHFT_TOKEN_FILE"),
+        (replace(known, token=OTHER_TOKEN), "the token differs from that of this service"),
     ):
         error = complaint(address, security, in_process=in_process)
         assert isinstance(error, Unauthorized)

@@ -54,7 +54,7 @@ def test_i4_a_group_that_is_left_alone_with_them_ends(address: str) -> None:
                 pass
 
         def ends() -> bool:
-            with pytest.raises(RequestRefused, match=r"not put in place whole.*restart this"):
+            with pytest.raises(RequestRefused, match=r"not applied completely.*restart this"):
                 commits()
             return True
 

@@ -120,10 +120,10 @@ def test_a_group_that_joins_at_the_other_turn_ends_and_the_others_go_on(
             assert together(c.step, a.step, b.step) == [False, False, False]
             last = together(lambda: ending(c.step), a.step, b.step)
             assert last[1:] == [False, False]
-            assert "does not fit to the others" in str(last[0])
+            assert "does not match the others" in str(last[0])
             assert "3 steps in a row: the groups are at different operations" in str(last[0])
             assert "Optimizer(manager, [first, second])" in str(last[0])
-            assert "does not fit to the others" in ending(c.step)
+            assert "does not match the others" in ending(c.step)
             for group in (a, b, c):
                 assert bits(group.state_dict()) == before, "I6"
         step = a.manager.current_step()
@@ -260,9 +260,9 @@ def end_of_loading(trainer: Trainer) -> str:
     """Train until that ends with an error, and leave; the reason."""
     reason = ending(lambda: trainer.steps(4) == [])
     trainer.manager.shutdown()
-    assert "could not be put in place 3 times in a row" in reason
+    assert "could not be loaded 3 times in a row" in reason
     assert "'default' cannot be loaded: RuntimeError('another layer')" in reason
-    assert "Mend load_state_dict" in reason
+    assert "Fix load_state_dict" in reason
     return reason
 
 

@@ -106,11 +106,11 @@ def test_the_other_services_address_is_noticed_at_once(
         with pytest.raises(RequestRefused) as caught:
             client.should_commit(0, 0, True, LONG)
         assert str(caught.value) == (
-            f"there is no manager at {lighthouse.address()}: it does not know this request"
+            f"the service at {lighthouse.address()} is no manager: it does not know this request"
         )
     with (
         LighthouseClient(manager.address(), LONG) as client,
-        pytest.raises(RequestRefused, match="there is no lighthouse at"),
+        pytest.raises(RequestRefused, match="is no lighthouse"),
     ):
         client.heartbeat("a:1")
 

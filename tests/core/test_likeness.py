@@ -81,9 +81,9 @@ def test_a_newcomer_that_sums_something_else_is_refused_with_both_sides_named() 
     with pytest.raises(RequestRefused) as refused:
         asks(scene, BIG, "c:1")
     assert str(refused.value) == (
-        "'c:1' is unlike 'a:1': all groups of a job need the same model, in the "
-        "same memory formats, wrapped in the same way, and the same settings; start this one as "
-        f"they are, or as another job. 'c:1': {BIG}. 'a:1': {SMALL}"
+        "'c:1' differs from 'a:1': all groups of a job need the same model, in the "
+        "same memory formats, wrapped in the same way, and the same settings; start this group "
+        f"like the others, or as another job. 'c:1': {BIG}. 'a:1': {SMALL}"
     )
     asks(scene, SMALL, "a:1", "b:1", step=1)
     assert scene.take_quorums() == [(1, ["a:1", "b:1"])]
@@ -92,7 +92,7 @@ def test_a_newcomer_that_sums_something_else_is_refused_with_both_sides_named() 
 def test_of_two_newcomers_that_differ_the_second_is_refused() -> None:
     scene = Scene(config(min_replicas=2))
     asks(scene, SMALL, "a:1")
-    with pytest.raises(RequestRefused, match="'b:1' is unlike 'a:1'"):
+    with pytest.raises(RequestRefused, match="'b:1' differs from 'a:1'"):
         asks(scene, BIG, "b:1")
 
 
@@ -111,7 +111,7 @@ def test_a_program_may_change_what_all_groups_sum() -> None:
     asks(scene, BIG, "a:1", "b:1", step=1)
     assert scene.take_quorums() == [(1, ["a:1", "b:1"])] * 2
     asks(scene, BIG, "a:1", step=2)
-    with pytest.raises(RequestRefused, match="'b:1' is unlike 'a:1'"):
+    with pytest.raises(RequestRefused, match="'b:1' differs from 'a:1'"):
         asks(scene, SMALL, "b:1", step=2)
 
 
@@ -124,7 +124,7 @@ def test_a_newcomer_that_waits_does_not_outlast_such_a_change() -> None:
     asks(scene, BIG, "a:1", step=1)
     (refused,) = scene.take()
     assert (refused.caller, refused.error) == (caller, "RequestRefused")
-    assert "'c:1' is unlike 'a:1'" in refused.reason
+    assert "'c:1' differs from 'a:1'" in refused.reason
     asks(scene, BIG, "b:1", step=1)
     assert scene.take_quorums() == [(1, ["a:1", "b:1"])]
 

@@ -266,9 +266,9 @@ def test_a_group_that_cannot_load_what_it_heals_to_ends_after_a_few_steps() -> N
             machine.begin_vote()
             if not arrives or failed < MAX_FAILED_LOADS:
                 machine.decide(False)
-    with pytest.raises(RequestRefused, match=r"3 times in a row: .*hung up.*Mend load_state_dict"):
+    with pytest.raises(RequestRefused, match=r"3 times in a row: .*hung up.*Fix load_state_dict"):
         machine.decide(False)
-    with pytest.raises(RequestRefused, match="Mend load_state_dict"):
+    with pytest.raises(RequestRefused, match="Fix load_state_dict"):
         machine.start()
 
 
@@ -431,7 +431,9 @@ def test_spoiled_weights_are_no_step_s(is_late: bool) -> None:
     assert not machine.begin_vote()
     machine.decide(False)
     before = machine.state
-    with pytest.raises(RequestRefused, match=r"step 1 was not applied whole \(out of memory\)"):
+    with pytest.raises(
+        RequestRefused, match=r"step 1 was not applied completely \(out of memory\)"
+    ):
         machine.start()
     assert machine.state == before
     machine.restore(1, 1)
@@ -470,7 +472,7 @@ def test_weights_that_a_heal_has_torn_can_be_healed_again_and_nothing_else() -> 
         machine.decide(False)
     machine.start()
     machine.form(Participation(participating_rank=0, num_participants=1))
-    with pytest.raises(RequestRefused, match=r"not put in place whole \(checkpoint from a source"):
+    with pytest.raises(RequestRefused, match=r"not applied completely \(checkpoint from a source"):
         machine.check_whole()
     assert not machine.begin_vote()
     machine.decide(False)

@@ -42,16 +42,16 @@ AT_THE_LIMIT: list[dict[str, Any]] = [
 ABOVE_IT: list[tuple[dict[str, Any], str]] = [
     ({"replica_id": ""}, "replica_id is empty"),
     ({"replica_id": "x" * 257}, "replica_id has 257 characters, 256 are allowed"),
-    ({"replica_id": "a\nb"}, "replica_id 'a\\nb' holds characters that cannot be printed"),
+    ({"replica_id": "a\nb"}, "replica_id 'a\\nb' contains characters that cannot be printed"),
     ({"address": "x" * 513}, "address has 513 characters, 512 are allowed"),
-    ({"address": "\x1b[2J"}, "address '\\x1b[2J' holds characters that cannot be printed"),
+    ({"address": "\x1b[2J"}, "address '\\x1b[2J' contains characters that cannot be printed"),
     ({"store_address": "x" * 513}, "store_address has 513 characters, 512 are allowed"),
     ({"data": "x" * 16385}, "data has 16385 bytes, 16384 are allowed"),
     ({"step": -1}, "step is -1, must be 0 or more"),
     ({"commit_failures": -1}, "commit_failures is -1, must be 0 or more"),
     ({"last_num_groups": -1}, "last_num_groups is -1, must be 0 to 1000000"),
     ({"seen_quorum_id": -1}, "seen_quorum_id is -1, must be 0 or more"),
-    ({"seen_quorum_id": MAX_INT64 // 2 + 1}, f"seen_quorum_id {2**62} was never given out"),
+    ({"seen_quorum_id": MAX_INT64 // 2 + 1}, f"seen_quorum_id {2**62} was never issued"),
     ({"world_size": MAX_WORLD_SIZE + 1}, "world_size is 1000001, must be 0 to 1000000"),
     ({"world_size": -1}, "world_size is -1, must be 0 to 1000000"),
     ({"min_replicas": MAX_WORLD_SIZE + 1}, "min_replicas is 1000001, must be 0 to 1000000"),
@@ -111,12 +111,12 @@ def test_max_step_is_the_highest_of_the_members() -> None:
         (
             {"join_timeout_s": 1e12},
             "join_timeout_s='1e+12 s' cannot work: use 2073600 s (24 days) at most, which is as "
-            "good as forever",
+            "good as no limit",
         ),
         (
             {"hang_timeout_s": 3e6},
             "hang_timeout_s='3e+06 s' cannot work: use 2073600 s (24 days) at most, which is as "
-            "good as forever",
+            "good as no limit",
         ),
         (
             {"on_step_regression": "ignore"},

@@ -170,7 +170,7 @@ def test_a_token_that_is_not_known_any_more_is_replaced(tmp_path: Path) -> None:
             await ask(etcd)
             await asyncio.to_thread(server.change_password, "lighthouse", PASSWORD)
             await ask(etcd)
-            with pytest.raises(Unauthorized, match="it wants a user: set TORCHFT_ETCD_USER"):
+            with pytest.raises(Unauthorized, match="it requires a user: set TORCHFT_ETCD_USER"):
                 await ask(nobody)
         finally:
             await etcd.close()

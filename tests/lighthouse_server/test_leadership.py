@@ -101,7 +101,7 @@ def test_only_the_leader_answers_and_the_other_names_it(etcd: str) -> None:
         line_to(second.address) as line,
         line_to(first.address) as right,
     ):
-        sentence = f"this lighthouse does not lead, {first.address} does"
+        sentence = f"this lighthouse does not lead; the leader is {first.address}"
         told = (grpc.StatusCode.UNAVAILABLE, sentence)
         eventually(lambda: failure(line.quorum("a:1", timeout_s=1)) == told)
         assert right.quorum("a:1").result().quorum.quorum_id
@@ -208,6 +208,6 @@ def test_a_leader_without_etcd_stops_in_time_and_leads_again_when_it_is_back(
             raise Late("it leads without etcd, or what was seen is an earlier term's end")
         with line_to(only.address) as line:
             told = failure(line.quorum("a:1"))[1]
-        assert told == "this lighthouse does not lead, who does is not known yet"
+        assert told == "this lighthouse does not lead; the leader is not known yet"
         with etcd_server(folder, address=address, peers=peers):
             assert next(seen) == SERVING

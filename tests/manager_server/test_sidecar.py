@@ -169,7 +169,7 @@ def test_a_child_that_cannot_start_says_why(
         ManagerProcess.start(config(lighthouse.address, bind=lighthouse.address))
     assert str(caught.value) == (
         f"manager at {lighthouse.address} cannot be reached: its process ended with status 2 at "
-        "its start, and says above why"
+        "its start, see its output above"
     )
     said = capfd.readouterr().err
     assert said == (

@@ -190,7 +190,7 @@ def test_a_port_in_use_is_noticed_across_address_families(taken: str) -> None:
 @pytest.mark.parametrize(
     ("greeting", "why"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak gRPC: is the port right?"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak gRPC: check the port"),
         (None, "its host name cannot be resolved"),
     ],
 )

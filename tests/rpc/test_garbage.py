@@ -136,8 +136,8 @@ def test_an_unknown_method_is_refused(service: tuple[Process, Line]) -> None:
     ("name", "sentence"),
     [
         ("", "replica_id is empty"),
-        ("a\nb:1", "replica_id 'a\\nb:1' holds characters that cannot be printed"),
-        ("\x1b[2J", "replica_id '\\x1b[2J' holds characters that cannot be printed"),
+        ("a\nb:1", "replica_id 'a\\nb:1' contains characters that cannot be printed"),
+        ("\x1b[2J", "replica_id '\\x1b[2J' contains characters that cannot be printed"),
         ("x" * 100_000, "replica_id has 100000 characters, 256 are allowed"),
     ],
 )
@@ -169,17 +169,17 @@ def test_a_name_of_a_megabyte_is_refused_in_a_session_too(lighthouse: Process) -
     [
         ([], "a session begins with a hello; none came"),
         ([{"beat": {}}], "a session begins with a hello"),
-        ([{"hello": {"replica_id": "s:1"}}, {}], "a session has no place for an empty message"),
+        ([{"hello": {"replica_id": "s:1"}}, {}], "a session does not accept an empty message"),
         (
             [{"hello": {"replica_id": "s:1"}}, {"hello": {"replica_id": "s:1"}}],
-            "a session has no place for hello",
+            "a session does not accept hello",
         ),
         (
             [
                 {"hello": {"replica_id": "s:1"}},
                 {"question": {"requester": {"replica_id": "t:1"}}},
             ],
-            "the session of 's:1' can not ask for 't:1'",
+            "the session of 's:1' cannot ask for 't:1'",
         ),
     ],
 )

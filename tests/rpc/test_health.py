@@ -60,7 +60,7 @@ def test_many_watchers_keep_nobody_out(port: str) -> None:
     assert honest.num_left() == late.num_left() == 1
     code, reason = failure(_Ended(greedy[0].calls[0]))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert reason == f"{LIMIT} others watch, and many of them where you are"
+    assert reason == f"{LIMIT} others watch this service, and many of them are yours"
     for each in (honest, late, *greedy):
         each.close()
 

@@ -109,9 +109,9 @@ def test_each_flag_that_is_given_but_empty_is_an_error(main: click.Command, valu
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["kill", "--replica", "x\udcff"], "'x\\udcff' holds characters that cannot be printed"),
+        (["kill", "--replica", "x\udcff"], "'x\\udcff' contains characters that cannot be printed"),
         (["kill", "--replica=a", "--job-id=\N{SNOWMAN}"], "is not ASCII"),
-        (["drain", "--replica=a", "--reason=a\nb"], "holds characters that cannot be printed"),
+        (["drain", "--replica=a", "--reason=a\nb"], "contains characters that cannot be printed"),
         (["--min-replicas=" + "9" * 23], "cannot work: use 1000000 at most"),
         (
             ["--leader-election=etcd://a:1", "--advertise=h\N{SNOWMAN}st:1"],

@@ -169,6 +169,6 @@ def test_a_lying_service_forges_no_line_in_a_trainer_s_log(
             attach(worker, 0, on_loss=lambda *told: heard.extend(map(str, told)))
             eventually(lambda: heard)
             liar.is_over.set()
-            eventually(lambda: "no line to the manager" in caplog.text)
+            eventually(lambda: "no stream to the manager" in caplog.text)
     assert heard[:2] == [PLAIN, PLAIN]
     assert all(record.getMessage().isprintable() for record in caplog.records)

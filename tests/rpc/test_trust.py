@@ -71,7 +71,7 @@ def test_a_client_checks_the_server(some: Papers) -> None:
         (some.ours.issue("elsewhere.example"), some.local, "is not for this host"),
         (some.ours.issue("127.0.0.1", not_after=LONG_AGO), some.local, "renew it"),
         (some.local, replace(some.local, ca_file=None), "set TORCHFT_TLS_CA to the CA"),
-        (PLAIN, some.local, "it does not speak TLS, and TLS is set here"),
+        (PLAIN, some.local, "it does not use TLS, but TLS is set here"),
     ):
         with LighthouseServer("127.0.0.1:0", 1, security=server) as running:
             error = complaint(running.address(), client)
@@ -92,8 +92,8 @@ def guarded(some: Papers) -> Iterator[Process]:
 WRONG = pytest.mark.parametrize(
     ("client", "reason"),
     [
-        (PLAIN, "this service wants a token: set TORCHFT_TOKEN"),
-        (Security(token=OTHER_TOKEN), "the token is not that of this service"),
+        (PLAIN, "this service requires a token: set TORCHFT_TOKEN"),
+        (Security(token=OTHER_TOKEN), "the token differs from that of this service"),
     ],
     ids=["none", "wrong"],
 )
@@ -228,7 +228,7 @@ def test_a_manager_that_the_lighthouse_refuses_tells_its_workers_at_once(
     with LighthouseServer("127.0.0.1:0", 1, security=some.local) as tls:
         for lighthouse, settings, reason in (
             (guarded.address, {"TORCHFT_TOKEN": OTHER_TOKEN}, "not that of this service: set"),
-            (guarded.address, {}, "this service wants a token"),
+            (guarded.address, {}, "this service requires a token"),
             (
                 tls.address(),
                 variables(Security(ca_file=some.theirs.ca_file))

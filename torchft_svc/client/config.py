@@ -61,7 +61,11 @@ class Timeouts:
             check_length(_KEYWORDS[field], value or 0.0)
         for low, high, reason in (
             ("collective_s", "quorum_s", "the others would give up the quorum while it waits"),
-            ("connect_s", "quorum_s", "the quorum would time out before it says who is away"),
+            (
+                "connect_s",
+                "quorum_s",
+                "the quorum would time out before it reports which groups are missing",
+            ),
         ):
             self._check_order(low, high, reason)
         if self.heartbeat_interval_s >= LIGHTHOUSE_HEARTBEAT_TIMEOUT_S:
@@ -69,7 +73,7 @@ class Timeouts:
                 "heartbeat_interval",
                 f"{self.heartbeat_interval_s:g} s",
                 f"it must be below the lighthouse's heartbeat timeout of "
-                f"{LIGHTHOUSE_HEARTBEAT_TIMEOUT_S:g} s, or a living group is taken for dead",
+                f"{LIGHTHOUSE_HEARTBEAT_TIMEOUT_S:g} s, or a living group is considered dead",
             )
 
     def _check_order(self, low: str, high: str, reason: str) -> None:

@@ -45,7 +45,9 @@ def replicate_across_groups(manager: Manager, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in sharded:
             raise ConfigError(
-                name, "outside of FSDP", "nobody would average it: shard the module it belongs to"
+                name,
+                "outside of FSDP",
+                "its gradient would not be averaged: shard the module it belongs to",
             )
 
     sums = _ShardedSums(manager, groups)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # What torch's wrapper calls first if it is left to its defaults is refused with this, too.
 _ONLY_REDUCTIONS = (
-    "groups that come and go can be reduced over, and no more; torch's DistributedDataParallel "
+    "groups that come and go support reductions only; torch's DistributedDataParallel "
     "needs init_sync=False, broadcast_buffers=False and find_unused_parameters=True"
 )
 

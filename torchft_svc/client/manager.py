@@ -315,7 +315,7 @@ class Manager:
         self._stepper.latch_error(e, self._step.state.epoch)
 
     def report_spoiled_update(self, e: BaseException) -> None:
-        """The update of a committed step was not applied whole, because of ``e``.
+        """The update of a committed step was not applied completely, because of ``e``.
 
         For those who call `should_commit`; `commit` does it by itself. No step goes on with such
         weights: this worker heals in the next one, or, if nobody can heal it, `start_quorum` is

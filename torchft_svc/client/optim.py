@@ -126,7 +126,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _only(self, what: str) -> torch.optim.Optimizer:
         if "optim" not in self.__dict__:
-            reason = "a list of optimizers is wrapped: turn to the one that is meant"
+            reason = "a list of optimizers is wrapped: use the single optimizer"
             raise ConfigError(what, f"of {len(self.optims)} optimizers", reason)
         return self.optim
 

@@ -137,7 +137,7 @@ class Attachment:
     def _hear_break(self, error: grpc.RpcError) -> None:
         if not self._failing and not self._closing.is_set():
             level = logging.DEBUG if self._is_over else logging.WARNING
-            log.log(level, "no line to the manager: %s", one_line(error.details() or ""))
+            log.log(level, "no stream to the manager: %s", one_line(error.details() or ""))
             self._hear_end()
         self._failing = True
         # Refused: a worker that had this rank before may be dead, and not be missed yet.

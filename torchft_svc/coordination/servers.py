@@ -85,7 +85,7 @@ class ManagerServer(_Server):
     """A replica group's manager inside this process.
 
     ``replica_id`` is the group's name; its incarnation is added. ``hostname`` is the host under
-    which others reach it (empty: the one that the route to the lighthouse leaves from). It shares
+    which others reach it (empty: the local address of the route to the lighthouse). It shares
     the interpreter lock with the program around it: a long call that holds it delays heartbeats.
 
     Raises:

@@ -382,7 +382,9 @@ class Group:
         """
         self._check_rank(group_rank)
         if group_rank not in self._checkpoint_addresses:
-            raise RequestRefused(f"group rank {group_rank} has not told where it serves its state")
+            raise RequestRefused(
+                f"group rank {group_rank} has not reported where it serves its state"
+            )
         return self._checkpoint_addresses[group_rank]
 
     @property

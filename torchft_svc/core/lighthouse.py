@@ -383,9 +383,9 @@ class Lighthouse:
             known = self._ended[name].last_id
         if told_id > known and ahead_s > (MAX_AHEAD_S if is_running else MAX_AHEAD_OF_NEW_JOB_S):
             raise RequestRefused(
-                f"quorum {told_id}, which was told, was never given out: it is "
+                f"quorum {told_id}, which a group reported, was never issued: it is "
                 f"{ahead_s / 3600:.0f} h ahead of this lighthouse's clock; set the clocks, and "
-                "start that group again"
+                "restart that group"
             )
 
     def _sign_of_life(self, state: _Job, replica_id: str, now: float) -> list[Order]:

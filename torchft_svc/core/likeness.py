@@ -55,9 +55,9 @@ class Likeness:
 def why_unlike(asker: Member, other: Member) -> str:
     """The sentence for ``asker``, whose layout is not that of ``other``."""
     return (
-        f"{asker.replica_id!r} is unlike {other.replica_id!r}: all groups of a job need the same "
-        "model, in the same memory formats, wrapped in the same way, and the same settings; start "
-        "this one as they are, or as another job. "
+        f"{asker.replica_id!r} differs from {other.replica_id!r}: all groups of a job need the "
+        "same model, in the same memory formats, wrapped in the same way, and the same settings; "
+        "start this group like the others, or as another job. "
         f"{asker.replica_id!r}: {asker.layout}. {other.replica_id!r}: {other.layout}"
     )
 

@@ -135,7 +135,7 @@ class StepState:
     known); two groups at one step that was committed in one quorum have one state. ``settled``: it
     has committed a step since it came, or was last behind, so that what it does in a step is what
     the others do. ``misfits`` counts the steps since the last commit in which it was not,
-    ``failed_loads`` the healed states in a row that arrived and could not be put in place.
+    ``failed_loads`` the healed states in a row that arrived and could not be loaded.
     """
 
     phase: Phase = Phase.IDLE
@@ -195,7 +195,7 @@ class StepMachine:
         """Raise `RequestRefused` if the weights are those of no step."""
         if self.state.spoiled:
             raise RequestRefused(
-                f"{self.state.spoiled}, so these weights are those of no step: restart this "
+                f"{self.state.spoiled}, so these weights belong to no step: restart this "
                 "worker, which then heals, or load a periodic checkpoint"
             )
 
@@ -269,7 +269,7 @@ class StepMachine:
         `TornState`."""
         spoiled, heal = self.state.spoiled, self.state.pending_heal
         if isinstance(error, TornState):
-            spoiled = f"a heal was not put in place whole ({error})"
+            spoiled = f"a heal was not applied completely ({error})"
         self._move(
             Event.HEAL_FAILED,
             error=self.state.error or error,
@@ -334,16 +334,16 @@ class StepMachine:
         state = self.state
         if state.misfits >= MAX_MISFITS:
             raise RequestRefused(
-                f"this group does not fit to the others, which has cost all of them "
-                f"{state.misfits} steps in a row: {self._why_discarded()}. Where steps take turns, "
-                "such as a discriminator's and a generator's, let the turn go by "
+                f"this group does not match the others, which has cost all groups "
+                f"{state.misfits} steps in a row: {self._why_discarded()}. If steps take turns, "
+                "such as a discriminator's and a generator's, choose the turn by "
                 "manager.current_step() with use_async_quorum=False, or make both updates in one "
-                "step, by Optimizer(manager, [first, second]). Then restart this group"
+                "step with Optimizer(manager, [first, second]). Then restart this group"
             )
         if state.failed_loads >= MAX_FAILED_LOADS:
             raise RequestRefused(
-                f"the state of the other groups could not be put in place {state.failed_loads} "
-                f"times in a row: {self._why_discarded()}. Mend load_state_dict, then restart this "
+                f"the state of the other groups could not be loaded {state.failed_loads} "
+                f"times in a row: {self._why_discarded()}. Fix load_state_dict, then restart this "
                 "group"
             )
 
@@ -365,7 +365,7 @@ class StepMachine:
             batches = state.batches_committed - num
             changes.update(step=state.step - 1, batches_committed=batches, quorum_id=0)
         if spoiled_by:
-            spoiled = f"the update to step {state.step} was not applied whole ({spoiled_by})"
+            spoiled = f"the update to step {state.step} was not applied completely ({spoiled_by})"
             changes.update(spoiled=spoiled, unhealed=True)
         self._move(Event.UPDATE_LOST, **changes)
 

@@ -299,8 +299,8 @@ class QuorumConfig:
             raise ConfigError(
                 "heal_timeout_s",
                 self.heal_timeout_s,
-                f"it must not be below join_timeout_s={self.join_timeout_s:g}: who heals would be "
-                "waited for less than others",
+                f"it must not be below join_timeout_s={self.join_timeout_s:g}: a group that "
+                "heals would get less time than others",
             )
 
     @property
@@ -312,7 +312,7 @@ class QuorumConfig:
 def check_length(field: str, duration_s: float) -> None:
     """Raise `ConfigError` if the setting ``field`` is longer than the longest wait."""
     if duration_s > MAX_DURATION_S:
-        reason = f"use {MAX_DURATION_S:.0f} s (24 days) at most, which is as good as forever"
+        reason = f"use {MAX_DURATION_S:.0f} s (24 days) at most, which is as good as no limit"
         raise ConfigError(field, f"{duration_s:g} s", reason)
 
 
@@ -340,7 +340,7 @@ def check_quorum_id(field: str, quorum_id: int) -> None:
         raise RequestRefused(f"{field} is {quorum_id}, must be 0 or more")
     # The clock-derived base of a lighthouse is far below this; more would exhaust the ids.
     if quorum_id > MAX_INT64 // 2:
-        raise RequestRefused(f"{field} {quorum_id} was never given out")
+        raise RequestRefused(f"{field} {quorum_id} was never issued")
 
 
 def check_step(step: int) -> None:
@@ -368,4 +368,4 @@ def check_text(field: str, value: str, limit: int) -> None:
     if len(value) > limit:
         raise RequestRefused(f"{field} has {len(value)} characters, {limit} are allowed")
     if not value.isprintable():
-        raise RequestRefused(f"{field} {value[:40]!r} holds characters that cannot be printed")
+        raise RequestRefused(f"{field} {value[:40]!r} contains characters that cannot be printed")

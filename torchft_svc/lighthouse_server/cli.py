@@ -41,33 +41,33 @@ from torchft_svc.rpc.security import Security
     type=int,
     envvar="TORCHFT_MIN_REPLICAS",
     default=1,
-    help="Fewest groups that make a quorum.",
+    help="Smallest number of groups that make a quorum.",
 )
 @option(
     "--join-timeout-ms",
     type=MILLISECONDS,
     default=60_000,
-    help="How long the groups that ask wait for living ones that have not asked yet.",
+    help="How long the groups that ask wait for living groups that have not asked yet.",
 )
 @option(
     "--heal-timeout-ms",
     type=MILLISECONDS,
     default=None,
     show_default="the join timeout",
-    help="The same, for a living one that downloads the state.",
+    help="The same, for a living group that downloads the state.",
 )
 @option(
     "--startup-timeout-ms",
     type=MILLISECONDS,
     default=None,
     show_default="the join timeout",
-    help="The same, for groups new to the job in a cold start.",
+    help="The same, for groups that are new to the job, in a cold start.",
 )
 @option(
     "--heartbeat-timeout-ms",
     type=MILLISECONDS,
     default=5_000,
-    help="A group that is silent for so long is dead.",
+    help="A group that is silent for this time is dead.",
 )
 @option(
     "--on-step-regression",
@@ -97,8 +97,12 @@ from torchft_svc.rpc.security import Security
     help="What to do with a group that has hung: only report it, end its processes, or go on "
     "without it until it moves again.",
 )
-@option("--max-jobs", type=int, default=1000, help="Most jobs that are served at a time.")
-@option("--max-members-per-job", type=int, default=20_000, help="Most groups that a job may have.")
+@option(
+    "--max-jobs", type=int, default=1000, help="Largest number of jobs that are served at a time."
+)
+@option(
+    "--max-members-per-job", type=int, default=20_000, help="Largest number of groups of a job."
+)
 @option(
     "--max-quorum-bytes",
     type=int,

@@ -183,10 +183,8 @@ class LighthouseDriver:
         self._carry_out(self._core.opened(job, replica_id, last, self._clock.now(time.monotonic())))
         silent = self._sessions.opened(job, replica_id, outbox)
         if silent is not None:
-            told = (
-                f"{replica_id!r} has {MAX_SESSIONS_PER_GROUP} others, this one was silent longest"
-            )
-            silent.fail(RequestRefused(told))
+            others = f"{replica_id!r} has {MAX_SESSIONS_PER_GROUP} others"
+            silent.fail(RequestRefused(f"{others}, this one was silent the longest"))
         outbox.tell(welcome_news(self._core.beat_interval_s(job)))
         if is_past:
             outbox.tell(member_lost(replica_id, "its session had ended", last.quorum_id))
@@ -218,7 +216,7 @@ class LighthouseDriver:
         if not self._tell_all(job, (replica_id,), news):
             raise RequestRefused(
                 f"{replica_id!r} has no session with this lighthouse, it only sends heartbeats: "
-                "it cannot be told anything, so ask its manager instead"
+                "it cannot receive commands, so ask its manager instead"
             )
         return replica_id
 
@@ -282,7 +280,7 @@ class LighthouseDriver:
             elif isinstance(order, ReportLeftHealing):
                 log.warning(
                     "group left out job=%s replica=%s: it has been healing for %.1f s, and has to "
-                    "begin again: raise --heal-timeout-ms, or mend its link",
+                    "start again: raise --heal-timeout-ms, or repair its link",
                     order.job,
                     order.replica_id,
                     order.for_s,
@@ -357,8 +355,8 @@ class LighthouseDriver:
         for member in quorum.participants:
             if member.doubted_step:
                 log.warning(
-                    "step not believed job=%s replica=%s: it tells step %d, the job is at step %d; "
-                    "it has to heal (--on-step-jump follow lets the job follow it)",
+                    "step not believed job=%s replica=%s: it reports step %d, the job is at step "
+                    "%d; it has to heal (--on-step-jump follow lets the job follow it)",
                     order.job,
                     member.replica_id,
                     member.doubted_step,
@@ -398,7 +396,7 @@ class LighthouseDriver:
         if self._clock.missed_s > missed_before_s:
             missed_s = self._clock.missed_s - missed_before_s
             log.warning(
-                "this process stood still for %.1f s, which no group is blamed for", missed_s
+                "this process did not run for %.1f s, for which no group is blamed", missed_s
             )
         if now < self._timer_at:
             self._sleep(now)

@@ -52,7 +52,9 @@ def election_options(main: Callable[..., None]) -> Callable[..., None]:
         help="Of several lighthouses only the elected one answers: "
         "etcd://host:2379[,host:2379][/prefix], or etcds://... with TLS.",
     )
-    @option("--lease-ttl-s", type=int, default=5, help="So long a dead leader is not replaced.")
+    @option(
+        "--lease-ttl-s", type=int, default=5, help="A dead leader is replaced within this time."
+    )
     @option(
         "--advertise",
         default=None,
@@ -63,7 +65,7 @@ def election_options(main: Callable[..., None]) -> Callable[..., None]:
     @option("--etcd-ca", help="CA that signs etcd's certificates, PEM.  [env: TORCHFT_ETCD_CA]")
     @option("--etcd-cert", help="Certificate to show to etcd, PEM.  [env: TORCHFT_ETCD_CERT]")
     @option("--etcd-key", help="That certificate's private key, PEM.  [env: TORCHFT_ETCD_KEY]")
-    @option("--etcd-user", type=Text(), help="As whom to come to etcd.  [env: TORCHFT_ETCD_USER]")
+    @option("--etcd-user", type=Text(), help="The user at etcd.  [env: TORCHFT_ETCD_USER]")
     @option(
         "--etcd-password-file",
         help="File with that user's password; the password itself is taken from "

@@ -32,7 +32,7 @@ _REFUSALS = (
         "authentication failed",
         f"it does not take {{user}} with this password: set {USER_NAME} and {PASSWORD_NAME}",
     ),
-    ("user name is empty", f"it wants a user: set {USER_NAME} and {PASSWORD_NAME}"),
+    ("user name is empty", f"it requires a user: set {USER_NAME} and {PASSWORD_NAME}"),
     (
         "permission denied",
         "{user} may not do that: grant it a role that reads and writes the keys below {prefix!r}",
@@ -190,5 +190,5 @@ class Etcd:
             return Unauthorized(f"etcd at {self.address}: {refusal}")
         hint = closing_hint(details, self._access.setting)
         if hint and not self._access.dials_tls:
-            hint = " (it hangs up at once: it may want TLS; use etcds://)"
+            hint = " (it closes the connection at once: it may require TLS; use etcds://)"
         return Unreachable("etcd", self.address, f"{error.code().name}: {details}{hint}")

@@ -49,7 +49,7 @@ _replica = option(
     required=True,
     help="The group: its name (REPLICA_GROUP_ID) or its replica id.",
 )
-_reason = option("--reason", type=Text(), default="", help="Told to the group, and logged.")
+_reason = option("--reason", type=Text(), default="", help="Sent to the group, and logged.")
 
 
 @click.command()
@@ -64,7 +64,7 @@ _reason = option("--reason", type=Text(), default="", help="Told to the group, a
 )
 @click.option("--all", "show_all", is_flag=True, help="Show all groups, however many.")
 @click.option("--json", "as_json", is_flag=True, help="Show everything, as JSON.")
-@click.option("--watch", is_flag=True, help="Show it again every second, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Refresh every second, until Ctrl-C.")
 @option(
     "--stalled-after",
     type=click.FloatRange(min=0),

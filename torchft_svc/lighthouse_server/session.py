@@ -75,13 +75,13 @@ class Session:
             self._leave(message.leave)
             return False
         elif kind is not None or not is_of_a_newer_kind(message):
-            raise RequestRefused(f"a session has no place for {kind or 'an empty message'}")
+            raise RequestRefused(f"a session does not accept {kind or 'an empty message'}")
         return True
 
     def _ask(self, question: pb.SessionQuestion) -> None:
         if question.requester.replica_id != self._replica_id:
             raise RequestRefused(
-                f"the session of {self._replica_id!r} can not ask for "
+                f"the session of {self._replica_id!r} cannot ask for "
                 f"{question.requester.replica_id[:64]!r}"
             )
         self._withdraw()

@@ -70,7 +70,7 @@ async def _end(driver: ManagerDriver, link: LighthouseLink, *, has_owner: bool) 
     if driver.kill_reason is not None:
         await link.leave(driver.kill_reason, ends=True)
     elif has_owner:  # who stops on purpose has detached before, so that the group has left
-        await link.leave("the process of group rank 0 stops or is dead")
+        await link.leave("the process of group rank 0 is stopping or dead")
     else:
         await link.leave("its manager stops", ends=True)
     if has_owner:

@@ -78,5 +78,5 @@ def _hear(
     if kind == "phase":
         driver.hear_phase(group_rank, message.phase)
     elif kind is not None or not is_of_a_newer_kind(message):
-        raise RequestRefused(f"an attachment has no place for {kind or 'an empty message'}")
+        raise RequestRefused(f"an attachment does not accept {kind or 'an empty message'}")
     return True

@@ -36,7 +36,7 @@ class ManagerProcess:
         """Start a manager for this process.
 
         Raises:
-            Unreachable: the child ended; its own words are on stderr.
+            Unreachable: the child ended; see its output on stderr.
             DeadlineExceeded: it does not serve within ``timeout_s`` seconds.
         """
         reading, writing = os.pipe()
@@ -61,9 +61,9 @@ class ManagerProcess:
         return self._process.poll()
 
     def wait(self) -> int:
-        """The exit status, once it has ended; one that does not move any more is killed."""
+        """The exit status, once it has ended; one that gives no sign of life is killed."""
         if self._signs.await_silence(lambda: self.poll() is not None):
-            log.error("the manager, process %d, does not move any more: it is killed", self.pid)
+            log.error("the manager, process %d, gives no sign of life: it is killed", self.pid)
             self._process.kill()
         return self._process.wait()
 
@@ -138,7 +138,7 @@ def _read_address(process: subprocess.Popen[bytes], bind: str, timeout_s: float)
             more = os.read(out.fileno(), 4096)
             if not more:
                 status = process.wait()
-                told = f"its process ended with status {status} at its start, and says above why"
+                told = f"its process ended with status {status} at its start, see its output above"
                 raise Unreachable("manager", bind, told)
             line += more
     return line.decode().strip().removeprefix(_READY)

@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 @option(
     "--advertise-host",
     default=None,
-    show_default="the one that the route to the lighthouse leaves from",
+    show_default="the local address of the route to the lighthouse",
     help="Host under which other groups reach this manager.",
 )
 @option(
@@ -76,13 +76,13 @@ log = logging.getLogger(__name__)
     "--connect-timeout-ms",
     type=MILLISECONDS,
     default=10_000,
-    help="How long the lighthouse may be unreachable before waiting workers are told.",
+    help="How long the lighthouse may be unreachable before waiting workers get an error.",
 )
 @option(
     "--quorum-retries",
     type=int,
     default=0,
-    help="How often a failed quorum is asked for again before workers are told.",
+    help="How many times to retry a failed quorum before workers get an error.",
 )
 @option("--job-id", envvar="TORCHFT_JOB_ID", default=DEFAULT_JOB, help="The training run.")
 @option(
@@ -91,10 +91,14 @@ log = logging.getLogger(__name__)
     envvar="TORCHFT_MIN_REPLICAS",
     default=0,
     show_default="as the lighthouse says",
-    help="Fewest groups that the job trains with: the largest that its groups tell.",
+    help="Smallest number of groups that the job trains with; the largest of its groups' values "
+    "counts.",
 )
 @option(
-    "--owner-pid", type=int, default=None, help="Process to die with; a Kill request ends it too."
+    "--owner-pid",
+    type=int,
+    default=None,
+    help="End with this process; a Kill request ends it, too.",
 )
 @option("--life-descriptor", type=int, default=None, hidden=True)  # see `show_life`
 @log_level_option

@@ -178,7 +178,7 @@ class ManagerDriver:
         elif kind == "lost":
             lost = news.lost
             if lost.replica_id == self._link.replica_id:
-                log.warning("the others go on without this group: %s", lost.reason)
+                log.warning("the others continue without this group: %s", lost.reason)
             else:
                 log.info("group lost replica=%s: %s", lost.replica_id, lost.reason)
             self._tell_workers(news.SerializeToString())
@@ -312,5 +312,5 @@ class ManagerDriver:
         if isinstance(outcome, Quorum):
             self._carry_out(self._core.quorum_formed(round_, outcome))
         else:
-            log.info("the workers are told: %s", outcome)  # who say it, or raise it
+            log.info("error for the workers: %s", outcome)  # who say it, or raise it
             self._carry_out(self._core.quorum_failed(round_, outcome))

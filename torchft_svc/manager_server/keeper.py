@@ -22,7 +22,7 @@ FIRST_PAUSE_S = 0.1
 
 
 class ManagerKeeper:
-    """A child process that is started again when it ends, or does not move any more; leaves nothing
+    """A child process that is started again when it ends, or gives no sign of life; leaves nothing
     behind once closed.
 
     ``on_move`` hears the address of each further one, on the keeper's thread, before `address`

@@ -20,7 +20,7 @@ from torchft_svc.rpc.security import Security
     required=True,
     help="Address of the group's manager (`lighthouse status` shows it).",
 )
-@option("--reason", type=Text(), default="", help="Told to the group, and logged.")
+@option("--reason", type=Text(), default="", help="Sent to the group, and logged.")
 @security_options
 def drain(manager: HostPort, reason: str, security: Security) -> None:
     """Let the group finish its step, leave, and end."""

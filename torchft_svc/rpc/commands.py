@@ -74,7 +74,7 @@ class ServiceCommand(click.Command):
             sys.exit(1)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Instead of the options, to one that runs"):
+        with formatter.section("Commands for a running service, instead of the options"):
             formatter.write_dl(
                 [
                     (str(name), command.get_short_help_str(60))

@@ -99,7 +99,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped
                 await watcher.changed.wait()
         finally:
             self._watchers.pop(watcher, None)
-        reason = f"{MAX_WATCHERS} others watch, and many of them where you are"
+        reason = f"{MAX_WATCHERS} others watch this service, and many of them are yours"
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
 
     def _make_room(self) -> None:

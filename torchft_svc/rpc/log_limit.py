@@ -92,7 +92,7 @@ class LimitedLog(logging.StreamHandler):  # type: ignore[type-arg,unused-ignore]
 
     def _tell_left_out(self, now: float) -> None:
         for kind, count in self._limit.ended(now):
-            text = "left out %d more lines like %r"
+            text = "omitted %d more lines like %r"
             level = logging.WARNING
             super().emit(logging.LogRecord(__name__, level, "", 0, text, (count, kind), None))
 

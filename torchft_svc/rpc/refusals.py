@@ -29,5 +29,5 @@ class Refusals:
         if len(self._logged_at) > MAX_LOGGED:
             del self._logged_at[next(iter(self._logged_at))]
         log.warning(
-            "refused %r from %s: %s (said at most every %g s)", who[1], peer, reason, LOG_AGAIN_S
+            "refused %r from %s: %s (logged at most every %g s)", who[1], peer, reason, LOG_AGAIN_S
         )

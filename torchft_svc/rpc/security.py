@@ -63,11 +63,11 @@ class Security(TlsFiles):
             return None
         scheme, _, token = (shown or "").strip().partition(" ")
         if not token or scheme.lower() != _SCHEME:
-            return f"this service wants a token: set {TOKEN_NAME} or {TOKEN_FILE_NAME}"
+            return f"this service requires a token: set {TOKEN_NAME} or {TOKEN_FILE_NAME}"
         if not hmac.compare_digest(token.strip().encode("utf-8", "replace"), self.token.encode()):
             return (
-                f"the token is not that of this service: set {TOKEN_NAME} or {TOKEN_FILE_NAME} to "
-                "the same value everywhere"
+                f"the token differs from that of this service: set {TOKEN_NAME} or "
+                f"{TOKEN_FILE_NAME} to the same value everywhere"
             )
         return None
 

@@ -40,11 +40,11 @@ _CAUSES = (
     (rf"{_NOT_MADE}\w+: \S+: Failed to connect to remote host: (.*)", r"\1"),
     (
         rf"{_NOT_MADE}.*Failed parsing HTTP/2 .*",
-        "what listens there does not speak gRPC: is the port right?",
+        "the service there does not speak gRPC: check the port",
     ),
     (
         rf"{_NOT_MADE}.*timed out before receiving SETTINGS frame.*",
-        "what listens there does not answer: it is frozen, or is the port right?",
+        "the service there does not answer: it is frozen, or the port is wrong",
     ),
     (r"errors resolving .*", "its host name cannot be resolved"),
 )
@@ -104,7 +104,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchFTError
     except grpc.aio.AbortError:
         raise
     except Exception as fault:  # noqa: BLE001 - the call is over; its client does not read
-        log.info("a caller could not be told %r: %s", text, fault)
+        log.info("could not send %r to a caller: %s", text, fault)
         raise asyncio.CancelledError from None
 
 
@@ -138,7 +138,9 @@ def to_error(
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return RequestRefused(f"{action} at {address} is too large: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return RequestRefused(f"there is no {peer} at {address}: it does not know this request")
+        return RequestRefused(
+            f"the service at {address} is no {peer}: it does not know this request"
+        )
     return Unreachable(peer, address, f"{cause_of(code, details)}{closing_hint(details)}")
 
 

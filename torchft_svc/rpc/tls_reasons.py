@@ -23,12 +23,12 @@ _REASONS = (
     ),
     (
         ("wrong_version_number", "wrong version number", "http_request"),
-        "it does not speak TLS, and TLS is set here: give it a certificate and its key, or take "
-        "TLS away here",
+        "it does not use TLS, but TLS is set here: give it a certificate and its key, or "
+        "remove the TLS settings here",
     ),
     (
         ("alert certificate", "alert unknown ca", "alert bad certificate", "alert unknown_ca"),
-        "it does not take the certificate of this side: set {0}_CERT and {0}_KEY to one that its "
+        "it does not accept the certificate of this side: set {0}_CERT and {0}_KEY to one that its "
         "CA has signed",
     ),
 )
@@ -54,7 +54,7 @@ def closing_hint(details: str, setting: str = TlsFiles.setting) -> str:
     text = details.lower()
     if text.startswith("failed to connect") and any(sign in text for sign in _CLOSED):
         return (
-            " (it hangs up at once: it may want TLS, or a certificate that its CA has signed; set "
-            f"{setting}_CA, {setting}_CERT and {setting}_KEY as there)"
+            " (it closes the connection at once: it may require TLS, or a certificate that its CA "
+            f"has signed; set {setting}_CA, {setting}_CERT and {setting}_KEY to fit)"
         )
     return ""

@@ -120,7 +120,7 @@ def test_the_receiver_checks_the_source(some: Papers) -> None:
         (some.ours.issue("127.0.0.1", not_after=LONG_AGO), some.local, "renew it"),
         (some.theirs.issue("127.0.0.1"), some.local, "set TORCHFT_TLS_CA to the CA"),
         (some.local, PLAIN, "it speaks TLS: set TORCHFT_TLS_CA"),
-        (PLAIN, some.local, "it does not speak TLS, and TLS is set here"),
+        (PLAIN, some.local, "it does not use TLS, but TLS is set here"),
     ):
         with serving(sends) as source:
             error = complaint(source, fetches)
@@ -136,7 +136,7 @@ def test_the_source_checks_the_receiver(some: Papers) -> None:
         for client in (stranger, expired):
             error = complaint(source, client)
             assert isinstance(error, Unauthorized), error
-            assert "it does not take the certificate of this side" in str(error)
+            assert "it does not accept the certificate of this side" in str(error)
 
 
 def test_who_shows_no_certificate_fetches_nothing(some: Papers) -> None:
@@ -160,7 +160,7 @@ def test_who_shows_no_certificate_fetches_nothing(some: Papers) -> None:
     ("client", "reason"),
     [
         (PLAIN, "wants a token: set TORCHFT_TOKEN"),
-        (Security(token=OTHER_TOKEN), "the token is not that of this service"),
+        (Security(token=OTHER_TOKEN), "the token differs from that of this service"),
     ],
     ids=["none", "wrong"],
 )

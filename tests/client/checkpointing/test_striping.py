@@ -269,7 +269,7 @@ def test_an_assigned_source_that_is_lost_before_it_offers_is_not_waited_for(
         fetched.result(0.5)
     site.receiver.lose_source("a:1 is out: no sign of life for 5 s")
     site.expect(fetched)
-    assert "is lost, others go on: checkpoint from" in caplog.text
+    assert "is lost, others continue: checkpoint from" in caplog.text
     assert "a:1 is out: no sign of life for 5 s" in caplog.text
 
 

@@ -142,7 +142,7 @@ def test_a_receiver_that_stands_still_loses_its_copies_at_the_timeout(
             raise Late("it was not asked for so long that it has let go already")
         until(lambda: source.copied_bytes == 0)
         gate.open()
-        with pytest.raises(CheckpointError, match=r"nobody fetched from it for 0\.5 s"):
+        with pytest.raises(CheckpointError, match=r"no receiver fetched from it for 0\.5 s"):
             asked.result(DEADLINE_S)
 
 

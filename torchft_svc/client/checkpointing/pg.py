@@ -172,7 +172,9 @@ class PGTransport(CheckpointTransport[Any]):
             try:
                 self._send(parts, rank)
             except (TorchFTError, RuntimeError) as error:  # then its connection is broken, too
-                log.warning("replica rank %d cannot be told why it is not healed: %s", rank, error)
+                log.warning(
+                    "replica rank %d cannot be informed why it is not healed: %s", rank, error
+                )
 
     def disallow_checkpoint(self) -> None:
         """Let go of what has arrived; what is sent was copied."""

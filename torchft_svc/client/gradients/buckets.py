@@ -107,7 +107,7 @@ def plan_buckets(
         ConfigError: the capacity is not above 0.
     """
     if not capacity_mb > 0:
-        raise ConfigError("bucket_cap_mb", capacity_mb, "a bucket holds more than nothing")
+        raise ConfigError("bucket_cap_mb", capacity_mb, "a bucket needs a size above 0")
     capacity = int(capacity_mb * _MEGABYTE)
     open_buckets: dict[tuple[torch.device, torch.dtype], tuple[list[nn.Parameter], int]] = {}
     cut: list[list[nn.Parameter]] = []

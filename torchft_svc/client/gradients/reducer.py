@@ -26,8 +26,8 @@ _TOO_LATE = (
     "its sum had begun; give torch.utils.checkpoint use_reentrant=False"
 )
 _STALE = (
-    "the forward pass ran before zero_grad() (or start_quorum()), by which the weights may be "
-    "replaced by another group's: call zero_grad() first, then the model, then backward()"
+    "the forward pass ran before zero_grad() (or start_quorum()), which may replace the "
+    "weights by those of another group: call zero_grad() first, then the model, then backward()"
 )
 _ENDED = (
     "the manager that the model was wrapped for was shut down, so nothing would be averaged: wrap "

@@ -89,4 +89,4 @@ class TermSignal:
         try:
             self._tell(reason)
         except PeerError as error:
-            log.warning("the manager could not be told, the next step will: %s", error)
+            log.warning("the manager could not be informed, the next step will do it: %s", error)

@@ -260,5 +260,5 @@ class ProcessGroup(dist.ProcessGroup):
 
 def _check_timeout(timeout: timedelta) -> None:
     if timeout <= timedelta(0):
-        raise ConfigError("timeout", timeout, "a collective needs more than no time")
+        raise ConfigError("timeout", timeout, "a collective needs a timeout above 0")
     check_length("timeout", timeout.total_seconds())

@@ -107,7 +107,7 @@ def open_services(
 
     Raises:
         DeadlineExceeded: the leading worker did not tell within the connect timeout.
-        Unreachable: the manager ended at once; its own words are on stderr.
+        Unreachable: the manager ended at once; see its output on stderr.
     """
     # A launcher's store outlives its workers: what an earlier attempt left there must not be read.
     prefix = f"torchft/services/{environment.restart_count}"
@@ -209,7 +209,9 @@ def _host(where: HostPort, timeout_s: float) -> GroupStore:
             multi_tenant=True,
         )
     except RuntimeError as error:
-        raise AddressError(str(where), f"the group's store cannot listen there: {error}") from error
+        raise AddressError(
+            str(where), f"the group's store cannot listen at this address: {error}"
+        ) from error
     return GroupStore(store, HostPort(where.host, store.port))
 
 
@@ -249,7 +251,9 @@ class _SharedKeys:
         """
         while not call_store(lambda: self._comes(key, deadline), self._where):
             if time.monotonic() > deadline:
-                reason = "the worker with rank 0 has not told the group's manager address"
+                reason = (
+                    "the worker with rank 0 has not published the address of the group's manager"
+                )
                 raise DeadlineExceeded("joining the replica group", timeout_s, reason)
         return self.read(key)
 

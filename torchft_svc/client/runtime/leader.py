@@ -72,7 +72,7 @@ class LeaderWatch:
             except ConnectionRefusedError:
                 self._is_dead = True
             except OSError as error:
-                log.info("whether group rank 0 lives cannot be told any more: %s", error)
+                log.info("the death of group rank 0 can no longer be detected: %s", error)
             return self._is_dead
 
     def close(self) -> None:

@@ -95,7 +95,7 @@ class QuorumMembership:
         if reason == self._said and now - self._said_at < _SAY_AGAIN_S:
             return
         self._said, self._said_at = reason, now
-        why = reason or "the lighthouse does not say why"
+        why = reason or "the lighthouse gave no reason"
         log.warning("no quorum for %.0f s: %s", now - asked_at, why)
 
     def lose(self, replica_id: str, reason: str, quorum_id: int) -> None:
@@ -115,7 +115,7 @@ class QuorumMembership:
         """
         quorum = self.quorum
         if quorum is not None and quorum.replica_world_size > 1:
-            reason = "the line to the manager ended: this group is out"
+            reason = "the stream to the manager ended: this group is out"
             self._pg.lose_member(quorum.quorum_id, reason)
 
     def check_losses(self, quorum: QuorumResult) -> None:

@@ -453,7 +453,7 @@ class Round:
             try:
                 self._deps.transport.refuse_checkpoint(rest.receivers, step, "it was given up")
             except Exception:
-                log.exception("nobody can be told that step %d was given up", step)
+                log.exception("it cannot be reported that step %d was given up", step)
 
     def _fetch(self, quorum: QuorumResult) -> None:
         group_rank = self._rules.place.group_rank

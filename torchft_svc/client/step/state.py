@@ -150,7 +150,7 @@ class StateRegistry:
         try:
             state = take_apart({key: piece.save()})
         except Exception:  # what it saves may not be there yet; the first round looks again
-            log.debug("the state %r cannot be looked at yet", key, exc_info=True)
+            log.debug("the state %r cannot be checked yet", key, exc_info=True)
             return
         self._check(state)
 

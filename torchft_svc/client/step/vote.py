@@ -47,5 +47,5 @@ def ask_decision(
                 raise
             # Without a quorum there is no vote to take part in.
             level = logging.DEBUG if isinstance(error, RequestRefused) else logging.WARNING
-            log.log(level, "step %d: the vote against it was not heard: %s", step, error)
+            log.log(level, "step %d: the vote against it could not be sent: %s", step, error)
             return False

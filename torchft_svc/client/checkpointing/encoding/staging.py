@@ -88,7 +88,7 @@ class Filling:
         """Touch no more pages; may be called twice."""
         self._stop.set()
         if not self.wait(_STOP_TIMEOUT_S):
-            log.warning("memory is not ready after %.3g s, nobody waits for it", _STOP_TIMEOUT_S)
+            log.warning("memory is not ready after %.3g s, continuing without it", _STOP_TIMEOUT_S)
 
     def _start(self) -> None:
         self._stop = threading.Event()
@@ -105,7 +105,7 @@ class Filling:
         while self._place < size and not stop.is_set():
             count = min(_PIECE_BYTES, size - self._place)
             if _libc.madvise(start + self._place, count, _MADV_POPULATE_WRITE):
-                log.debug("pages cannot be asked for: error %d", ctypes.get_errno())
+                log.debug("pages cannot be requested: error %d", ctypes.get_errno())
                 return
             self._place += count
         del pin
@@ -130,7 +130,7 @@ class Staging:
             if num_bytes < MIN_BYTES:
                 self._drop()
             elif num_bytes > spare_bytes() // 2:
-                log.info("%d bytes are not made ready: memory is short", num_bytes)
+                log.info("%d bytes are not prepared: too little memory is free", num_bytes)
             else:
                 self._kept = self._resized(num_bytes)
 

@@ -283,7 +283,7 @@ class Feed:
         try:
             self._source.ask(path, connection)
         except (Refused, BadHead, OSError, PeerError) as error:
-            log.debug("the source was not told that all is received: %s", error)
+            log.debug("the source could not be informed that all data has arrived: %s", error)
 
     def _query(self, verified: list[int]) -> str:
         query = f"?receiver={self._request.receiver}"

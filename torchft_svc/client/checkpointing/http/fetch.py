@@ -128,7 +128,7 @@ class Fetch:
             self._check()
             if not ready:
                 raise why from None
-            log.warning("source %s is lost, others go on: %s", self._primary.address, why)
+            log.warning("source %s is lost, others continue: %s", self._primary.address, why)
             return ready[0]
         return _PRIMARY
 
@@ -335,7 +335,9 @@ class Fetch:
                 return
             self._lost[number] = error
         if self._ready_target().chunks.remove_source(number):
-            log.warning("source %s is lost, others go on: %s", self._feeds[number].address, error)
+            log.warning(
+                "source %s is lost, others continue: %s", self._feeds[number].address, error
+            )
             self._feeds[number].stop()
         else:
             self._fail(self._lost.get(_PRIMARY, error))

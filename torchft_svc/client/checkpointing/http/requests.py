@@ -112,13 +112,13 @@ def parse_request(head: Head) -> Request:
         raise BadHead("this is not an HTTP request")
     method, target, version = match.groups()
     if version != "1.1":
-        raise BadHead(f"HTTP/{version} is not spoken here, HTTP/1.1 is", 505)
+        raise BadHead(f"HTTP/{version} is not supported, use HTTP/1.1", 505)
     if method != "GET":
-        raise BadHead(f"{method} is not answered here, GET is", 405)
+        raise BadHead(f"{method} is not supported, use GET", 405)
     if "transfer-encoding" in head.headers or head.headers.get("content-length", "0") != "0":
         raise BadHead("a GET request has no body")
     if "range" in head.headers:
-        raise BadHead("ranges are not served, chunks are", 416)
+        raise BadHead("ranges are not supported, request chunks", 416)
     try:
         url = urlsplit(target)
         query = dict(parse_qsl(url.query, max_num_fields=8))

@@ -98,7 +98,7 @@ class ServedState:
     def expire(self) -> None:
         """Keep nothing any more for those who did not come, or make no progress."""
         if not self._awaits_extras:
-            self.retire(f"nobody fetched from it for {self.offer.patience_s:.3g} s")
+            self.retire(f"no receiver fetched from it for {self.offer.patience_s:.3g} s")
             return
         with self._changed:
             self._num_extras = len(self._extras)

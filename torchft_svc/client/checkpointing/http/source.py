@@ -23,7 +23,7 @@ from torchft_svc.rpc.tls_reasons import tls_reason
 _HANGING_UP = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError)
 # By the scheme of the source, where this side is set to the other.
 _ONE_SIDED = {
-    "http": "it does not speak TLS, and TLS is set here: set TORCHFT_TLS_CERT and TORCHFT_TLS_KEY "
+    "http": "it does not use TLS, but TLS is set here: set TORCHFT_TLS_CERT and TORCHFT_TLS_KEY "
     "there",
     "https": "it speaks TLS: set TORCHFT_TLS_CA, TORCHFT_TLS_CERT and TORCHFT_TLS_KEY here",
 }
@@ -172,7 +172,9 @@ class Source:
             raise self._unreachable(f"no TLS within {self._timeout_s:.3g} s") from error
         except _HANGING_UP as error:
             wire.close()
-            raise Refused(BUSY, f"it hung up before TLS was agreed on: {error}") from error
+            raise Refused(
+                BUSY, f"it closed the connection in the TLS handshake: {error}"
+            ) from error
         except BaseException:
             wire.close()
             raise

@@ -223,4 +223,4 @@ def _how(status: int | None) -> str:
         return "has ended"
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
-    return f"ended with status {status}; see stderr"
+    return f"ended with status {status}; see its output on stderr"

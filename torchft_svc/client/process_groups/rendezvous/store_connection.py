@@ -162,4 +162,4 @@ def _check_answers(where: HostPort) -> None:
             while len(answer) < len(number) and (more := line.recv(len(number) - len(answer))):
                 answer += more
     if answer != number:
-        raise ConnectionError("what answers there is no store")
+        raise ConnectionError("the service there is no store")

@@ -57,7 +57,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
     def report_error(self, error: Exception) -> None:
         """Act from now on as if a collective had failed with ``error``; the first one counts."""
         if self._first_error is None:
-            log.warning("collectives are left out until the next quorum: %s", error)
+            log.warning("collectives are skipped until the next quorum: %s", error)
             self._first_error = error
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
