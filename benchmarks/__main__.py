@@ -40,8 +40,8 @@ _NAMES = [benchmark.name for benchmark in BENCHMARKS]
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--full", is_flag=True, help="More repeats: figures worth writing down.")
-@click.option("--only", type=click.Choice(_NAMES), multiple=True, help="Only this one.")
+@click.option("--full", is_flag=True, help="More repeats, for published figures.")
+@click.option("--only", type=click.Choice(_NAMES), multiple=True, help="Run only this benchmark.")
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path),
               default=ROOT / "results", show_default="results",
               help="Folder for the JSON files.")  # fmt: skip

@@ -29,7 +29,9 @@ _LEFTOVER_GRACE_S = 5.0
 
 @click.command(context_settings={"show_default": True})
 @click.option("--minutes", type=click.FloatRange(min=0.05), default=10.0, help="How long.")
-@click.option("--seed", type=int, default=0, help="Draws what goes wrong, with whom, and when.")
+@click.option(
+    "--seed", type=int, default=0, help="Determines which faults happen, where, and when."
+)
 @click.option(
     "--groups",
     type=click.IntRange(2),
@@ -57,9 +59,9 @@ _LEFTOVER_GRACE_S = 5.0
 def main(
     minutes: float, seed: int, groups: int, pairs: int, lighthouses: int, report: Path
 ) -> None:
-    """Let real groups train while everything goes wrong that can, and check every promise."""
+    """Train real groups under every kind of fault, and check every promise."""
     if pairs == 1:
-        raise click.UsageError("--pairs 1 leaves nobody to go on: give 0, 2 or more")
+        raise click.UsageError("--pairs 1 leaves no group that can continue: use 0, 2 or more")
     console = make_console()
     folder = Path(tempfile.mkdtemp(prefix="torchft-chaos-"))
     jobs, sizes = assign_groups(groups, pairs)

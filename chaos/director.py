@@ -158,7 +158,7 @@ class Director:
         while not is_over():
             if time.monotonic() > deadline:
                 what_is_missing = "had ended" if self._winding_down else "was back"
-                raise RunFailed(f"not everybody {what_is_missing} {within_s:g} s after {what}")
+                raise RunFailed(f"not all workers {what_is_missing} {within_s:g} s after {what}")
             self._tick()
 
     def _tick(self) -> None:

@@ -29,7 +29,7 @@ def stall_table(incidents: Sequence[Incident]) -> Table:
     table = Table(
         title="Stalls by their cause (seconds)",
         caption="stall: until all others had committed an update begun after the fault; "
-        "all back: until everybody trained with everybody again",
+        "all back: until all groups trained together again",
     )
     table.add_column("cause")
     for name in ("times", "median", "worst", "bound", "all back, median", "worst"):

@@ -67,7 +67,7 @@ def judge_bounds(run: Run) -> Verdict:
         for incident in run.incidents
         if incident.stall_s is not None and incident.stall_s > incident.allowed_s
     ]
-    return Verdict.of("the others went on within the bound of each fault", late, "see the table")
+    return Verdict.of("the others continued within the limit of each fault", late, "see the table")
 
 
 def _histories(run: Run) -> Iterator[tuple[str, Sequence[Event]]]:
@@ -210,9 +210,9 @@ def judge_exits(run: Run) -> Verdict:
             if not told:
                 faults.append(f"group {event.group} ended with status {event.status}")
     if unseen and not (run.failure or run.interrupted):
-        faults.append(f"nobody saw the end of {len(unseen)} workers: {sorted(unseen)}")
+        faults.append(f"the end of {len(unseen)} workers was not seen: {sorted(unseen)}")
     proof = f"{len(statuses)} ends, {statuses.count(0)} with status 0"
-    return Verdict.of("nobody died by himself, SIGTERM ends with status 0", faults, proof)
+    return Verdict.of("no worker died by itself, SIGTERM ends with status 0", faults, proof)
 
 
 def _peer_was_killed(event: Exited, killed: Iterable[Life]) -> bool:

@@ -72,8 +72,12 @@ def num_kills(groups: int, kills: int | None, interval_s: float, seconds: float 
 @click.command()
 @click.option("--groups", type=click.IntRange(1, 16), default=3, show_default=True)
 @click.option("--seconds", type=click.FloatRange(min=1), help="Stop after this time [60].")
-@click.option("--steps", type=click.IntRange(1), help="Stop when so many updates are committed.")
-@click.option("--kills", type=click.IntRange(0), help="How many [as many as fit into the time].")
+@click.option(
+    "--steps", type=click.IntRange(1), help="Stop after this number of committed updates."
+)
+@click.option(
+    "--kills", type=click.IntRange(0), help="Number of kills [as many as fit into the time]."
+)
 @click.option(
     "--kill-interval", type=click.FloatRange(min=0.1), default=10.0, show_default=True,
     help="Seconds between kills, on average.",

@@ -187,7 +187,7 @@ def judge_survivors(run: Run) -> Verdict:
     promise = f"survivors committed without the dead within {run.max_stall_s:.2f} s of a kill"
     incidents = [incident for incident in incidents_of(run.events) if incident.survivors]
     if not incidents:
-        return Verdict.not_judged(promise, "nobody was killed while another group trained")
+        return Verdict.not_judged(promise, "no group was killed while another group trained")
     faults = []
     for incident in incidents:
         stall = incident.without_s
@@ -203,7 +203,7 @@ def judge_healing(run: Run) -> Verdict:
     promise = "every killed group healed and took part again"
     incidents = incidents_of(run.events)
     if not incidents:
-        return Verdict.not_judged(promise, "nobody was killed")
+        return Verdict.not_judged(promise, "no group was killed")
     if run.interrupted:
         incidents = [incident for incident in incidents if incident.heal_s is not None]
     faults = [

@@ -31,10 +31,15 @@ _LEFTOVER_GRACE_S = 5.0
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--seconds", type=click.FloatRange(min=0), default=60.0, help="Begin no more then.")
-@click.option("--seed", type=int, default=None, help="The first one.  [default: a fresh one]")
-@click.option("--program", "given", default=None, help="Run this one alone; JSON, as is printed.")
-@click.option("--shrink/--no-shrink", default=True, help="Look for a smaller one that fails.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    help="Start no program after this time.",
+)
+@click.option("--seed", type=int, default=None, help="The first seed.  [default: a new one]")
+@click.option("--program", "given", default=None, help="Run only this program (JSON, as printed).")
+@click.option("--shrink/--no-shrink", default=True, help="Search for a smaller program that fails.")
 def main(seconds: float, seed: int | None, given: str | None, shrink: bool) -> None:
     """Draw training programs, run them with real kills, and compare their bits."""
     folder = Path(tempfile.mkdtemp(prefix="torchft-programs-"))

@@ -105,16 +105,16 @@ class _Execution:
 
     def _parts(self) -> Iterator[tuple[Callable[[], bool], str]]:
         if self.program.is_refused:
-            yield self._all_have_ended, "not everybody had been refused"
+            yield self._all_have_ended, "not all groups were refused"
             return
         yield self._kills_are_done, "the worker to be killed did not get so far"
         back_at = time.monotonic()
-        yield lambda: self._all_commit(since=back_at), "not everybody trained together"
+        yield lambda: self._all_commit(since=back_at), "not all groups trained together"
         last = max(each.step for each in self.fleet.events if isinstance(each, Committed)) + _AHEAD
         for worker in self.fleet.lives:
             if worker.is_running:
                 worker.command(f"last {last}")
-        yield self._all_have_ended, f"not everybody had ended after step {last}"
+        yield self._all_have_ended, f"not all groups had ended after step {last}"
 
     def _wait(self, is_over: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + _PART_S + 10 * allowance_s()

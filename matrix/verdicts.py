@@ -64,7 +64,7 @@ def judge_end(run: Run) -> Verdict:
         faults.append(run.missed)
     ends = {event.step for event in run.events if isinstance(event, Finished)}
     if not faults and not ends:
-        faults.append("nobody finished")
+        faults.append("no group finished")
     return Verdict.of("all train together, and end", faults, f"at step {ends}")
 
 
@@ -83,7 +83,7 @@ def judge_stalls(run: Run) -> Verdict:
                 step = event.step
                 faults.append(f"group {event.group} stood still for {gap_s:.1f} s before {step}")
     proof = f"longest stall {max(longest.values(), default=0.0):.2f} s"
-    return Verdict.of("nobody stands still", faults, proof)
+    return Verdict.of("no group stalls", faults, proof)
 
 
 def judge_heals(run: Run) -> Verdict:
@@ -104,8 +104,10 @@ def judge_heals(run: Run) -> Verdict:
             if len(others) == run.program.num_groups - 1:
                 num_compared += 1
                 if not any(event.whole in wholes for wholes in others):
-                    faults.append(f"group {event.group} has nobody's state at step {event.step}")
-    return Verdict.of("who heals has all that its source has", faults, f"{num_compared} heals")
+                    faults.append(
+                        f"group {event.group} has the state of no other group at step {event.step}"
+                    )
+    return Verdict.of("a healed group has all that its source has", faults, f"{num_compared} heals")
 
 
 def judge_refusal(run: Run) -> Verdict:
@@ -117,7 +119,7 @@ def judge_refusal(run: Run) -> Verdict:
     faults += [f"{group} was not refused" for group, is_refused in groups.items() if not is_refused]
     if any(isinstance(event, Committed) for event in run.events):
         faults.append("steps were committed")
-    return Verdict.of("what cannot work is refused", faults, _REFUSAL)
+    return Verdict.of("an invalid program is refused", faults, _REFUSAL)
 
 
 def tell(run: Run) -> str:

@@ -73,7 +73,7 @@ def test_a_good_run_has_no_faults() -> None:
         ([*GOOD, commit(1, 2, 3.0, "others")], "step 2: groups 0 and 1 differ"),
         ([*GOOD[:2], ended(1, 1.2, 1), *GOOD[4:]], "group 1 ended with status 1"),
         ([*GOOD[:2], ended(1, 1.2, 70), killed(1, 1.3), *GOOD[4:]], "ended with status 70"),
-        (GOOD[:5], "nobody finished"),
+        (GOOD[:5], "no group finished"),
         ([*GOOD[:4], commit(0, 2, 2.0 + MAX_STALL_S), finished(0, 30.0)], "stood still for"),
     ],
 )
@@ -87,15 +87,15 @@ def test_who_heals_has_all_that_its_source_has(whole: str) -> None:
     source = begun(0, 1, "bits and averages")
     assert not faults(source, begun(0, 1, "changed since"), healed(1, 1, whole), *GOOD)
     told = faults(source, healed(1, 1, "bits, and averages of its own"), *GOOD)
-    assert told == "group 1 has nobody's state at step 1"
+    assert told == "group 1 has the state of no other group at step 1"
     assert not faults(source, healed(1, 2, "of the other"), *GOOD)
     of_three = Program(seed=0, num_groups=3)
     assert not faults(source, healed(1, 1, "of the third"), *GOOD, program=of_three)
 
 
 def test_what_did_not_come_in_time_is_found() -> None:
-    assert faults(*GOOD, missed="not everybody trained together") == (
-        "not everybody trained together"
+    assert faults(*GOOD, missed="not all groups trained together") == (
+        "not all groups trained together"
     )
 
 
@@ -110,5 +110,5 @@ def test_what_is_refused_names_its_reason_and_commits_nothing() -> None:
 
 def test_a_failure_is_told_with_the_last_words() -> None:
     told = tell(Run(program=PROGRAM, events=GOOD[:5], words={"group-0.0.0": "one\ntwo\n"}))
-    assert "nobody finished" in told
+    assert "no group finished" in told
     assert "two" in told

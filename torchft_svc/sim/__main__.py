@@ -28,7 +28,7 @@ PROGRESS_S = 0.5
 def main(
     seed: int | None, count: int | None, seconds: float, groups: int | None, processes: int
 ) -> None:
-    """Simulate fleets with faults; exit with 1 and a trace when an invariant falls."""
+    """Simulate fleets with faults; exit with 1 and a trace when an invariant is violated."""
     first = time.time_ns() // 1_000_000 if seed is None else seed
     seeds = range(first, first + count) if count is not None else itertools.count(first)
     click.echo(f"seeds from {first} on, {processes} processes, {seconds:g} s at most", err=True)
