@@ -21,6 +21,8 @@ README, OPERATIONS = ROOT / "README.md", ROOT / "docs" / "operations.md"
 DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
 TREES = ("torchft_svc", "tests", "demo", "chaos", "benchmarks", "examples", "docs", "proto")
+# What was called so is called by its term of the glossary now.
+SYNONYMS = ("deeds?", "crews?", "lookout")
 # What only the benchmarks read, and what stands for several.
 OTHER_SETTINGS = {"TORCHFT_PEER_PYTHON", "TORCHFT_TLS"}
 OTHER_FLAGS = {"--help", "--max-restarts", "--build", "--prefix", "--hypothesis-profile"} | {
@@ -174,3 +176,31 @@ def test_the_names_of_the_parts_can_be_imported() -> None:
     methods = re.findall(r"`(\w+)`", in_short)
     assert len(methods) > 10
     assert not [name for name in methods if not hasattr(torchft_svc.client.Manager, name)]
+
+
+def sources(*trees: str) -> dict[Path, str]:
+    """The text of each source file in ``trees``, without what is generated."""
+    files = [file for tree in trees for file in sorted((ROOT / tree).rglob("*.py"))]
+    return {file: file.read_text() for file in files if file.parent.name != "proto"}
+
+
+def test_every_term_of_the_glossary_occurs_in_the_code() -> None:
+    code = "\n".join(sources("torchft_svc").values())
+    found = rows(section((ROOT / "ARCHITECTURE.md").read_text(), "Glossary"))
+    assert len(found) > 20
+    assert not [term for term, name, _ in found if quoted(name)[0] not in code]
+    terms = [term for cell, *_ in found for term in cell.split(", ")]
+    assert len(set(terms)) == len(terms)
+
+
+def test_no_synonym_of_a_term_is_used() -> None:
+    pattern = re.compile(rf"(?<![a-z])(?:{'|'.join(SYNONYMS)})(?![a-z])", re.IGNORECASE)
+    texts = sources(*TREES[:-2], "matrix") | {path: path.read_text() for path in DOCS}
+    del texts[ROOT / "tests" / "test_docs.py"], texts[ROOT / "CHANGELOG.md"]
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path, text in texts.items()
+        for match in pattern.finditer(text)
+    ]
+    assert not found
+    assert not [path for path in texts if pattern.search(path.name)]

@@ -116,21 +116,21 @@ def trainers(tmp_path: Path) -> Iterator[Callable[..., Trainers]]:
 def test_who_joins_with_another_layout_is_refused_and_nobody_else_notices(
     trainers: Callable[..., Trainers], those: str, kind: str, both_sides: tuple[str, str]
 ) -> None:
-    crew = trainers("--min-replicas=2")
-    crew.start("a", those)
-    crew.start("b", those)
-    crew.await_commits("a", "b")
-    before = {name: len(crew.told(name)) for name in "ab"}
-    crew.start("c", kind)
-    reason = crew.failure("c")
+    fleet = trainers("--min-replicas=2")
+    fleet.start("a", those)
+    fleet.start("b", those)
+    fleet.await_commits("a", "b")
+    before = {name: len(fleet.told(name)) for name in "ab"}
+    fleet.start("c", kind)
+    reason = fleet.failure("c")
     assert " differs from " in reason
     for side in both_sides:
         assert side in reason
-    crew.await_commits("a", "b")
+    fleet.await_commits("a", "b")
     for name in "ab":
-        assert crew.is_running(name)
-        assert all(told["committed"] for told in crew.told(name)[before[name] :]), "nobody noticed"
-    crew.assert_identical("a", "b")
+        assert fleet.is_running(name)
+        assert all(told["committed"] for told in fleet.told(name)[before[name] :]), "nobody noticed"
+    fleet.assert_identical("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -161,25 +161,27 @@ def test_who_joins_with_another_layout_is_refused_and_nobody_else_notices(
 def test_operations_that_do_not_match_are_an_error_of_the_step(
     trainers: Callable[..., Trainers], kinds: tuple[str, str], here: str, there: str
 ) -> None:
-    crew = trainers("--min-replicas=2")
+    fleet = trainers("--min-replicas=2")
     for name, kind in zip("ab", kinds, strict=True):
-        crew.start(name, kind)
+        fleet.start(name, kind)
 
     def mismatches(name: str) -> list[str]:
-        errors = [str(told.get("error")) for told in crew.told(name)]
+        errors = [str(told.get("error")) for told in fleet.told(name)]
         return [error for error in errors if "different operations" in error]
 
     for name in "ab":
-        eventually(lambda name=name: len(mismatches(name)) >= 2, START_S, str(crew.told(name)[-3:]))
-        if not crew.commits(name):  # nobody trains, so none of them is the one that does not fit
-            assert "does not match the others" in crew.failure(name), "gloo has ended it"
+        eventually(
+            lambda name=name: len(mismatches(name)) >= 2, START_S, str(fleet.told(name)[-3:])
+        )
+        if not fleet.commits(name):  # nobody trains, so none of them is the one that does not fit
+            assert "does not match the others" in fleet.failure(name), "gloo has ended it"
         else:
             eventually(lambda name=name: len(mismatches(name)) > 3, START_S, "it goes on")
-            assert crew.is_running(name), "gloo has ended it"
+            assert fleet.is_running(name), "gloo has ended it"
     assert f"Here: {here}. In another group: {there}." in mismatches("a")[0]
     assert f"Here: {there}. In another group: {here}." in mismatches("b")[0]
-    assert not any(told["step"] > 2 for name in "ab" for told in crew.commits(name))
-    crew.assert_identical("a", "b")
+    assert not any(told["step"] > 2 for name in "ab" for told in fleet.commits(name))
+    fleet.assert_identical("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -201,38 +203,38 @@ def test_an_operation_that_one_group_alone_has_in_a_later_step_ends_nobody(
     trainers: Callable[..., Trainers], kind: str, here: str, there: str
 ) -> None:
     """Gloo would end all of them, where a sum meets one of another size."""
-    crew = trainers("--min-replicas=2")
-    crew.start("a", kind)
-    crew.start("b")
+    fleet = trainers("--min-replicas=2")
+    fleet.start("a", kind)
+    fleet.start("b")
 
     def errors() -> list[str]:
-        return [str(told["error"]) for told in crew.told("a") if told.get("error")]
+        return [str(told["error"]) for told in fleet.told("a") if told.get("error")]
 
     eventually(lambda: len(errors()) > 0, START_S, "the step is discarded")
     assert f"Here: {here}. In another group: {there}, as in the step before" in errors()[0]
-    crew.await_commits("a", "b", more=3)
-    assert all(crew.is_running(name) for name in "ab"), "gloo has ended it"
-    crew.assert_identical("a", "b")
+    fleet.await_commits("a", "b", more=3)
+    assert all(fleet.is_running(name) for name in "ab"), "gloo has ended it"
+    fleet.assert_identical("a", "b")
 
 
 def test_a_group_that_never_fits_ends_and_the_others_go_on(
     trainers: Callable[..., Trainers],
 ) -> None:
     """Until the end of a step all that it sums is what the others sum."""
-    crew = trainers("--min-replicas=2")
-    crew.start("a", "both branches")
-    crew.start("b", "both branches")
-    crew.await_commits("a", "b")
-    crew.start("c", "the branch alone")
-    reason = crew.failure("c")
+    fleet = trainers("--min-replicas=2")
+    fleet.start("a", "both branches")
+    fleet.start("b", "both branches")
+    fleet.await_commits("a", "b")
+    fleet.start("c", "the branch alone")
+    reason = fleet.failure("c")
     assert "does not match the others, which has cost all groups 3 steps in a row" in reason
     end = "number 2, the end of the step, after 1 operation"
     assert f"Here: {end}. In another group: number 2, the backward pass of wrapper 0" in reason
-    assert not crew.commits("c")
-    crew.await_commits("a", "b")
+    assert not fleet.commits("c")
+    fleet.await_commits("a", "b")
     for name in "ab":
-        assert crew.is_running(name)
-        discarded = [told for told in crew.told(name) if told["step"] and not told["committed"]]
+        assert fleet.is_running(name)
+        discarded = [told for told in fleet.told(name) if told["step"] and not told["committed"]]
         assert len(discarded) == 3
         assert all(f"In another group: {end}" in told["error"] for told in discarded)
-    crew.assert_identical("a", "b")
+    fleet.assert_identical("a", "b")

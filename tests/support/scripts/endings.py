@@ -165,7 +165,7 @@ def holds_the_lock(lighthouse: str) -> None:
     """Hangs in a call into a library that keeps the interpreter's lock: no thread runs."""
     make(lighthouse)
     signal.signal(signal.SIGTERM, lambda *_: say("it had the lock back"))
-    sys.setswitchinterval(1000)  # no other thread gets the lock between the word and the deed
+    sys.setswitchinterval(1000)  # no other thread runs between the message and the end
     ctypes.PyDLL(None).write(1, b"training\n", 9)
     take_the_lock()
 
