@@ -157,7 +157,7 @@ def test_a_setting_beyond_is_named_with_the_limit() -> None:
         check_length("timeout", 1e300)
     assert str(refused.value) == (
         "timeout='1e+300 s' cannot work: use 2073600 s (24 days) at most, which is as good as "
-        "forever"
+        "no limit"
     )
 
 
