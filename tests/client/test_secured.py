@@ -102,7 +102,7 @@ def test_a_trainer_that_resumed_is_told_too(address: str, some: Papers) -> None:
     with Trainer(address, "a", 0, security=some.local) as a:
         a.manager.load_state_dict({"step": 7, "batches_committed": 7})
         a.backward()
-        with pytest.raises(Unauthorized, match="wants a token"):
+        with pytest.raises(Unauthorized, match="requires a token"):
             a.optimizer.step()
 
 
@@ -118,7 +118,7 @@ def test_a_trainer_with_a_wrong_certificate_is_told_what_to_set(
 def test_a_plain_trainer_is_told_within_the_connect_timeout(address: str) -> None:
     error = complaint(address, PLAIN, connect_timeout=timedelta(seconds=1))
     assert isinstance(error, Unreachable)
-    if "it may want TLS" not in str(error):
+    if "it may require TLS" not in str(error):
         raise Late(str(error))
 
 

@@ -214,7 +214,7 @@ def test_a_store_that_does_not_answer(address: str) -> None:
 
 def test_a_worker_whose_leader_never_comes(address: str) -> None:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    with raises_in_time(PeerError, "rank 0 has not told"):
+    with raises_in_time(PeerError, "rank 0 has not published"):
         Manager(
             rank=1,
             world_size=2,

@@ -235,10 +235,10 @@ def test_a_group_that_does_not_fit_ends_after_a_few_steps() -> None:
             machine.begin_vote()
             if error is not MISFIT or misfits < MAX_MISFITS:
                 machine.decide(False)
-    with pytest.raises(RequestRefused, match=r"does not fit.*3 steps in a row: 7 sums, not 8\."):
+    with pytest.raises(RequestRefused, match=r"does not match.*3 steps in a row: 7 sums, not 8\."):
         machine.decide(False)
     assert machine.state.phase is Phase.IDLE
-    with pytest.raises(RequestRefused, match="does not fit"):
+    with pytest.raises(RequestRefused, match="does not match"):
         machine.start()
 
 
@@ -476,5 +476,5 @@ def test_weights_that_a_heal_has_torn_can_be_healed_again_and_nothing_else() -> 
         machine.check_whole()
     assert not machine.begin_vote()
     machine.decide(False)
-    with pytest.raises(RequestRefused, match="those of no step"):
+    with pytest.raises(RequestRefused, match="belong to no step"):
         machine.start()

@@ -104,7 +104,7 @@ def test_who_is_not_trusted_is_told_what_to_set(
             Unreachable,
             "set TORCHFT_ETCD_CA, TORCHFT_ETCD_CERT and TORCHFT_ETCD_KEY as there",
         ),
-        (plain, Unreachable, "it may want TLS; use etcds://"),
+        (plain, Unreachable, "it may require TLS; use etcds://"),
         (
             replace(access, password="wrong"),  # noqa: S106
             Unauthorized,

@@ -49,7 +49,7 @@ def test_tls_without_client_certificates(some: Papers) -> None:
         assert complaint(address, some.local) is None
         error = complaint(address, PLAIN)
         assert isinstance(error, Unreachable)
-        assert "it may want TLS" in str(error)
+        assert "it may require TLS" in str(error)
 
 
 def test_mutual_tls(some: Papers) -> None:
@@ -82,7 +82,7 @@ def test_a_client_checks_the_server(some: Papers) -> None:
 
 @pytest.fixture
 def guarded(some: Papers) -> Iterator[Process]:
-    """A lighthouse that wants a token, without TLS."""
+    """A lighthouse that requires a token, without TLS."""
     with Process(
         "lighthouse_server", "--bind=127.0.0.1:0", "--join-timeout-ms=100", TORCHFT_TOKEN=TOKEN
     ) as lighthouse:
@@ -227,7 +227,7 @@ def test_a_manager_that_the_lighthouse_refuses_tells_its_workers_at_once(
 ) -> None:
     with LighthouseServer("127.0.0.1:0", 1, security=some.local) as tls:
         for lighthouse, settings, reason in (
-            (guarded.address, {"TORCHFT_TOKEN": OTHER_TOKEN}, "not that of this service: set"),
+            (guarded.address, {"TORCHFT_TOKEN": OTHER_TOKEN}, "from that of this service: set"),
             (guarded.address, {}, "this service requires a token"),
             (
                 tls.address(),
