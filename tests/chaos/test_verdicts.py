@@ -123,7 +123,7 @@ def other(job: str, *events: Event) -> list[tuple[str, Event]]:
             ],
             "changed while it discarded",
         ),
-        (judge_exits, [Started(**who(0, 1), pid=1)], "nobody saw the end of 1 workers"),
+        (judge_exits, [Started(**who(0, 1), pid=1)], "the end of 1 workers was not seen"),
         (judge_exits, [ended(0, 1, 1)], "ended with status 1"),
         (judge_exits, [ended(0, 1, -15)], "ended with status -15"),
     ],

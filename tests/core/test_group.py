@@ -320,7 +320,7 @@ def test_a_group_without_workers_can_not_be() -> None:
 
 def test_where_a_worker_serves_its_state() -> None:
     group = Group(2)
-    with pytest.raises(RequestRefused, match="group rank 0 has not told where it serves"):
+    with pytest.raises(RequestRefused, match="group rank 0 has not reported where it serves"):
         group.checkpoint_address(0)
     with pytest.raises(RequestRefused, match="group rank 2 is outside this group"):
         group.checkpoint_address(2)

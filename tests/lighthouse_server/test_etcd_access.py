@@ -102,13 +102,13 @@ def test_who_is_not_trusted_is_told_what_to_set(
         (
             replace(access, cert_file=None, key_file=None),
             Unreachable,
-            "set TORCHFT_ETCD_CA, TORCHFT_ETCD_CERT and TORCHFT_ETCD_KEY as there",
+            "set TORCHFT_ETCD_CA, TORCHFT_ETCD_CERT and TORCHFT_ETCD_KEY to match",
         ),
         (plain, Unreachable, "it may require TLS; use etcds://"),
         (
             replace(access, password="wrong"),  # noqa: S106
             Unauthorized,
-            "it does not take user 'lighthouse' with this password: set TORCHFT_ETCD_USER and",
+            "it does not accept user 'lighthouse' with this password: set TORCHFT_ETCD_USER and",
         ),
         (
             replace(access, user="nobody"),

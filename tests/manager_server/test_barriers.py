@@ -226,7 +226,7 @@ def test_a_late_vote_of_an_earlier_round_is_refused(workers: Workers) -> None:
 
 
 def test_checkpoint_addresses_are_those_of_the_ranks(workers: Workers) -> None:
-    with pytest.raises(RequestRefused, match="group rank 1 has not told where it serves"):
+    with pytest.raises(RequestRefused, match="group rank 1 has not reported where it serves"):
         workers.clients[0]._checkpoint_metadata(1, LONG)
     workers.ask_all()
     assert workers.clients[0]._checkpoint_metadata(1, LONG) == "of 1"

@@ -52,5 +52,5 @@ def test_a_flood_of_deaths_takes_few_lines_and_is_counted() -> None:
         assert lighthouse.end()[0] == 0
         lines = [text for text in lighthouse.errors().splitlines() if "group lost" in text]
     assert MAX_LINES < len(lines) < num_deaths / 10
-    left_out = [int(text.split("left out ")[1].split()[0]) for text in lines if "left out" in text]
+    left_out = [int(text.split("omitted ")[1].split()[0]) for text in lines if "omitted" in text]
     assert sum(left_out) + len(lines) - len(left_out) == num_deaths

@@ -14,9 +14,9 @@ def test_a_peer_is_named_once_for_each_method(caplog: pytest.LogCaptureFixture) 
     refusals.tell("ipv4:10.0.0.1:7", "/s/Kill", "no such group")
     refusals.tell("ipv4:10.0.0.2:7", "/s/Quorum", "no name")
     assert [record.getMessage() for record in caplog.records] == [
-        "refused '/s/Quorum' from ipv4:10.0.0.1:0: no name (said at most every 60 s)",
-        "refused '/s/Kill' from ipv4:10.0.0.1:7: no such group (said at most every 60 s)",
-        "refused '/s/Quorum' from ipv4:10.0.0.2:7: no name (said at most every 60 s)",
+        "refused '/s/Quorum' from ipv4:10.0.0.1:0: no name (logged at most every 60 s)",
+        "refused '/s/Kill' from ipv4:10.0.0.1:7: no such group (logged at most every 60 s)",
+        "refused '/s/Quorum' from ipv4:10.0.0.2:7: no name (logged at most every 60 s)",
     ]
 
 

@@ -30,7 +30,7 @@ _STALE = ("invalid auth token", "revision of auth store is old", "user name is e
 _REFUSALS = (
     (
         "authentication failed",
-        f"it does not take {{user}} with this password: set {USER_NAME} and {PASSWORD_NAME}",
+        f"it does not accept {{user}} with this password: set {USER_NAME} and {PASSWORD_NAME}",
     ),
     ("user name is empty", f"it requires a user: set {USER_NAME} and {PASSWORD_NAME}"),
     (

@@ -55,6 +55,6 @@ def closing_hint(details: str, setting: str = TlsFiles.setting) -> str:
     if text.startswith("failed to connect") and any(sign in text for sign in _CLOSED):
         return (
             " (it closes the connection at once: it may require TLS, or a certificate that its CA "
-            f"has signed; set {setting}_CA, {setting}_CERT and {setting}_KEY to fit)"
+            f"has signed; set {setting}_CA, {setting}_CERT and {setting}_KEY to match)"
         )
     return ""
