@@ -18,8 +18,9 @@ from typing import Any
 
 from chaos.faults import HANG_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, JOIN_TIMEOUT_S
 from chaos.fleet import Fleet, Worker
-from chaos.fork_server import ForkServer
+from chaos.fork_server import worker_server
 from demo.orphans import MARK, die_with_parent
+from torchft_svc.client.process.fork_server import ForkServer
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.testing.proxy import Proxy
 
@@ -117,7 +118,7 @@ class Cluster:
         self._stack.close()
 
     def _open(self) -> None:
-        self.fork_server = self._stack.enter_context(ForkServer())
+        self.fork_server = self._stack.enter_context(worker_server())
         for number in range(1, self.num_lighthouses + 1):
             lighthouse = Lighthouse(self.folder, f"lighthouse-{number}", *_FLAGS)
             self._stack.callback(lighthouse.kill)

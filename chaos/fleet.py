@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from chaos.fork_server import ForkServer
 from chaos.options import WorkerOptions
 from demo.events import Committed, Event, EventTail, Exited, Killed, PhaseBegan, Started
+from torchft_svc.client.process.fork_server import ForkServer
 
 _LOOK_S = 0.003
 _STEP_S = 0.02
@@ -117,7 +117,7 @@ class Fleet:
     def _start_worker(self, options: WorkerOptions) -> Worker:
         os.mkfifo(options.commands)
         began_at = time.monotonic()
-        pid = self.fork_server.start(options)
+        pid = self.fork_server.fork(options.encode().encode())
         worker = Worker(options, pid, EventTail(options.events), began_at)
         self.lives.append(worker)
         self._note(Started(at=began_at, pid=pid, **_life(options)))
@@ -145,7 +145,7 @@ class Fleet:
         for worker in self.lives:
             if not worker.is_running:
                 continue
-            ended = self.fork_server.ended(worker.pid)  # first: what it wrote is then in its log
+            ended = self.fork_server.end_of(worker.pid)  # first: what it wrote is then in its log
             self.events += worker.tail.read_new()
             if ended is not None:
                 worker.status, at = ended

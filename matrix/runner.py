@@ -13,7 +13,7 @@ from pathlib import Path
 from chaos.bounds import allowance_s
 from chaos.cluster import Lighthouse
 from chaos.fleet import Fleet
-from chaos.fork_server import ForkServer
+from chaos.fork_server import worker_server
 from demo.events import Committed, Discarded, Event, Exited, Killed
 from matrix.program import Moment, Program
 from matrix.verdicts import Run
@@ -42,7 +42,7 @@ class ProgramRunner:
 
     def __enter__(self) -> ProgramRunner:
         with ExitStack() as stack:
-            self._fork_server = stack.enter_context(ForkServer("matrix.trainer"))
+            self._fork_server = stack.enter_context(worker_server("matrix.trainer"))
             self._lighthouse = Lighthouse(
                 self._folder,
                 "lighthouse",

@@ -38,9 +38,8 @@ _MARK = "TORCHFT_TEST_SESSION"
 # looks like them.
 _SESSION_WIDE = (
     "multiprocessing.resource_tracker",
-    "multiprocessing.forkserver",
     "isolated.fork_server_main",
-    "support/warm.py",
+    "support.fork_server_main",
 )
 # Nor have these threads an owner: operations that were abandoned may last until their timeout.
 _OWNERLESS = ("torchft-fork-server", "torchft-abandoned")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.bounds import check
-from support.forked import fork
+from support.fork_server import Call, Forked
 from support.running import (
     SCRIPTS,
     command,
@@ -51,14 +51,8 @@ class Worker:
     @classmethod
     def forked(cls, address: str, name: str, out: Path, place: dict[str, str]) -> Worker:
         """With a process group of its own, as a launcher makes it."""
-        process = fork(leads_a_session, (address, name), place, out)
-
-        def wait() -> int:
-            process.join(DEADLINE_S)
-            assert process.exitcode is not None, "it does not end"
-            return int(process.exitcode)
-
-        return cls(out, process.pid, wait)
+        process = Forked(Call(leads_a_session, (address, name), place, out))
+        return cls(out, process.pid, lambda: process.wait(DEADLINE_S))
 
     @classmethod
     def started(

@@ -20,12 +20,14 @@ from support.training import Trainer, assert_identical, in_step, lighthouse, tog
 from support.warm import Warm
 
 from torchft_svc.client import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
-from torchft_svc.client.process_groups.isolated.fork_server import FORK_SERVER, ForkServer
+from torchft_svc.client.process.fork_server import ForkServer
+from torchft_svc.client.process_groups.isolated.process import FORK_SERVER, fork_carrier
 from torchft_svc.client.process_groups.isolated.segments import HostSegment, Pool
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed
 
 TIMEOUT = timedelta(seconds=20)
+MAIN = "torchft_svc.client.process_groups.isolated.fork_server_main"
 pytestmark = pytest.mark.processes
 
 
@@ -57,40 +59,40 @@ def shared_descriptors() -> int:
 def test_a_process_that_comes_too_late_is_not_taken_for_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fork_server = ForkServer()
+    fork_server = ForkServer(MAIN, "tests")
     fork_server.start()
     assert fork_server.is_ready(60.0)
     server = fork_server._process
     assert server is not None
-    monkeypatch.setattr("torchft_svc.client.process_groups.isolated.fork_server.START_S", 0.5)
+    monkeypatch.setattr("torchft_svc.client.process.fork_server.START_S", 0.5)
     server.send_signal(signal.SIGSTOP)
     with pytest.raises(DeadlineExceeded):
-        fork_server.fork()
+        fork_carrier(fork_server)
     monkeypatch.undo()
     server.send_signal(signal.SIGCONT)
-    pid, connection = fork_server.fork()
+    pid, connection = fork_carrier(fork_server)
     others = [each for each in psutil.Process(server.pid).children() if each.pid != pid]
     psutil.wait_procs(others, 20.0)  # nobody has its connection
     assert is_alive(pid)
     connection.close()
-    assert fork_server.status_of(pid, 20.0) is not None
+    assert fork_server.end_of(pid, 20.0) is not None
     server.kill()
     server.wait()
 
 
 def test_the_status_of_an_earlier_process_with_the_same_id_is_not_told() -> None:
-    fork_server = ForkServer()
-    pid, connection = fork_server.fork()
+    fork_server = ForkServer(MAIN, "tests")
+    pid, connection = fork_carrier(fork_server)
     connection.close()
-    eventually(lambda: pid in fork_server._statuses)
+    eventually(lambda: pid in fork_server._ends)
     forked = []
 
     def fork() -> int:
-        forked.append(fork_server.fork())
+        forked.append(fork_carrier(fork_server))
         return forked[-1][0]
 
     start_with_process_id(pid, fork)
-    assert fork_server.status_of(pid, 0.0) is None
+    assert fork_server.end_of(pid) is None
     for _, connection in forked:
         connection.close()
     server = fork_server._process

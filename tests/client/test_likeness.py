@@ -70,7 +70,7 @@ class Trainers:
         assert all(len(each) == 1 for each in hashes.values()), "I3"
 
     def is_running(self, name: str) -> bool:
-        return bool(self.groups[name].workers[0].is_alive())
+        return self.groups[name].workers[0].poll() is None
 
     def failure(self, name: str) -> str:
         """The error that has ended a trainer."""

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from chaos.fleet import Fleet
-from chaos.fork_server import ForkServer
+from chaos.fork_server import worker_server
+from torchft_svc.client.process.fork_server import ForkServer
 
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    with ForkServer() as fork_server:
+    with worker_server() as fork_server:
         yield fork_server
 
 

@@ -13,7 +13,7 @@ from support.etcd_server import ETCD, etcd_server
 from support.running import ROOT, Process, lighthouse_process, steady_address
 
 from chaos.fleet import Fleet
-from chaos.fork_server import ForkServer
+from chaos.fork_server import worker_server
 from demo.events import Committed, Discarded
 
 LIBRARY = next(iter(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), None)
@@ -81,7 +81,7 @@ def test_clocks_jump_while_groups_train(tmp_path: Path, election: tuple[str, ...
 
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(lighthouse())
-        fork_server = stack.enter_context(ForkServer(**at_groups.variables))
+        fork_server = stack.enter_context(worker_server(**at_groups.variables))
         fleet = Fleet(fork_server, tmp_path, address)
         stack.callback(fleet.end)
         for group in GROUPS:

@@ -7,35 +7,18 @@ and their ranks in the environment. A killed group is one that the test starts a
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import multiprocessing
-import os
-import signal
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from torch.distributed import TCPStore
 
+from support.fork_server import Call, Forked
 from support.running import eventually, lives
 
-# What every worker would import, by the names that are found without this folder.
-_PRELOADED = [
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torchft_svc.client",
-]
 _END_S = 10.0
-_PR_SET_PDEATHSIG = 1
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(_PRELOADED)
 
 Run = Callable[..., None]
 
@@ -50,7 +33,7 @@ class Group:
     num_workers: int
     log: Path
     lighthouse: str
-    workers: list[Any] = field(default_factory=list)
+    workers: list[Forked] = field(default_factory=list)
     _store: TCPStore | None = None
     _managers: list[psutil.Process] = field(default_factory=list)
 
@@ -67,7 +50,7 @@ class Group:
                 "MASTER_PORT": str(self._store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the launcher's: ours
             }
-            self.workers.append(fork(self.run, self.arguments, variables, self.log))
+            self.workers.append(Forked(Call(self.run, self.arguments, variables, self.log)))
         return self
 
     def kill(self, group_rank: int) -> None:
@@ -82,8 +65,7 @@ class Group:
                 self._managers += psutil.Process(worker.pid).children(recursive=True)
             worker.kill()
         for worker in self.workers:
-            worker.join(_END_S)
-            worker.close()
+            worker.wait(_END_S)
         self.workers.clear()
 
     def wait_for_manager(self) -> None:
@@ -105,26 +87,3 @@ def ending(groups: list[Group]) -> Iterator[None]:
             group.end()
         for group in groups:
             group.wait_for_manager()
-
-
-def fork(run: Run, arguments: tuple[Any, ...], variables: dict[str, str], log: Path) -> Any:
-    """Start a `multiprocessing.Process` that does ``run(*arguments)`` and writes into ``log``."""
-    process = _context.Process(target=_live, args=(run, arguments, variables, log))
-    process.start()
-    return process
-
-
-def _live(run: Run, arguments: tuple[Any, ...], variables: dict[str, str], log: Path) -> None:
-    """In the worker: be a process like one that was started by itself."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for target in (1, 2):
-        os.dup2(output, target)
-    os.environ.update(variables)
-    torch.set_num_threads(1)
-    try:
-        run(*arguments)
-    except Exception:
-        traceback.print_exc()
-        raise

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from torchft_svc.client.process.fork_server import watch
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
 from torchft_svc.client.process_groups.isolated.device_segments import DeviceWindow
@@ -209,16 +210,6 @@ class CompletionPoller:
 def _configure(pg: DelegatingProcessGroup, message: Configure) -> None:
     pg.set_timeout(message.timeout)
     pg._configure(message.members)
-
-
-def watch(pid: int) -> int | None:
-    """A descriptor that is readable once process ``pid`` has ended; None: the system has none."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        os._exit(0)
-    except (AttributeError, OSError):
-        return None
 
 
 def _end_with(pid: int) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from torchft_svc.client.process_groups.base import ProcessGroup
-from torchft_svc.client.process_groups.isolated.fork_server import FORK_SERVER
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
     Backend,
@@ -24,7 +23,11 @@ from torchft_svc.client.process_groups.isolated.messages import (
     options_to_plain,
     replace_leaves,
 )
-from torchft_svc.client.process_groups.isolated.process import ChildProcess, KilledProcesses
+from torchft_svc.client.process_groups.isolated.process import (
+    FORK_SERVER,
+    ChildProcess,
+    KilledProcesses,
+)
 from torchft_svc.client.process_groups.isolated.segments import Loan, Pool
 from torchft_svc.client.process_groups.isolated.shared_tensors import SharedTensors
 from torchft_svc.client.process_groups.isolated.work import IsolatedWork

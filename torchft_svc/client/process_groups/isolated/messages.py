@@ -26,9 +26,6 @@ _OPTION_FIELDS = (
     "device",
 )
 
-# Of ``ready``, ``fork NUMBER``, ``forked NUMBER PID`` and ``ended PID STATUS``.
-MAX_FORK_MESSAGE = 64
-
 
 @dataclass(frozen=True, slots=True)
 class Backend:

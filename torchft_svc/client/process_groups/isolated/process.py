@@ -7,12 +7,14 @@ import logging
 import os
 import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 
-from torchft_svc.client.process_groups.isolated.fork_server import FORK_SERVER
+from torchft_svc.client.process.fork_server import ForkServer
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
     ChildReply,
@@ -41,6 +43,22 @@ OnEnd = Callable[[Exception | None], None]
 OnStart = Callable[[], None]
 
 
+# Of all process groups of this process.
+FORK_SERVER = ForkServer(f"{__package__}.fork_server_main", "collectives")
+
+
+def fork_carrier(server: ForkServer) -> tuple[int, Connection]:
+    """Fork a process for collectives; its id, and the connection to it.
+
+    Raises:
+        PeerError: see `ForkServer.fork`.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        pid = server.fork(b"", theirs.fileno())
+    return pid, Connection(ours.detach())
+
+
 class ChildProcess:
     """A child process; each numbered command is answered once, at the latest by the child's exit.
 
@@ -49,7 +67,7 @@ class ChildProcess:
     """
 
     def __init__(self) -> None:
-        self.pid, self._connection = FORK_SERVER.fork()
+        self.pid, self._connection = fork_carrier(FORK_SERVER)
         self._descriptor = _descriptor_of(self.pid)
         self._lock = threading.Lock()
         self._answered = threading.Condition(self._lock)
@@ -135,8 +153,9 @@ class ChildProcess:
             except (EOFError, OSError):
                 break
             self._receive(answer)
-        status = FORK_SERVER.status_of(self.pid, _STATUS_S)
-        self._end(QuorumFailed(f"the process that carries the collectives {_how(status)}"))
+        ended = FORK_SERVER.end_of(self.pid, _STATUS_S)
+        how = _how(None if ended is None else ended[0])
+        self._end(QuorumFailed(f"the process that carries the collectives {how}"))
         with self._lock:
             self._connection.close()
         if self._descriptor is not None:

@@ -1,0 +1,83 @@
+"""The fork server of the tests: it has imported torch, and forks what a test would start.
+
+A fork runs a function, or becomes a program like any other, from its arguments to the end of its
+interpreter; only its parent is another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import TimeoutExpired
+from typing import Any
+
+from torchft_svc.client.process.fork_server import ForkServer
+
+TESTS = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Program:
+    """``arguments``: a script or ``-W ignore -m MODULE``, and its own."""
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    folder: str
+    leads_session: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """``run(*arguments)``, with ``variables`` added to the environment and output to ``log``."""
+
+    run: Callable[..., object]
+    arguments: tuple[Any, ...]
+    variables: Mapping[str, str]
+    log: Path
+
+
+@functools.cache
+def server() -> ForkServer:
+    """The only one of this session; it ends with this process."""
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    return ForkServer("support.fork_server_main", "tests", environment=os.environ | environment)
+
+
+class Forked:
+    """A forked process, with the part of `subprocess.Popen` that tests need."""
+
+    def __init__(self, what: Program | Call, descriptors: Sequence[int] = ()) -> None:
+        self.pid = server().fork(pickle.dumps(what), *descriptors)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._end(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        status = self._end(timeout)
+        if status is None:
+            raise TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return status
+
+    def _end(self, timeout_s: float | None) -> int | None:
+        if self.returncode is None:
+            ended = server().end_of(self.pid, timeout_s)
+            self.returncode = None if ended is None else ended[0]
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and that is not told yet
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)

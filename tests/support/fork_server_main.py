@@ -1,0 +1,90 @@
+"""The program of the tests' fork server: loads torch, and forks; see fork_server.py."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import runpy
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from demo.orphans import die_with_parent
+from support.fork_server import Call, Program
+from torchft_svc.client.process.fork_server import serve
+
+# Where this program finds its own modules; what it forks need not.
+OURS = os.environ["PYTHONPATH"].split(os.pathsep)
+
+
+def load() -> None:
+    """All that torch loads at its first use, which takes seconds; starts no thread."""
+    import torch
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
+
+    import torchft_svc.client  # noqa: F401
+
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    torch.optim.Adam([weight]).step()
+
+
+def call(asked: Call) -> None:
+    """Be a process like one that was started by itself."""
+    import torch
+
+    die_with_parent()
+    output = os.open(asked.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for target in (1, 2):
+        os.dup2(output, target)
+    os.environ.update(asked.variables)
+    torch.set_num_threads(1)
+    asked.run(*asked.arguments)
+
+
+def become(asked: Program, descriptors: Sequence[int]) -> list[str]:
+    """Make ready what the interpreter would have; the arguments, without its own."""
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(asked.environment)
+    os.chdir(asked.folder)
+    if asked.leads_session:
+        os.setsid()
+    if "PYTHONUNBUFFERED" in os.environ:
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    arguments = list(asked.arguments)
+    if arguments[:2] == ["-W", "ignore"]:
+        warnings.simplefilter("ignore")
+        del arguments[:2]
+    is_module = arguments[0] == "-m"
+    sys.argv[:] = arguments[is_module:]
+    first = os.getcwd() if is_module else str(Path(arguments[0]).parent.resolve())
+    here = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [first, *filter(None, here), *(each for each in sys.path[1:] if each not in OURS)]
+    return arguments
+
+
+if __name__ == "__main__":
+    load()
+    _fork = serve(*map(int, sys.argv[1:]))
+    if _fork is not None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        random.seed()
+        _asked = pickle.loads(_fork[0])  # noqa: S301 - from the tests themselves
+        if isinstance(_asked, Call):
+            call(_asked)
+        else:
+            _arguments = become(_asked, _fork[1])
+            if _arguments[0] == "-m":
+                runpy.run_module(_arguments[1], run_name="__main__", alter_sys=True)
+            else:
+                __file__ = _arguments[0]
+                exec(compile(Path(__file__).read_bytes(), __file__, "exec"))  # noqa: S102

@@ -1,0 +1,248 @@
+"""A process that has imported torch and forks: importing takes seconds, forking milliseconds.
+
+`ForkServer` is the owner's side. The server's side is a module that imports what the program needs
+and calls `serve`. It never starts a thread and never looks at a device, so its forks may do both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+from torchft_svc.errors import DeadlineExceeded, QuorumFailed
+
+# Importing torch takes two seconds, and much longer on a machine that starts many processes.
+START_S = 60.0
+# A server that was told to end only has to leave its loop.
+_END_S = 5.0
+# Exit statuses that were not asked for, of processes whose end was not noticed: keep a few.
+MAX_STATUSES = 64
+# A request may hold a whole environment.
+_MAX_MESSAGE = 1 << 17
+_MAX_DESCRIPTORS = 4
+# Interval at which the owner is checked where the system has no process descriptors.
+_POLL_S = 0.5
+
+
+class ForkServer:
+    """Starts ``python -m module`` when it is first needed, and again after it was lost.
+
+    Args:
+        module: what calls `serve`.
+        purpose: what the forked processes are for, in error messages.
+        arguments: of the module, behind those that `serve` reads.
+        environment: of the server, and so of its forks (default: that of this process).
+    """
+
+    def __init__(
+        self,
+        module: str,
+        purpose: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._command = [sys.executable, "-m", module]
+        self._arguments = arguments
+        self._environment = environment
+        self._action = f"starting a process for {purpose}"
+        self._lost = f"the process that starts those for {purpose} has ended; see stderr"
+        self._changed = threading.Condition()
+        self._forking = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._owner = 0
+        self._started_at = 0.0
+        self._ready = False
+        self._num_requests = 0
+        self._forked: dict[int, int] = {}  # process ids, by the number of the request
+        self._ends: OrderedDict[int, tuple[int, float]] = OrderedDict()
+
+    def start(self) -> None:
+        """Start the server unless it runs; returns before it is ready."""
+        with self._changed:
+            # After a fork the parent's server is not ours.
+            if self._socket is not None and self._owner == os.getpid():
+                return
+            if self._process is not None and self._owner == os.getpid():
+                self._process.wait()  # it closed its socket, as its last action
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [*self._command, str(theirs.fileno()), str(os.getpid()), *self._arguments],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env=self._environment,
+                )
+            self._socket, self._owner = ours, os.getpid()
+            self._started_at = time.monotonic()
+            self._ready, self._forked = False, {}
+        threading.Thread(
+            target=self._read, args=(ours,), name="torchft-fork-server", daemon=True
+        ).start()
+
+    def fork(self, request: bytes, *descriptors: int) -> int:
+        """The id of a new process, to which `serve` gives ``request`` and the ``descriptors``.
+
+        Raises:
+            DeadlineExceeded: the server is not ready within `START_S`.
+            QuorumFailed: the server has exited.
+        """
+        with self._forking:
+            self.start()
+            with self._changed:
+                server = self._socket
+                if server is None:
+                    raise QuorumFailed(self._lost)
+                self._wait_for(lambda: self._ready, server)
+                self._num_requests += 1
+                number = self._num_requests
+                with contextlib.suppress(OSError):
+                    socket.send_fds(server, [b"%d " % number + request], descriptors)
+                # A process that is forked after the deadline exits: its descriptors are closed.
+                self._wait_for(lambda: number in self._forked, server)
+                pid = self._forked[number]
+                self._forked.clear()
+        return pid
+
+    def is_ready(self, within_s: float) -> bool:
+        """Whether the server has imported its program; waits up to ``within_s`` for that.
+
+        Raises:
+            DeadlineExceeded: it has not done so within `START_S` of its start.
+            QuorumFailed: the server has exited.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._socket is None, within_s)
+            if self._socket is None:
+                raise QuorumFailed(self._lost)
+            if not self._ready and time.monotonic() > self._started_at + START_S:
+                raise DeadlineExceeded(self._action, START_S)
+            return self._ready
+
+    def end_of(self, pid: int, timeout_s: float | None = 0.0) -> tuple[int, float] | None:
+        """Exit status (negative: the signal) and instant of the end of a forked process.
+
+        None if it is not known in time. It is told once.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: pid in self._ends, timeout_s)
+            return self._ends.pop(pid, None)
+
+    def close(self) -> None:
+        """End the server; what it has forked lives on. May be called twice."""
+        with self._changed:
+            server, process = self._socket, self._process
+            if server is not None:
+                server.shutdown(socket.SHUT_RDWR)
+        if process is not None:
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _wait_for(self, is_there: Callable[[], bool], server: socket.socket) -> None:
+        if not self._changed.wait_for(lambda: self._socket is not server or is_there(), START_S):
+            raise DeadlineExceeded(self._action, START_S)
+        if self._socket is not server:
+            raise QuorumFailed(self._lost)
+
+    def _read(self, server: socket.socket) -> None:
+        while True:
+            try:
+                message = server.recv(_MAX_MESSAGE)
+            except OSError:
+                message = b""
+            kind, *values = message.decode().split() or [""]
+            with self._changed:
+                if kind == "ready":
+                    self._ready = True
+                elif kind == "forked":
+                    number, pid = map(int, values)
+                    self._forked[number] = pid
+                    # An earlier process may have had this id, and its status was not asked for.
+                    self._ends.pop(pid, None)
+                elif kind == "ended":
+                    self._ends[int(values[0])] = int(values[1]), float(values[2])
+                    while len(self._ends) > MAX_STATUSES:
+                        self._ends.popitem(last=False)
+                elif self._socket is server:
+                    self._socket = None
+                self._changed.notify_all()
+            if not kind:
+                server.close()
+                return
+
+
+# -- the server's side ---------------------------------------------------------------------------
+
+
+def serve(descriptor: int, owner_pid: int) -> tuple[bytes, list[int]] | None:
+    """Fork a process for each request of ``owner_pid``; report its id, and later its exit status.
+
+    Returns in each fork, with the request and its descriptors, and in the server with None, once
+    the owner has closed the socket or is gone. Forks ignore SIGINT and SIGTERM, as the server does.
+    """
+    # A terminal or a service manager signals all processes; this one exits with its owner.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would otherwise copy these pages
+    server = socket.socket(fileno=descriptor)
+    wake, woken = socket.socketpair()
+    woken.setblocking(False)
+    signal.set_wakeup_fd(woken.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    owner = watch(owner_pid)
+    watched: list[socket.socket | int] = [server, wake, *([] if owner is None else [owner])]
+    server.send(b"ready")
+    while os.getppid() == owner_pid:
+        readable, _, _ = select.select(watched, [], [], _POLL_S if owner is None else None)
+        if wake in readable:
+            wake.recv(_MAX_MESSAGE)
+            _reap(server)
+        if server in readable:
+            message, descriptors, _, _ = socket.recv_fds(server, _MAX_MESSAGE, _MAX_DESCRIPTORS)
+            if not message:
+                break
+            asked, _, request = message.partition(b" ")
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for end in (server, wake, woken):
+                    end.close()
+                return request, descriptors
+            for each in descriptors:
+                os.close(each)
+            server.send(b"forked %s %d" % (asked, pid))
+    signal.set_wakeup_fd(-1)  # before it is closed: the last forks exit just now
+    return None
+
+
+def _reap(server: socket.socket) -> None:
+    with contextlib.suppress(ChildProcessError, ConnectionError):  # nothing to reap, or no owner
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, status = ended
+            told = pid, os.waitstatus_to_exitcode(status), time.monotonic()
+            server.send(b"ended %d %d %r" % told)
+
+
+def watch(pid: int) -> int | None:
+    """A descriptor that is readable once process ``pid`` has ended; None: the system has none."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(0)
+    except (AttributeError, OSError):
+        return None
