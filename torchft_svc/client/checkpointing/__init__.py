@@ -1,4 +1,4 @@
-"""Carries a state from an up-to-date worker to one that heals."""
+"""Transports that carry the state of an up-to-date worker to one that heals."""
 
 from torchft_svc.client.checkpointing.http.transport import HTTPTransport
 from torchft_svc.client.checkpointing.pg import PGTransport

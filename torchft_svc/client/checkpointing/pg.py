@@ -1,4 +1,4 @@
-"""Heals over a process group's send and recv: from device to device where the group can do that."""
+"""A checkpoint transport over send and recv of a process group, also from device to device."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ from torchft_svc.errors import (
 
 log = logging.getLogger(__name__)
 
-# What begins a state: this, the step, and the length and the digest of the description.
+# A state starts with this, the step, and the length and the digest of the description.
 _MAGIC = 0x746F7263686674
-# What comes in place of a state: this, the step, and the length and the digest of the reason.
+# A refusal starts with this, the step, and the length and the digest of the reason.
 _REFUSAL = 0x746F7263686E6F
-# The longest that may follow.
+# The longest description or reason.
 _LIMITS = {_MAGIC: MAX_DESCRIPTION_BYTES, _REFUSAL: MAX_REASON_BYTES}
-# One operation moves at most this much: backends count bytes in 32 bits here and there.
+# The largest operation: backends count bytes in 32 bits in some places.
 MAX_PART_BYTES = 1 << 30
-# Nobody waits for a send, and gloo closes the connection if it is not over by then: who does not
-# receive leaves the group with the next quorum, or sooner.
+# Gloo closes the connection if a send has not ended by then. A receiver that does not receive
+# leaves the group earlier, at the latest with the next quorum.
 _LONGEST = timedelta(hours=1)
-# Other sends and receives of a program keep to small tags.
+# Other sends and receives of a program use small tags.
 _TAG = 0x70670000
-# What is added up at once on a device: eight bytes of it take as many again for the factors.
+# The part that is summed at once on a device; the factors take as much memory again.
 _SUM_BYTES = 64 << 20
-# Odd, so that no factor loses a bit of what it is multiplied with.
+# Odd, so that a product loses no bit of the other operand.
 _FACTOR = 0x1E3779B97F4A7C15
 
 Spec = tuple[torch.dtype, tuple[int, ...]]
@@ -72,7 +72,7 @@ class _Description:
     tree: Json
     specs: list[Spec]
     digests: list[int]
-    digest: str  # by what: a name in _DIGESTS
+    digest: str  # the digest function, a name in _DIGESTS
 
     def encode(self) -> bytes:
         tensors = [[str(dtype).removeprefix("torch."), *shape] for dtype, shape in self.specs]
@@ -83,23 +83,23 @@ class _Description:
 class PGTransport(CheckpointTransport[Any]):
     """Sends a state's tensors over ``pg``, which must be the manager's own process group.
 
-    Every state is copied before it is sent, so the healthy side goes on with its step at once; it
-    needs that memory until the receiver has everything. Every buffer is checked against a digest
-    (xxh3; on a device, a sum that is computed there). There is no second source: use
+    Every state is copied before it is sent, so the healthy side continues its step at once; it
+    needs that memory until the receiver has the whole state. Every buffer is checked against a
+    digest (xxh3; on a device, a sum that is computed there). There is only one source: use
     `HTTPTransport` unless the network of the group is much faster than TCP. Over
-    `ProcessGroupBabyGloo` a whole state has to arrive within that group's timeout: its process
-    gives up what nobody takes for so long, and the connection with it.
+    `ProcessGroupBabyGloo` a whole state has to arrive within that group's timeout: after it, its
+    process aborts the sends, and with them the connection.
 
     Args:
         pg: the process group that the manager configures.
-        timeout: longest time for one of its operations.
+        timeout: longest time for one send or receive.
         device: where the group's tensors are.
-        state_dict: this worker's own state, or the part that holds all its tensors. If what is
-            received has the same tensors at the same places of the tree, they are received in
-            place, without memory for a second copy. The weights change while it
-            arrives, and are lost if it does not arrive completely; then the group can only heal
-            again, or restart if no other is left. For a worker that computes nothing meanwhile,
-            which means ``use_async_quorum=False``.
+        state_dict: this worker's own state, or the part that holds all its tensors. If the received
+            state has the same tensors at the same places of the tree, they are received in
+            place, without memory for a second copy. The weights change during the transfer, and
+            are lost if it fails; then the group has to heal again, or restart if no other group
+            is left. Only for workers that do not compute meanwhile, which means
+            ``use_async_quorum=False``.
     """
 
     can_defer: ClassVar[bool] = True
@@ -118,13 +118,13 @@ class PGTransport(CheckpointTransport[Any]):
         self._timeout = timeout
         self._device = torch.device(device)
         self._own_state = state_dict
-        self._sending: list[tuple[Any, torch.Tensor]] = []  # kept until the operation is over
-        self._lock = threading.Lock()  # for that list alone
-        self._lost_source = ""  # why a receive under way has been cut
-        self._begun: set[int] = set()  # to whom the state goes that is being handed over
+        self._sending: list[tuple[Any, torch.Tensor]] = []  # kept until the operation has ended
+        self._lock = threading.Lock()  # for that list only
+        self._lost_source = ""  # why a receive under way was aborted
+        self._begun: set[int] = set()  # receivers to which the present state is being sent
 
     def metadata(self) -> str:
-        """Nothing: receivers know the rank."""
+        """A constant: receivers know the rank."""
         return "process group"
 
     def check_state(self, state: object) -> None:
@@ -163,21 +163,21 @@ class PGTransport(CheckpointTransport[Any]):
         self.send_checkpoint(dst_ranks, step, state_dict, timeout)
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, why: str) -> None:
-        """See `CheckpointTransport.refuse_checkpoint`; nothing to who has got a part of a state."""
+        """See `CheckpointTransport.refuse_checkpoint`; skips receivers of a part of a state."""
         parts = self._headed(_REFUSAL, step, encode_reason(f"{why}\n"))
         begun, self._begun = self._begun, set()
         for rank in dst_ranks:
             if rank in begun:
-                continue  # in the middle of a state it would be taken for a part of it
+                continue  # it would be taken for a part of that state
             try:
                 self._send(parts, rank)
-            except (TorchFTError, RuntimeError) as error:  # then its connection is broken, too
+            except (TorchFTError, RuntimeError) as error:  # its connection is broken as well
                 log.warning(
                     "replica rank %d cannot be informed why it is not healed: %s", rank, error
                 )
 
     def disallow_checkpoint(self) -> None:
-        """Let go of what has arrived; what is sent was copied."""
+        """Release copies that have arrived; the live state is not used after `send_checkpoint`."""
         self._forget_completed()
 
     @property
@@ -219,7 +219,7 @@ class PGTransport(CheckpointTransport[Any]):
     def _receive_description(
         self, receive: Callable[[torch.Tensor], torch.Tensor], step: int, source: str
     ) -> _Description:
-        """What comes before the tensors.
+        """Receive what precedes the tensors.
 
         Raises:
             CheckpointError: it is damaged, malformed, of another step, or a refusal.
@@ -241,10 +241,10 @@ class PGTransport(CheckpointTransport[Any]):
         return _parse(encoded, source)
 
     def _check_connection(self, source: str) -> None:
-        """A group that swallows errors lets a receive that has failed look like one that has not.
+        """Check for an error that the group has swallowed: a failed receive looks successful then.
 
         Raises:
-            CheckpointError: it has failed.
+            CheckpointError: the group has failed.
         """
         error = self._pg.errored()
         if error is not None:
@@ -271,20 +271,20 @@ class PGTransport(CheckpointTransport[Any]):
         self.lose_source(why)
 
     def lose_source(self, why: str) -> None:
-        """See `CheckpointTransport.lose_source`; a source that is frozen ends no connection itself.
+        """See `CheckpointTransport.lose_source`; a frozen source does not close its connections.
 
-        With a member that is out nothing can be summed either, so all connections may end.
+        Without one member no sum succeeds either, so all connections may be closed.
         """
-        if self._pg.errored() is not None:  # else what it has sent may be about to arrive
+        if self._pg.errored() is not None:  # else its data may still arrive
             self._lost_source = why
             self._pg.cut()
 
     def shutdown(self, wait: bool = True) -> None:
-        """See `CheckpointTransport.shutdown`; the group's own end ends what is under way."""
+        """See `CheckpointTransport.shutdown`; operations end with the shutdown of the group."""
         self._sending = []
 
     def _headed(self, kind: int, step: int, encoded: bytes) -> list[torch.Tensor]:
-        """``encoded``, behind a header that says what it is."""
+        """``encoded`` after its header."""
         body = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         header = torch.tensor([kind, step, len(encoded), _xxh3(body)], device=self._device)
         return [header, body.to(self._device)]
@@ -298,7 +298,7 @@ class PGTransport(CheckpointTransport[Any]):
                 with self._lock:
                     self._sending.append((works[-1], part))
         finally:
-            if self._device.type == "cpu":  # elsewhere a wait is for the stream
+            if self._device.type == "cpu":  # on a device a wait orders the stream only
                 _wait_for(works)
 
     def _forget_completed(self) -> None:
@@ -317,7 +317,7 @@ class PGTransport(CheckpointTransport[Any]):
                 raise self._too_late(limit, str(error)) from error
             reason = self._lost_source or str(error)
             raise CheckpointError(f"replica rank {src_rank}", reason) from error
-        # Elsewhere a wait is for the stream alone, which the digest waits for.
+        # On a device a wait orders the stream only, and the digest waits for that.
         if not is_over or (self._device.type == "cpu" and not work.is_completed()):
             raise self._too_late(limit, str(self._pg.errored() or ""))
 
@@ -325,7 +325,7 @@ class PGTransport(CheckpointTransport[Any]):
         return DeadlineExceeded("receiving a state", limit.total_seconds(), reason)
 
     def _own_tensors(self, description: _Description) -> list[torch.Tensor]:
-        """Those of this worker, if what is described can be received into them."""
+        """This worker's tensors, if the described state can be received into them."""
         if self._own_state is None:
             return []
         tree, tensors = _describe(take_apart(self._own_state()))
@@ -342,9 +342,9 @@ class PGTransport(CheckpointTransport[Any]):
 def _match(
     theirs: list[tuple[tuple[str, ...], int]], ours: list[tuple[tuple[str, ...], int]]
 ) -> dict[int, int] | None:
-    """Our number for each of their tensors, if ours are at the same places of the tree.
+    """The number of our tensor for each of theirs, if the places in the tree match.
 
-    Our tree may be a part of theirs, so their paths may all begin with the same steps before it.
+    Our tree may be a part of theirs: then all their paths start with the same extra steps.
     """
     own = dict(ours)
     if not theirs or len(theirs) != len(own):
@@ -355,13 +355,13 @@ def _match(
         if all(path[:length] == above and path[length:] in own for path, _ in theirs):
             pairs = {(number, own[path[length:]]) for path, number in theirs}
             numbers = dict(pairs)
-            # What is one tensor there is one here, and the other way round.
+            # Tied tensors have to be the same on both sides.
             return numbers if len(pairs) == len(numbers) == len(set(numbers.values())) else None
     return None
 
 
 def _wait_for(works: list[Any]) -> None:
-    """Let gloo note the end of sends, which it does only for who waits: once for each."""
+    """Wait once for each send on a thread: gloo notices the end of a send only in ``wait``."""
 
     def run() -> None:
         while works:
@@ -372,8 +372,8 @@ def _wait_for(works: list[Any]) -> None:
 
 
 def _describe(state: Any) -> tuple[Json, list[torch.Tensor]]:
-    """The nesting, and the tensors by number; each is dense, and its own place in memory."""
-    taken: list[torch.Tensor] = []  # kept, as the number goes by which object it is
+    """The nesting, and the tensors by number; each is dense, without shared memory."""
+    taken: list[torch.Tensor] = []  # kept alive, because ids are only unique then
     numbers: dict[int, int] = {}
 
     def take(tensor: torch.Tensor, path: str) -> int:
@@ -393,7 +393,7 @@ def _spec_of(tensor: torch.Tensor) -> Spec:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Those of a contiguous tensor, as a view of it."""
+    """The bytes of a contiguous tensor, as a view."""
     if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8)
     return tensor.reshape(-1).view(torch.uint8)
@@ -405,7 +405,7 @@ def _xxh3(data: torch.Tensor) -> int:
 
 
 def _sum(data: torch.Tensor) -> int:
-    """A digest that is computed where the bytes are: words times factors by their place."""
+    """A digest computed on the device of the bytes: the sum of words times position factors."""
     total, words_at = 0, 0
     for part in torch.split(data, _SUM_BYTES):
         padded = torch.nn.functional.pad(part, (0, -len(part) % 8))
@@ -424,7 +424,7 @@ _DIGESTS: dict[str, Callable[[torch.Tensor], int]] = {"xxh3": _xxh3, "sum": _sum
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The bytes of a contiguous tensor in pieces that a backend can carry."""
+    """The bytes of a contiguous tensor in parts that a backend can send."""
     return list(torch.split(_bytes_of(tensor), MAX_PART_BYTES)) if tensor.numel() else []
 
 

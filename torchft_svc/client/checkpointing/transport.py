@@ -1,4 +1,4 @@
-"""The seam between the Manager and whatever carries a healing group's state."""
+"""The interface of checkpoint transports, which carry the state of groups that heal."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ MAX_REASON_BYTES = 1000
 class CheckpointTransport(ABC, Generic[T]):
     """Carries a state from an up-to-date worker to workers that heal.
 
-    A worker serves at most one state at a time. The order of calls on the serving side, in each
-    step that somebody heals in: ``send_checkpoint``, then ``disallow_checkpoint`` before the
-    weights are changed.
+    A worker serves at most one state at a time. On the serving side the manager calls, in each step
+    in which a group heals, ``send_checkpoint``, and then ``disallow_checkpoint`` before the weights
+    change.
 
-    A transport with ``can_stripe`` gets its calls as `send_striped` and `recv_striped` instead: all
-    groups that are up to date hold the same state, and it may come from several of them at once.
+    A transport with ``can_stripe`` gets calls of `send_striped` and `recv_striped` instead: all
+    groups that are up to date hold the same state, and several of them may send it at once.
 
-    Where the forward pass goes on while somebody heals, a part of the state may change in it. A
-    transport with ``can_defer`` is given that part with `send_deferred`, when the pass is over, and
-    only the rest with `send_checkpoint`; any other gets its call of `send_checkpoint` that late.
+    If the forward pass continues while a group heals, it may change a part of the state. A
+    transport with ``can_defer`` gets that part with `send_deferred` after the pass, and only the
+    rest with `send_checkpoint`; for any other transport `send_checkpoint` is called after the pass.
     """
 
     can_stripe: ClassVar[bool] = False
@@ -36,12 +36,12 @@ class CheckpointTransport(ABC, Generic[T]):
 
     @abstractmethod
     def metadata(self) -> str:
-        """What a receiver needs in order to reach this worker; it stays the same for life."""
+        """What a receiver needs to reach this worker; constant for the worker's lifetime."""
 
     def check_state(self, state: object) -> None:
-        """Look whether ``state``, or a part of one, can be sent; this one takes anything.
+        """Check that ``state``, or a part of a state, can be sent; the default accepts anything.
 
-        Called when the manager starts, and for what is registered later.
+        Called when the manager starts, and for pieces that are registered later.
 
         Raises:
             ConfigError: it holds a value that cannot be sent; the sentence names its path.
@@ -62,29 +62,29 @@ class CheckpointTransport(ABC, Generic[T]):
 
     @abstractmethod
     def disallow_checkpoint(self) -> None:
-        """From the return of this call on, the state offered last may be changed.
+        """After this call returns, the state that was offered last may change.
 
-        It never waits for a receiver. May be called at any time, any number of times.
+        Never waits for a receiver. May be called at any time, any number of times.
         """
 
     def retract_checkpoint(self) -> None:
-        """What was offered is not this worker's state any more, although its step may be the same.
+        """Withdraw the offer: it is not this worker's state any more, although the step may match.
 
-        Whoever has not fetched it has to wait for the next offer. A transport whose offers end with
-        the quorum needs to do nothing, as this one does.
+        Receivers that have not fetched it wait for the next offer. The default does nothing, for
+        transports whose offers end with the quorum.
         """
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, why: str) -> None:
-        """The state of ``step`` cannot be offered to ``dst_ranks``, who need not wait for it.
+        """Tell ``dst_ranks`` that the state of ``step`` cannot be offered.
 
-        Called after `send_checkpoint` has raised, or in its place. A transport may ignore it, as
-        this one does; then those that heal wait for their timeout.
+        Called after `send_checkpoint` has raised, or instead of it. By default this does nothing;
+        then the receivers wait for their timeout.
         """
 
     def expect_checkpoint(self, like: T | None) -> None:
-        """A state of about the size of ``like`` may be fetched soon; None: it will not be.
+        """Announce that a state of about the size of ``like`` may arrive soon; None: it will not.
 
-        Time to get ready before `recv_checkpoint`; a transport may ignore it, as this one does.
+        A transport may prepare for `recv_checkpoint`; the default does nothing.
         """
 
     @abstractmethod
@@ -94,9 +94,9 @@ class CheckpointTransport(ABC, Generic[T]):
         ``src_rank`` is the replica rank of that worker's group, for messages.
 
         Raises:
-            Unreachable: nobody answers there.
+            Unreachable: the worker does not answer.
             DeadlineExceeded: the source made no progress for ``timeout``.
-            CheckpointError: the state is gone, or keeps arriving damaged.
+            CheckpointError: the state is gone, or repeatedly damaged.
         """
 
     def send_striped(
@@ -107,7 +107,7 @@ class CheckpointTransport(ABC, Generic[T]):
         state_dict: T,
         timeout: timedelta,
     ) -> None:
-        """`send_checkpoint`, and ``extra_dst_ranks`` may fetch a part from here, or nothing."""
+        """`send_checkpoint`; ``extra_dst_ranks`` may fetch a part of the state, or nothing."""
         self.send_checkpoint(dst_ranks, step, state_dict, timeout)
 
     def recv_striped(
@@ -120,7 +120,7 @@ class CheckpointTransport(ABC, Generic[T]):
     ) -> T:
         """`recv_checkpoint`, in part from other workers that may serve the same state.
 
-        Each of ``extras`` finds out the metadata of one; it may take seconds, and raise.
+        Each of ``extras`` returns the metadata of one; it may take seconds, and raise.
         """
         return self.recv_checkpoint(src_rank, metadata, step, timeout)
 
@@ -132,9 +132,9 @@ class CheckpointTransport(ABC, Generic[T]):
         state_dict: T,
         timeout: timedelta,
     ) -> None:
-        """Offer ``state_dict`` beside what was sent of ``step``; only with ``can_defer``.
+        """Offer ``state_dict`` as the rest of the state of ``step``; only with ``can_defer``.
 
-        It may change as soon as this returns. `refuse_checkpoint` may be called in its place.
+        It may change as soon as this returns. `refuse_checkpoint` may be called instead.
 
         Raises:
             ConfigError: the state holds a value that cannot be sent; the sentence names its path.
@@ -149,23 +149,23 @@ class CheckpointTransport(ABC, Generic[T]):
         step: int,
         timeout: timedelta,
     ) -> T:
-        """Fetch what the worker sends with `send_deferred`; see `recv_striped`."""
+        """Fetch the state that the worker sends with `send_deferred`; see `recv_striped`."""
         reason = "it sends a state in two parts: use the same checkpoint transport in all groups"
         raise CheckpointError(f"replica rank {src_rank}", reason)
 
     def interrupt_receive(self, why: str) -> None:
-        """Let a `recv_deferred` on another thread fail soon; this one waits for its end."""
+        """Make a `recv_deferred` on another thread fail soon; by default it continues."""
 
     def lose_source(self, why: str) -> None:
-        """The group that a receive on another thread was assigned to is out of the quorum.
+        """The assigned source of a receive on another thread is out of the quorum.
 
-        It may still send. If it does not, others take its place, or the receive fails soon; this
-        one waits for its end. Called again and again as long as the receive is under way.
+        It may still send. If it does not, other sources take its place, or the receive fails soon;
+        by default it continues. Called repeatedly as long as the receive is under way.
         """
 
     @abstractmethod
     def shutdown(self, wait: bool = True) -> None:
-        """Stop serving and receiving; ``wait`` joins the threads. May be called twice."""
+        """Stop serving and receiving; ``wait`` joins the threads. Idempotent."""
 
 
 def encode_reason(reason: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Memory to receive into, and bytes that are scattered over many buffers (rule H10)."""
+"""Allocates memory to receive into, and reads bytes from many buffers as one (rule H10)."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# With small pages, page faults would take longer than receiving the bytes.
+# With small pages, page faults take longer than receiving the bytes.
 HUGE_PAGE_BYTES = 2 << 20
 # Gaps between pieces are shorter than this.
 _ZEROS = memoryview(bytes(4096))
 
 
 def allocate(num_bytes: int) -> memoryview:
-    """Fresh zeroed memory, freed when the last view of it is gone.
+    """Fresh zeroed memory, freed with its last view.
 
     Raises:
-        MemoryError: there is not that much.
+        MemoryError: there is not enough.
     """
     return memoryview(map_memory(num_bytes))[:num_bytes]
 
 
 def map_memory(num_bytes: int) -> mmap.mmap:
-    """Fresh zeroed memory, in huge pages where it is large and the system has them.
+    """Fresh zeroed memory, in huge pages if it is large and the system supports them.
 
     Raises:
-        MemoryError: there is not that much.
+        MemoryError: there is not enough.
     """
     try:
         memory = _private_map(max(num_bytes, 1))
@@ -45,7 +45,7 @@ def _private_map(num_bytes: int) -> mmap.mmap:
 
 
 class Memory:
-    """``size`` bytes, made of ``pieces``: buffers, each with the place of its first byte.
+    """``size`` bytes, made of ``pieces``: buffers, each with its start offset.
 
     The bytes between two pieces are zero.
     """
@@ -56,7 +56,7 @@ class Memory:
         self._views = [view for _, view in pieces]
 
     def views(self, start: int, stop: int, limit: int | None = None) -> list[memoryview]:
-        """At most ``limit`` buffers that hold the bytes from ``start`` on, up to ``stop``."""
+        """At most ``limit`` buffers with the bytes from ``start`` on, up to ``stop``."""
         views: list[memoryview] = []
         number = max(bisect_right(self._starts, start) - 1, 0)
         while start < stop and (limit is None or len(views) < limit):
@@ -76,7 +76,7 @@ class Memory:
         return _ZEROS[: min(following, stop) - start]
 
     def copy(self, start: int, stop: int) -> memoryview:
-        """The bytes from ``start`` to ``stop`` in memory of their own."""
+        """A copy of the bytes from ``start`` to ``stop``."""
         copied = allocate(stop - start)
         target = np.frombuffer(copied, dtype=np.uint8)
         place = 0

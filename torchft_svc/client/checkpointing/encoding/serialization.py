@@ -1,11 +1,10 @@
-"""Turns a state into a description (JSON) and one run of bytes, and back.
+"""Encodes a state as a description (JSON) and one sequence of bytes, and decodes it.
 
-The bytes are the blobs one after the other, each at the next multiple of the alignment, so their
-places follow from their sizes. Nothing is pickled, and nothing that was received is executed.
+The bytes are the blobs in order, each at the next multiple of the alignment, so their offsets
+follow from their sizes. Nothing is pickled, and nothing that was received is executed.
 
-The tensors of a rebuilt state are plain host tensors without gradient, views of the memory that
-was received; it is freed when the last of them is. They are meant for ``load_state_dict``, which
-copies.
+The tensors of a decoded state are host tensors without gradient, views of the received memory,
+which is freed with the last of them. They are meant for ``load_state_dict``, which copies.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from torchft_svc.client.checkpointing.encoding.values import BadTree, Json
 from torchft_svc.errors import CheckpointError, ConfigError
 
 VERSION = 1
-# About 500 000 tensors; a description is parsed as a whole, so it must fit into memory easily.
+# About 500 000 tensors; a description is parsed as a whole, so it must fit into memory.
 MAX_DESCRIPTION_BYTES = 64 << 20
 # 16 TiB: beyond any host's memory, below any overflow.
 MAX_STATE_BYTES = 1 << 44
-# Smaller blobs are copied together at once: serving each from its own place costs more than that.
+# Smaller blobs are copied into one buffer: that is cheaper than serving each from its own place.
 SMALL_BLOB_BYTES = 16 << 10
 
 
@@ -43,7 +42,7 @@ SMALL_BLOB_BYTES = 16 << 10
 class Described:
     """A state ready to be sent: its description and its bytes.
 
-    ``memory`` still belongs to the state's owner, who must not change it while it is read.
+    ``memory`` still belongs to the state's owner, and must not change while it is read.
     """
 
     description: bytes
@@ -52,7 +51,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A description that was checked: ``size`` bytes are needed before ``rebuild``."""
+    """A checked description; `rebuild` needs ``size`` received bytes."""
 
     tree: Json
     specs: tuple[TensorSpec, ...]
@@ -60,7 +59,7 @@ class Plan:
     size: int
 
     def rebuild(self, memory: memoryview, source: str) -> Any:
-        """The state, its tensors being views of ``memory`` (``size`` bytes).
+        """The state; its tensors are views of ``memory`` (``size`` bytes).
 
         Raises:
             CheckpointError: the description contradicts itself.
@@ -140,7 +139,7 @@ def _view(blob: torch.Tensor) -> memoryview:
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Where each blob starts, and behind the last one the total size."""
+    """The start of each blob, and then the total size."""
     starts = [0]
     for size in sizes:
         starts.append(-(-(starts[-1] + size) // ALIGNMENT) * ALIGNMENT)
@@ -151,7 +150,7 @@ def parse(description: bytes | bytearray | memoryview, source: str) -> Plan:
     """Check a received description.
 
     Raises:
-        CheckpointError: it is malformed, or claims what it cannot have.
+        CheckpointError: it is malformed, or claims an impossible size.
     """
     try:
         document = json.loads(bytes(description), parse_constant=_no_constant)

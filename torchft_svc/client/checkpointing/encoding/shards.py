@@ -1,7 +1,7 @@
-"""Takes DTensors apart into what any transport carries, and puts them together (rule H9).
+"""Splits DTensors into plain values that any transport can send, and restores them (rule H9).
 
-A worker heals from the worker with its own group rank, so only the local part travels, with a
-description of the whole. The device mesh does not: the receiver has one like it.
+A worker heals from the worker with its own group rank, so only the local part is sent, with a
+description of the whole tensor. The device mesh is not sent: the receiver has an equal one.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def take_apart(state: Any) -> Any:
 def put_together(state: Any, own_state: Callable[[], Any], source: str) -> Any:
     """``state`` with the DTensors that `take_apart` had replaced.
 
-    ``own_state`` gives this worker's state, whose DTensors lead to the meshes; it is asked only if
-    there is something to put together.
+    ``own_state`` returns this worker's state, whose DTensors provide the meshes; it is called only
+    if there is a DTensor to restore.
 
     Raises:
-        CheckpointError: there is no such mesh here; ``source`` is named in it.
+        CheckpointError: this worker has no such mesh; the message names ``source``.
     """
     meshes: dict[MeshKey, DeviceMesh] | None = None
 
@@ -79,16 +79,16 @@ def put_together(state: Any, own_state: Callable[[], Any], source: str) -> Any:
 
 
 def mesh_key(mesh: DeviceMesh) -> MeshKey:
-    """What is the same on all groups: device type, names and sizes of the dimensions, and ranks.
+    """What is equal on all groups: device type, names and sizes of the dimensions, and ranks.
 
-    Those are ranks in a group, so workers of the same group rank have meshes of the same ranks.
+    These are ranks within a group, so workers of the same group rank have meshes of equal ranks.
     """
     names, sizes = tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.shape)
     return mesh.device_type, names, sizes, _ranks_text(mesh.mesh.flatten().tolist())
 
 
 def _ranks_text(ranks: list[int]) -> str:
-    """Short, as every sharded tensor carries it: there may be thousands of ranks."""
+    """Short, because each sharded tensor contains it, and there may be thousands of ranks."""
     text = ",".join(map(str, ranks))
     return (
         text
@@ -98,7 +98,7 @@ def _ranks_text(ranks: list[int]) -> str:
 
 
 def _has_dtensors() -> bool:
-    """Nobody has a DTensor without its module; importing it here would cost time for nothing."""
+    """Without this module there are no DTensors; importing it here would only cost time."""
     return "torch.distributed.tensor" in sys.modules
 
 

@@ -1,9 +1,8 @@
-"""Makes memory ready for a state that is about to arrive, before its bytes do.
+"""Allocates the memory pages for a state before its bytes arrive.
 
-A page that is written for the first time has to be found and cleared by the system, in a virtual
-machine often by the host, too. That takes about as long as receiving the bytes, or several times as
-long. It depends on nothing that is sent, so a thread does it ahead: while a worker waits for its
-first quorum, and in front of the chunks that arrive.
+On the first write to a page the kernel has to allocate and clear it, in a virtual machine often
+the host, too. That takes as long as receiving the bytes, or several times as long. So a thread does
+it in advance: while a worker waits for its first quorum, and ahead of the chunks that arrive.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-# Below it, a thread costs more than it saves.
+# Below this size, a thread costs more than it saves.
 MIN_BYTES = 8 << 20
-# Asked for at once: a few milliseconds, so that whoever stops the thread does not wait long.
+# Allocated in one call: takes a few milliseconds, so that stopping the thread is quick.
 _PIECE_BYTES = 4 << 20
-# A piece takes milliseconds; on a host that swaps it may take longer than anybody should wait.
+# A piece takes milliseconds, but much longer on a host that swaps.
 _STOP_TIMEOUT_S = 1.0
-# Linux 5.14: fault pages in for writing, and leave what is in them alone. Others refuse the number.
+# Linux 5.14: allocate pages without changing their content. Other systems return an error.
 _MADV_POPULATE_WRITE = 23
 _MEMINFO = Path("/proc/meminfo")
-# What a container may use, and what it uses: version 2, and 1.
+# Limit and usage of a container: cgroup version 2, and 1.
 _CONTAINER_LIMITS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (
@@ -41,10 +40,10 @@ _CONTAINER_LIMITS = (
 
 
 class Filling:
-    """Memory whose pages a thread touches from the front on, while others write into it."""
+    """Memory whose pages a thread allocates in order, while other threads write into it."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises `MemoryError` if there is not that much."""
+        """Raises `MemoryError` if there is not enough memory."""
         self._memory = map_memory(_rounded(num_bytes))
         self._place = 0
         self._stop = threading.Event()
@@ -53,11 +52,11 @@ class Filling:
 
     @property
     def filled_bytes(self) -> int:
-        """How much is ready."""
+        """How many bytes are allocated."""
         return self._place
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all is ready that will be; False if that takes longer than ``timeout_s``."""
+        """Wait until the thread has ended; False if that takes longer than ``timeout_s``."""
         thread = self._thread
         if thread is None:
             return True
@@ -65,10 +64,10 @@ class Filling:
         return not thread.is_alive()
 
     def resize(self, num_bytes: int) -> None:
-        """Make it longer or shorter; its pages stay what they are. Not while a view is open.
+        """Change the size, and keep the pages. Not allowed while a view exists.
 
         Raises:
-            MemoryError: there is not that much.
+            MemoryError: there is not enough.
         """
         if _rounded(num_bytes) == len(self._memory):
             return
@@ -81,11 +80,11 @@ class Filling:
         self._start()
 
     def view(self, num_bytes: int) -> memoryview:
-        """The first ``num_bytes``; the memory is freed when the last view is gone."""
+        """The first ``num_bytes``; the memory is freed with the last view."""
         return memoryview(self._memory)[:num_bytes]
 
     def stop(self) -> None:
-        """Touch no more pages; may be called twice."""
+        """Allocate no more pages; idempotent."""
         self._stop.set()
         if not self.wait(_STOP_TIMEOUT_S):
             log.warning("memory is not ready after %.3g s, continuing without it", _STOP_TIMEOUT_S)
@@ -112,19 +111,19 @@ class Filling:
 
 
 class Staging:
-    """At most one `Filling` kept for a state that is expected; safe to use from many threads."""
+    """At most one `Filling` for an expected state; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: Filling | None = None
 
     def expect(self, num_bytes: int) -> None:
-        """Get ``num_bytes`` ready; 0: nothing is expected any more, what was kept is freed.
+        """Allocate ``num_bytes`` in advance; 0: free the memory, no state is expected any more.
 
-        Nothing changes where memory is short: this only saves time.
+        Does nothing if memory is short: this only saves time.
 
         Raises:
-            MemoryError: it is so short that not even addresses can be had.
+            MemoryError: not even address space is left.
         """
         with self._lock:
             if num_bytes < MIN_BYTES:
@@ -135,15 +134,15 @@ class Staging:
                 self._kept = self._resized(num_bytes)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until what is expected has its memory; False if that takes longer."""
+        """Wait until the memory is allocated; False if that takes longer."""
         kept = self._kept
         return kept is None or kept.wait(timeout_s)
 
     def take(self, num_bytes: int) -> Filling:
-        """What was kept, or new memory, ``num_bytes`` long; it belongs to the caller, who stops it.
+        """``num_bytes`` of prepared or new memory; the caller owns it, and has to stop it.
 
         Raises:
-            MemoryError: there is not that much.
+            MemoryError: there is not enough.
         """
         with self._lock:
             filling, self._kept = self._resized(num_bytes), None
@@ -155,7 +154,7 @@ class Staging:
             return Filling(num_bytes)
         try:
             kept.resize(num_bytes)
-        except MemoryError as error:  # also where the system can not resize at all
+        except MemoryError as error:  # also if the system does not support resizing
             log.debug("%s", error)
             kept.stop()
             return Filling(num_bytes)
@@ -168,7 +167,7 @@ class Staging:
 
 
 def spare_bytes() -> int:
-    """Memory that could be had at once; 0 where that is not known."""
+    """The memory that is available at once; 0 if unknown."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(_MEMINFO), re.MULTILINE)
     spare = int(found[1]) << 10 if found else 0
     for limit_file, used_file in _CONTAINER_LIMITS:
@@ -186,6 +185,6 @@ def _read(path: Path) -> str:
 
 
 def _rounded(num_bytes: int) -> int:
-    """Whole huge pages: the system then puts the memory where they fit."""
+    """Rounded up to whole huge pages: the kernel then aligns the memory to them."""
     unit = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 1
     return -(-max(num_bytes, 1) // unit) * unit

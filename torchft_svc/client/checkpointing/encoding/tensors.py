@@ -1,7 +1,7 @@
-"""Decides which bytes of memory stand for a state's tensors, and makes tensors of them again.
+"""Maps a state's tensors to ranges of bytes, and creates tensors from received bytes.
 
-A *blob* is one run of bytes that is sent. A tensor is a view of one blob: dtype, shape, strides and
-offset. Tensors whose bytes overlap share a blob, so tied weights travel once and are tied again.
+A *blob* is one range of bytes that is sent. A tensor is a view of one blob: dtype, shape, strides
+and offset. Tensors whose bytes overlap share a blob, so tied weights are sent once and stay tied.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TensorSpec:
 
 
 class TensorTable:
-    """Collects a state's tensors, and then lays them out in blobs."""
+    """Collects a state's tensors, and assigns them to blobs."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
@@ -66,7 +66,7 @@ class TensorTable:
         return number
 
     def estimate_bytes(self) -> int:
-        """About what the blobs would have in all; tensors that overlap may be counted twice."""
+        """About the total size of the blobs; tensors that overlap may be counted twice."""
         by_storage: dict[tuple[str, int], tuple[int, int]] = {}
         for tensor in self._tensors:
             storage = tensor.untyped_storage()
@@ -78,7 +78,7 @@ class TensorTable:
     def layout(self) -> tuple[list[TensorSpec], list[torch.Tensor]]:
         """The specs by number, and the blobs: one-dimensional uint8 tensors on the host.
 
-        A blob shares the memory of a host tensor wherever that is dense; it is a copy otherwise.
+        A blob shares the memory of a dense host tensor; otherwise it is a copy.
         """
         plain = [_plain(tensor) for tensor in self._tensors]
         specs: list[TensorSpec] = [_empty_spec(tensor) for tensor in plain]
@@ -96,7 +96,7 @@ class TensorTable:
 
 @dataclass(slots=True)
 class _Run:
-    """Tensors of one storage whose bytes overlap, and the range of bytes that holds them."""
+    """Tensors of one storage whose bytes overlap, and the range that covers them."""
 
     start: int
     stop: int
@@ -117,10 +117,10 @@ def why_not(tensor: torch.Tensor) -> str:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's data, each element in its own place of the memory."""
+    """The tensor's data, with separate memory for each element."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.numel() * tensor.itemsize > _span(tensor.shape, tensor.stride(), tensor.itemsize):
-        return tensor.contiguous()  # expanded: several elements share a place
+        return tensor.contiguous()  # expanded: several elements share memory
     return tensor
 
 
@@ -157,7 +157,7 @@ def _overlapping(tensors: Sequence[torch.Tensor], numbers: list[int]) -> list[_R
             runs[-1].stop = max(runs[-1].stop, stop)
             runs[-1].numbers.append(number)
         else:
-            # From a multiple of the alignment, so that offsets suit every dtype in the run.
+            # Aligned, so that offsets are valid for every dtype in the run.
             runs.append(_Run(start - start % 16 if len(numbers) > 1 else start, stop, [number]))
     return runs
 
@@ -187,7 +187,7 @@ def parse_spec(entry: Any, blob_sizes: Sequence[int]) -> TensorSpec:
     """Check one entry of a received table against the blobs.
 
     Raises:
-        BadTree: it is malformed, or reaches outside of its blob.
+        BadTree: it is malformed, or exceeds its blob.
     """
     if not isinstance(entry, list) or len(entry) != 5:
         raise BadTree("an entry of the tensor table is malformed")

@@ -1,7 +1,7 @@
-"""Writes a state's nesting as JSON and reads it back; tensors have a table of their own (rule H8).
+"""Encodes a state's nesting as JSON, and decodes it; tensors are in a separate table (rule H8).
 
 null, booleans, strings, finite floats and small integers stand for themselves. Everything else is
-an array that begins with a tag:
+an array that starts with a tag:
 
     ["d", key, value, ...]  dict        ["o", ...]  OrderedDict     ["l", ...]  list
     ["t", ...]  tuple                   ["z", ...]  torch.Size      ["T", n]    tensor n
@@ -9,12 +9,12 @@ an array that begins with a tag:
     ["b", base64]  bytes                ["y", "float32"]  torch.dtype
     ["C", key, count, ...]  Counter     ["n", n]  numpy array, sent as tensor n
 
-and the rest by its name: ``set``, ``frozenset``, ``deque``, ``defaultdict``, ``metadata`` (an
+Other tags are names: ``set``, ``frozenset``, ``deque``, ``defaultdict``, ``metadata`` (an
 OrderedDict with torch's ``_metadata``), ``array`` and ``scalar`` (numpy), ``datetime`` and the
 like, ``namedtuple``, ``dataclass``, ``enum``, ``flag``.
 
-The last four name a type of the program as ``module:name``. The receiver looks it up among what it
-has defined or imported; nothing is imported, and no constructor is called.
+The last four contain a type of the program as ``module:name``. The receiver looks it up in modules
+that are already imported; nothing is imported, and no constructor is called.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torchft_svc.client.checkpointing.encoding.values import (
 )
 from torchft_svc.errors import ConfigError
 
-# Deeper nesting is a mistake (a list that holds itself) or an attack on the reader's stack.
+# Deeper nesting is an error (a list that contains itself) or an attack on the reader's stack.
 MAX_DEPTH = 64
 
 TakeTensor = Callable[[torch.Tensor, str], int]
@@ -55,7 +55,7 @@ TakeTensor = Callable[[torch.Tensor, str], int]
 def encode(
     value: object, take_tensor: TakeTensor, path: str = "state_dict", depth: int = 0
 ) -> Json:
-    """``value`` as JSON; each tensor is handed to ``take_tensor`` with its path for a number.
+    """``value`` as JSON; ``take_tensor`` returns a number for each tensor and its path.
 
     Raises:
         ConfigError: a value that cannot be sent; its field is the path in the tree.
@@ -80,10 +80,10 @@ def encode(
 
 
 def decode(node: Json, tensors: Sequence[torch.Tensor], depth: int = 0) -> Any:
-    """The value that ``encode`` wrote as ``node``, with ``tensors`` put in their places.
+    """The value that ``encode`` wrote as ``node``, with ``tensors`` inserted.
 
     Raises:
-        BadTree: ``node`` is not what ``encode`` writes, or a type in it is not one of this program.
+        BadTree: ``node`` is malformed, or contains a type that this program does not have.
     """
     if node is None or isinstance(node, bool | int | float | str):
         return node
@@ -115,9 +115,9 @@ def decode(node: Json, tensors: Sequence[torch.Tensor], depth: int = 0) -> Any:
 
 
 def map_nodes(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with ``change`` made to every node, from the top; what is changed is not entered.
+    """``value`` with ``change`` applied to every node, top down; changed nodes are not entered.
 
-    Containers are copied, leaves are not; what is not known here stays as it is.
+    Containers are copied, leaves are not; unknown types stay unchanged.
     """
     changed = change(value)
     if changed is not value:
@@ -142,7 +142,7 @@ def map_nodes(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def tensor_places(node: Json) -> list[tuple[tuple[str, ...], int]]:
-    """Where in an encoded tree there are tensors, and their numbers."""
+    """The paths of the tensors in an encoded tree, and their numbers."""
     if not isinstance(node, list) or not node:
         return []
     tag, items = node[0], node[1:]
@@ -162,11 +162,11 @@ def tensor_places(node: Json) -> list[tuple[tuple[str, ...], int]]:
 # -- containers ----------------------------------------------------------------------------------
 
 _SEQUENCES: dict[type, str] = {list: "l", tuple: "t", torch.Size: "z"}
-# A Counter is what torch's MultiStepLR keeps its milestones in.
+# Torch's MultiStepLR keeps its milestones in a Counter.
 _DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "C", defaultdict: "defaultdict"}
-# What holds pairs of a key and a value, and where these begin: behind a factory, or a type.
+# Tags of keys and values, and the index of the first key: after a factory, or a type.
 _KEYED = {"d": 0, "o": 0, "C": 0, "defaultdict": 1, "dataclass": 1}
-# What a defaultdict may make its values with: nothing that a program could have written itself.
+# The allowed default factories of a defaultdict: builtin types only.
 _FACTORIES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (bool, bytes, dict, float, int, list, set, str, tuple, deque, Counter, OrderedDict)
@@ -186,7 +186,7 @@ def _encode_deque(value: deque[Any], take: TakeTensor, path: str, depth: int) ->
 
 
 def _encode_set(value: Any, take: TakeTensor, path: str, depth: int) -> Json:
-    """In one order on all hosts: descriptions are compared between the sources of one state."""
+    """Sorted: the descriptions of one state are compared between its sources."""
     keys = [_encode_key(item, path, depth) for item in value]
     return [type(value).__name__, *sorted(keys, key=json.dumps)]
 
@@ -358,7 +358,7 @@ def _beside(value: Any, names: Iterable[str]) -> str:
 
 
 def _find_type(name: str) -> Any:
-    """What is called so in this program; without importing, or running, anything."""
+    """The object of this name in this program; imports and runs nothing."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -369,7 +369,7 @@ def _find_type(name: str) -> Any:
 
 
 def _build(kind: type, values: dict[str, Any]) -> Any:
-    """A dataclass with these fields, without a call of its constructor."""
+    """A dataclass instance with these fields, without a call of its constructor."""
     made: Any = object.__new__(kind)
     for name, value in values.items():
         object.__setattr__(made, name, value)

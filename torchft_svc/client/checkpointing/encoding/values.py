@@ -1,4 +1,4 @@
-"""Writes plain values as JSON and reads them back: numbers, bytes, dates, paths, numpy's."""
+"""Encodes plain values as JSON, and decodes them: numbers, bytes, dates, paths, numpy values."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import torch
 
 from torchft_svc.errors import ConfigError
 
-# Beyond 64 bits integers are written in hexadecimal, which has no limit on the number of digits.
+# Larger integers are written in hexadecimal, which has no limit on the number of digits.
 SMALL_INT = 1 << 63
 
 Json = Any
 
-# Tensor dtypes that this build of torch has, by the name that is sent.
+# The tensor dtypes of this build of torch, by the name that is sent.
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -38,11 +38,11 @@ _LAYOUTS: dict[str, Any] = {
 
 
 class BadTree(ValueError):
-    """A description that no sender of ours writes; the text says where it goes wrong."""
+    """A malformed description; the message names the error."""
 
 
 def refused(value: object, path: str, reason: str) -> ConfigError:
-    """To be raised for a value at ``path`` that cannot be sent."""
+    """The error for a value at ``path`` that cannot be sent."""
     return ConfigError(field=path, value=type(value).__name__, reason=reason)
 
 
@@ -103,7 +103,7 @@ def _from_hex(kind: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _Scalar = tuple[str, Callable[[Any], Json], Callable[..., Any]]
-# By type: its tag, how it is written (plain, or as a list of plain values) and how it is read.
+# By type: tag, writer (returns a plain value, or a list of them) and reader.
 SCALARS: dict[type, _Scalar] = {
     int: ("i", lambda v: v if abs(v) < SMALL_INT else _hexes(v), _from_hex(int)),
     float: ("f", lambda v: v if math.isfinite(v) else [repr(v)], lambda text: float(text)),
@@ -135,7 +135,7 @@ SCALAR_TAGS = {tag: read for tag, _, read in SCALARS.values()}
 
 # -- numpy ---------------------------------------------------------------------------------------
 
-# Booleans, numbers, text and times; no objects, and no records.
+# Booleans, numbers, text and times; no objects or records.
 _NUMPY_KINDS = "biufcSUmM"
 _NUMPY_TYPE = re.compile(rf"[<>|=][{_NUMPY_KINDS}]\d{{1,9}}(\[\d{{0,9}}[A-Za-z]{{1,7}}\])?")
 
@@ -143,7 +143,7 @@ _NUMPY_TYPE = re.compile(rf"[<>|=][{_NUMPY_KINDS}]\d{{1,9}}(\[\d{{0,9}}[A-Za-z]{
 def encode_numpy(
     value: np.generic | np.ndarray[Any, Any], take: Callable[[torch.Tensor, str], int], path: str
 ) -> Json:
-    """A scalar with its bytes; an array as a tensor that is handed to ``take``.
+    """A scalar as its bytes; an array as a tensor for ``take``.
 
     Raises:
         ConfigError: it cannot be sent.
@@ -152,13 +152,13 @@ def encode_numpy(
     if dtype.kind not in _NUMPY_KINDS:
         raise refused(value, path, f"numpy values of dtype {dtype} cannot be sent")
     if isinstance(value, np.generic):
-        # An empty text has some bytes.
+        # Even an empty string has some bytes.
         return ["scalar", dtype.str, *_base64(value.tobytes()[: dtype.itemsize])]
     if type(value) is not np.ndarray:
         raise refused(value, path, f"{type(value).__name__} arrays cannot be sent")
     try:
         return ["n", take(torch.from_numpy(value.copy()), path)]
-    except (TypeError, ValueError):  # not a dtype, or not an order of bytes, that torch has
+    except (TypeError, ValueError):  # a dtype or byte order that torch does not have
         raw = torch.frombuffer(bytearray(value.tobytes() or b"\0"), dtype=torch.uint8)
         return ["array", dtype.str, list(value.shape), take(raw, path)]
 

@@ -1,17 +1,16 @@
-"""Understands the requests of receivers, and carries them out on one connection.
+"""Parses the requests of receivers, and answers them on one connection.
 
     GET /<secret>/state/<step>?wait_ms=n&extra=x      a line with the state's id and the
             size of its chunks, and its description, sealed
-    GET /<secret>/deferred/<step>?wait_ms=n           the same, of what is sent when the step ends
+    GET /<secret>/deferred/<step>?wait_ms=n           the same, of the state sent when the step ends
     GET /<secret>/chunk/<state id>/<chunk>?receiver=x&verified=n&also=n,m   a chunk, sealed
-    GET /<secret>/digests/<state id>                  those of all chunks, sealed
-    GET /<secret>/done/<state id>?receiver=x&verified=n&also=n,m            the end: nothing
+    GET /<secret>/digests/<state id>                  the digests of all chunks, sealed
+    GET /<secret>/done/<state id>?receiver=x&verified=n&also=n,m            the end; no body
 
-``extra`` is a receiver that takes a part of the state from here, though it was not announced.
+``extra`` names a receiver that fetches a part of the state although it was not announced.
 ``verified`` and ``also`` (which a source may ignore) name chunks that need not be kept any more for
-the receiver. The secret is new in every
-process: who does not know a worker's metadata can not read its weights. Where there is a token it
-is looked at first.
+the receiver. The secret is new in every process: without a worker's metadata nobody can read its
+weights. If a token is configured, it is checked first.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ from torchft_svc.rpc.security import TOKEN_KEY, Security
 
 log = logging.getLogger(__name__)
 
-# A request once begun is sent at once by any honest receiver.
+# An honest receiver sends a request in one go.
 HEAD_TIMEOUT_S = 10.0
-# Between two requests a receiver only checks a sum.
+# Between two requests a receiver only checks a digest.
 IDLE_TIMEOUT_S = 60.0
-# Receivers ask again after this, so that a connection never looks dead for longer.
+# Receivers repeat their request after this time, so that a connection never looks dead for longer.
 MAX_WAIT_MS = 20_000
-# What is served beside one another, by the first word of its request.
+# The states that are served side by side, by the first word of their requests.
 STATE, DEFERRED = "state", "deferred"
 DESCRIPTION_SEED = 1 << 63  # no chunk has this number
 
 DIGESTS_SEED = DESCRIPTION_SEED + 1
 
 MAX_FIRST_LINE_BYTES = 64
-# Chunks that one request can name: they fit into a head.
+# The most chunks that one request can name: they fit into a head.
 MAX_ALSO = 200
 TOO_EARLY, GONE, BUSY, UNAUTHORIZED, NOT_FOUND = 425, 410, 503, 401, 404
 _REASONS = {
@@ -73,7 +72,7 @@ _NAME = re.compile(r"[\w.:-]{1,80}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A well-formed request: the parts of its path behind the secret, and its query."""
+    """A well-formed request: the parts of its path after the secret, and its query."""
 
     secret: str
     parts: tuple[str, ...]
@@ -105,7 +104,7 @@ def parse_request(head: Head) -> Request:
     """Understand a request's head.
 
     Raises:
-        BadHead: with the status to answer.
+        BadHead: with the status of the response.
     """
     match = _LINE.fullmatch(head.line)
     if not match:
@@ -129,7 +128,7 @@ def parse_request(head: Head) -> Request:
 
 
 class Conversation:
-    """Answers one connection's requests until it ends; ``on_known``: the peer has the secret."""
+    """Answers the requests of one connection; ``on_known`` is called once the secret matched."""
 
     def __init__(
         self,
@@ -146,10 +145,10 @@ class Conversation:
         self._secret = secret
 
     def run(self) -> None:
-        """Returns when the peer is done, or broke the rules and was told so.
+        """Return when the peer has closed the connection, or sent an invalid request.
 
         Raises:
-            OSError: the connection broke, or nothing moved for too long.
+            OSError: the connection broke, or timed out.
         """
         try:
             while True:
@@ -217,7 +216,7 @@ class Conversation:
             raise BadHead(f"there are {state.num_chunks} chunks", 404)
         reading = state.reader(chunk)
         with reading(0, 0):
-            pass  # it is held: if not, the peer is told in a head, not by a broken body
+            pass  # raises `Gone` before the head is sent, while a refusal is still possible
         start, stop = state.bounds(chunk)
         self._wire.timeout_s = state.offer.patience_s
         self._send_head(stop - start + DIGEST_BYTES)
@@ -229,7 +228,7 @@ class Conversation:
             raise ConnectionAbortedError(f"chunk {chunk} went away: {error}") from error
 
     def _send_digests(self, state: ServedState) -> None:
-        """Each as soon as it is computed, so that the peer sees it going on."""
+        """Send each digest as soon as it is computed, so that the peer sees progress."""
         self._wire.timeout_s = state.offer.patience_s
         self._send_head((state.num_chunks + 1) * DIGEST_BYTES)
         sent = b""
@@ -250,7 +249,7 @@ class Conversation:
 
 
 def refuse(wire: Wire, status: int, reason: str, *, close: bool = False) -> None:
-    """Answer with ``status`` and a sentence as the body."""
+    """Answer with ``status``, and ``reason`` as the body."""
     body = encode_reason(f"{reason}\n")
     closing = "Connection: close\r\n" if close else ""
     if status == UNAUTHORIZED:

@@ -1,10 +1,10 @@
-"""One state while it is being served: live first, from a copy of what is still wanted later.
+"""One state while it is served: first from live memory, later from a copy of what is still needed.
 
     live  --detach()-->  detached  --every chunk verified, retire()-->  retired
 
 While it is live, chunks are read from the owner's memory. ``detach`` copies the chunks that not
-every announced receiver has verified yet, and then lets go of the owner's memory. A chunk that is
-being sent meanwhile simply goes on from the copy: the bytes are the same, so nothing is ever torn.
+every announced receiver has verified yet, and then releases the owner's memory. A chunk that is
+being sent meanwhile continues from the copy: the bytes are the same.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from dataclasses import dataclass
 from torchft_svc.client.checkpointing.encoding.memory import Memory
 from torchft_svc.client.checkpointing.http.wire import MAX_VIEWS, Reading, digest_of
 
-# Receivers come in the number of groups that heal at once; more names than this are not counted.
+# There are as many receivers as groups that heal at once; more names than this are ignored.
 MAX_RECEIVERS = 1024
 
-# A receiver asks all of its sources as soon as it knows them.
+# A receiver contacts all of its sources as soon as it knows them.
 EXTRAS_PATIENCE_S = 5.0
 
 
 class Gone(Exception):
-    """What was asked for was served once, and is not any more; the text says why."""
+    """The requested state or chunk is not served any more; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """What the owner of a state decides about serving it.
 
-    ``num_receivers``: groups announced to fetch it; ``num_extras``: groups that may fetch a part of
-    it, who say so soon if they do (`ServedState.admit`); ``patience_s``: how long the copies are
-    kept while nobody makes progress.
+    ``num_receivers``: groups that will fetch it; ``num_extras``: groups that may fetch a part of
+    it, and announce that soon (`ServedState.admit`); ``patience_s``: how long the copies are kept
+    without progress.
     """
 
     step: int
@@ -47,7 +47,7 @@ class Offer:
 
 
 class ServedState:
-    """A state under its ``state_id``; safe to use from many threads."""
+    """A state under its ``state_id``; thread-safe."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ServedState:
 
     @property
     def is_over(self) -> bool:
-        """Nothing can be read any more, or everybody announced has it."""
+        """Whether nothing can be read any more, or all announced receivers have it."""
         with self._changed:
             if self._live is not None:
                 return False
@@ -91,12 +91,12 @@ class ServedState:
             return sum(len(copy) for copy in self._copies.values())
 
     def expires_at(self) -> float:
-        """When to call `expire`; later if there is progress until then."""
+        """When to call `expire`; progress moves it to a later time."""
         until = self._progress_at + self.offer.patience_s
         return min(until, self._extras_until) if self._awaits_extras else until
 
     def expire(self) -> None:
-        """Keep nothing any more for those who did not come, or make no progress."""
+        """Drop what is kept for receivers that did not arrive, or make no progress."""
         if not self._awaits_extras:
             self.retire(f"no receiver fetched from it for {self.offer.patience_s:.3g} s")
             return
@@ -110,15 +110,15 @@ class ServedState:
         return self._num_extras > len(self._extras)
 
     def bounds(self, chunk: int) -> tuple[int, int]:
-        """First byte of ``chunk``, and the one behind its last."""
+        """The start and the end of ``chunk`` in bytes."""
         start = chunk * self.offer.chunk_bytes
         return start, min(start + self.offer.chunk_bytes, self.size)
 
     def reader(self, chunk: int) -> Reading:
-        """To read ``chunk``: places count from its start.
+        """A reader of ``chunk``; offsets count from its start.
 
         Raises:
-            Gone: (also while reading) the chunk is not held any more.
+            Gone: (also while reading) the chunk is not kept any more.
         """
         first, _ = self.bounds(chunk)
 
@@ -132,7 +132,7 @@ class ServedState:
                     yield memory.views(first + start, first + stop, MAX_VIEWS)
                 finally:
                     self._leave_live()
-            self._progress_at = self._clock()  # the peer took bytes, or asked for them
+            self._progress_at = self._clock()  # the peer received or requested bytes
 
         return reading
 
@@ -153,14 +153,14 @@ class ServedState:
                 self._changed.notify_all()
 
     def remember(self, chunk: int, digest: bytes) -> None:
-        """``digest`` stands behind ``chunk``; it is asked for even when the chunk is let go."""
+        """Keep the ``digest`` of ``chunk``; it may be requested after the chunk was dropped."""
         self._digests[chunk] = digest
 
     def digest(self, chunk: int) -> bytes:
-        """What `Wire.read_sealed` finds behind ``chunk``; computed once.
+        """The digest that `Wire.send_sealed` sends after ``chunk``; computed once.
 
         Raises:
-            Gone: the chunk is not held any more, and was sent to nobody.
+            Gone: the chunk is not kept any more, and was never sent.
         """
         digest = self._digests.get(chunk)
         if digest is None:
@@ -170,18 +170,18 @@ class ServedState:
         return digest
 
     def admit(self, receiver: str) -> None:
-        """``receiver`` takes a part of the state, so what it has not verified is kept for it.
+        """``receiver`` fetches a part of the state: keep what it has not verified.
 
-        Comes too late when nobody is awaited any more: then there is what others wanted kept.
+        Ignored if it is too late: then only what other receivers need is kept.
         """
         with self._changed:
             if self._awaits_extras:
                 self._extras.add(receiver)
 
     def verified(self, receiver: str, chunk: int | None) -> None:
-        """``receiver`` has ``chunk`` whole; it is let go when all announced receivers do.
+        """``receiver`` has ``chunk``, which is dropped once all announced receivers have it.
 
-        None: it has all there is of a state without tensors.
+        None: it has the whole of a state without tensors.
         """
         with self._changed:
             self._progress_at = self._clock()
@@ -193,7 +193,7 @@ class ServedState:
                     self._copies.pop(chunk, None)
 
     def detach(self) -> None:
-        """Let go of the owner's memory, keeping a copy of what is still wanted."""
+        """Release the owner's memory, and keep a copy of what is still needed."""
         for chunk in range(self.num_chunks):
             with self._changed:
                 live = self._live
@@ -210,7 +210,7 @@ class ServedState:
                 self._copies[chunk] = copy
 
     def retire(self, why: str) -> None:
-        """Let go of everything; whoever reads is told ``why``."""
+        """Drop everything; readers get ``why`` as an error."""
         with self._changed:
             self._retired = self._retired or why
             self._copies.clear()
@@ -219,7 +219,7 @@ class ServedState:
     def _let_live_go(self) -> None:
         with self._changed:
             self._live = None
-            # Readers hold it for one non-blocking call, never while they wait for a peer.
+            # A reader holds it for one non-blocking call, never while it waits for a peer.
             self._changed.wait_for(lambda: not self._num_reading_live)
 
     def _is_wanted(self, chunk: int) -> bool:

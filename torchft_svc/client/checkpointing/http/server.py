@@ -1,4 +1,4 @@
-"""Listens for receivers: one thread that accepts, one per connection, all joined by ``close``."""
+"""Accepts receivers: one thread listens, and one serves each connection; ``close`` joins them."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from torchft_svc.rpc.security import PLAIN, Security
 
 log = logging.getLogger(__name__)
 
-# Sixteen groups that heal at once from one worker, with four connections each; more take turns, and
-# who has not shown the secret makes room.
+# Sixteen groups that heal at once from one worker, with four connections each; more have to wait.
+# A connection that has not shown the secret is cut for a new one.
 MAX_CONNECTIONS = 64
-# Those that were cut to make room and have not ended yet count among these.
+# Includes connections that were cut for a new one and have not ended yet.
 _MAX_THREADS = 2 * MAX_CONNECTIONS
-# The process has too many descriptors open: accepting again at once would only fail again.
+# The process has too many open descriptors: accepting again at once would fail again.
 _NO_DESCRIPTOR_PAUSE_S = 1.0
-# On one host nothing is under way, and a large buffer only drives the bytes out of the cache.
+# On the same host a large buffer only evicts the bytes from the cache.
 _SAME_HOST_BUFFER_BYTES = 256 << 10
-# Connections that wait to be accepted; the system may allow fewer. Who finds no place there tries
-# again after a second.
+# Connections that wait to be accepted; the system may allow fewer. A refused client retries after a
+# second.
 _BACKLOG = 4096
-# A thread ends as soon as its connection is cut; more would be a fault of ours.
+# A thread ends as soon as its connection is cut.
 _JOIN_TIMEOUT_S = 5.0
 
 
 class CheckpointServer:
-    """Serves what ``slots`` show, each under its name, at a port and under a secret of its own.
+    """Serves the states in ``slots`` by their names, at one port and below one secret.
 
-    ``bind_host``: the address to listen at, ``""`` for all interfaces (IPv6 too, where there is).
+    ``bind_host``: the address to listen at, ``""`` for all interfaces (IPv6, too, if available).
 
     Raises:
         AddressError: it cannot be bound.
-        ConfigError: what ``security`` names cannot be read, or is not enough for a server.
+        ConfigError: files in ``security`` cannot be read, or are not enough for a server.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CheckpointServer:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._lock = threading.Lock()
         self._connections: dict[Wire, threading.Thread] = {}
-        self._unverified: dict[Wire, None] = {}  # have not shown the secret; the oldest first
+        self._unverified: dict[Wire, None] = {}  # without the secret so far; oldest first
         self._closing = False
         self._acceptor = threading.Thread(
             target=self._accept_all, name="torchft-checkpoint-accept", daemon=True
@@ -77,12 +77,12 @@ class CheckpointServer:
         self._acceptor.start()
 
     def offer(self, name: str, state: ServedState) -> None:
-        """Serve ``state`` under ``name`` instead of the one before."""
+        """Serve ``state`` under ``name`` instead of the previous one."""
         self._slots[name].offer(state)
         self._wake()
 
     def close(self, wait: bool = True) -> None:
-        """Cut all connections; with ``wait``, also join all threads. May be called twice."""
+        """Cut all connections; with ``wait``, also join all threads. Idempotent."""
         with self._lock:
             self._closing = True
             connections = dict(self._connections)
@@ -125,7 +125,7 @@ class CheckpointServer:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError as error:  # the peer is gone again, or descriptors ran out
+        except OSError as error:  # the peer has left, or descriptors ran out
             log.warning("a checkpoint connection could not be accepted: %s", error)
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 time.sleep(_NO_DESCRIPTOR_PAUSE_S)
@@ -150,7 +150,7 @@ class CheckpointServer:
             self._turn_away(wire)
 
     def _make_room(self) -> bool:
-        """Whether there is room for another connection; a stranger's may be cut for it."""
+        """Whether there is room for another connection; cuts an unverified one if necessary."""
         if len(self._connections) < MAX_CONNECTIONS:
             return True
         oldest = next(iter(self._unverified), None)
@@ -180,7 +180,7 @@ class CheckpointServer:
 
     def _turn_away(self, wire: Wire) -> None:
         try:
-            if self._tls is None:  # agreeing on TLS would hold up the thread that accepts
+            if self._tls is None:  # a TLS handshake would block the thread that accepts
                 refuse(wire, BUSY, f"{MAX_CONNECTIONS} connections are open", close=True)
         except OSError as error:
             log.debug("could not tell a peer that this worker is busy: %s", error)
@@ -188,7 +188,7 @@ class CheckpointServer:
             wire.close()
 
     def drop_descriptors(self) -> None:
-        """In a forked child: the parent's death must close its connections, whoever lives on."""
+        """In a forked child: the parent's connections must close when the parent dies."""
         self._listener.close()
         for wire in list(self._connections):
             wire.close()

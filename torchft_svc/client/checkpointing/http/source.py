@@ -1,4 +1,4 @@
-"""A source of a state as seen by a receiver: its address, and the connections to it."""
+"""The receiver's side of one source: its address, and the connections to it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torchft_svc.errors import AddressError, Unauthorized, Unreachable
 from torchft_svc.rpc.security import Security
 from torchft_svc.rpc.tls_reasons import tls_reason
 
-# What a peer that leaves without a word of TLS looks like. The second: in Pythons that let OpenSSL
-# ignore a missing farewell, such as Debian 12's.
+# A peer that closes the connection without a TLS shutdown. The second error occurs in Pythons whose
+# OpenSSL ignores a missing shutdown, such as Debian 12's.
 _HANGING_UP = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError)
-# By the scheme of the source, where this side is set to the other.
+# The error if the scheme of the source differs from the setting of this side.
 _ONE_SIDED = {
     "http": "it does not use TLS, but TLS is set here: set TORCHFT_TLS_CERT and TORCHFT_TLS_KEY "
     "there",
@@ -31,14 +31,14 @@ _ONE_SIDED = {
 
 @dataclass(frozen=True, slots=True)
 class OpenResponse:
-    """A response with status 200 whose body (``length`` bytes) is still to be read."""
+    """A response with status 200 whose body (``length`` bytes) has not been read yet."""
 
     wire: Wire
     length: int
 
 
 class Refused(Exception):
-    """The source answered with another status than 200, and said why."""
+    """The source answered with another status than 200, and a reason."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(f"{status}: {reason}")
@@ -51,7 +51,7 @@ class Source:
 
     Raises:
         AddressError: ``url`` is not the metadata of a worker.
-        Unauthorized: one of the two sides is set to TLS, the other is not.
+        Unauthorized: only one of the two sides uses TLS.
     """
 
     def __init__(self, url: str, timeout_s: float, security: Security) -> None:
@@ -73,21 +73,21 @@ class Source:
         return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
 
     def received_at(self) -> float:
-        """When the last byte came from there (monotonic; 0: none has)."""
+        """When the last byte arrived (monotonic; 0: none has)."""
         with self._lock:
             return max([self._received_at, *(wire.received_at for wire in self._wires.values())])
 
     def ask(self, path: str, connection: int, wait_s: float = 0.0) -> OpenResponse:
         """Send a request over ``connection``, and read the head of its response.
 
-        ``wait_s``: how long the source may think before it answers.
+        ``wait_s``: how long the source may take before it answers.
 
         Raises:
             Refused: the status is not 200.
-            BadHead: the response makes no sense; drop the connection.
-            Unreachable: no connection could be made.
-            Unauthorized: the two sides do not trust each other; says what to set.
-            ConnectionError, TimeoutError: it broke, or nothing came.
+            BadHead: the response is malformed; drop the connection.
+            Unreachable: the source cannot be connected.
+            Unauthorized: authentication failed; the message says what to set.
+            ConnectionError, TimeoutError: the connection broke, or timed out.
         """
         wire = self._wire(connection)
         request = f"GET {self._path}/{path} HTTP/1.1\r\n{self._headers}"
@@ -97,7 +97,7 @@ class Source:
             except _HANGING_UP:
                 if self._tls is None:
                     raise
-                # A source that does not take our certificate says so, and hangs up: read that.
+                # A source that rejects our certificate sends an alert and closes: read that.
             head = wire.read_head(begin_within_s=max(wait_s, self._timeout_s))
         if head is None:
             raise ConnectionResetError("the source closed the connection")
@@ -125,14 +125,14 @@ class Source:
             wire.close()
 
     def cut(self, connection: int) -> None:
-        """Let what is under way over ``connection`` fail; a thread that uses it drops it then."""
+        """Make the request under way over ``connection`` fail; its thread then drops it."""
         with self._lock:
             wire = self._wires.get(connection)
             if wire is not None:
                 wire.interrupt()
 
     def interrupt(self) -> None:
-        """Let every request fail at once, and the ones to come."""
+        """Make every request fail at once, including later ones."""
         with self._lock:
             self._interrupted = True
             for wire in self._wires.values():
@@ -207,6 +207,6 @@ def _split(url: str) -> tuple[str, str, int, str]:
 
 
 def _without_secret(url: str) -> str:
-    """For messages: who knows all of it may read the state."""
+    """The address for messages: with the whole URL the state can be read."""
     scheme, separator, rest = url.rpartition("://")
     return f"{scheme}{separator}{rest.partition('/')[0]}/..."

@@ -1,4 +1,4 @@
-"""TLS sockets that can be used like plain ones that do not block."""
+"""TLS sockets with the interface of non-blocking plain sockets."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import ssl
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-# What TLS encrypts in one go; a shorter piece costs as much to send.
+# The size of a TLS record; a shorter piece costs as much to send.
 RECORD_BYTES = 16 << 10
 
 
 class TLSSocket(ssl.SSLSocket):
     """Raises `BlockingIOError` where a plain socket does, and may be shut down by any thread.
 
-    That an operation waits for the other direction does not happen after the handshake: nothing is
-    negotiated again.
+    After the handshake no operation waits for the other direction, as nothing is renegotiated.
     """
 
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
@@ -32,21 +31,20 @@ class TLSSocket(ssl.SSLSocket):
             return super().send(data, flags)
 
     def sendmsg(self, buffers: Iterable[Any], *_: Any) -> int:  # type: ignore[override]
-        """Send the first of these bytes: a record at most.
+        """Send the first bytes: at most one record.
 
-        A record that did not fit is kept encrypted, and the next call has to bring the same bytes:
-        so the length must not depend on how they are cut into buffers.
+        A record that did not fit is kept encrypted, and the next call has to pass the same bytes:
+        so the length must not depend on how they are split into buffers.
         """
         return self.send(_first_bytes(list(buffers), RECORD_BYTES))
 
     def shutdown(self, how: int) -> None:
-        """Without forgetting the TLS state, which another thread may be using."""
+        """Shut down, but keep the TLS state, which another thread may be using."""
         socket.socket.shutdown(self, how)
 
 
 def wrap(sock: socket.socket, context: ssl.SSLContext, server_hostname: str | None) -> TLSSocket:
-    """``sock`` with TLS around it, as the server if ``server_hostname`` is None; the handshake is
-    still to be made."""
+    """``sock`` with TLS, before the handshake; as the server if ``server_hostname`` is None."""
     context.sslsocket_class = TLSSocket
     wrapped = context.wrap_socket(
         sock,

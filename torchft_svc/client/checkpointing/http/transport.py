@@ -1,4 +1,4 @@
-"""The checkpoint transport over HTTP: serves a worker's state, and fetches that of another."""
+"""The checkpoint transport over HTTP: serves this worker's state, and fetches another worker's."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
-# With as many chunks as this, all connections end at about the same time; with more, requests
-# would cost more than they help (single runs, 2 GB: chunks of 32 MiB came out a little ahead of 8).
+# With this many chunks, all connections end at about the same time; with more, requests cost more
+# than they save (single runs, 2 GB: chunks of 32 MiB were a little faster than 8).
 _CHUNKS_AIMED_AT = 64
 _USUAL_CHUNK_BYTES = (4 << 20, 32 << 20)
-# More connections than cores only take turns; one alone can not use a long link.
+# More connections than cores only take turns; a single one cannot saturate a long link.
 DEFAULT_NUM_CONNECTIONS = max(2, min(4, os.cpu_count() or 2))
 MAX_NUM_CONNECTIONS = 32
 
@@ -49,22 +49,21 @@ class HTTPTransport(CheckpointTransport[T]):
     """Heals over HTTP; the state is any nesting of containers, plain values and tensors.
 
     ``send_checkpoint`` returns at once: receivers fetch in the background, first from the live
-    tensors, and after ``disallow_checkpoint`` from a copy of what they still lack. Timeouts are
-    times without progress, so a large state over a slow link heals.
+    tensors, and after ``disallow_checkpoint`` from a copy of what they still need. Timeouts are
+    idle timeouts, so a large state over a slow link heals.
 
     Args:
-        timeout: for sending, where ``send_checkpoint`` is given none.
-        num_connections: how many connections a receiver uses; with more sources than one, that
-            many to the first of them, and as many again to the others together.
-        hostname: the host to advertise; the name of this machine if not given.
-        bind_host: the address to listen at; all interfaces if not given.
-        port: the port to listen at; any free one if 0.
-        chunk_bytes: the unit of transfer, checking and repeating; chosen by the state's size if
-            not given.
-        security: TLS files and token, for both directions; those of the environment if not given.
+        timeout: for sending, if ``send_checkpoint`` gets none.
+        num_connections: how many connections a receiver uses; with several sources, that many to
+            the first of them, and as many in total to the others.
+        hostname: the host to advertise (default: the name of this machine).
+        bind_host: the address to listen at (default: all interfaces).
+        port: the port to listen at; 0: any free one.
+        chunk_bytes: the unit of transfer, checks and retries (default: depends on the size).
+        security: TLS files and token, for both directions (default: the environment's).
 
     Raises:
-        ConfigError: a number, file or token that cannot work.
+        ConfigError: an invalid number, file or token.
         AddressError: the port cannot be bound.
     """
 
@@ -101,7 +100,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._is_shut_down = False
 
     def metadata(self) -> str:
-        """The URL under which this worker serves; whoever knows it can read the state."""
+        """The URL at which this worker serves; with it the state can be read."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         scheme = "https" if self._security.serves_tls else "http"
         return f"{scheme}://{host}:{self._server.port}/{self._server.secret}"
@@ -112,7 +111,7 @@ class HTTPTransport(CheckpointTransport[T]):
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta | None = None
     ) -> None:
-        """See `CheckpointTransport`; ``timeout``: how long to serve while nobody makes progress."""
+        """See `CheckpointTransport`; ``timeout``: how long to serve without progress."""
         self.send_striped(dst_ranks, [], step, state_dict, timeout)
 
     def send_striped(
@@ -149,11 +148,11 @@ class HTTPTransport(CheckpointTransport[T]):
         state_dict: T,
         timeout: timedelta | None,
     ) -> ServedState | None:
-        """What is offered of ``state_dict``; None if nobody fetches it."""
+        """``state_dict`` as it is served; None if there is no receiver."""
         described = describe(state_dict)
         size = described.memory.size
         chunk_bytes = self._chunk_bytes or _usual_chunk_bytes(size)
-        # What is one chunk cannot be shared out.
+        # A single chunk cannot be divided among sources.
         extras = extra_dst_ranks if size > chunk_bytes else []
         if not dst_ranks and not extras:
             return None
@@ -186,7 +185,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 self._staging.expect(0 if like is None else estimate_bytes(like))
 
     def wait_until_prepared(self, timeout: timedelta) -> bool:
-        """Wait for the memory that `expect_checkpoint` asked for; False if it takes too long."""
+        """Wait for the memory that `expect_checkpoint` requested; False if it takes too long."""
         return self._staging.wait(_seconds(timeout))
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
@@ -289,7 +288,7 @@ def _check(name: str, value: int, low: int, high: int) -> None:
 
 
 def _own_host() -> str:
-    """This machine's name where it can be resolved, else its loopback address."""
+    """This machine's name if it can be resolved, else the loopback address."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)

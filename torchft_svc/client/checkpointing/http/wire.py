@@ -1,9 +1,9 @@
-"""One HTTP/1.1 connection: heads with limits, and bodies that end in their checksum.
+"""One HTTP/1.1 connection: heads of limited size, and bodies that end with a digest.
 
 A *sealed* body is a payload followed by its digest (xxh3, 8 bytes, seeded with the number of the
-chunk, so that one chunk can not pass for another). The digest comes last, so payload and digest
-are read from memory in one pass, while the bytes are in the cache. Every wait ends when no byte
-moved for ``timeout_s`` seconds; how long a whole body takes is not limited.
+chunk, so that one chunk is not accepted for another). The digest comes last, so it is computed in
+the same pass over memory as the payload is sent. Every wait has an idle timeout, ``timeout_s``
+seconds; the total time of a body is not limited.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from dataclasses import dataclass
 import xxhash
 
 DIGEST_BYTES = 8
-# Ours are below 1 KiB; more is refused before it is held in memory.
+# Our heads are below 1 KiB; a longer one is refused before it is stored.
 MAX_HEAD_BYTES = 8 << 10
-# Small enough to stay in a core's cache between hashing and copying.
+# Small enough to stay in a core's cache between hashing and sending.
 PIECE_BYTES = 512 << 10
-# Buffers in one call; systems allow 1024.
+# The most buffers in one call; systems allow 1024.
 MAX_VIEWS = 512
 _END_OF_HEAD = b"\r\n\r\n"
 
-# Gives the buffers that hold a payload from a place on, for as long as its context is open.
+# Returns a context with the buffers of a payload between two offsets.
 Reading = Callable[[int, int], AbstractContextManager[list[memoryview]]]
 
 
 class BadHead(ValueError):
-    """The peer does not speak HTTP/1.1, or says too much; ``status`` is what to answer."""
+    """The peer does not speak HTTP/1.1, or exceeds a limit; ``status`` is that of the response."""
 
     def __init__(self, reason: str, status: int = 400) -> None:
         super().__init__(reason)
@@ -40,7 +40,7 @@ class BadHead(ValueError):
 
 
 class Corrupt(Exception):
-    """A body arrived whole, and is not what was sent."""
+    """A body arrived completely, but does not match its digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Head:
         """The length of the body in bytes.
 
         Raises:
-            BadHead: it is not told.
+            BadHead: the header is missing.
         """
         text = self.headers.get("content-length", "")
         if not (text.isascii() and text.isdigit() and len(text) < 19):
@@ -64,7 +64,7 @@ class Head:
 
 
 class Wire:
-    """Owns a connected socket; errors are ``OSError``, a peer that is gone ``ConnectionError``."""
+    """Owns a connected socket; errors are ``OSError``, for a closed peer ``ConnectionError``."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         sock.setblocking(False)
@@ -72,35 +72,35 @@ class Wire:
         self._socket = sock
         self._pending = bytearray()
         self.timeout_s = timeout_s
-        self.received_at = 0.0  # monotonic; 0: nothing has come
+        self.received_at = 0.0  # monotonic; 0: nothing has arrived
 
     def close(self) -> None:
         self._socket.close()
 
     def shake_hands(self, timeout_s: float) -> None:
-        """Agree on TLS, if the socket speaks it; comes before everything else."""
+        """Do the TLS handshake, if the socket uses TLS; must come first."""
         if isinstance(self._socket, ssl.SSLSocket):
             self._socket.settimeout(timeout_s)
             self._socket.do_handshake()
             self._socket.setblocking(False)
 
     def interrupt(self) -> None:
-        """Let whoever waits on this connection, in any thread, fail at once."""
+        """Make all waits on this connection, on any thread, fail at once."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # it is closed already
 
     def read_head(self, begin_within_s: float | None = None) -> Head | None:
-        """The next head; None if the peer closed the connection instead.
+        """The next head; None if the peer closed the connection.
 
-        ``begin_within_s``: how long to wait for its first byte, if not ``timeout_s``.
+        ``begin_within_s``: how long to wait for its first byte (default: ``timeout_s``).
 
         Raises:
-            BadHead: what came is not the head of an HTTP message.
+            BadHead: it is not the head of an HTTP message.
         """
         wait_s = self.timeout_s if begin_within_s is None else begin_within_s
-        until: float | None = None  # a head that has begun must end in time, however it trickles
+        until: float | None = None  # the deadline for a whole head, so that it cannot trickle
         while (end := self._pending.find(_END_OF_HEAD)) < 0:
             if len(self._pending) > MAX_HEAD_BYTES:
                 raise BadHead(f"a head longer than {MAX_HEAD_BYTES} bytes", 431)
@@ -121,7 +121,7 @@ class Wire:
         return _parse_head(head)
 
     def read_sealed(self, target: memoryview, seed: int) -> bytes:
-        """Fill ``target`` with a payload, and check the digest that follows it; returns that.
+        """Fill ``target`` with a payload, and check and return the digest that follows it.
 
         Raises:
             Corrupt: the digest differs.
@@ -154,9 +154,9 @@ class Wire:
     def send_sealed(
         self, reading: Reading, size: int, seed: int, on_digest: Callable[[bytes], None]
     ) -> None:
-        """Send ``size`` bytes and their digest; no reading is open while it waits for the peer.
+        """Send ``size`` bytes and their digest; no reading is open during a wait for the peer.
 
-        ``on_digest`` is told the digest before the peer can have all of it.
+        ``on_digest`` gets the digest before the peer can have all of it.
         """
         digest = xxhash.xxh3_64(seed=seed)
         place = 0
@@ -202,7 +202,7 @@ class Wire:
     def _wait(self, events: int, timeout_s: float) -> None:
         tls = self._socket if isinstance(self._socket, ssl.SSLSocket) else None
         if tls is not None and events == select.POLLIN and tls.pending():
-            return  # there are decrypted bytes, which the system knows nothing of
+            return  # there are decrypted bytes, which poll() does not see
         poll = select.poll()
         poll.register(self._socket, events)
         if not poll.poll(max(timeout_s, 0.0) * 1000):
@@ -223,7 +223,7 @@ def digest_of(reading: Reading, size: int, seed: int) -> bytes:
 
 
 def seal(payload: bytes, seed: int) -> bytes:
-    """``payload`` with its digest behind it."""
+    """``payload`` followed by its digest."""
     return payload + xxhash.xxh3_64(payload, seed=seed).digest()
 
 
@@ -236,7 +236,7 @@ def _update(digest: xxhash.xxh3_64, views: list[memoryview], count: int) -> None
 
 
 def _may_begin_head(data: bytearray) -> bool:
-    """Whether the first bytes look like text, so that garbage is refused before a line ends."""
+    """Whether the first bytes are text, so that garbage is refused early."""
     return all(32 <= byte < 127 or byte in b"\r\n\t" for byte in data[:64])
 
 
