@@ -1,4 +1,4 @@
-"""What a trainer's manager has to know, and the order that its timeouts must keep."""
+"""The configuration of a trainer's manager, and the relations between its timeouts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchft_svc.rpc.security import Security, security_or_environment
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 DEFAULT_HEARTBEAT_INTERVAL = timedelta(milliseconds=100)
-# The public release's default too; a lighthouse with another one is told by its own operator.
+# The default of the lighthouse, also in the public release.
 LIGHTHOUSE_HEARTBEAT_TIMEOUT_S = 5.0
 LOCAL_LIGHTHOUSE = "127.0.0.1:29510"
 
@@ -30,7 +30,7 @@ LOCAL_LIGHTHOUSE = "127.0.0.1:29510"
 class WorldSizeMode(enum.Enum):
     """How many groups contribute gradients.
 
-    ``DYNAMIC``: all that are there. ``FIXED_WITH_SPARES``: at most ``min_replica_size``; the rest
+    ``DYNAMIC``: all present groups. ``FIXED_WITH_SPARES``: at most ``min_replica_size``; the others
     are spares that contribute zeros and receive the average, so they stay identical.
     """
 
@@ -40,11 +40,11 @@ class WorldSizeMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Seconds. A step's parts must fit into each other, or a timeout explains nothing.
+    """Timeouts in seconds; an inner one must not exceed an outer one, or its error is misleading.
 
-    ``collective_s`` bounds a collective, a vote and a heal's wait for the next byte, ``quorum_s``
-    the wait for a quorum, ``connect_s`` how long a service may be unreachable. ``watchdog_s``: what
-    is so late after its own deadline ends the process (None: nothing does).
+    ``collective_s`` bounds a collective, a vote, and the idle time of a heal, ``quorum_s`` the wait
+    for a quorum, ``connect_s`` how long a service may be unreachable. ``watchdog_s``: an operation
+    that is so late after its own deadline ends the process (None: never).
     """
 
     collective_s: float = 60.0
@@ -124,10 +124,10 @@ class GroupPlace:
 class ServiceOptions:
     """Where the group's services are and how they are started.
 
-    Addresses are ``host:port``. ``min_replicas`` is what the group tells the lighthouse (0:
-    nothing). ``manager_address``: use a manager that runs already.
-    ``in_process``: run the manager inside the trainer instead of as a process of its own.
-    ``flight_recorder``: the directory for records of collectives (None: nothing is recorded).
+    Addresses are ``host:port``. ``min_replicas`` is sent to the lighthouse (0: not set).
+    ``manager_address``: use a running manager. ``in_process``: run the manager inside the trainer
+    instead of in a separate process. ``flight_recorder``: the directory for records of collectives
+    (None: nothing is recorded).
     """
 
     lighthouse_address: str
@@ -154,15 +154,15 @@ def resolve_timeouts(
 ) -> Timeouts:
     """Argument, else environment, else default.
 
-    Where only one is named, the defaults of the others give way to it: whoever asks for quorums
-    within 10 s does not have to repeat that a collective may not take longer.
+    If only one is given, the defaults of the others are adapted to it: with a quorum timeout of
+    10 s, a collective timeout need not be given as well.
     """
     quorum_s = _seconds(quorum_timeout, environment.quorum_timeout_s)
     collective_s = _seconds(timeout, environment.timeout_s)
     connect_s = _seconds(connect_timeout, environment.connect_timeout_s)
     default_s = DEFAULT_TIMEOUT.total_seconds()
     if quorum_s is None:
-        # One that is too long is refused by its own name.
+        # A timeout that is too long is refused under its own name.
         quorum_s = min(max(default_s, collective_s or 0.0, connect_s or 0.0), MAX_DURATION_S)
     fitting_s = min(default_s, quorum_s) if quorum_s > 0 else default_s
     return Timeouts(
@@ -205,8 +205,8 @@ def resolve_services(
 ) -> ServiceOptions:
     """Argument, else environment, else default (a lighthouse on this machine).
 
-    An argument that is given but empty is an error; only ``replica_id`` may be, as in the public
-    release, and counts as not given.
+    An empty argument is an error; only ``replica_id`` may be empty, as in the public release, and
+    counts as not given.
     """
     for field, value in (
         ("lighthouse_addr", lighthouse_addr),
@@ -249,5 +249,5 @@ def _seconds(argument: timedelta | None, variable_s: float | None) -> float | No
 
 
 def _fresh_name() -> str:
-    """Unlike any other group's: two groups with one name would push each other out."""
+    """A unique name: two groups with one name would replace each other."""
     return f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"

@@ -13,17 +13,17 @@ from torchft_svc.errors import ConfigError
 class DistributedSampler(distributed.DistributedSampler[Any]):
     """Gives each worker of each replica group its own part of ``dataset``.
 
-    The parts are fixed: while a group is away, its part is not drawn by others.
+    The parts are fixed: while a group is absent, no other group gets its part.
 
     Args:
         replica_rank: this group's index among ``num_replica_groups``; it must stay the same when
             the group is restarted.
         group_rank, num_replicas: this worker in its group of ``num_replicas`` workers (default:
-            torch's initialized process group, else one worker).
-        kwargs: those of torch's class: ``shuffle``, ``seed``, ``drop_last``.
+            from torch's initialized process group, else one worker).
+        kwargs: passed to torch's class: ``shuffle``, ``seed``, ``drop_last``.
 
     Raises:
-        ConfigError: a rank that is outside its group.
+        ConfigError: a rank is out of range.
     """
 
     def __init__(

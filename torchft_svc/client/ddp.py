@@ -1,4 +1,4 @@
-"""Data parallel training whose groups may come and go."""
+"""Data parallel training across groups that may join and leave."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
 
 DEFAULT_BUCKET_CAP_MB = 25.0
-# Between CPUs bytes are slow and starting a sum is cheap, so smaller buckets overlap more of the
+# Between CPUs, transfers are slow and launches are cheap, so smaller buckets overlap more of the
 # backward pass: with 17 MB of gradients a step took 1.03 of plain DDP's instead of 1.16.
 CPU_BUCKET_CAP_MB = 4.0
-# Arguments of torch's class that change nothing here, and why.
+# Arguments of torch's class without effect here, and why.
 _WITHOUT_EFFECT = {
     "device_ids": "the module stays where it is",
     "output_device": "the module stays where it is",
@@ -46,23 +46,23 @@ _WITHOUT_SUPPORT = {
 class DistributedDataParallel(nn.Module):
     """Averages the gradients of ``module`` over the groups that contribute.
 
-    Used as torch's class of the same name, and instead of it; ``.module`` is the wrapped module,
-    and the names in ``state_dict()`` begin with ``module.``. Weights are made equal by healing, not
-    by a broadcast, and buffers stay each group's own.
+    Replaces torch's class of the same name; ``.module`` is the wrapped module, and the names in
+    ``state_dict()`` start with ``module.``. Weights are made equal by healing, not by a broadcast;
+    each group keeps its own buffers.
 
     Args:
-        bucket_cap_mb: how many MiB of gradients travel together (default: 4 on CPUs, else 25).
+        bucket_cap_mb: the size of a bucket of gradients in MiB (default: 4 on CPUs, else 25).
         gradient_as_bucket_view: gradients are views of the buckets' memory, which saves a copy.
-            False gives them memory of their own.
+            False gives them separate memory.
         find_unused_parameters: accepted; a parameter that the backward pass did not reach counts as
-            zero here, and gets the average of the others. One that no group uses gets zeros, by
-            which weight decay and momentum go on; a parameter that is frozen gets nothing.
+            zero here, and gets the average of the others. One that no group uses gets zeros, so
+            weight decay and momentum still apply; a frozen parameter gets no gradient.
         broadcast_buffers: True only warns.
 
     Raises:
-        ConfigError: the module has nothing to train, an argument that cannot be honored, or a part
-            that is sharded or reduced inside the group. Sparse gradients that the module does not
-            announce are refused by the first backward pass.
+        ConfigError: the module has no parameter to train, an argument is not supported, or a part
+            is sharded or reduced inside the group. Sparse gradients that are not known in advance
+            are refused by the first backward pass.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class DistributedDataParallel(nn.Module):
         _refuse_sparse(module)
         _refuse_parts(module)
         capacity_mb = _default_cap_mb(parameters) if bucket_cap_mb is None else bucket_cap_mb
-        # Not attributes of a module: the state dict must hold the user's names only.
+        # Not a submodule: the state dict must contain only the user's names.
         self._reducer = Reducer(
             manager,
             plan_buckets(parameters, capacity_mb),
@@ -102,10 +102,10 @@ class DistributedDataParallel(nn.Module):
         """The module's own forward pass.
 
         Raises:
-            ConfigError: a parameter is trained now that was frozen when the module was wrapped, or
-                this is a part of a module that torch's class of the same name has wrapped.
+            ConfigError: a parameter that was frozen at construction is trained now, or this
+                module is a part of one that torch's class of the same name wraps.
         """
-        # Torch keeps this for the whole process, and with several threads for longer than it lasts.
+        # Torch keeps this per process; with several threads it may be outdated.
         outer = nn.parallel.DistributedDataParallel._active_ddp_module
         if outer is not None and any(child is self for child in outer.modules()):
             raise _both_wrappers()
@@ -121,7 +121,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """Torch's class of the same name asks for this where it wraps a module."""
+        """Read by torch's class of the same name when it wraps a module."""
         raise _both_wrappers()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside this block gradients only add up; the next backward pass outside averages them."""
+        """Inside this block gradients accumulate; the next backward pass outside averages them."""
         before, self._reducer.enabled = self._reducer.enabled, False
         try:
             yield
@@ -160,11 +160,11 @@ def _refuse_sparse(module: nn.Module) -> None:
 
 
 def _refuse_other_wrappers(module: nn.Module) -> None:
-    """Each would average what the other one has in hand: gradients differ in every step."""
+    """Refuse nested wrappers, which would overwrite each other's averages."""
     for name, child in module.named_modules():
         if isinstance(child, nn.parallel.DistributedDataParallel):
             raise _both_wrappers()
-        # Nobody has one without its module; importing it here would cost time for nothing.
+        # Without its module there is none; importing it here would only cost time.
         fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
         if isinstance(child, DistributedDataParallel) or (fsdp and isinstance(child, fsdp)):
             reason = "its gradients are reduced by this wrapper already: use one of them"
@@ -181,7 +181,7 @@ def _both_wrappers() -> ConfigError:
 
 
 def _refuse_parts(module: nn.Module) -> None:
-    """Parameters of which this worker has a part, or nothing yet."""
+    """Refuse parameters that are sharded or not initialized."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(name, "not initialized", "call the module once before it is wrapped")

@@ -27,16 +27,16 @@ def ft_init_device_mesh(
 ) -> DeviceMesh:
     """``torch.distributed.device_mesh.init_device_mesh`` with one dimension across the groups.
 
-    The other dimensions are this group's workers. In the dimension ``replicate_dim`` this group is
-    alone as far as torch knows, so what ``mesh_shape`` says there does not matter; its process
-    group is a `ManagedProcessGroup`, which reduces over the groups that contribute in the step,
-    and whose ``size()`` is their number. FSDP2's ``fully_shard`` over this dimension and another
-    one is HSDP without further ado; ``replicate_across_groups`` is not needed then. A step in which
-    nothing was reduced across the groups is discarded.
+    The other dimensions are this group's workers. For torch, the dimension ``replicate_dim`` has
+    size 1, so its value in ``mesh_shape`` is ignored; its process group is a
+    `ManagedProcessGroup`, which reduces over the groups that contribute in the step, and whose
+    ``size()`` is their number. FSDP2's ``fully_shard`` over this dimension and another one is HSDP;
+    ``replicate_across_groups`` is not needed then. A step in which nothing was reduced across the
+    groups is discarded.
 
     Raises:
-        ConfigError: the arguments do not belong together, or this group's workers have not called
-            ``torch.distributed.init_process_group``.
+        ConfigError: the arguments do not match, or ``torch.distributed.init_process_group`` was
+            not called by this group's workers.
     """
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

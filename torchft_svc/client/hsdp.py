@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 def replicate_across_groups(manager: Manager, model: nn.Module) -> None:
     """Average the gradients of an FSDP2 model over the groups that contribute.
 
-    To be called after ``fully_shard``, on the training thread. Each module that FSDP reduces gets
+    Call it after ``fully_shard``, on the training thread. Each module that FSDP reduces gets
     torch's all-reduce hook: once its gradients are reduced and scattered inside the group, each
     worker averages its part with the workers of the same group rank in the other groups. Mixed
     precision, gradient accumulation (``set_requires_gradient_sync``), clipping and tensor
-    parallelism inside the group stay as they are. A step in which a worker averaged nothing, or not
-    all, is discarded.
+    parallelism inside the group are not affected. A step in which a worker averaged nothing, or not
+    everything, is discarded.
 
     Saving the state for others (``state_dict`` of the `Manager`) happens on another thread while
-    the forward pass runs. FSDP's own ``state_dict()`` would take the weights away from under it:
-    use `sharded_state_dict`.
+    the forward pass runs. FSDP's own ``state_dict()`` would reshard the weights during it: use
+    `sharded_state_dict`.
 
     Raises:
-        ConfigError: there is no FSDP module, or a parameter is outside of all of them.
+        ConfigError: there is no FSDP module, or a parameter belongs to none of them.
     """
     groups = [group for module in _fsdp_modules(model) for group in _param_groups(module)]
     if not groups:
@@ -56,7 +56,7 @@ def replicate_across_groups(manager: Manager, model: nn.Module) -> None:
     for group in groups:
         group._all_reduce_hook = sums.average
     for module in _fsdp_modules(model):
-        # Before FSDP's own: it cannot go on after an error in a pass that it has begun.
+        # Before FSDP's own hook, which cannot continue after an error in a pass.
         module.register_forward_hook(sums.watch, prepend=True)  # type: ignore[attr-defined]
         module.register_state_dict_pre_hook(_guard(trainer))  # type: ignore[attr-defined]
 
@@ -67,7 +67,7 @@ class _ShardedSums:
     def __init__(self, manager: Manager, groups: list[Any]) -> None:
         self._manager = manager
         shards = [[_local(param.sharded_param) for param in group.fsdp_params] for group in groups]
-        # FSDP sums what is trained at the time: if groups differ in that, their sums do not match.
+        # Empty: FSDP sums only parameters that are trained, so groups that differ would not match.
         self.parameters: list[nn.Parameter] = []
         self.layout = f"sharded in {len(groups)} groups: {describe_tensors(shards)}"
 
@@ -79,19 +79,21 @@ class _ShardedSums:
     def watch(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         """A forward pass of a module has ended."""
         if not torch.compiler.is_compiling() and not self._manager.has_ended():
-            watch_outputs(self._manager, outputs)  # else another one may have taken its place
+            watch_outputs(
+                self._manager, outputs
+            )  # after its end another manager may have replaced it
 
     def settle(self) -> Exception | None:
-        """See `Reducing.settle`; the manager knows of passes in which something is summed."""
+        """See `Reducing.settle`; the manager tracks passes that sum something."""
         return None
 
 
 def sharded_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
     """``model.state_dict()`` with the sharded parameters, on any thread, at any moment.
 
-    The values are the live parameters (DTensors) and buffers. For ``model.load_state_dict``. The
-    modules' own hooks run, such as those of torch's ``checkpoint_wrapper``, which take its name out
-    of the keys.
+    The values are the live parameters (DTensors) and buffers, for ``model.load_state_dict``. The
+    modules' own hooks run, such as those of torch's ``checkpoint_wrapper``, which remove its name
+    from the keys.
     """
     sharded = {
         (id(owner), name): param.sharded_param
@@ -112,13 +114,13 @@ def _collect(
     state: OrderedDict[str, Any],
     sharded: dict[tuple[int, str], nn.Parameter],
 ) -> None:
-    """What ``module.state_dict(destination=state, prefix=prefix, keep_vars=True)`` does.
+    """Does what ``module.state_dict(destination=state, prefix=prefix, keep_vars=True)`` does.
 
-    But for FSDP's hooks, which would take the weights away from a forward pass: the sharded
-    parameters are put in their places here, and are there when the module's own hooks run.
+    Except for FSDP's hooks, which would reshard the weights during a forward pass: this function
+    inserts the sharded parameters before the module's own hooks run.
 
     Raises:
-        ConfigError: a module has a ``state_dict`` of its own around parts that FSDP shards.
+        ConfigError: a module with parts that FSDP shards overrides ``state_dict``.
     """
     if type(module).state_dict is not nn.Module.state_dict:
         _check_unsharded(module, prefix, sharded)
@@ -153,7 +155,7 @@ def _check_unsharded(
 
 
 def _is_about_sharding(hook: Any) -> bool:
-    """Whether FSDP, or `_guard`, has registered it."""
+    """Whether FSDP or `_guard` has registered the hook."""
     return getattr(hook, "__module__", "").startswith(("torch.distributed.fsdp.", __name__))
 
 
@@ -166,7 +168,8 @@ def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 def _param_groups(module: FSDPModule) -> list[Any]:
     """FSDP's communication groups; a module has several if its parameters are on several meshes.
 
-    Torch's ``set_all_reduce_hook`` refuses those, because its hooks differ by mesh. Ours does not.
+    Torch's ``set_all_reduce_hook`` refuses these, because its hooks depend on the mesh. Ours do
+    not.
     """
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
@@ -180,14 +183,14 @@ def _local(sharded: Any) -> torch.Tensor:
 
 
 def _places(param: Any) -> list[tuple[nn.Module, str]]:
-    """The modules that the parameter hangs in, and its name there; several if it is shared."""
+    """The modules of the parameter, with its names there; several if it is shared."""
     info = param._module_info
     shared = zip(info.shared_modules, info.shared_param_names, strict=True)
     return [(info.module, info.param_name), *shared]
 
 
 def _guard(trainer: threading.Thread) -> Any:
-    """A hook that refuses FSDP's own saving on a thread that would disturb the training."""
+    """A hook that refuses FSDP's own ``state_dict()`` on other threads than the training one."""
 
     def refuse(*_: Any) -> None:
         if threading.current_thread() is not trainer:

@@ -1,4 +1,4 @@
-"""A `Manager` in the shape of a process group, for programs that want one."""
+"""A process group whose collectives are those of a `Manager`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchft_svc.errors import ConfigError, RequestRefused
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
 
-# What torch's wrapper calls first if it is left to its defaults is refused with this, too.
+# Also raised for the first collective of torch's wrapper with default arguments.
 _ONLY_REDUCTIONS = (
     "groups that come and go support reductions only; torch's DistributedDataParallel "
     "needs init_sync=False, broadcast_buffers=False and find_unused_parameters=True"
@@ -26,23 +26,22 @@ _ONLY_REDUCTIONS = (
 
 
 class ManagedProcessGroup(ProcessGroup):
-    """Its members are the groups that contribute in the manager's step.
+    """A process group of the groups that contribute in the manager's step.
 
-    Only reductions make sense across groups that come and go: ``allreduce``,
-    ``allreduce_coalesced``, and ``barrier``, which waits for nobody. Their errors are latched by
-    the manager and never raised.
+    Only reductions work across groups that join and leave: ``allreduce``,
+    ``allreduce_coalesced``, and ``barrier``, which does not wait. The manager latches their errors;
+    they are never raised.
 
     Args:
         averages_sums: reduce sums of floats as averages. For callers that divide by the size of the
-            group themselves, and look at it once only: torch's own ``DistributedDataParallel``,
-            with ``init_sync=False``, ``broadcast_buffers=False``, and
-            ``find_unused_parameters=True``, without which it changes the layout of its buckets
-            after the first step. A step in which nothing was reduced is discarded then, as one in
-            which the backward pass was not finished.
+            group themselves, and read it only once: torch's own ``DistributedDataParallel``, with
+            ``init_sync=False``, ``broadcast_buffers=False``, and ``find_unused_parameters=True``,
+            without which it changes the layout of its buckets after the first step. Then a step in
+            which nothing was reduced, or the backward pass was not finished, is discarded.
     """
 
-    layout = ""  # known to torch's wrapper alone
-    parameters = ()  # and so are these
+    layout = ""  # only torch's wrapper knows it
+    parameters = ()  # likewise
 
     def __init__(self, manager: Manager, *, averages_sums: bool = False) -> None:
         super().__init__()
@@ -52,7 +51,7 @@ class ManagedProcessGroup(ProcessGroup):
             manager.register_reducer(self)
 
     def _configure(self, members: Members) -> None:
-        """Not for callers: the manager's own process group is configured by the manager.
+        """Not supported: the manager configures its own process group.
 
         Raises:
             RequestRefused: always.
@@ -67,7 +66,7 @@ class ManagedProcessGroup(ProcessGroup):
         return self._manager.errored()
 
     def settle(self) -> Exception | None:
-        """See `Reducing.settle`; the manager knows of passes in which something is summed."""
+        """See `Reducing.settle`; the manager tracks passes that sum something."""
         return None
 
     def rank(self) -> int:
@@ -76,7 +75,7 @@ class ManagedProcessGroup(ProcessGroup):
 
     def size(self) -> int:
         """How many groups contribute in this step; waits for the quorum. Without one: 1."""
-        # Torch 2.7 finds the group of a mesh by its size, which has to be that of a worker alone.
+        # Torch 2.7 looks up the group of a mesh by its size, which has to be 1 then.
         return self._manager.num_participants() or 1
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -85,7 +84,9 @@ class ManagedProcessGroup(ProcessGroup):
         if name not in ("allreduce", "allreduce_coalesced"):
             raise ConfigError("collective", name, _ONLY_REDUCTIONS)
         if self._averages_sums:
-            check_running(self._manager)  # else torch's wrapper would go on without averages
+            check_running(
+                self._manager
+            )  # otherwise torch's wrapper would continue without averages
         op = _operation(args, kwargs)
         tensors = result_of(name, args, kwargs)
         works = [
@@ -107,7 +108,7 @@ class _ManagedWorks(dist.Work):
         self._tensors = tensors
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the tensors hold the results, or the step's error is latched; always True."""
+        """Wait until the tensors hold the results, or an error is latched; always True."""
         for work in self._works:
             work.wait()
         return True
@@ -117,8 +118,8 @@ class _ManagedWorks(dist.Work):
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that holds the tensors. Waits for them first: who asks for it, waits for it on
-        a thread that could not be told of an error of the step."""
+        """A future that holds the tensors. Waits for them first, because an error of the step does
+        not reach the waiters of a future."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._tensors)
@@ -126,7 +127,7 @@ class _ManagedWorks(dist.Work):
 
 
 def _operation(args: Any, kwargs: Any) -> ReduceOp.RedOpType:
-    """An options object or the operation itself may be given."""
+    """The operation, from an options object or the operation itself."""
     given = args[1] if len(args) > 1 else kwargs.get("opts", kwargs.get("op", ReduceOp.SUM))
     op = getattr(given, "reduceOp", given)
     found: ReduceOp.RedOpType = getattr(op, "op", op)

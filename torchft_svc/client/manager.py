@@ -42,20 +42,20 @@ T = TypeVar("T")
 
 
 class Manager:
-    """Keeps one worker's training going while other replica groups come and go.
+    """Keeps one worker training while other replica groups join and leave.
 
-    Only ``state_dict`` and ``load_state_dict`` are needed. Where an argument is not given, the
-    environment counts, then the default.
+    Only ``state_dict`` and ``load_state_dict`` are required. Other arguments default to the
+    environment, then to the defaults below.
 
     Args:
         pg: carries the collectives between groups (default: gloo).
-        load_state_dict, state_dict: put in place, and return, all that a group which joins needs:
-            usually the model's and the optimizer's state. `register_state_dict_fn` adds more.
+        load_state_dict, state_dict: load and return all state that a joining group needs, usually
+            the model's and the optimizer's. `register_state_dict_fn` adds more.
         min_replica_size: a step with fewer contributing groups is discarded.
-        use_async_quorum: form the quorum while the forward pass runs. If not, `start_quorum` waits,
-            and a group that was behind contributes at once.
-        timeout: longest time for a collective, a vote, and without progress in a heal.
-        quorum_timeout, connect_timeout: longest wait for a quorum, for a service to be reachable.
+        use_async_quorum: form the quorum while the forward pass runs. Otherwise `start_quorum`
+            waits, and a group that was behind contributes at once.
+        timeout: longest time for a collective or a vote, and longest idle time of a heal.
+        quorum_timeout, connect_timeout: longest wait for a quorum, and for a service.
         rank, world_size: this worker in its group (``RANK``, ``WORLD_SIZE``; default: 0 of 1).
         world_size_mode: whether more than ``min_replica_size`` groups may contribute.
         store_addr, store_port: the group's TCPStore (``MASTER_ADDR``, ``MASTER_PORT``; default: a
@@ -63,30 +63,30 @@ class Manager:
         lighthouse_addr: ``host:port``, or several with commas between (``TORCHFT_LIGHTHOUSE``;
             default: this machine, port 29510).
         replica_id: the group's stable name (``REPLICA_GROUP_ID``; default: a new one).
-        port, hostname: where the group's manager listens, and the host to tell to others.
-        heartbeat_interval: between the manager's signs of life.
-        checkpoint_transport: moves the state of groups that heal (default: HTTP).
+        port, hostname: where the group's manager listens, and the host to advertise.
+        heartbeat_interval: time between the manager's heartbeats.
+        checkpoint_transport: transfers the state of groups that heal (default: HTTP).
         init_sync: give every group the same weights at step 0.
         max_retries: how many steps in a row may be discarded (default: any number).
-        quorum_retries: how often the manager asks again for a quorum that failed.
-        job_id: the training run, on a lighthouse that serves many (``TORCHFT_JOB_ID``).
-        min_replicas: the fewest groups that the job trains with, told to the lighthouse
-            (``TORCHFT_MIN_REPLICAS``; default: as the lighthouse says). Below it training pauses;
-            below ``min_replica_size`` it goes on, and discards its steps.
-        manager_addr: a manager that runs already (``TORCHFT_MANAGER_ADDR``).
-        in_process: run the manager inside this process instead of as a child of it.
+        quorum_retries: how often the manager retries a failed quorum.
+        job_id: the training run, on a lighthouse that serves several (``TORCHFT_JOB_ID``).
+        min_replicas: the fewest groups that the job trains with, sent to the lighthouse
+            (``TORCHFT_MIN_REPLICAS``; default: the lighthouse's). Below it training pauses; below
+            ``min_replica_size`` it continues, and discards its steps.
+        manager_addr: a running manager (``TORCHFT_MANAGER_ADDR``).
+        in_process: run the manager in this process instead of a child process.
         watchdog_timeout: end the process, with a traceback, if a collective neither ends nor can be
             abandoned so long after its deadline (``TORCHFT_WATCHDOG_TIMEOUT_SEC``; default: never).
         security: TLS files and token (``TORCHFT_TLS_CERT``, ``TORCHFT_TLS_KEY``,
             ``TORCHFT_TLS_CA``, ``TORCHFT_TOKEN`` or ``TORCHFT_TOKEN_FILE``; default: neither).
         handle_sigterm: let SIGTERM drain the group, unless the program handles it already or this
             is not the main thread. A second SIGTERM ends the process as usual.
-        flight_recorder: a directory, in which is written what was launched in each quorum that
-            ended badly (``TORCHFT_FLIGHT_RECORDER``; default: nothing is recorded).
+        flight_recorder: a directory for records of the collectives of each quorum that ended with
+            an error (``TORCHFT_FLIGHT_RECORDER``; default: nothing is recorded).
 
     Raises:
-        ConfigError: a value, or a pair of values, that cannot work; or ``state_dict`` returns what
-            cannot be sent (if it raises, that is found out in the first step).
+        ConfigError: a value, or a pair of values, is invalid; or ``state_dict`` returns a value
+            that cannot be sent (if it raises, that is noticed in the first step).
         PeerError: the group's store, or its manager, cannot be reached.
     """
 
@@ -176,20 +176,21 @@ class Manager:
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
     ) -> None:
-        """Begin a step: ask who trains together.
+        """Begin a step: request a quorum.
 
-        Returns at once with ``use_async_quorum``, else, and at step 0, when this worker is ready.
+        Returns at once with ``use_async_quorum``; without it, and at step 0, when this worker is
+        ready.
 
         Args:
-            allow_heal: whether a group that is behind may be brought up to date in this step; the
-                same on every group. One that would have to heal, and may not, commits nothing.
-            shrink_only: keep groups that are new out of this quorum.
+            allow_heal: whether a group that is behind may heal in this step; equal on all groups. A
+                group that would have to heal, and may not, commits nothing.
+            shrink_only: keep new groups out of this quorum.
             timeout: longest wait for the quorum (default: the manager's).
 
         Raises:
             PeerError: there is no quorum (only where this waits for it).
-            Drained: the group was told to end and has left: a SystemExit with status 0. It may also
-                come from `wait_quorum` and `should_commit`, whose step is not applied then.
+            Drained: the group was drained: a SystemExit with status 0. `wait_quorum` and
+                `should_commit` may raise it, too; then their step is not applied.
         """
         limit = self._rules.timeouts.quorum_s if timeout is None else limited_s(timeout)
         request = RoundRequest(allow_heal=allow_heal, shrink_only=shrink_only, timeout_s=limit)
@@ -199,7 +200,7 @@ class Manager:
             raise _shortened(error) from None
 
     def wait_quorum(self) -> None:
-        """Wait until the members of this step are known and connected; between two steps: nothing.
+        """Wait until the members of this step are connected; returns at once between two steps.
 
         Raises:
             PeerError: there is no quorum; the step can only be discarded.
@@ -217,15 +218,15 @@ class Manager:
     ) -> dist.Work:
         """Reduce ``tensor`` in place over the groups that contribute in this step.
 
-        All groups make the same calls, in the same order: on CPUs that is looked at first, and a
-        call that does not match those of the others is an error of the step.
-        Groups that do not contribute put in nothing and receive the result. After an error of the
-        step this does nothing; the error is latched, never raised.
+        All groups make the same calls in the same order: on CPUs that is checked first, and a call
+        that does not match is an error of the step. Groups that do not contribute receive the
+        result as well. After an error of the step this does nothing; the error is latched, never
+        raised.
 
-        Between two steps, for what is logged, it goes among the members of the last quorum, if all
-        of them do the same before they begin the next step. If one does not, or after an error of
-        the last step, the tensor stays as it is, within 5 seconds; `errored` tells until the next
-        step begins, which is not lost by that.
+        Between two steps, for example for logging, it reduces among the members of the last quorum,
+        if all of them make the same call before they begin the next step. If one does not, or after
+        an error of the last step, the tensor stays unchanged, and the call ends within 5 seconds;
+        `errored` returns the error until the next step begins, which is not affected.
 
         Raises:
             ValueError: an average of integers, or an operation that does not exist.
@@ -233,7 +234,7 @@ class Manager:
         return self._stepper.allreduce(tensor, should_quantize, reduce_op)
 
     def _average_gradients(self, tensor: torch.Tensor) -> dist.Work:
-        """As `allreduce`, for a wrapper that registers what it sums, and always in one order."""
+        """As `allreduce`, for a wrapper that has registered what it sums, in a fixed order."""
         return self._stepper.allreduce(tensor, False, ReduceOp.AVG, Kind.GRADIENTS)
 
     def _take_turn(self, reducer: Launching, *, is_last: bool) -> bool:
@@ -241,21 +242,20 @@ class Manager:
         return self._stepper.take_turn(reducer, is_last=is_last)
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
-        """End the step: whether its update is to be applied.
+        """End the step; returns whether its update is to be applied.
 
-        Waits for the step's collectives, puts a healed state in place, and votes: no, if a model
-        was wrapped and none of its gradients were averaged in this step, or not all of them. After
-        True nobody may read the state until `allow_state_dict_read` or the next `start_quorum`, and
-        the caller has to apply the update: what happens if that fails, `commit` knows and this does
-        not.
+        Waits for the step's collectives, loads a healed state, and votes: against the step if a
+        model was wrapped and not all of its gradients were averaged in this step. After True the
+        state must not be read until `allow_state_dict_read` or the next `start_quorum`, and the
+        caller has to apply the update. `commit` also handles a failure of the update.
 
         Args:
             timeout: longest wait for the other workers of the group (default: the manager's).
 
         Raises:
             CommitFailed: more than ``max_retries`` steps in a row were discarded.
-            Unauthorized: this worker was never let into a quorum; says what to set.
-            PeerError: the group's decision was lost; this worker may not go on.
+            Unauthorized: this worker was never authorized; the message says what to set.
+            PeerError: the group's decision was lost; this worker must not continue.
         """
         limit = self._rules.timeouts.collective_s if timeout is None else limited_s(timeout)
         return self._stepper.decide(limit)
@@ -268,57 +268,55 @@ class Manager:
                     adam.step()
                     muon.step()
 
-        A block that an exception leaves, a KeyboardInterrupt included, has not applied the update:
-        the step does not count here, no step goes on with these weights, and this worker heals in
-        the next one. If nobody is ahead of it then, `start_quorum` is refused, until
-        `load_state_dict`. At the end of the block the state may be read again.
+        A block that is ended by an exception, including KeyboardInterrupt, has not applied the
+        update: the step does not count here, no step continues with these weights, and this worker
+        heals in the next one. If no group is ahead of it then, `start_quorum` is refused until
+        `load_state_dict`. After the block the state may be read again.
         """
         limit = self._rules.timeouts.collective_s if timeout is None else limited_s(timeout)
         return Update(self._stepper, limit)
 
     def reduction_scale(self) -> float | None:
-        """What this group's gradients are multiplied by before they are summed.
+        """The factor for this group's gradients before they are summed; waits for the quorum.
 
-        Waits for the quorum.
-
-        0.0: the group does not contribute and puts in zeros. None: the step has failed, nothing
-        is to be summed. For those who build their own wrapper of a model, with `launch_sum`.
+        0.0: the group does not contribute, and sums zeros. None: the step has failed, and nothing
+        is to be summed. For custom wrappers of a model, with `launch_sum`.
         """
         return self._stepper.scale()
 
     def launch_sum(self, tensor: torch.Tensor) -> Reduction | None:
-        """Start summing ``tensor`` in place over all groups; None: that failed, and is latched."""
+        """Start summing ``tensor`` in place over all groups; None: it failed (latched)."""
         return self._stepper.launch_sum(tensor)
 
     def register_reducer(self, reducer: Reducing) -> None:
-        """Ask ``reducer`` before each vote whether its backward pass was finished.
+        """Call ``reducer`` before each vote to check that its backward pass was finished.
 
-        For those who build their own wrapper of a model. It is not kept alive.
+        For custom wrappers of a model. The manager keeps a weak reference.
         """
         self._stepper.add_reducer(reducer)
 
     def weights_version(self) -> int:
-        """Grows when the weights are replaced by another group's, and when the first step begins
-        in which that may happen at once: what a forward pass has kept from before is stale."""
+        """Grows when the weights are replaced by another group's, and at the beginning of the first
+        step in which that may happen: then the graph of an earlier forward pass is stale."""
         return self._stepper.weights_version
 
     def has_ended(self) -> bool:
-        """Whether it was shut down: what is wrapped for it is averaged no more."""
+        """Whether the manager was shut down: models wrapped for it are not averaged any more."""
         return self._runtime.closed
 
     def has_fresh_step(self) -> bool:
-        """Whether a step is under way in which nothing was reduced yet."""
+        """Whether a step is under way, and nothing was reduced in it so far."""
         return self._stepper.is_fresh()
 
     def report_error(self, e: Exception) -> None:
-        """Latch an error of this step: it will be discarded. The first one counts."""
+        """Latch an error of this step, which will be discarded; only the first error is kept."""
         self._stepper.latch_error(e, self._step.state.epoch)
 
     def report_spoiled_update(self, e: BaseException) -> None:
-        """The update of a committed step was not applied completely, because of ``e``.
+        """Report that the update of a committed step was not applied completely, because of ``e``.
 
-        For those who call `should_commit`; `commit` does it by itself. No step goes on with such
-        weights: this worker heals in the next one, or, if nobody can heal it, `start_quorum` is
+        For callers of `should_commit`; `commit` does it itself. No step continues with such
+        weights: this worker heals in the next one, or, if there is no source, `start_quorum` is
         refused until `load_state_dict`.
 
         Raises:
@@ -359,12 +357,12 @@ class Manager:
         """Add a piece of state that groups heal by; every group must register the same keys.
 
         Raises:
-            ConfigError: ``state_dict`` returns what cannot be sent; the sentence names its path.
+            ConfigError: ``state_dict`` returns a value that cannot be sent; the message names it.
         """
         self._registry.register(key, load_state_dict, state_dict)
 
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """What ``optimizer`` holds is changed by its step alone, and by nothing in a forward pass.
+        """Declare that the state of ``optimizer`` changes only in its step, not in a forward pass.
 
         `Optimizer` calls this. While a group heals, the rest of the state is copied; see "State
         that heals" in docs/operations.md.
@@ -374,32 +372,32 @@ class Manager:
     def set_state_dict_fns(
         self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
-        """Name the functions that were not given at construction."""
+        """Set the functions that were not given at construction."""
         self.register_state_dict_fn(DEFAULT_KEY, load_state_dict, state_dict)
 
     def allow_state_dict_read(self) -> None:
-        """The state is whole again: others may read it."""
+        """The state is consistent again, and may be read."""
         self._stepper.allow_read()
 
     def disallow_state_dict_read(self) -> None:
-        """The state is about to change: wait for readers, and let no other in."""
+        """The state is about to change: wait for readers, and block new ones."""
         self._registry.gate.shut(self._rules.timeouts.collective_s)
 
     def state_dict(self) -> dict[str, int]:
-        """The manager's own state; it belongs into every periodic checkpoint.
+        """The manager's own state; store it in every periodic checkpoint.
 
-        Its step, how many batches are in it, and the id of the quorum in which it was committed, by
-        which groups tell checkpoints of one step from one another.
+        The step, the number of batches in it, and the id of the quorum in which it was committed,
+        which distinguishes checkpoints of the same step.
 
         Raises:
-            RequestRefused: the weights are those of no step, and not worth a checkpoint.
+            RequestRefused: the weights are not those of a step.
         """
         with self._step.changing() as machine:
             machine.check_whole()
         return self._step.state.counters()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on from a periodic checkpoint; to be called before a step begins."""
+        """Continue from a periodic checkpoint; call it before a step begins."""
         with self._step.changing() as machine:
             machine.restore(
                 state_dict["step"], state_dict["batches_committed"], state_dict.get("quorum_id", 0)
@@ -408,17 +406,17 @@ class Manager:
     # -- who and where ---------------------------------------------------------------------------
 
     def current_step(self) -> int:
-        """How many updates are in the weights; while one is applied, it included.
+        """The number of updates in the weights, including one that is being applied.
 
-        In a step in which this group heals that is the healed step in the update (hooks of the
-        optimizer's step, the block of `commit`), where the healed weights are in place, and before
-        it on the training thread once something was reduced, as after a backward pass. Until then
+        In a step in which this group heals, it is the healed step during the update (hooks of the
+        optimizer's step, the block of `commit`), when the healed weights are loaded, and before
+        that on the training thread once something was reduced, as after a backward pass. Until then
         it is the group's own step.
         """
         return self._stepper.shown_step()
 
     def batches_committed(self) -> int:
-        """How many groups' batches are in the weights; those of a heal, once it is in place."""
+        """The number of groups' batches in the weights; those of a heal once it is loaded."""
         return self._step.state.batches_committed
 
     def participating_rank(self) -> int | None:
@@ -436,7 +434,7 @@ class Manager:
         return self.participating_rank() is not None
 
     def last_quorum(self) -> QuorumResult | None:
-        """The quorum that this worker is, or was last, connected in; None: there was none yet."""
+        """The quorum that this worker is, or was last, connected in; None before the first one."""
         return self._runtime.membership.quorum
 
     def replica_id(self) -> str:
@@ -447,17 +445,17 @@ class Manager:
         return quorum.replica_ids[quorum.replica_rank]
 
     def num_replicas_waiting(self) -> int:
-        """How many groups wait to join, of those heard of since the last quorum was asked for."""
+        """How many groups are known to wait to join, since the last quorum request."""
         return self._runtime.membership.num_waiting
 
     def is_draining(self) -> bool:
-        """Whether this worker's group was told to end after its step."""
+        """Whether this worker's group has to end after its step."""
         return self._runtime.deps.draining.reason is not None
 
     # -- the end ---------------------------------------------------------------------------------
 
     def shutdown(self, wait: bool = True) -> None:
-        """Leave the quorum and end everything that was started; may be called twice."""
+        """Leave the quorum and end everything that was started; idempotent."""
         if not self._runtime.closed:
             _log_leaving(self.current_step(), self._rules.place.leads)
         self._finalizer.detach()
@@ -490,8 +488,8 @@ class FaultToleranceManager(Manager):
 
 
 def _shortened(error: TorchFTError) -> TorchFTError:
-    """``error`` without the way that it took through threads of ours: its sentence says what is
-    wrong, and a user's traceback ends where the user's program called."""
+    """``error`` without its internal traceback, so that a user's traceback ends at the call of the
+    manager."""
     log.debug("raised to the program", exc_info=error)
     return error.with_traceback(None)
 
@@ -508,10 +506,10 @@ def _log_leaving(step: int, leads: bool) -> None:
 
 
 def _close_in(pid: int, runtime: Runtime, step: SharedStep, leads: bool) -> None:
-    """At exit, or when a manager that nobody shut down is collected.
+    """Shut down at exit, or when a manager is garbage collected without a shutdown.
 
-    A forked child must not end its parent's services. A collection may happen on any thread, such
-    as one that the services' end would wait for.
+    A forked child must not end its parent's services. A collection may happen on any thread, even
+    on one that the shutdown would wait for.
     """
     if os.getpid() != pid:
         return

@@ -17,30 +17,30 @@ if TYPE_CHECKING:
 class Optimizer(torch.optim.Optimizer):
     """Wraps ``optim``: `zero_grad` begins a step, `step` votes and applies the update, or not.
 
-    It is an optimizer itself: learning-rate schedulers take it, and its state, parameter groups and
-    hooks are those of ``optim``. Step hooks therefore run only for updates that are applied.
+    It is an optimizer itself: learning-rate schedulers accept it, and its state, parameter groups
+    and hooks are those of ``optim``. So step hooks run only for updates that are applied.
 
     ``optim`` may also be a list of optimizers, such as one for each kind of parameter: one vote
-    decides on all their updates, which are applied in this order. ``param_groups`` are those of all
-    then, ``state_dict()`` holds one for each, and hooks, ``state`` and schedulers are the business
-    of the single optimizers.
+    decides on all their updates, which are applied in this order. Then ``param_groups`` are those
+    of all, and ``state_dict()`` holds one for each; use hooks, ``state`` and schedulers of the
+    single optimizers.
 
     A scheduler should follow the committed steps: step it where `step` returned True.
 
-    A `torch.amp.GradScaler` takes it, too: a step with infinite gradients is voted on as any other,
-    and its update changes nothing. See "Training loops" in docs/operations.md.
+    A `torch.amp.GradScaler` accepts it, too: a step with infinite gradients is voted on like any
+    other, and its update changes nothing. See "Training loops" in docs/operations.md.
 
     Raises:
-        ConfigError: ``optim`` is no optimizer, or a list that is empty or has one twice.
+        ConfigError: ``optim`` is no optimizer, or a list that is empty or contains one twice.
     """
 
-    # A GradScaler then calls `step` in any case, and tells scale and finding by attributes.
+    # A GradScaler then always calls `step`, and passes its scale and findings as attributes.
     _step_supports_amp_scaling = True
 
     def __init__(
         self, manager: Manager, optim: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     ) -> None:
-        # Not torch's constructor: it would make groups and state of its own.
+        # Not torch's constructor, which would create groups and state.
         self.manager = manager
         self.optims = _checked(optim)
         for each in self.optims:
@@ -51,10 +51,10 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step, once, and clear the gradients.
 
-        Called again in a step whose gradients were averaged already, it gives that step up.
+        A second call in a step whose gradients were averaged already abandons that step.
 
         Raises:
-            PeerError: at step 0, or without ``use_async_quorum``: there is no quorum.
+            PeerError: there is no quorum (only at step 0, or without ``use_async_quorum``).
         """
         if not self.manager.has_fresh_step():
             self.manager.start_quorum()
@@ -65,7 +65,7 @@ class Optimizer(torch.optim.Optimizer):
         """Apply the update if the step is committed; whether it was.
 
         After an exception in the update itself this worker is behind the others: it heals in the
-        next step, and ends if nobody is left to heal from.
+        next step, and ends if there is no group to heal from.
 
         Raises:
             ConfigError: a closure was given; it could run the backward pass several times.
@@ -85,7 +85,7 @@ class Optimizer(torch.optim.Optimizer):
         return committed
 
     def _apply(self, update: Update) -> None:
-        """The wrapped optimizers' steps; what a GradScaler has told this one is for those."""
+        """Run the wrapped optimizers' steps, with the attributes that a GradScaler has set."""
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         for optim in self.optims:
@@ -104,7 +104,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's; of several, those of all, in a list of its own."""
+        """The groups of the wrapped optimizer, or of all, in a new list."""
         if len(self.optims) == 1:
             return self.optims[0].param_groups
         return [group for optim in self.optims for group in optim.param_groups]
@@ -114,7 +114,7 @@ class Optimizer(torch.optim.Optimizer):
         self._only("param_groups").param_groups = groups
 
     def __getattr__(self, name: str) -> Any:
-        """What is not decided here, is the wrapped optimizer's."""
+        """Other attributes are those of the wrapped optimizer."""
         if name == "optims":
             raise AttributeError(name)
         if "optim" not in self.__dict__:
@@ -137,13 +137,13 @@ class Optimizer(torch.optim.Optimizer):
         raise TypeError("save state_dict() instead: the manager cannot be pickled")
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's; of a list ``{"optimizers": [...]}``, with one for each."""
+        """The state of the wrapped optimizer; of a list ``{"optimizers": [...]}``."""
         if "optim" in self.__dict__:
             return self.optim.state_dict()
         return {"optimizers": [optim.state_dict() for optim in self.optims]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the wrapped optimizer, or each of them.
+        """Load the state of the wrapped optimizer, or of each of them.
 
         Raises:
             ConfigError: a state for another number of optimizers; nothing was loaded.
@@ -159,7 +159,7 @@ class Optimizer(torch.optim.Optimizer):
             optim.load_state_dict(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """To the wrapped optimizer.
+        """Add a group to the wrapped optimizer.
 
         Raises:
             ConfigError: several are wrapped.

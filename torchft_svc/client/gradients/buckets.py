@@ -1,7 +1,7 @@
-"""Which gradients travel together: a layout that depends on the parameters alone.
+"""Groups gradients into buckets; the layout depends on the parameters only.
 
-A group that joins must cut its gradients exactly as the others do, so the layout is fixed when the
-model is wrapped and never follows what a backward pass happens to do first.
+A group that joins must split its gradients exactly like the others, so the layout is fixed when the
+model is wrapped, and does not depend on the order of a backward pass.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from torch import nn
 from torchft_svc.core.group import DIGEST_LENGTH
 from torchft_svc.errors import ConfigError
 
-# The first sum is to start early, while most of the backward pass is still ahead.
+# Small, so that the first sum starts early in the backward pass.
 FIRST_BUCKET_BYTES = 1024 * 1024
 _MEGABYTE = 1024 * 1024
 
 
 class Bucket:
-    """Gradients of one dtype and device, side by side in ``memory``, with a view for each."""
+    """Gradients of one dtype and device, contiguous in ``memory``, with a view for each."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.memory, self.views = _allocate(parameters)
 
     def renew(self) -> None:
-        """Take other memory, because an abandoned operation may write to the present one."""
+        """Allocate new memory, because an abandoned operation may write to the present one."""
         old, (self.memory, self.views) = self.views, _allocate(self.parameters)
         for parameter, view in zip(self.parameters, old, strict=True):
             if parameter.grad is not None and _same_memory(parameter.grad, view):
                 parameter.grad = torch.zeros_like(parameter)
 
     def copied_versions(self) -> list[int]:
-        """They change when a gradient is written to."""
+        """Version counters of the gradients; a write changes them."""
         grads = [parameter.grad for parameter in self.parameters]
         return [grad._version for grad in grads if grad is not None]
 
     def holds_gradients(self) -> bool:
-        """Whether the parameters' gradients are those that were handed out, and no others."""
+        """Whether the parameters' gradients are still the views of this bucket."""
         pairs = zip(self.parameters, self.views, strict=True)
         return all(parameter.grad is view for parameter, view in pairs if parameter.requires_grad)
 
     def fill(self, scale: float) -> None:
-        """Copy the parameters' gradients, multiplied by ``scale``; 0.0 and a missing one: zeros."""
+        """Copy the parameters' gradients times ``scale``; zeros for 0.0 or a missing gradient."""
         if scale == 0.0:
             self.memory.zero_()
             return
@@ -56,13 +56,13 @@ class Bucket:
                 torch.mul(parameter.grad, scale, out=view)
 
     def hand_out(self) -> None:
-        """Make the averages the parameters' gradients, without a copy; not of frozen ones."""
+        """Set the parameters' gradients to the averages, without a copy; skip frozen ones."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.requires_grad:
                 parameter.grad = view
 
     def copy_out(self) -> None:
-        """Copy the averages to the parameters' gradients; not to frozen ones."""
+        """Copy the averages to the parameters' gradients; frozen ones are skipped."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if not parameter.requires_grad:
                 continue
@@ -73,7 +73,7 @@ class Bucket:
 
 
 def describe_tensors(parts: Sequence[Sequence[torch.Tensor]]) -> str:
-    """What is summed, part by part, for people, and a digest of how: see `Reducing.layout`."""
+    """A sentence on what is summed, with a digest: see `Reducing.layout`."""
     tensors = [tensor for part in parts for tensor in part]
     places = [[_place(tensor) for tensor in part] for part in parts]
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
@@ -88,7 +88,7 @@ def describe_tensors(parts: Sequence[Sequence[torch.Tensor]]) -> str:
 
 
 def _place(tensor: torch.Tensor) -> tuple[str, list[int], list[int]]:
-    """The stride of a dimension of one element has no meaning, and may be any."""
+    """dtype, sizes and strides; 0 for the stride of a dimension of size 1, which is arbitrary."""
     sizes = list(tensor.size())
     strides = tensor.stride() if _is_dense(tensor) else torch.empty(sizes, device="meta").stride()
     pairs = zip(sizes, strides, strict=True)
@@ -98,10 +98,10 @@ def _place(tensor: torch.Tensor) -> tuple[str, list[int], list[int]]:
 def plan_buckets(
     parameters: Iterable[nn.Parameter], capacity_mb: float, first_bytes: int = FIRST_BUCKET_BYTES
 ) -> list[Bucket]:
-    """Cut ``parameters`` into buckets of at most ``capacity_mb`` MiB, the first one smaller.
+    """Split ``parameters`` into buckets of at most ``capacity_mb`` MiB; the first one is smaller.
 
-    In reverse order, because that is about how a backward pass comes by. A parameter that is larger
-    than the capacity gets a bucket of its own.
+    In reverse order, which is about the order of a backward pass. A parameter that is larger than
+    the capacity gets its own bucket.
 
     Raises:
         ConfigError: the capacity is not above 0.
@@ -139,7 +139,7 @@ def _allocate(parameters: list[nn.Parameter]) -> tuple[torch.Tensor, list[torch.
 
 
 def _view(memory: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
-    """In the parameter's own memory layout where that is dense, as autograd's gradients are."""
+    """A view with the parameter's memory layout if that is dense, like autograd's gradients."""
     if _is_dense(parameter):
         return memory.as_strided(parameter.size(), parameter.stride(), offset)
     return memory[offset : offset + parameter.numel()].view(parameter.size())

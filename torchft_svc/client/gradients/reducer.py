@@ -1,4 +1,4 @@
-"""Averages gradients while the backward pass goes on."""
+"""Averages gradients during the backward pass."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _OVERWRITTEN = (
 
 
 class Reducer:
-    """Listens to the parameters' gradients and sums full buckets, always in the same order.
+    """Hooks the parameters' gradients, and sums full buckets, always in the same order.
 
     ``hands_out``: gradients become views of the buckets' memory instead of copies. ``names`` are
-    those of the parameters, by id.
+    the parameters' names by id.
 
-    No failed sum raises into the backward pass: what fails is latched by the manager, and the rest
-    of the step's sums are left out. A pass that an exception ends stays open until `settle`, which
-    the manager calls before each vote.
+    A failed sum does not raise into the backward pass: the manager latches the error, and the other
+    sums of the step are skipped. A pass that an exception ends stays open until `settle`, which the
+    manager calls before each vote.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Reducer:
         return [parameter for bucket in self._buckets for parameter in bucket.parameters]
 
     def prepare(self) -> None:
-        """A forward pass begins; a backward pass that an exception ended is cleaned up."""
-        if not _runs_backward():  # there it computes again what was not kept
+        """A forward pass begins: clean up a backward pass that an exception has ended."""
+        if not _runs_backward():  # during it, checkpointing recomputes a forward pass
             self._give_up_broken()
 
     @property
@@ -99,7 +99,7 @@ class Reducer:
         return self._buckets[0].memory
 
     def settle(self) -> Exception | None:
-        """See `Reducing.settle`; memory that an operation may still write to is given up."""
+        """See `Reducing.settle`; replaces memory that an operation may still write to."""
         if not self._active:
             return None
         for bucket in self._buckets[: self._next]:
@@ -109,29 +109,29 @@ class Reducer:
         return unfinished_pass()
 
     def _give_up_broken(self) -> None:
-        """If an exception has ended the pass, another may begin unless sums were launched: what it
-        would sum is not what the other groups do."""
+        """Clean up if an exception has ended the pass; an error of the step if sums were launched,
+        because those of another pass would not match the other groups' sums."""
         if self._active and (self._pass is None or self._pass() is None):
             error = self.settle()
             if error is not None and not self._manager.has_fresh_step():
                 self._manager.report_error(error)
 
     def watch(self, outputs: Any) -> None:
-        """The pass begins where ``outputs`` get their gradients, and ends with that graph.
+        """Begin a pass when ``outputs`` get their gradients; it ends with that graph.
 
-        A reentrant checkpoint runs a pass of its own inside, whose end is not that of all.
+        A reentrant checkpoint runs a nested pass, whose end is not the end of the whole pass.
         """
         watch_outputs(self._manager, outputs, self._make_output_hook())
 
     def _make_hook(self, index: int) -> Callable[[nn.Parameter], None]:
-        # Torch keeps a parameter's hooks where Python's collector does not look: with a reference
-        # of their own they would keep the manager, the model and all of its gradients for ever.
+        # Python's garbage collector does not see the hooks of a parameter: with a strong reference
+        # they would keep the manager, the model and all of its gradients forever.
         reducer = weakref.ref(self)
 
         def hook(parameter: nn.Parameter) -> None:
             listener = reducer()
             if listener is None or not listener.enabled or listener._manager.has_ended():
-                return  # the module may be trained without it, or for another manager
+                return  # the module may be used without it, or with another manager
             listener._count_down(index, parameter)
 
         return hook
@@ -155,7 +155,7 @@ class Reducer:
         if not self._active:
             self._begin()
         elif graph != self.graph:
-            self._is_nested = True  # a parameter may get more than one gradient: sum in the end
+            self._is_nested = True  # a parameter may get several gradients: sum at the end
         key = id(parameter)
         if key in self._arrived:
             if index < self._next:
@@ -183,10 +183,10 @@ class Reducer:
         Variable._execution_engine.queue_callback(running)
 
     def _launch_full(self) -> None:
-        """Launch the full buckets that are next in the order which all groups keep."""
+        """Launch full buckets, in the order that all groups keep."""
         while self._next < len(self._buckets) and self._missing[self._next] == 0:
             if self._next == 0 and not self._manager._take_turn(self, is_last=False):
-                return  # after those of another wrapper
+                return  # after the sums of another wrapper
             self._launch_next()
 
     def is_launching(self) -> bool:
@@ -217,9 +217,9 @@ class Reducer:
         self._reductions.append(reduction)
 
     def _finish(self) -> None:
-        """The backward pass is over: parameters that it did not use count as zero.
+        """End the backward pass: parameters that it did not use count as zero.
 
-        An interrupt in here leaves the pass open, as one in the pass does.
+        An interrupt in this function leaves the pass open, like one in the pass.
         """
         if self._next == 0:
             self._manager._take_turn(self, is_last=True)
@@ -233,18 +233,18 @@ class Reducer:
                 bucket.copy_out()
         self._reductions = []
         self._active = False
-        # What is called now, comes after what other wrappers do at the end of the pass.
+        # A callback that is queued now runs after those of other wrappers at the end of the pass.
         check = functools.partial(self._check_owned, self._versions())
         Variable._execution_engine.queue_callback(check)
 
     def _versions(self) -> list[Any]:
-        """They change when somebody writes to the gradients."""
+        """Version counters of the gradients; a write changes them."""
         if self._hands_out:
             return [bucket.memory._version for bucket in self._buckets]
         return [bucket.copied_versions() for bucket in self._buckets]
 
     def _check_owned(self, versions: list[Any]) -> None:
-        """The pass is over for all: the gradients still have to be what was handed out."""
+        """Report an error if another wrapper has overwritten the gradients meanwhile."""
         if self._manager.errored() is not None:
             return
         replaced = self._hands_out and not all(b.holds_gradients() for b in self._buckets)
@@ -255,10 +255,10 @@ class Reducer:
 def watch_outputs(
     manager: Manager, outputs: Any, on_backward: Callable[[], None] | None = None
 ) -> None:
-    """Look when a backward pass comes to a tensor in ``outputs``, and call ``on_backward``.
+    """Call ``on_backward`` when a backward pass reaches a tensor in ``outputs``.
 
-    That pass raises `RequestRefused` if the manager has put other weights in place since the
-    forward pass: torch would complain of some tensor, or, of gathered weights, of nothing.
+    The pass raises `RequestRefused` if the manager has loaded other weights since the forward pass:
+    torch would report an unrelated tensor, or, for gathered weights, nothing.
     """
     version = manager.weights_version()
     known = weakref.ref(manager)
@@ -277,13 +277,13 @@ def watch_outputs(
 
 
 def check_running(manager: Manager | None) -> None:
-    """Raise `RequestRefused` if nothing is averaged any more because the manager has ended."""
+    """Raise `RequestRefused` if the manager was shut down, so that nothing is averaged."""
     if manager is None or manager.has_ended():
         raise RequestRefused(_ENDED)
 
 
 class _Pass:
-    """Called at the end of a backward pass; dropped by torch if an exception ends that."""
+    """The callback at the end of a backward pass; torch drops it if the pass raises."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end

@@ -1,4 +1,4 @@
-"""One named thread that does a trainer's waiting: quorum, process group, heal."""
+"""The background thread of a trainer: it waits for quorums, process groups and heals."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ log = logging.getLogger(__name__)
 
 
 class Task:
-    """Something that the thread does, once, if nobody abandons it before.
+    """An action that the thread runs once, unless it is abandoned before.
 
-    Its outcome is an error or nothing.
+    Its outcome is an error or None.
     """
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action
-        self._begun = threading.Lock()  # whoever gets it runs the task, or abandons it
+        self._begun = threading.Lock()  # its owner runs the task, or abandons it
         self._done = threading.Event()
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """To be called by the thread."""
+        """Called by the thread."""
         if not self._begun.acquire(blocking=False):
             return
         assert self._action is not None
         try:
             self._action()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised by the waiter
             self.error = error
         finally:
-            self._action = None  # a finished task keeps nothing alive
+            self._action = None  # a finished task keeps no references
             self._done.set()
 
     def abandon(self, error: BaseException) -> bool:
-        """Whether it will not run any more, because of ``error``; False: it runs, or has run."""
+        """Prevent it from running, because of ``error``; False if it has begun."""
         if not self._begun.acquire(blocking=False):
             return False
         self.error = error
@@ -63,14 +63,14 @@ class BackgroundThread:
         self._thread.start()
 
     def submit(self, task: Task) -> None:
-        """Run ``task`` after what was submitted before."""
+        """Run ``task`` after the earlier ones."""
         if self._closed:
             task.abandon(RuntimeError("the manager has been shut down"))
         else:
             self._tasks.put(task)
 
     def close(self, timeout_s: float) -> bool:
-        """End after the task under way; False if it is not over within ``timeout_s`` seconds."""
+        """End after the present task; False if it takes longer than ``timeout_s`` seconds."""
         if not self._closed:
             self._closed = True
             self._tasks.put(None)

@@ -1,4 +1,4 @@
-"""Futures that end by a deadline."""
+"""A timer thread, and futures with a deadline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Timer:
-    """Calls functions at their time, on a thread that exists only once it is needed."""
+    """Calls functions at given times, on a thread that is started when it is needed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -33,9 +33,9 @@ class Timer:
         action: Callable[[], None],
         at_close: Callable[[], None] = lambda: None,
     ) -> int:
-        """Call ``action`` at ``when`` (monotonic); the number cancels it.
+        """Call ``action`` at ``when`` (monotonic); returns a number for `cancel`.
 
-        ``at_close`` is called instead if the timer is closed before, or has been.
+        ``at_close`` is called instead if the timer is closed before.
         """
         with self._changed:
             number = next(self._numbers)
@@ -50,14 +50,14 @@ class Timer:
         return number
 
     def cancel(self, number: int) -> None:
-        """It is not needed any more."""
+        """Cancel a call."""
         with self._changed:
             self._due = [entry for entry in self._due if entry[1] != number]
             heapq.heapify(self._due)
             self._changed.notify()
 
     def close(self, timeout_s: float) -> None:
-        """Call nothing more; may be called twice."""
+        """Cancel all calls; idempotent."""
         with self._changed:
             self._closed = True
             due, self._due = self._due, []
@@ -91,7 +91,7 @@ def guard_future(
 ) -> torch.futures.Future[T]:
     """A future that holds ``future``'s value, or ``default`` after its error or ``timeout_s``.
 
-    If ``timer`` is closed before, it holds ``default`` at once: nobody would end it any more.
+    If ``timer`` is closed before, it holds ``default`` at once.
     """
     guarded: torch.futures.Future[T] = torch.futures.Future()
     lock = threading.Lock()
@@ -119,7 +119,7 @@ def guard_future(
         timer.cancel(number)
         try:
             value = source.value()
-        except Exception as error:  # noqa: BLE001 - whatever it holds
+        except Exception as error:  # noqa: BLE001 - any error of the future
             settle(default, error)
         else:
             settle(value, None)

@@ -1,4 +1,4 @@
-"""Whether this worker's group was told to finish its step and end, be it by a signal (rule M11)."""
+"""Requests to drain this worker's group, from the manager or by a signal (rule M11)."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from torchft_svc.errors import PeerError
 
 log = logging.getLogger(__name__)
 
-# A launcher passes SIGTERM on while the system sends it to every process: that is one request.
+# A launcher forwards SIGTERM while the system sends it to all processes: that is one request.
 REPEAT_S = 1.0
 _JOIN_S = 0.5
 
 
 class Draining:
-    """``reason`` is set once, from any thread, and never taken back."""
+    """``reason`` is set once, from any thread, and never reset."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
 
     def request(self, reason: str) -> None:
-        """The group has to end after its step, because of ``reason``."""
+        """Request that the group ends after its step, because of ``reason``."""
         if self.reason is None:
             log.warning("draining: %s", reason)
             self.reason = reason
 
 
 class TermSignal:
-    """Lets SIGTERM drain the group, until `close`; a second SIGTERM ends the process as usual.
+    """Makes SIGTERM drain the group, until `close`; a second SIGTERM ends the process as usual.
 
     A handler runs between any two instructions of the main thread, which may hold any lock: so it
-    only puts the news into a queue that takes them anywhere, and a thread, ``torchft-drain``, tells
-    the manager through ``tell``. A handler of the program's own is left alone.
+    only puts the signal into a reentrant queue, and a thread, ``torchft-drain``, passes it on
+    through ``inform``. A handler of the program is not replaced.
     """
 
-    def __init__(self, draining: Draining, tell: Callable[[str], None]) -> None:
+    def __init__(self, draining: Draining, inform: Callable[[str], None]) -> None:
         self._draining = draining
-        self._tell = tell
+        self._inform = inform
         self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._first_at: float | None = None
         self._pid = os.getpid()
@@ -54,25 +54,27 @@ class TermSignal:
         )
         if self._installed:
             keep_term_signals()
-            signal.signal(signal.SIGTERM, self._hear)
+            signal.signal(signal.SIGTERM, self._on_signal)
             self._thread = threading.Thread(target=self._run, name="torchft-drain", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """SIGTERM means what it meant before; may be called twice."""
+        """Restore the default for SIGTERM; idempotent."""
         if not self._installed:
             return
         self._installed = False
         self._signals.put(False)
         self._thread.join(_JOIN_S)
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and self._first_at is None:  # else this process ends, and may hear it once more
+        if (
+            is_main and self._first_at is None
+        ):  # else this process is ending, and may get the signal again
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        # A forked child, such as a pool's worker, inherits the handler, and not the thread: who
-        # terminates it waits for its end.
+        # A forked child, such as a pool's worker, inherits the handler, but not the thread, and has
+        # to end on SIGTERM.
         is_ours = os.getpid() == self._pid
         if is_ours and self._installed and self._first_at is None:
             self._first_at = now
@@ -87,6 +89,6 @@ class TermSignal:
         reason = f"process {os.getpid()} got SIGTERM"
         self._draining.request(reason)
         try:
-            self._tell(reason)
+            self._inform(reason)
         except PeerError as error:
             log.warning("the manager could not be informed, the next step will do it: %s", error)

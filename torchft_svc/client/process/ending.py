@@ -1,4 +1,4 @@
-"""How this process ends: on purpose, with an error, or at once when its group is killed."""
+"""Ends this process at once when its group is killed, and describes the error that ends it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import threading
 
 log = logging.getLogger(__name__)
 
-# As for an error that nobody caught: a launcher starts the group again.
+# The status of an uncaught error: a launcher restarts the group.
 KILLED_STATUS = 1
-# What this process was doing is worth knowing, but a log that does not move must not save its life.
+# Time to log what this process was doing; a blocked log must not keep the process alive.
 LAST_WORDS_S = 1.0
-# Of an error's text; it goes into one line of the lighthouse's log.
+# The longest text of an error; it is part of one line in the lighthouse's log.
 MAX_FAILURE_LENGTH = 300
 
 
 def failure() -> str:
-    """The error that this program ends with, in one line; empty: it ends on purpose.
+    """The error that ends this program, in one line; empty: it ends intentionally.
 
-    To be called while it is handled, as in a ``finally`` block, or at exit.
+    Call it while the error is handled, as in a ``finally`` block, or at exit.
     """
     error = sys.exc_info()[1]
-    if error is None and not hasattr(sys, "ps1"):  # in an interactive session it is an old one
+    if error is None and not hasattr(sys, "ps1"):  # in an interactive session that is an old error
         error = getattr(sys, "last_value", None)
     if isinstance(error, SystemExit) and not error.code:
         return ""
@@ -36,7 +36,7 @@ def failure() -> str:
 
 
 def end_now(reason: str, *, hangs: bool = True) -> None:
-    """Say why, to stderr, and where every thread stands if it ``hangs``; end without clean-up."""
+    """Log ``reason``, and all tracebacks if the process ``hangs``; exit without clean-up."""
     words = threading.Thread(
         target=_say, args=(reason, hangs), name="torchft-last-words", daemon=True
     )
@@ -48,4 +48,4 @@ def end_now(reason: str, *, hangs: bool = True) -> None:
 def _say(reason: str, hangs: bool) -> None:
     log.critical("this process is killed: %s", reason)
     if hangs:
-        faulthandler.dump_traceback(2)  # by number: the program may have put anything at sys.stderr
+        faulthandler.dump_traceback(2)  # by number: the program may have replaced sys.stderr

@@ -1,4 +1,4 @@
-"""Lets go, in a forked child, of what the parent's death has to close, and of no signal to it."""
+"""Closes descriptors in forked children, and delivers SIGTERM to them from the first moment."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Protocol
 
 
 class Holder(Protocol):
-    """Has open what others recognise this process by."""
+    """Holds descriptors that have to close when this process dies."""
 
     def drop_descriptors(self) -> None:
-        """Close them; called in the child, right after the fork, where no other thread runs."""
+        """Close them; called in the child right after the fork, before other threads exist."""
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
@@ -21,7 +21,7 @@ _hook = threading.Event()
 
 
 def drop_after_fork(holder: Holder) -> None:
-    """From now on forked children, such as DataLoader workers, keep nothing of ``holder`` open."""
+    """From now on close the descriptors of ``holder`` in forked children."""
     _holders.add(holder)
     if not _hook.is_set():
         _hook.set()
@@ -35,7 +35,7 @@ def _drop_all() -> None:
 
 
 class _Masks(threading.local):
-    """What each thread that forks had blocked before."""
+    """The signal mask before the fork, per thread."""
 
     blocked: set[signal.Signals | int]
 
@@ -45,10 +45,10 @@ _keeps = threading.Event()
 
 
 def keep_term_signals() -> None:
-    """From now on a child whose parent ends it right away hears it, although it has a handler.
+    """From now on deliver SIGTERM to a child also if it arrives during the fork.
 
-    Python forgets in a child which signals came while it was being forked, before their handlers
-    could run; the system does not, as long as they are blocked.
+    In a child Python drops signals that arrived during the fork, before their handlers could run.
+    The kernel keeps them as long as they are blocked.
     """
     if not _keeps.is_set():
         _keeps.set()

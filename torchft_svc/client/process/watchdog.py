@@ -1,4 +1,4 @@
-"""Ends a process in which something does not end that has a deadline."""
+"""Ends a process if an operation exceeds its deadline by too much."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from torchft_svc.client.process.deadlines import Timer
 from torchft_svc.client.process.ending import end_now
 
 _JOIN_S = 0.5
-# A watchdog that is late by so much was stopped itself, with the whole process: a batch system has
-# suspended it, or its machine slept. What it watches gets its time once more.
+# A watchdog that is late by this much was stopped together with the whole process: a batch system
+# has suspended it, or the machine slept. Then watched operations get their time again.
 STANDSTILL_S = 1.0
 
 
 class Watchdog:
-    """For what cannot be interrupted from outside, such as a library that is stuck.
+    """Watches operations that cannot be interrupted, such as calls of a library.
 
-    ``timeout_s``: so long after its deadline it counts as stuck (None: nothing is watched). The
-    process then says where every thread stands and ends, so that a launcher can start it again;
-    ``end`` is told why, and does that.
+    ``timeout_s``: an operation counts as stuck this long after its deadline (None: nothing is
+    watched). Then ``end`` is called with the reason: by default it prints all tracebacks and ends
+    the process, so that a launcher can restart it.
     """
 
     def __init__(self, timeout_s: float | None, end: Callable[[str], None] = end_now) -> None:
         self._timeout_s = timeout_s
         self._end = end
-        self._timer = Timer("torchft-watchdog")  # its thread starts with the first thing watched
+        self._timer = Timer("torchft-watchdog")  # its thread starts with the first operation
 
     @contextlib.contextmanager
     def watching(self, what: str, limit_s: float = 0.0) -> Iterator[None]:
-        """The block, which is ``what``, should end by itself within ``limit_s`` seconds."""
+        """Watch the block, named ``what``, which should end within ``limit_s`` seconds."""
         if self._timeout_s is None:
             yield
             return
@@ -53,9 +53,9 @@ class Watchdog:
         try:
             yield
         finally:
-            is_over = True  # first: this number may just have become an old one
+            is_over = True  # first: `bite` may just have replaced the number
             self._timer.cancel(number)
 
     def close(self) -> None:
-        """Watch no more; may be called twice."""
+        """Stop watching; idempotent."""
         self._timer.close(_JOIN_S)

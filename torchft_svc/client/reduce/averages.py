@@ -1,4 +1,4 @@
-"""The averages that a user's program asks for, on copies that no abandoned operation can spoil."""
+"""Implements `Manager.allreduce` on copies, so that abandoned operations cannot corrupt tensors."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ class Averages:
 
     @property
     def has_any(self) -> bool:
-        """Whether something was averaged in this step."""
+        """Whether a tensor was reduced in this step."""
         return bool(self._works)
 
     def begin(self, epoch: int) -> None:
-        """A new step."""
+        """Begin a new step."""
         self._works = []
         self.collectives.begin(epoch)
 
     def check(self, tensor: torch.Tensor, quantized: bool, op: ReduceOp.RedOpType) -> None:
-        """Refuse what cannot work, on every group alike.
+        """Refuse invalid arguments, on every group alike.
 
         Raises:
-            ConfigError: the sentence says what to change.
+            ConfigError: the message says what to change.
         """
         if quantized:
             raise ConfigError("should_quantize", True, "quantized reductions are not supported yet")
@@ -64,7 +64,7 @@ class Averages:
             neutral_element(op, tensor.dtype)
 
     def skip(self, tensor: torch.Tensor) -> dist.Work:
-        """The step cannot be committed: the tensor stays as it is."""
+        """Leave the tensor unchanged, because the step cannot be committed."""
         return CompletedWork(tensor)
 
     def allreduce(
@@ -74,14 +74,14 @@ class Averages:
         participation: Participation,
         kind: Kind,
     ) -> dist.Work:
-        """Start reducing a copy of ``tensor``; it comes back when the work was waited for."""
+        """Start reducing a copy of ``tensor``; the work's ``wait`` copies the result back."""
         average = op == ReduceOp.AVG
         sent_op = ReduceOp.SUM if average else op
         copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         if participation.participating_rank is None:
             copy.fill_(neutral_element(sent_op, tensor.dtype))
         elif average:
-            # Dividing before the sum needs no pass after it.
+            # Dividing before the sum saves a pass after it.
             torch.div(tensor, participation.num_participants, out=copy)
         else:
             copy.copy_(tensor)
@@ -99,7 +99,7 @@ class Averages:
         return work
 
     def finish(self) -> None:
-        """Wait for everything that was launched in this step."""
+        """Wait for all reductions of this step."""
         for work in self._works:
             work.wait()
         self.collectives.finish()
@@ -128,7 +128,7 @@ class ManagedWork(dist.Work):
         return self._finish is None
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that holds the tensor. Waits for it first: who waits for a future cannot be told
-        of an error of the step."""
+        """A future that holds the tensor. Waits for it first, because an error of the step does not
+        reach the waiters of a future."""
         self.wait()
         return self._future

@@ -1,4 +1,4 @@
-"""A step's sums across the groups: launched in order, waited for before the vote."""
+"""Launches a step's reductions across the groups in order, and waits for them before the vote."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from torchft_svc.errors import (
     TorchFTError,
 )
 
-# What a group that does not contribute puts in, so that the result is that of the others.
+# The input of a group that does not contribute: it does not change the result.
 _NEUTRAL = {ReduceOp.SUM: 0.0, ReduceOp.PRODUCT: 1.0}
-# What torch says where no backward pass runs.
+# Torch's id of the backward pass if none runs.
 NO_GRAPH = -1
 
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """Of the operation that this group is at with those of the others; under way in ``rows``."""
+    """A comparison of this group's operation with those of the others; under way in ``rows``."""
 
     mine: Header
     rows: torch.Tensor
@@ -40,11 +40,11 @@ class _Comparison:
 
 
 class Collectives:
-    """Launches on ``pg`` on behalf of one step after another; ``latch`` hears of errors.
+    """Launches the operations of one step after another on ``pg``.
 
-    ``latch(error, epoch)`` is called at most once for every operation; ``on_wait`` hears that a
-    wait for one gets long (True), and that it is over (False). ``order`` is what all know of each
-    other; ``checks_all``: compare every operation all the same.
+    ``latch(error, epoch)`` is called at most once for every operation; ``on_wait`` is called when a
+    wait becomes long (True), and at its end (False). ``order`` holds the operations that all groups
+    are known to launch; ``checks_all``: compare every operation nevertheless.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Collectives:
         self._order = order
         self._checks_all = checks_all
         self._num_launched = 0
-        self._num_agreed = 0  # up to which operation all groups were found to be at the same
-        self._device: torch.device | None = None  # on which the end of the step is compared
+        self._num_agreed = 0  # position up to which all groups have the same operations
+        self._device: torch.device | None = None  # device for the comparison at the end of the step
         self._end: _Comparison | None = None
-        self._told: list[_Comparison] = []  # that nobody has waited for
+        self._unread: list[_Comparison] = []  # not waited for so far
         self._watchdog = watchdog
         self._on_wait = on_wait
         self._pg = pg
@@ -72,17 +72,19 @@ class Collectives:
         self._latch = latch
         self._epoch = 0
         self._outstanding: list[Reduction] = []
-        self._passes: set[int] = set()  # in which something was launched, and which go on
+        self._passes: set[int] = (
+            set()
+        )  # backward passes that launched operations and have not ended
         self.launched = False
 
     def begin(self, epoch: int) -> None:
-        """A new step: what is left of the last one is forgotten (the group keeps it alive)."""
+        """Begin a new step; operations left of the last one are dropped (the group keeps them)."""
         self._epoch = epoch
         self.launched = False
         self._num_launched = self._num_agreed = 0
         self._device = None
         self._end = None
-        self._told = []
+        self._unread = []
         self._outstanding = []
         self._passes = set()
 
@@ -93,12 +95,12 @@ class Collectives:
         kind: Kind = Kind.GRADIENTS,
         called: ReduceOp.RedOpType | None = None,
     ) -> Reduction | None:
-        """Start reducing ``tensor`` in place; None if that failed, with the error latched.
+        """Start reducing ``tensor`` in place; None if that failed, and the error was latched.
 
-        The tensor's memory must belong to the operation alone (see `Reduction`). ``called``: what
-        the program asked for, if it is not ``op``.
+        The tensor's memory must belong to the operation only (see `Reduction`). ``called``: the
+        operation that the program requested, if it is not ``op``.
         """
-        self.launched = True  # before anything else: who is interrupted from here on has begun
+        self.launched = True  # first: an interrupt from here on counts as after the launch
         self._num_launched += 1
         if self._device is None or self._device.type != "cpu":
             self._device = tensor.device
@@ -109,8 +111,8 @@ class Collectives:
         return self._start(tensor, op)
 
     def agree(self, tensor: torch.Tensor, wrapper: int) -> None:
-        """A pass of ``wrapper`` is about to begin with the sum of ``tensor``; if that is not so in
-        all groups, the error is latched."""
+        """Check that all groups begin a pass of ``wrapper`` with the sum of ``tensor``; if not, the
+        error is latched."""
         self.launched = True
         position = self._num_launched + 1
         self._admit(
@@ -118,10 +120,10 @@ class Collectives:
         )
 
     def launch_end(self) -> None:
-        """Nothing more is launched in this step; if that is compared, `finish` waits for it.
+        """End the operations of this step; if the end is compared, `finish` waits for that.
 
-        A group that has launched less would else vote for sums that the others discard, and leave
-        them waiting for the rest.
+        Otherwise a group that has launched fewer would vote for sums that the others discard, and
+        the others would wait for the rest.
         """
         if self._device is None:
             return
@@ -132,15 +134,15 @@ class Collectives:
         broken = self._pg.errored()
         if broken is None:
             self._end = self._begin_comparison(end, self._device)
-        else:  # a member is gone, of which nobody knows any more whether it had launched the same
+        else:  # whether the lost member had launched the same is not known
             self._latch(broken, self._epoch)
 
     def _admit(self, mine: Operation, device: torch.device) -> bool:
         """Whether all groups are at this operation; if not, the error is latched.
 
-        Where that is known, what begins a pass of one of several wrappers is told all the same,
-        without a wait: a group that is elsewhere compares, and so hears at once where the others
-        are. To tell all would cost as much as a small sum for each.
+        Even if that is known, the start of a pass of one of several wrappers is sent, without a
+        wait: a group at another operation compares, and so sees at once where the others are. To
+        send every operation would cost as much as a small sum for each.
         """
         if self._is_compared(mine, device):
             comparison = self._begin_comparison(mine, device)
@@ -149,13 +151,13 @@ class Collectives:
             comparison = self._begin_comparison(mine, device)
             if comparison is None:
                 return False
-            self._told.append(comparison)
+            self._unread.append(comparison)
         self._note(mine, device)
         return True
 
     def _is_compared(self, mine: Operation, device: torch.device) -> bool:
-        """Not on devices, where an operation that does not match ends at its timeout, and waiting
-        for the answer would hold up the device."""
+        """Whether ``mine`` is compared. Not on devices: a mismatch ends at its timeout there, and a
+        wait for the answer would block the device."""
         if self._pg.size() == 1:
             return False
         return self._checks_all or (device.type == "cpu" and not self._order.expects(mine))
@@ -166,7 +168,7 @@ class Collectives:
             self._order.launched(mine)
 
     def _begin_comparison(self, mine: Operation, device: torch.device) -> _Comparison | None:
-        """None: that failed, and the error is latched."""
+        """Start to compare; None if that failed, and the error was latched."""
         header = self._order.header(mine)
         row = header.encode(device)
         rows = row.new_empty(self._pg.size(), len(row))
@@ -189,7 +191,7 @@ class Collectives:
         return True
 
     def _read(self, comparison: _Comparison) -> list[Header] | None:
-        """What all groups tell; None: they are at different operations, the error is latched."""
+        """All groups' headers; None if their operations differ, and the error was latched."""
         mine = comparison.mine
         headers = [Header.decode(numbers) for numbers in comparison.rows.tolist()]
         theirs, is_misfit = mine.unlike(headers)
@@ -208,11 +210,11 @@ class Collectives:
             self._epoch,
         )
 
-    def _hear_error(self, error: Exception, epoch: int) -> None:
-        """An operation has failed: what another group has told of its own may say why."""
-        told, self._told = self._told, []
+    def _fail(self, error: Exception, epoch: int) -> None:
+        """An operation has failed: latch a known difference between the groups, too, if any."""
+        unread, self._unread = self._unread, []
         if epoch == self._epoch:
-            for comparison in told:
+            for comparison in unread:
                 if comparison.reduction.is_over():
                     self._read(comparison)
         self._latch(error, epoch)
@@ -235,7 +237,7 @@ class Collectives:
             work,
             self._timeout_s,
             pg=self._pg,
-            on_error=lambda error: self._hear_error(error, epoch),
+            on_error=lambda error: self._fail(error, epoch),
             on_wait=self._on_wait,
             watchdog=self._watchdog,
         )
@@ -243,28 +245,28 @@ class Collectives:
         return reduction
 
     def unfinished(self) -> Exception | None:
-        """Why the step's sums are not all there: a backward pass that launched some has not ended.
+        """The error if a backward pass that launched sums was ended by an exception.
 
-        It was ended by an exception: this group's gradients are in some of its sums only.
+        Then this group's gradients are in some of the sums only.
         """
         return unfinished_pass() if self._passes else None
 
     def _note_pass(self) -> None:
-        """Whoever launches, be it torch's own wrapper: the pass in which that happens must end."""
+        """Note the present backward pass, which has to end well, also for torch's own wrapper."""
         graph = torch._C._current_graph_task_id()
         if graph != NO_GRAPH and graph not in self._passes:
             self._passes.add(graph)
-            Variable._execution_engine.queue_callback(  # called if the pass ends well
+            Variable._execution_engine.queue_callback(  # called unless the pass raises
                 functools.partial(self._passes.discard, graph)
             )
 
     def finish(self) -> None:
-        """Wait for everything that was launched in this step."""
+        """Wait for all operations of this step."""
         for reduction in self._outstanding:
             reduction.wait()
         self._outstanding = []
-        told, self._told = self._told, []
-        for comparison in told:
+        unread, self._unread = self._unread, []
+        for comparison in unread:
             if comparison.reduction.wait():
                 self._read(comparison)
         end, self._end = self._end, None
@@ -273,7 +275,7 @@ class Collectives:
 
 
 def unfinished_pass() -> RequestRefused:
-    """The error of a step with a backward pass that an exception has ended."""
+    """The error of a step in which a backward pass was ended by an exception."""
     return RequestRefused(
         "a backward pass of this step was not finished: after an exception in it begin another "
         "step with zero_grad"
@@ -281,10 +283,10 @@ def unfinished_pass() -> RequestRefused:
 
 
 def neutral_element(op: ReduceOp.RedOpType, dtype: torch.dtype) -> float | int:
-    """What a group that does not contribute puts into a reduction by ``op``.
+    """The input of a group that does not contribute to a reduction by ``op``.
 
     Raises:
-        ConfigError: there is no such value.
+        ConfigError: ``op`` has no neutral element.
     """
     if op in (ReduceOp.MAX, ReduceOp.MIN):
         sign = -1 if op == ReduceOp.MAX else 1

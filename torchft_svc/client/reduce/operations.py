@@ -1,12 +1,12 @@
-"""Finds out, before a sum, whether all groups are at the same operation of the step (rule T9).
+"""Checks, before a sum, that all groups are at the same operation of the step (rule T9).
 
-A sum is paired with the others' by its position alone. Where sizes differ gloo ends all processes,
-and where they do not, what belongs elsewhere is added up without a word. So the groups compare a
-few numbers first, unless they know already what all of them launch (`LaunchOrder`). The end of a
-step is compared in the same way, so that a group which has launched less is found before it votes.
+The sums of the groups are matched by position only. If sizes differ, gloo terminates all processes;
+if they are equal, wrong tensors are added up silently. So the groups compare a few numbers first,
+unless they know already what all of them launch (`LaunchOrder`). The end of a step is compared in
+the same way, so that a group that has launched fewer operations is found before it votes.
 
-The numbers are gathered, never summed: gloo pairs by the kind of a collective, too, so they do not
-meet a sum of a group that knows what comes, and both sides end at their timeout instead.
+The numbers are gathered, never summed: gloo also matches the kind of a collective, so they are not
+matched with a sum of a group that does not compare, and both sides end at their timeout.
 """
 
 from __future__ import annotations
@@ -36,28 +36,27 @@ _DTYPES = (
     torch.bool,
 )
 _OTHER = -1
-# Steps that are remembered as patterns: those that take turns, or log something now and then.
+# Steps that are remembered as patterns, for programs that alternate, or log from time to time.
 MAX_PATTERNS = 8
-# What a step launches beyond this is always compared.
+# Operations of a step beyond this number are always compared.
 MAX_PLACES = 4096
-# Of a header: an operation's numbers, whether its group is settled, and what it expects.
+# A header has the numbers of an operation, whether its group is settled, and its pattern.
 HEADER_LENGTH = 8
 
 
 class Kind(enum.IntEnum):
-    """Who launches."""
+    """What launches the operation."""
 
     AVERAGE = 0  # the program, with `Manager.allreduce`
     GRADIENTS = 1  # a wrapper of a model
-    END = 2  # nobody does any more in this step
+    END = 2  # the step has no more operations
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
     """The ``position``-th operation of a step.
 
-    ``wrapper`` is the index of the model's wrapper whose backward pass begins with it (-1: no pass
-    does).
+    ``wrapper`` is the index of the model's wrapper whose backward pass begins with it, or -1.
     """
 
     position: int
@@ -83,7 +82,7 @@ class Operation:
 
     @classmethod
     def end(cls, num_launched: int) -> Operation:
-        """What a step ends with in which so many operations were launched."""
+        """The end of a step with ``num_launched`` operations."""
         return cls(num_launched + 1, Kind.END, -1, 0, _OTHER, _OTHER)
 
     def __str__(self) -> str:
@@ -104,10 +103,10 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a group tells when operations are compared.
+    """What a group sends when operations are compared.
 
-    ``is_settled``: see `StepState`. ``pattern``: a number for the steps that begin as this one
-    did up to ``operation``, as this group knows them; 0: it knows none.
+    ``is_settled``: see `StepState`. ``pattern``: a digest of the remembered step that began like
+    this one up to ``operation``; 0: there is none.
     """
 
     operation: Operation
@@ -121,15 +120,15 @@ class Header:
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> Header:
-        """Another group's; whatever its numbers are, the header can be shown."""
+        """The header of another group; its numbers are not trusted."""
         position, kind, wrapper, numel, dtype, op, is_settled, pattern = numbers
         known = Kind(kind) if kind in tuple(Kind) else Kind.AVERAGE
         operation = Operation(position, known, wrapper, numel, dtype, op)
         return cls(operation, bool(is_settled), pattern)
 
     def unlike(self, headers: Sequence[Header]) -> tuple[Operation | None, bool]:
-        """The operation of another group that is not at this one (None: all are), and whether it is
-        this group that does not fit: it is not settled, and unlike those that are, if any is."""
+        """A different operation of another group (None: all are equal), and whether this group is
+        the misfit: it is not settled, and differs from those that are, if any are."""
         others = [each for each in headers if each.operation != self.operation]
         if not others:
             return None, False
@@ -143,16 +142,16 @@ class Header:
 class LaunchOrder:
     """What all groups of a quorum are known to launch in a step, place by place.
 
-    Members that were in a step together have launched the same in it. Whoever differed was found
-    when that was compared, or waited in vain for the others, and so they for it; either way it has
-    left the members, and there is a new quorum. So an operation that is the one of the last step at
-    its place is that of all groups, without a word: that step is *in force*. In the first step of
-    a quorum nothing is. Where an operation is compared, the groups also tell which remembered step
-    they expect from there on; if it is the same one, it is in force.
+    Members that completed a step together have launched the same operations in it. A group that
+    differed was found by a comparison, or timed out together with the others; either way it has
+    left the members, and there is a new quorum. So an operation that equals the one at its place in
+    the last step needs no comparison: that step is *in force*. In the first step of a quorum none
+    is. When an operation is compared, the groups also send which remembered step they expect from
+    there on; if all send the same one, it is in force.
     """
 
     def __init__(self, is_settled: Callable[[], bool]) -> None:
-        """``is_settled``: whether this group is, among a step's members; see `StepState`."""
+        """``is_settled``: see `StepState`."""
         self._is_settled = is_settled
         self._patterns: list[
             tuple[Operation, ...]
@@ -163,8 +162,8 @@ class LaunchOrder:
         self._is_first_step: Callable[[], bool] = bool
 
     def begin(self, is_first_step: Callable[[], bool]) -> None:
-        """A new step; ``is_first_step``, once its members are known: whether it is the first one of
-        these members."""
+        """Begin a new step; ``is_first_step``, valid once its members are known: whether it is
+        their first one."""
         if self._launched:
             self._last = tuple(self._launched)
             others = [pattern for pattern in self._patterns if pattern != self._last]
@@ -183,13 +182,13 @@ class LaunchOrder:
         return self._in_force[place : place + 1] == (operation,)
 
     def instead(self, operation: Operation) -> Operation | None:
-        """What all groups are known to launch where this one launches ``operation``, if another."""
+        """The operation that all groups are known to launch instead of ``operation``, if any."""
         place = len(self._launched)
         known = self._in_force[place : place + 1]
         return known[0] if known and known[0] != operation else None
 
     def header(self, operation: Operation) -> Header:
-        """What this group tells of ``operation``; what all know to follow need not be told."""
+        """The header of ``operation``; without a pattern if all groups know what follows."""
         pattern = 0 if self.expects(operation) else self._pattern(operation)
         return Header(operation, self._is_settled(), pattern)
 
@@ -202,12 +201,12 @@ class LaunchOrder:
         return int.from_bytes(digest, "big") >> 1 or 1
 
     def agreed(self, operation: Operation, patterns: Sequence[int]) -> None:
-        """All groups are at ``operation``, and each has told its pattern."""
+        """All groups are at ``operation``, and have sent ``patterns``."""
         is_shared = bool(patterns[0]) and len(set(patterns)) == 1
         self._in_force = self._find(operation) if is_shared else ()
 
     def launched(self, operation: Operation) -> None:
-        """It is launched by all groups."""
+        """``operation`` is launched by all groups."""
         if len(self._launched) < MAX_PLACES:
             self._launched.append(operation)
 

@@ -1,4 +1,4 @@
-"""A sum across groups that is under way, and how it is waited for."""
+"""Waits for a reduction across groups that is under way."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
 
 
 class Reducing(Protocol):
-    """Sums gradients in a step's backward pass; a manager knows all that sum with it.
+    """Sums gradients in the backward pass, and is registered with the manager.
 
-    ``layout``: what it sums and how, for people, and a digest of all of it, printable and as short
-    as a sentence. A group in which it is another one is refused. Empty: nothing is compared.
+    ``layout``: a printable sentence on what it sums, with a digest. A group with another layout is
+    refused. Empty: nothing is compared.
     """
 
     layout: str
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """Whose gradients it sums, in the same order on every group.
+        """The parameters whose gradients it sums, in the same order on every group.
 
-        Which of them are trained (``requires_grad``) heals with the state.
+        Their ``requires_grad`` is part of the state that groups heal by.
         """
 
     def settle(self) -> Exception | None:
-        """The step ends: give up a backward pass that was not finished, and tell if there was one.
+        """End the step: abandon an unfinished backward pass, and return an error if there was one.
 
-        To be called on the training thread, outside of a backward pass.
+        Called on the training thread, outside of a backward pass.
         """
 
 
 class Launching(Reducing, Protocol):
-    """Launches the sums of a pass one by one, while it goes on; see `Stepper.take_turn`.
+    """Launches the sums of a backward pass one by one during the pass; see `Stepper.take_turn`.
 
-    ``first`` is what it sums first, ``graph`` torch's number of the backward pass.
+    ``first`` is the first tensor that it sums, ``graph`` torch's id of the pass.
     """
 
     graph: int
@@ -55,17 +55,17 @@ class Launching(Reducing, Protocol):
         """Whether some of the pass's sums are launched, but not all."""
 
     def launch_rest(self, graph: int) -> None:
-        """Launch the others now, if its pass is ``graph``, which is over."""
+        """Launch the remaining sums now, if its pass is ``graph``, which has ended."""
 
 
 class Reduction:
-    """A sum of ``pg`` that is under way in ``tensor``.
+    """A reduction of ``pg`` that is under way in ``tensor``.
 
-    ``on_error`` hears why it failed, once, ``on_wait`` that a wait gets long (True) and is over
-    (False). An error of ``pg`` ends the wait early, and one that it has swallowed is a failure of
-    the sum, though its work ended well. Until `wait` has returned True nobody may read the
-    tensor; after False nobody may ever use its memory again, because the abandoned operation may
-    still write to it.
+    ``on_error`` is called once if it fails, ``on_wait`` when a wait becomes long (True) and at its
+    end (False). An error of ``pg`` ends the wait early; an error that ``pg`` has swallowed is a
+    failure of the reduction. The tensor must not be read before `wait` has returned True; after
+    False its memory must never be used again, because the abandoned operation may still write to
+    it.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Reduction:
         self._ok = work is None
 
     def wait(self) -> bool:
-        """Whether the tensor holds the sum; may be called twice."""
+        """Whether the tensor holds the result; idempotent."""
         if self._work is None:
             return self._ok
         try:
@@ -108,20 +108,20 @@ class Reduction:
             self._fail(QuorumFailed(f"the wait for a collective was interrupted ({error!r})"))
             raise
         finally:
-            # The work keeps the connections open that others need to see closed.
+            # The work keeps connections open whose end the other groups wait for.
             self._work = None
         return self._ok
 
     def is_over(self) -> bool:
-        """Whether the tensor holds the sum, as far as can be told without waiting."""
+        """Whether the tensor is known to hold the result; does not wait."""
         return self._ok or (self._work is not None and _has_succeeded(self._work))
 
     def _wait_in_slices(self) -> None:
-        """Such that signals are heard meanwhile.
+        """Wait in short slices, so that signals are handled.
 
         Raises:
-            DeadlineExceeded: it is not over in time.
-            QuorumFailed: the step was given up.
+            DeadlineExceeded: it has not ended in time.
+            QuorumFailed: the process group has failed.
             RuntimeError: it failed.
         """
         is_long = False
@@ -136,7 +136,7 @@ class Reduction:
 
     def _is_over_after_a_slice(self) -> bool:
         left_s = self._deadline - time.monotonic()
-        # A wait of no time would be taken for "no limit".
+        # A timeout of 0 would mean no limit.
         if ends_within(self._work, timedelta(seconds=max(0.001, min(SLICE_S, left_s)))):
             return True
         if self._pg.errored() is not None:

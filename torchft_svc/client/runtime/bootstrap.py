@@ -1,4 +1,4 @@
-"""Brings up what a replica group shares: its store, and the manager that speaks for it."""
+"""Starts, or connects to, the store and the manager of a replica group."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from torchft_svc.rpc.address import HostPort, advertised_host, parse_address, sp
 
 log = logging.getLogger(__name__)
 
-# A wait inside torch cannot be interrupted: nothing waits longer than this in one go.
+# The longest single wait inside torch, which cannot be interrupted.
 _SLICE_S = 0.1
-# For so long a thread looks for what another worker writes, before another one goes on with it.
+# How long one thread polls for a key of another worker, before another thread continues.
 _LOOKS_S = 0.5
-# A manager that is started anew is back within a second, on a busy machine within a few; whoever
-# waits longer waits for a rank 0 whose machine is gone.
+# A restarted manager is back within a second, on a busy machine within a few seconds; after this
+# time the machine of rank 0 is probably gone.
 RESTART_PATIENCE_S = 5.0
 
 
@@ -47,7 +47,7 @@ class GroupStore:
 
 @dataclass(frozen=True, slots=True)
 class GroupServices:
-    """Where the manager is, the group's name, and how to stop what was started here."""
+    """The manager's address, the group's name, and how to stop what was started here."""
 
     manager_address: str
     whereabouts: Whereabouts
@@ -65,12 +65,13 @@ def open_store(
 ) -> GroupStore:
     """Connect to the group's store, or host it.
 
-    The arguments name a store that runs. Else ``MASTER_ADDR`` and ``MASTER_PORT`` do, which rank 0
-    hosts unless the launcher does. Else a group of one worker hosts a store of its own.
+    The arguments name a running store. Otherwise ``MASTER_ADDR`` and ``MASTER_PORT`` name one,
+    which rank 0 hosts unless the launcher does. Otherwise a group of one worker hosts its own
+    store.
 
     Raises:
-        ConfigError: the place of the store is not known, or only half of it.
-        Unreachable: nobody answers there within the connect timeout.
+        ConfigError: the address of the store is missing or incomplete.
+        Unreachable: the store does not answer within the connect timeout.
         AddressError: the port is taken.
     """
     if store_addr is not None or store_port is not None:
@@ -103,13 +104,13 @@ def open_services(
     timeouts: Timeouts,
     group_store: GroupStore,
 ) -> GroupServices:
-    """On the leading worker start the manager and tell the others; on the others ask for it.
+    """On rank 0 start the manager and publish its address; on the others wait for that.
 
     Raises:
-        DeadlineExceeded: the leading worker did not tell within the connect timeout.
+        DeadlineExceeded: rank 0 did not publish it within the connect timeout.
         Unreachable: the manager ended at once; see its output on stderr.
     """
-    # A launcher's store outlives its workers: what an earlier attempt left there must not be read.
+    # A launcher's store outlives its workers: keys of an earlier attempt must not be read.
     prefix = f"torchft/services/{environment.restart_count}"
     keys = _SharedKeys(PrefixStore(prefix, group_store.store), str(group_store.address))
     if not place.leads:
@@ -200,7 +201,7 @@ def _host(where: HostPort, timeout_s: float) -> GroupStore:
     """``where.port`` 0: any free port."""
     try:
         store = TCPStore(
-            # The server listens on every interface, its own client takes the shortest way.
+            # The server listens on every interface; its own client uses the loopback one.
             "localhost",
             where.port,
             is_master=True,
@@ -216,7 +217,7 @@ def _host(where: HostPort, timeout_s: float) -> GroupStore:
 
 
 def _join(where: HostPort, timeout_s: float) -> GroupStore:
-    """Connect as a client; who hosts it may be started later."""
+    """Connect as a client; the host may start later."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -229,25 +230,25 @@ def _join(where: HostPort, timeout_s: float) -> GroupStore:
 
 
 class _SharedKeys:
-    """What the workers of a group tell one another in their ``store``, which is at ``where``."""
+    """Keys that the workers of a group share in their ``store``, which is at ``where``."""
 
     def __init__(self, store: Store, where: str) -> None:
         self._store = store
         self._where = where
 
     def write(self, key: str, text: str) -> None:
-        """Raises `Unreachable` if the store does not answer, as everything here."""
+        """Write a key; every method raises `Unreachable` if the store does not answer."""
         call_store(lambda: self._store.set(key, text), self._where)
 
     def read(self, key: str) -> str:
-        """What was written; it must be there."""
+        """The value of a key that exists."""
         return call_store(lambda: str(self._store.get(key).decode()), self._where)
 
     def wait_for(self, key: str, deadline: float, timeout_s: float) -> str:
-        """What rank 0 writes, or has written.
+        """Wait for a key of rank 0, and return its value.
 
         Raises:
-            DeadlineExceeded: it is not there at ``deadline``, ``timeout_s`` after the start.
+            DeadlineExceeded: the key is missing at ``deadline``, ``timeout_s`` after the start.
         """
         while not call_store(lambda: self._comes(key, deadline), self._where):
             if time.monotonic() > deadline:
@@ -267,7 +268,7 @@ class _SharedKeys:
 
 
 class _Leader:
-    """Rank 0, as another worker of the group sees it; a launcher may start it anew."""
+    """Another worker's view of rank 0, which a launcher may restart."""
 
     def __init__(self, keys: _SharedKeys) -> None:
         self._keys = keys
@@ -276,7 +277,7 @@ class _Leader:
         self._lock = threading.Lock()
 
     def find_manager(self) -> str | None:
-        """Where the present manager is; None if no other will come: rank 0 is gone."""
+        """The address of the present manager; None if rank 0 is gone, and with it the manager."""
         try:
             leader = self._keys.read("leader_address")
             manager = self._keys.read("manager_address")

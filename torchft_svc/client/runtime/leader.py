@@ -1,8 +1,8 @@
-"""Tells the other workers of a group at once that the process of group rank 0 is dead (rule M6).
+"""Detects at once, on the other workers of a group, the death of group rank 0 (rule M6).
 
-Over a connection on which nothing is ever said. Rank 0 does not even accept it: the system does,
-and ends it with the process, also if that is killed together with the manager, whose last word
-would have been that no other will come.
+Over a connection without any data. Rank 0 does not even accept it: the kernel does, and closes it
+with the process, also if that is killed together with the manager, which then cannot announce the
+end itself.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ log = logging.getLogger(__name__)
 
 # One connection for each other worker of the group; the system may allow fewer.
 _BACKLOG = 4096
-# Who cannot connect goes without: that must not hold up a start for long.
+# A worker that cannot connect continues without; that must not delay its start for long.
 _DIAL_TIMEOUT_S = 1.0
 
 
 class LeaderSign:
-    """Rank 0's end, at ``port`` of every interface; open as long as the process lives, or until
-    ``close``."""
+    """Rank 0's end, at ``port`` of every interface; open until ``close`` or the process' death."""
 
     def __init__(self) -> None:
         dual = socket.has_dualstack_ipv6()
@@ -36,7 +35,7 @@ class LeaderSign:
         drop_after_fork(self)
 
     def close(self) -> None:
-        """Also after this the others take this process for dead; may be called twice."""
+        """After this the others consider this process dead; idempotent."""
         self._listener.close()
 
     def drop_descriptors(self) -> None:
@@ -45,10 +44,7 @@ class LeaderSign:
 
 
 class LeaderWatch:
-    """Another worker's end of it, towards ``where``; without a connection it knows nothing.
-
-    May be used on any thread.
-    """
+    """Another worker's connection to ``where``; without it no death is detected. Thread-safe."""
 
     def __init__(self, where: HostPort) -> None:
         self._where = where
@@ -61,13 +57,13 @@ class LeaderWatch:
             log.info("the death of group rank 0 may be noticed late: %s: %s", where, error)
 
     def is_dead(self) -> bool:
-        """Whether it is known that rank 0 is dead; returns at once, or within a second."""
+        """Whether rank 0 is known to be dead; returns within a second."""
         with self._lock:
             if self._line is None or not _has_ended(self._line):
                 return self._is_dead
             self._line.close()
             self._line = None
-            try:  # something on the way may have cut it
+            try:  # the network may have cut it
                 self._line = self._dial()
             except ConnectionRefusedError:
                 self._is_dead = True
@@ -76,7 +72,7 @@ class LeaderWatch:
             return self._is_dead
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the connection; idempotent."""
         with self._lock:
             if self._line is not None:
                 self._line.close()

@@ -1,4 +1,4 @@
-"""Everything that a manager starts, and the order in which it ends."""
+"""Starts all parts of a manager, and ends them in order."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CallerParts:
 
 @dataclass(slots=True)
 class Runtime:
-    """The running parts; `close` ends them, each once, whatever the others do."""
+    """The running parts; `close` ends each of them, even if others fail."""
 
     deps: Dependencies
     membership: QuorumMembership
@@ -73,7 +73,7 @@ class Runtime:
         return self.services.replica_name
 
     def close(self, wait: bool) -> None:
-        """Stop; ``wait`` also joins the transport's threads. May be called twice."""
+        """Stop; ``wait`` also joins the transport's threads. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -101,8 +101,8 @@ class Runtime:
             self.recorder.close(_JOIN_S)
 
     def _drop_store(self) -> None:
-        """The last reference stops its server, whose descriptors would live as long as the model
-        that this runtime is reached from."""
+        """Drop the last reference, which stops its server; otherwise its descriptors would live as
+        long as the model, which references this runtime."""
         self.group_store = None
 
 
@@ -112,7 +112,7 @@ def start_runtime(
     environment: Environment,
     given: CallerParts,
 ) -> Runtime:
-    """Start what is missing; what was started is stopped again if a later part fails."""
+    """Start what ``given`` lacks; if a part fails, the earlier ones are stopped again."""
     _begin_log(rules.place, options, environment)
     timeouts = rules.timeouts
     timeout = timedelta(seconds=timeouts.collective_s)
@@ -189,7 +189,7 @@ def _end(
     hangs: Callable[[], bool],
     reason: str,
 ) -> None:
-    """End this process, but say first what was launched here: the others may miss what was not."""
+    """End this process, but first write the flight record, which shows missing collectives."""
 
     def save(recorder: FlightRecorder) -> None:
         pg.save_record(reason)
@@ -197,7 +197,7 @@ def _end(
 
     try:
         if recorder is not None:
-            # On a thread: a library that is stuck must not save this process' life.
+            # On a thread: a stuck library must not keep this process alive.
             saving = threading.Thread(
                 target=save, args=(recorder,), name="torchft-last-flight", daemon=True
             )
@@ -208,7 +208,7 @@ def _end(
 
 
 def _host(options: ServiceOptions, environment: Environment) -> str:
-    """Under which host other groups fetch this worker's state."""
+    """The host at which other groups fetch this worker's state."""
     if environment.checkpoint_host is not None:
         return environment.checkpoint_host
     return options.hostname or advertised_host(

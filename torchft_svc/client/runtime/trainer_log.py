@@ -1,4 +1,4 @@
-"""What a trainer says on stderr, unless its program has set up logging itself."""
+"""The log of a trainer on stderr, unless its program configures logging itself."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _PACKAGE = "torchft_svc"
 
 
 class TrainerLog(LimitedLog):
-    """The package's lines on stderr, until the program sets up logging: then it gives way for good.
+    """Writes the package's lines to stderr, until the program configures logging.
 
-    ``who`` is the replica group, as the lines name it.
+    ``who`` is the name of the replica group in the lines.
     """
 
     def __init__(self, level: int, who: str) -> None:
@@ -22,12 +22,12 @@ class TrainerLog(LimitedLog):
         self.setFormatter(line_formatter(who))
 
     def name_group(self, who: str) -> None:
-        """There is a manager of ``who``, too: with another name the lines name none."""
+        """Another manager, of ``who``, starts: if the names differ, the lines contain none."""
         if who != self._who:
             self.setFormatter(line_formatter(""))
 
     def begin(self) -> None:
-        """Take the package's lines, and keep them from the root logger, whose level is another."""
+        """Handle the package's lines, and do not propagate them to the root logger."""
         package = logging.getLogger(_PACKAGE)
         if package.level == logging.NOTSET:
             package.setLevel(self._level)
@@ -43,16 +43,16 @@ class TrainerLog(LimitedLog):
         if package.level == self._level:
             package.setLevel(logging.NOTSET)
         if logging.getLogger(record.name).isEnabledFor(record.levelno):
-            # Who calls this goes on with the handlers of the old list, and then to the root logger.
+            # The caller continues with the handlers of the old list, and then with the root logger.
             package.handlers = others
             package.propagate = True
 
 
 def speak_on_stderr(level: str, who: str) -> None:
-    """Show the package's lines of ``level`` and above, with time and level, one line each.
+    """Write the package's lines of ``level`` and above to stderr.
 
-    A program that has set up logging (its root logger, or this package's, has handlers) has decided
-    where its lines go; nothing is changed then.
+    Does nothing if the program has configured logging (the root logger, or this package's, has
+    handlers).
     """
     package = logging.getLogger(_PACKAGE)
     for handler in package.handlers:

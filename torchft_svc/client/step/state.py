@@ -1,4 +1,4 @@
-"""The pieces of state that a group heals by, and who may read them when."""
+"""The pieces of state that a group heals by, and the gate that protects them from readers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_KEY = "default"
 MANAGER_KEY = "torchft"
 USER_KEY = "user"
 EARLY_KEY = "torchft.early"
-# The only key of a dict that stands for one of the tensors that were sent early.
+# The only key of a dict that replaces a tensor that was sent early.
 _EARLY_MARK = "torchft.early_tensor"
 _TRAINED = "trained"  # a 1 or a 0 for each parameter
 _SOURCE = "the group healed from"
@@ -37,7 +37,7 @@ class _Piece:
 
 
 class ReadGate:
-    """While the gate is shut nobody may read the state, because somebody is changing it."""
+    """While the gate is shut the state must not be read, because it is being changed."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -45,16 +45,16 @@ class ReadGate:
         self._num_readers = 0
 
     def open(self) -> None:
-        """Reading is allowed from here on."""
+        """Allow reads."""
         with self._changed:
             self._shut = False
             self._changed.notify_all()
 
     def shut(self, timeout_s: float) -> None:
-        """Let no new reader in, and wait for those inside.
+        """Block new readers, and wait for the present ones.
 
         Raises:
-            DeadlineExceeded: they still read after ``timeout_s`` seconds; the gate stays as it was.
+            DeadlineExceeded: they still read after ``timeout_s``; the gate is left as it was.
         """
         with self._changed:
             before, self._shut = self._shut, True
@@ -65,7 +65,7 @@ class ReadGate:
 
     @contextlib.contextmanager
     def reading(self, timeout_s: float) -> Iterator[None]:
-        """Read inside this block.
+        """Allow the block to read the state.
 
         Raises:
             DeadlineExceeded: the gate was shut for ``timeout_s`` seconds.
@@ -84,21 +84,21 @@ class ReadGate:
 
 @dataclass(frozen=True, slots=True)
 class EarlyTensors:
-    """Live tensors that only an update changes, and the number of each by what it is."""
+    """Live tensors that only an update changes, and their numbers by identity."""
 
-    tensors: list[torch.Tensor]  # kept, or another could get the memory of one that is gone
+    tensors: list[torch.Tensor]  # kept alive, so that their memory is not reused
     numbers: dict[tuple[Any, ...], int]
 
     @property
     def state(self) -> dict[str, Any]:
-        """What is sent of them."""
+        """The tensors as a state that can be sent."""
         return {EARLY_KEY: self.tensors}
 
 
 class StateRegistry:
-    """Named pieces of state, each with a function that saves and one that loads it.
+    """Named pieces of state, each with functions that save and load it.
 
-    ``load`` and ``save`` are those of the first piece, which needs no name; both or neither.
+    ``load`` and ``save`` are those of the unnamed first piece; both or neither.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class StateRegistry:
         """Add a piece.
 
         Raises:
-            ConfigError: the key is taken, empty, or a function cannot be called; or the state
-                holds what cannot be sent.
+            ConfigError: the key is taken or empty, a function is not callable, or the state
+                contains a value that cannot be sent.
         """
         if not isinstance(key, str) or not key:
             raise ConfigError("key", key, "a piece of state is registered under a name")
@@ -135,10 +135,10 @@ class StateRegistry:
         self._pieces[key] = piece
 
     def check_with(self, check: Callable[[object], None]) -> None:
-        """From here on every piece is looked at when it is registered; those here already are now.
+        """Check the present pieces now, and later ones when they are registered.
 
         Raises:
-            ConfigError: from ``check``; the sentence names the path.
+            ConfigError: from ``check``; the message names the path.
         """
         self._check = check
         for key, piece in self._pieces.items():
@@ -149,13 +149,13 @@ class StateRegistry:
             return
         try:
             state = take_apart({key: piece.save()})
-        except Exception:  # what it saves may not be there yet; the first round looks again
+        except Exception:  # the state may not exist yet; the first round checks again
             log.debug("the state %r cannot be checked yet", key, exc_info=True)
             return
         self._check(state)
 
     def collect(self, counters: dict[str, int], timeout_s: float) -> dict[str, Any]:
-        """The whole state, as others heal by it; its tensors are the live ones, not copies."""
+        """The whole state that other groups heal by; its tensors are live, not copies."""
         with self.gate.reading(timeout_s):
             pieces = take_apart(self._save_all())
             trained = "".join("01"[parameter.requires_grad] for parameter in self._watched())
@@ -163,23 +163,23 @@ class StateRegistry:
         return {USER_KEY: pieces, MANAGER_KEY: mine}
 
     def watch(self, parameters: Callable[[], list[nn.Parameter]]) -> None:
-        """Which of ``parameters()`` are trained, and which are frozen, heals with the state."""
+        """Make ``requires_grad`` of ``parameters()`` a part of the state."""
         self._watched = parameters
 
     def _save_all(self) -> dict[str, Any]:
         return {key: piece.save() for key, piece in self._pieces.items()}
 
     def own(self, optimizer: torch.optim.Optimizer) -> None:
-        """What ``optimizer`` holds changes in its step alone."""
+        """Note that the state of ``optimizer`` changes only in its step."""
         self._optimizers.append(optimizer)
 
     def updated_parameters(self) -> list[torch.Tensor]:
-        """What the optimizers update."""
+        """The parameters that the optimizers update."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return [parameter for group in groups for parameter in group["params"]]
 
     def collect_copied(self, counters: dict[str, int], timeout_s: float) -> dict[str, Any]:
-        """`collect`, but with copies of all that something else than an update may change."""
+        """`collect`, with copies of everything that may change outside of an update."""
         owned = self._owned_storages()
         copies: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -211,7 +211,7 @@ class StateRegistry:
     def collect_rest(
         self, early: EarlyTensors, counters: dict[str, int], timeout_s: float
     ) -> dict[str, Any]:
-        """`collect`, with a mark for each of the ``early`` tensors that is still what it was."""
+        """`collect`, with a mark in place of each unchanged ``early`` tensor."""
 
         def refer(value: Any) -> Any:
             number = early.numbers.get(_identity(value)) if _may_be_owned(value) else None
@@ -238,7 +238,7 @@ class StateRegistry:
         """The counters in a ``state`` that was fetched from ``source``.
 
         Raises:
-            CheckpointError: it is not what `collect` makes here.
+            CheckpointError: it does not match the state of this worker.
         """
         if not isinstance(state, dict) or not {USER_KEY, MANAGER_KEY} <= state.keys():
             raise CheckpointError(source, "it is not the state of a replica group")
@@ -257,13 +257,13 @@ class StateRegistry:
         return counters
 
     def load(self, state: dict[str, Any]) -> bool:
-        """Put a checked state in place; whether other parameters are trained now than before.
+        """Load a checked state; whether other parameters are trained now than before.
 
-        Every piece is looked at before the first one is loaded.
+        Every piece is checked before the first one is loaded.
 
         Raises:
-            CheckpointError: it is sharded in another way than this worker's; nothing was loaded.
-            TornState: a load function raised, as torch's do after they have loaded what fits.
+            CheckpointError: it is sharded differently from this worker's; nothing was loaded.
+            TornState: a load function raised; torch's functions may have loaded a part then.
         """
         pieces = put_together(state[USER_KEY], self._save_all, _SOURCE)
         for key, piece in self._pieces.items():
@@ -274,7 +274,7 @@ class StateRegistry:
         return self._train(state[MANAGER_KEY].get(_TRAINED, ""))
 
     def _train(self, flags: str) -> bool:
-        """Train the parameters whose flag is 1, and no others; whether that is a change."""
+        """Train exactly the parameters whose flag is 1; whether that is a change."""
         changed = False
         for parameter, flag in zip(self._watched(), flags, strict=False):
             if parameter.requires_grad != (flag == "1"):
@@ -284,7 +284,7 @@ class StateRegistry:
 
 
 def readable_size(state: Any) -> str:
-    """For people, how large a fetched state's tensors are."""
+    """The size of the tensors in ``state``, with a unit."""
     size = float(sum(each.nbytes for each in _tensors(state)))
     for unit in ("B", "kB", "MB"):
         if size < 1000:
@@ -305,7 +305,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def join(early: Any, rest: Any, source: str) -> Any:
-    """The state whose parts are an `EarlyTensors.state` and what `collect_rest` made.
+    """The state, from an `EarlyTensors.state` and the result of `collect_rest`.
 
     Raises:
         CheckpointError: they do not belong together.
@@ -332,9 +332,9 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that are one piece of memory, in which nothing has changed between.
+    """Equal for two tensors with the same memory and content.
 
-    What is written through ``.data``, and by others than torch, is not seen.
+    Writes through ``.data``, and by code outside of torch, are not detected.
     """
     version = -1 if tensor.is_inference() else tensor._version
     place = (_storage(tensor), int(tensor.storage_offset()), str(tensor.device))

@@ -39,14 +39,14 @@ from torchft_svc.errors import (
 
 log = logging.getLogger(__name__)
 
-# How long a wait goes on before abandoned process groups are looked at.
+# Interval at which a wait cleans up abandoned process groups.
 _LOOK_S = 0.05
-# How gloo begins: with the file of its own that noticed.
+# The beginning of gloo's messages: the source file that raised.
 _GLOO = re.compile(r"\[[^\]]*gloo[^\]]*\]")
 _TRAINING = (Phase.TRAINING, Phase.HEALING)
 _BETWEEN_STEPS = (Phase.IDLE, Phase.APPLYING)
-# Between two steps a group may wait for one that waits for it, in the next quorum. That must be
-# over long before the lighthouse goes on without it.
+# Between two steps a group may wait for one that waits for it in the next quorum. That wait must
+# end long before the lighthouse continues without the group.
 _BETWEEN_STEPS_S = 5.0
 _NOTHING_REDUCED = (
     "no gradient was averaged across groups in this step: each group has to call backward() once "
@@ -61,9 +61,9 @@ _UNSUMMED = (
 
 
 class Stepper:
-    """What `Manager` does between two steps and in one; to be used on the training thread.
+    """Implements the steps of `Manager`; for the training thread.
 
-    `latch_error` alone may be called on any thread.
+    Only `latch_error` may be called on any thread.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Stepper:
             order=self._order,
             checks_all=rules.checks_collectives,
         )
-        # Of what is reduced between two steps, which no step can fail by.
+        # For reductions between two steps, whose errors fail no step.
         self._reports = Averages(
             deps.pg,
             min(rules.timeouts.collective_s, _BETWEEN_STEPS_S),
@@ -105,11 +105,11 @@ class Stepper:
         self.weights_version = 0  # see `Manager.weights_version`
         deps.registry.watch(lambda: [each for r in self.reducers() for each in r.parameters])
         self._thread_of_step: int | None = None
-        self._has_warned = False  # of gradients that nothing sums
-        self._loads = False  # a healed state is being put in place
+        self._has_warned = False  # about gradients that are not summed
+        self._loads = False  # a healed state is being loaded
         self._round: Round | None = None
         self._task: Task | None = None
-        self._ends_update = False  # whether somebody will say what has become of an update
+        self._ends_update = False  # whether the caller reports the outcome of an update
 
     @property
     def state(self) -> StepState:
@@ -121,7 +121,7 @@ class Stepper:
     def start(self, request: RoundRequest) -> None:
         """See `Manager.start_quorum`."""
         self._end_last_step()
-        for reducer in self.reducers():  # what they left unfinished ends with its step
+        for reducer in self.reducers():  # an unfinished pass ends with its step
             reducer.settle()
         if self._round is not None:
             self._round.withhold_rest()
@@ -129,7 +129,7 @@ class Stepper:
         heals_now = request.allow_heal and (fresh or not self._rules.use_async_quorum)
         request = dataclasses.replace(request, layout=self._layout(), waits_for_heal=heals_now)
         if heals_now and self._round is None:
-            # Whether it does heal here depends on who else trains. Programs must not.
+            # Whether it heals depends on the other groups; the program must not depend on that.
             self.weights_version += 1
         round_ = Round(self._deps, self._rules, self._step, self._membership, request)
         task = Task(round_.run)
@@ -155,11 +155,11 @@ class Stepper:
                 self._apply_heal()
 
     def _end_last_step(self) -> None:
-        """Wait for its round, and clean up after an interrupt that came while that was done."""
+        """Wait for the round of the last step, and clean up after an interrupt of this wait."""
         round_, task = self._round, self._task
         if round_ is not None and task is not None:
             self._withdraw(round_, task, QuorumFailed("another step was begun"))
-        # Before its round is over: a heal may wait for others, who wait for sums of this worker.
+        # Before the end of its round: a heal may wait for groups that wait for sums of this worker.
         self.wait_until_ready()
         self._give_up()
         self._wait_for_task()
@@ -170,15 +170,15 @@ class Stepper:
             self.lose_update("it was interrupted")
 
     def _withdraw(self, round_: Round, task: Task, error: BaseException) -> None:
-        """A round that has not begun never will; one that runs goes on, and so does its step."""
+        """Cancel a round that has not begun; a running one continues, and so does its step."""
         if task.abandon(error) or task.error is not None:
             self._task = None
             round_.withdraw(QuorumFailed(f"the step was not begun ({error!r})"))
 
     def _give_up(self) -> None:
-        """A step under way ends without a vote, such as one whose backward pass has raised.
+        """End a step without a vote, such as one whose backward pass has raised.
 
-        Others may wait for sums that will not come, and this worker for them to ask again.
+        Other groups may wait for sums that this worker will not launch.
         """
         state = self.state
         if state.phase not in _TRAINING:
@@ -188,10 +188,10 @@ class Stepper:
             self._deps.leave_members(QuorumFailed("the step was given up"))
 
     def _ends_alone(self) -> bool:
-        """Whether this worker is told to end, so that there is nothing to train for.
+        """Whether this worker has to end, and is the only one of its group.
 
-        One of several, though, goes on as those do that have not heard of it yet: they may be in a
-        collective of the group already, which fails if this one leaves its program elsewhere.
+        One of several workers continues until all know that the group has to end: the others may be
+        in a collective of the group, which fails if this worker leaves.
         """
         is_told = self._deps.draining.reason is not None
         return is_told and self._rules.place.group_world_size == 1
@@ -207,14 +207,14 @@ class Stepper:
             raise round_.error
 
     def wait_until_ready(self) -> None:
-        """Until the members are known, if a step is under way; raises nothing.
+        """Wait until the members are known, if a step is under way; raises nothing.
 
-        Without a deadline of its own: all that the thread waits for has one.
+        It needs no deadline: all waits of the background thread have one.
         """
         while self._round is not None and not self._round.ready.wait(_LOOK_S):
             self._deps.pg.tidy()
             if self._task is None or self._task.done:
-                return  # it will never be: the manager was shut down meanwhile
+                return  # the manager was shut down meanwhile
 
     def allreduce(
         self,
@@ -235,14 +235,14 @@ class Stepper:
         return self._round is not None and self.state.phase in _BETWEEN_STEPS
 
     def _report(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> dist.Work:
-        """Among the members of the last quorum, if this worker is still connected with them."""
+        """Reduce among the members of the last quorum, if they are still connected."""
         participation = self.state.participation
         if self._deps.pg.errored() is not None or not participation.num_participants:
             return self._reports.skip(tensor)
         return self._reports.allreduce(tensor, op, participation, Kind.AVERAGE)
 
     def _latch_report_error(self, error: Exception, epoch: int) -> None:
-        """No step is lost by it, but the members have to connect anew: not all came to it."""
+        """No step is discarded, but the members reconnect, because not all took part."""
         with self._step.changing() as machine:
             if not machine.latch(error, epoch):
                 return
@@ -265,8 +265,9 @@ class Stepper:
     def take_turn(self, reducer: Launching, *, is_last: bool) -> bool:
         """Whether ``reducer`` may launch the sums of its pass now, or has to wait for another one.
 
-        The sums of two wrappers must not mix, and their passes must begin in the same order in all
-        groups. ``is_last``: the pass is over, so is that of the one before, or it is around it.
+        The sums of two wrappers must not interleave, and their passes must begin in the same order
+        in all groups. ``is_last``: the pass has ended; the previous wrapper's pass has ended, too,
+        or encloses this one.
         """
         reducers = self.reducers()
         holder = None if self._turn is None else self._turn()
@@ -288,19 +289,19 @@ class Stepper:
         self._reducers.append(weakref.ref(reducer))
 
     def reducers(self) -> list[Reducing]:
-        """Those that are registered and alive, in the order in which they were registered."""
+        """The registered reducers that are alive, in the order of registration."""
         living = [(ref, reducer) for ref in self._reducers if (reducer := ref()) is not None]
         self._reducers = [ref for ref, _ in living]
         return [reducer for _, reducer in living]
 
     def _layout(self) -> str:
-        """What must be the same in all groups, as far as it is known what is summed here."""
+        """What must be equal in all groups: the known layouts, and the common settings."""
         layouts = [reducer.layout for reducer in self.reducers() if reducer.layout]
         return "; ".join([*layouts, self._rules.common()])[:MAX_LAYOUT_LENGTH]
 
     def shown_step(self) -> int:
-        """See `Manager.current_step`: while a heal is under way, its step from the moment on from
-        which others may rely on it, which is on the training thread, once gradients are summed.
+        """See `Manager.current_step`: during a heal, on the training thread, the step of the healed
+        state once gradients are summed.
 
         It does not wait for the state: the others send that when their step ends, and may wait for
         a sum of this worker until then.
@@ -308,7 +309,7 @@ class Stepper:
         state = self.state
         if (
             state.pending_heal is not None
-            and not self._loads  # the program's own function may ask for the step
+            and not self._loads  # the program's load function may ask for the step
             and self._averages.collectives.launched
             and self._thread_of_step == threading.get_ident()
             and torch._C._current_graph_task_id() == NO_GRAPH
@@ -324,8 +325,8 @@ class Stepper:
     def decide(self, timeout_s: float, *, ends_update: bool = False) -> bool:
         """See `Manager.should_commit`.
 
-        ``ends_update``: the caller says what has become of the update, by `end_update` or
-        `lose_update`. Otherwise it counts as applied, unless `lose_update` says that it is not.
+        ``ends_update``: the caller reports the outcome of the update with `end_update` or
+        `lose_update`. Otherwise it counts as applied, unless `lose_update` is called.
         """
         self._ends_update = ends_update
         try:
@@ -335,21 +336,21 @@ class Stepper:
             raise
 
     def end_update(self) -> None:
-        """The update that is under way, if one is, is in the weights, which may be read again."""
+        """The present update, if any, has been applied; the weights may be read again."""
         with self._step.changing() as machine:
             if machine.state.phase is Phase.APPLYING:
                 machine.end_update()
         self._deps.registry.gate.open()
 
     def allow_read(self) -> None:
-        """See `Manager.allow_state_dict_read`; it ends an update that nobody else ends."""
+        """See `Manager.allow_state_dict_read`; ends the update unless `decide`'s caller does."""
         if self._ends_update:
             self._deps.registry.gate.open()
         else:
             self.end_update()
 
     def lose_update(self, spoiled_by: str = "") -> None:
-        """The update that is under way, if one is, is not in the weights; see `StepMachine`."""
+        """The present update, if any, has not been applied; see `StepMachine`."""
         with self._step.changing() as machine:
             step, phase = machine.state.step, machine.state.phase
             if phase is Phase.APPLYING:
@@ -363,7 +364,7 @@ class Stepper:
         self._deps.registry.gate.open()
 
     def _interrupt(self, error: BaseException) -> None:
-        """A vote was ended by an exception: nobody hears its decision, nor applies an update."""
+        """An exception has ended the vote: its decision is lost, and no update is applied."""
         with self._step.changing() as machine:
             if machine.state.phase in _TRAINING:
                 machine.latch(QuorumFailed(f"the vote was interrupted ({error!r})"))
@@ -372,7 +373,8 @@ class Stepper:
 
     def _decide(self, timeout_s: float) -> bool:
         round_ = self._current_round()
-        # First what others wait for: who heals may get its state only when they end their step.
+        # First what other groups wait for: a healing group may get its state when they end their
+        # step.
         self.wait_until_ready()
         round_.check_left()
         self._settle()
@@ -402,18 +404,18 @@ class Stepper:
         return False
 
     def latch_error(self, error: Exception, epoch: int) -> None:
-        """Latch an error of the step with this ``epoch``; one of an earlier step is ignored."""
+        """Latch an error of the step with this ``epoch``; errors of earlier steps are ignored."""
         with self._step.changing() as machine:
             first = machine.state.error is None
             if not machine.latch(error, epoch):
                 return
             state = machine.state
-        if first:  # it is told in the words of people when the step is over
+        if first:  # the warning comes at the end of the step
             log.debug("step %d cannot be committed", state.step, exc_info=error)
         contributes = state.participation.participating_rank is not None
         if state.phase in _TRAINING and (contributes or isinstance(error, OperationsDiffer)):
-            # Others count on this group's gradients: they must learn now that none will come. Where
-            # operations differ, what it would launch now is not what they wait for.
+            # Other groups wait for this group's gradients: they must learn now that none will come.
+            # Where operations differ, they do not wait for what this group would launch next.
             self._deps.leave_members(error)
 
     def _why_not(self, vote: bool) -> str:
@@ -424,14 +426,14 @@ class Stepper:
         return f"{num} of at least {self._rules.min_replica_size} groups contribute to it"
 
     def _log_discarded(self, state: StepState, otherwise: str) -> None:
-        """One line for people: which group was lost, if one was; what gloo says of that is none."""
+        """Log which group was lost, if any, rather than gloo's message about it."""
         reason = self._membership.lost() or str(state.error or "") or otherwise
         if _GLOO.match(reason):
             reason = "the connection to another group has ended"
         log.warning("step %d is discarded: %s", state.step, reason)
 
     def _report_wait(self, waits: bool) -> None:
-        """Who waits for the others' gradients has not hung itself."""
+        """Tell the manager that this worker waits for other groups, and has not hung itself."""
         self._step.on_phase(Phase.QUORUM if waits else self.state.phase, self.state.step)
 
     # -- inside ----------------------------------------------------------------------------------
@@ -444,16 +446,16 @@ class Stepper:
         return self._round
 
     def _check_trust(self) -> None:
-        """A worker that was never let in would discard its steps for ever: raise why.
+        """Raise the error of a worker that was never authorized, and would discard all its steps.
 
-        One that trains already goes on trying: its service may be restarted as it was before.
+        A worker that has trained before retries: the service may be restarted with other settings.
         """
         error = None if self._round is None else self._round.error
         if isinstance(error, Unauthorized) and self._membership.quorum is None:
             raise error
 
     def _settle(self) -> None:
-        """Gradients that are not, or not all, averaged are an error of the step."""
+        """Latch an error if no gradients, or not all, were averaged."""
         sums = self._averages.collectives
         reducers = self.reducers()
         problems = [reducer.settle() for reducer in reducers]
@@ -465,10 +467,10 @@ class Stepper:
             self._look_for_unsummed(reducers)
 
     def _look_for_unsummed(self, reducers: list[Reducing]) -> None:
-        """Warn, once, of gradients by which each group is going to update by itself."""
+        """Warn, once, about gradients that are not averaged, so that groups would differ."""
         summed = {id(each) for reducer in reducers for each in reducer.parameters}
         if self._has_warned or not all(reducer.parameters for reducer in reducers) or not summed:
-            return  # it is not known here what is summed
+            return  # it is not known what is summed
         updated = self._deps.registry.updated_parameters()
         apart = [each for each in updated if each.grad is not None and id(each) not in summed]
         if apart:
@@ -476,7 +478,7 @@ class Stepper:
             log.warning(_UNSUMMED, len(apart), str(tuple(apart[0].shape)))
 
     def _check_group(self) -> None:
-        """An error that the process group did not raise is one of the step."""
+        """Latch an error that the process group did not raise."""
         error = self._deps.pg.failure()
         if error is not None and self.state.error is None:
             self._fail(error)
@@ -484,7 +486,7 @@ class Stepper:
     def _fail(self, error: Exception) -> None:
         """Latch ``error``, and leave: the others wait for sums that this worker will not launch.
 
-        They do so for a group that heals, or a spare, too: it sums zeros.
+        This also holds for a group that heals, or a spare: it sums zeros.
         """
         self.latch_error(error, self.state.epoch)
         if self._deps.pg.errored() is None:
@@ -497,11 +499,10 @@ class Stepper:
             raise self._task.error
 
     def _can_reduce(self) -> bool:
-        """Whether collectives are carried out: a healing group's go on though its heal failed.
+        """Whether collectives are launched; those of a healing group continue if its heal fails.
 
-        Without a quorum there is nobody to carry them out with: the members of the last one may
-        wait as well, or take what comes for this group's gradients. Broken connections are an error
-        of the step.
+        Without a quorum they are not: the members of the last one may wait as well, or use the data
+        as this group's gradients. Broken connections are an error of the step.
         """
         round_ = self._current_round()
         self.wait_until_ready()
@@ -514,7 +515,7 @@ class Stepper:
         return broken is None and state.phase in _TRAINING
 
     def _protect_state(self) -> None:
-        """The weights are about to change; if they cannot be protected, they must not."""
+        """Protect the state from readers before the update; if that fails, there is no update."""
         state = self.state
         if state.error is not None:
             return
@@ -526,7 +527,7 @@ class Stepper:
             self.latch_error(error, state.epoch)
 
     def _apply_heal(self) -> None:
-        """Put a fetched state in place, and only then take over its step."""
+        """Load a fetched state, and then take over its step."""
         round_ = self._round
         if round_ is None or round_.quorum is None or round_.state is None:
             return
@@ -561,7 +562,7 @@ class Stepper:
 
 
 def _other_parameters() -> RequestRefused:
-    """The gradients of such a step are not those of the others, nor is what was done with them."""
+    """The error of a step with other trained parameters than the healed state."""
     return RequestRefused(
         "the healed state freezes other parameters (requires_grad) than this step did: the next "
         "one heals again; if that does not end, give the manager use_async_quorum=False"
@@ -569,11 +570,11 @@ def _other_parameters() -> RequestRefused:
 
 
 class Update:
-    """The block in which the update of a step is applied, if the step is committed.
+    """The block that applies the update of a step, if the step is committed.
 
-    Entering it votes; it is True for a commit. A block that is left by an exception has not applied
-    the update: its step does not count here. ``begun`` is False as long as the block has provably
-    changed nothing yet; else the weights count as spoiled.
+    Entering it votes; the value is True for a commit. A block that an exception ends has not
+    applied the update: its step does not count here. ``begun`` is False as long as the block has
+    certainly changed nothing; otherwise the weights count as spoiled.
     """
 
     def __init__(self, stepper: Stepper, timeout_s: float) -> None:
@@ -588,11 +589,11 @@ class Update:
         try:
             self.end(error)
         except BaseException:
-            self.end(error)  # it is as it was before the interrupt
+            self.end(error)  # the interrupted call may be repeated
             raise
 
     def end(self, error: BaseException | None) -> None:
-        """The block was left, by ``error`` or in good order; may be called twice."""
+        """The block has ended, by ``error`` or successfully; idempotent."""
         if error is None:
             self._stepper.end_update()
         else:
