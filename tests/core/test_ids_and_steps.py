@@ -8,11 +8,11 @@ import pytest
 from support.core.scenes import JOB, Refused, Scene, answer, config, formed, loss, member
 
 from torchft_svc.core.assignment import assign
-from torchft_svc.core.lighthouse import MAX_AHEAD_OF_NEW_JOB_S, MAX_AHEAD_S
+from torchft_svc.core.ids import MAX_AHEAD_OF_NEW_JOB_S, MAX_AHEAD_S
 from torchft_svc.core.lighthouse_orders import AnswerQuorum
-from torchft_svc.core.membership import Membership
-from torchft_svc.core.quorum import GATHER_S
-from torchft_svc.core.types import Member, Quorum, QuorumConfig
+from torchft_svc.core.membership import GATHER_S
+from torchft_svc.core.quorum import joining
+from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import RequestRefused
 
 SILENT = "no sign of life for 100 s"
@@ -585,18 +585,16 @@ def test_q7_nothing_to_accept(policy: str) -> None:
 
 def test_a_restarted_lighthouse_tells_by_seen_ids_whose_state_is_older() -> None:
     """`c` is as far as the others, but was left out when they came there."""
-    members = Membership(QuorumConfig())
     asking = (
         Member(replica_id="a", step=17, seen_quorum_id=5),
         Member(replica_id="b", step=17, seen_quorum_id=5),
         Member(replica_id="c", step=17, seen_quorum_id=3),
         Member(replica_id="d", step=2, seen_quorum_id=9),
     )
-    joining = members.joining(asking)
-    seen = Quorum(quorum_id=10, participants=asking, joining=joining)
+    seen = Quorum(quorum_id=10, participants=asking, joining=joining(asking, None))
     assert [each.replica_id for each in seen.up_to_date] == ["a", "b"]
     told_nothing = tuple(Member(replica_id=name, step=17) for name in "ab")
-    assert members.joining(told_nothing) == frozenset()
+    assert joining(told_nothing, None) == frozenset()
 
 
 def test_i1_two_lighthouses_that_a_job_has_come_apart_to_give_out_other_ids() -> None:
@@ -615,14 +613,13 @@ def test_i1_two_lighthouses_that_a_job_has_come_apart_to_give_out_other_ids() ->
 
 def test_of_groups_that_restored_one_step_the_one_that_was_committed_last_is_right() -> None:
     """The job went back to before that step once, and did it again."""
-    members = Membership(QuorumConfig())
     asking = (
         Member(replica_id="a", step=17, step_quorum_id=9),
         Member(replica_id="b", step=17, step_quorum_id=5),
         Member(replica_id="c", step=17),  # its checkpoint does not tell
     )
-    assert members.joining(asking) == {"b", "c"}
+    assert joining(asking, None) == {"b", "c"}
     running = (*asking, Member(replica_id="d", step=17, step_quorum_id=4, seen_quorum_id=4))
-    assert members.joining(running) == {"a", "b", "c"}, "who trains is not held up by them"
+    assert joining(running, None) == {"a", "b", "c"}, "who trains is not held up by them"
     same = tuple(Member(replica_id=name, step=17, step_quorum_id=9) for name in "ab")
-    assert members.joining(same) == frozenset(), "nobody has to heal"
+    assert joining(same, None) == frozenset(), "nobody has to heal"

@@ -7,8 +7,8 @@ from enum import Enum
 import pytest
 from support.core.scenes import JOB, Scene, config, formed
 
+from torchft_svc.core.lighthouse import MAX_LOSSES_TOLD
 from torchft_svc.core.lighthouse_orders import ReportLoss
-from torchft_svc.core.membership import MAX_LOSSES_TOLD
 from torchft_svc.errors import RequestRefused
 
 

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.core import twin
 from support.core.world import Group, World
 
+from torchft_svc.core.membership import AWAITED_MEMBERS, STATES, Part, State
 from torchft_svc.core.types import QuorumConfig
 
 BUSY = [HealthCheck.too_slow]  # on a busy machine, slow is no sign of a fault
@@ -223,9 +224,10 @@ class Groups(RuleBasedStateMachine):
             if state is None:
                 continue
             members = state.members
-            if not any(key in members._previous_ids for key in members._waiting):
+            if not members.groups[State.ASKING]:
                 continue
-            hung = {key for key in members._awaited if state.hangs.is_hung(key)}
+            awaited = [key for each in AWAITED_MEMBERS for key in members.groups[each]]
+            hung = {key for key in awaited if state.hangs.is_hung(key)}
             assert not hung, "it is waited for"
 
     @invariant()
@@ -239,19 +241,26 @@ class Groups(RuleBasedStateMachine):
             if state is None:
                 continue
             members = state.members
-            assert set(members._seen_at) == living
+            assert set(members._known) == living
             assert {key for each in members.names._groups.values() for key in each} == living
             assert all(members.names._groups.values())
             waiting = set(members._waiting)
-            assert waiting == set(members._callers) == set(members._replica_of.values())
+            records = members._known
+            assert waiting == {key for key, each in records.items() if each.caller is not None}
+            assert members._replica_of == {records[key].caller: key for key in waiting}
             assert sum(members._told_min_replicas.values()) == len(waiting)
-            assert waiting | members._veterans | members._straggling | members._awaited <= living
+            for key, each in records.items():
+                assert each.state is STATES[each.conduct][each.part]
+                assert [at for at in State if key in members.groups[at]] == [each.state]
+                assert (each.part is Part.MEMBER) == (key in members.previous_ids)
+            assert sum(map(len, members.groups.values())) == len(living)
+            assert members._ahead <= living
+            num_bytes = sum(each.member.num_bytes for each in members._waiting.values())
+            assert members._waiting_bytes == num_bytes
             assert set(state.held) <= living - waiting
-            assert not waiting & members._straggling
-            assert members._evicted <= members._straggling & members._previous_ids
             assert state.hangs.unheeded <= state.hangs._hung
-            if members._evicted:
-                assert any(map(members.is_expected, members._previous_ids)), "a way for newcomers"
+            if members.groups[State.EVICTED]:
+                assert members.groups[State.ASKING] or members.num_awaited, "a way for newcomers"
             assert state.hangs._hung <= state.hangs._groups.keys() <= living
 
     def teardown(self) -> None:

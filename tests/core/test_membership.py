@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from support.core.scenes import JOB, Refused, Scene, answer, config, formed, loss, member
 
-from torchft_svc.core.membership import MAX_ANNOUNCED, MAX_ANNOUNCEMENTS
+from torchft_svc.core.lighthouse import MAX_ANNOUNCED, MAX_ANNOUNCEMENTS
+from torchft_svc.core.membership import Membership
+from torchft_svc.core.step import Phase
 
 SILENT = "no sign of life for 100 s"
 
@@ -434,3 +436,88 @@ def test_a_first_quorum_has_nobody_to_tell() -> None:
     scene.leave("a")
     scene.ask("b", job="other")
     assert scene.take_newcomers() == []
+
+
+def test_who_asks_again_may_have_asked_before_all_others() -> None:
+    """The others' wait, counted from b's request, is over when a is back: a began it at 100."""
+    scene = formed("a:1", "b:1", "c:1", step=7)
+    asked = scene.ask("a:1", 8)
+    scene.until(108)
+    scene.withdraw(asked)
+    scene.until(109)
+    scene.ask("b:1", 8)
+    scene.until(112)
+    assert scene.take_quorums() == []
+    scene.ask("a:1", 8)
+    assert scene.take_quorums() == [(2, ["a:1", "b:1"])]
+
+
+@pytest.mark.parametrize("end", ["dies", "asks", "has healed"])
+def test_who_gives_up_while_others_heal_is_late_when_they_do_not_any_more(end: str) -> None:
+    """Its time was up at 110, theirs would be at 140."""
+    scene = formed("a:1", "b:1", "c:1", "d:1", step=7, settings=config(heal_timeout_s=40.0))
+    scene.does("b:1", Phase.HEALING, 7)
+    scene.ask("a:1", 8)
+    asked = scene.ask("c:1", 8)
+    scene.ask("d:1", 8)
+    scene.until(115)
+    scene.withdraw(asked)
+    assert scene.why() == "waiting for b:1: alive, but has not asked; b:1 heals since 15 s"
+    if end == "dies":
+        scene.leave("b:1")
+        assert scene.take_quorums() == [(2, ["a:1", "d:1"])]
+    else:
+        if end == "has healed":
+            scene.does("b:1", Phase.TRAINING, 7)
+        scene.ask("b:1", 8)
+        assert scene.take_quorums() == [(2, ["a:1", "b:1", "d:1"])]
+
+
+def test_who_gives_up_early_while_others_heal_has_no_more_time_than_ever() -> None:
+    scene = formed("a:1", "b:1", "c:1", "d:1", step=7, settings=config(heal_timeout_s=40.0))
+    scene.does("b:1", Phase.HEALING, 7)
+    scene.does("d:1", Phase.HEALING, 7)
+    scene.ask("a:1", 8)
+    asked = scene.ask("c:1", 8)
+    scene.until(105)
+    scene.does("d:1", Phase.TRAINING, 7)  # it has until 115 now
+    scene.ask("d:1", 8)
+    scene.withdraw(asked)
+    scene.ask("b:1", 8)
+    scene.before(110)
+    assert scene.take_quorums() == []
+    scene.until(110)
+    assert scene.take_quorums() == [(2, ["a:1", "b:1", "d:1"])]
+
+
+def test_an_arrival_does_not_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it costs the same for ten groups and ten thousand: nobody looks at all of them."""
+    scene = formed("a:1", "b:1", "c:1", "d:1", step=7, settings=config(heal_timeout_s=40.0))
+    scene.does("b:1", Phase.HEALING, 7)
+    monkeypatch.setattr(Membership, "view", lambda self: pytest.fail("somebody is waited for"))
+    asked = scene.ask("a:1", 8)
+    scene.ask("c:1", 8)
+    scene.does("b:1", Phase.TRAINING, 7)
+    scene.withdraw(asked)
+    scene.ask("e:1", 8)
+    scene.leave("c:1")
+    scene.ask("a:1", 8)
+    scene.before(110)
+    assert scene.take_quorums() == []
+
+
+def test_no_later_look_than_the_first_heal_that_was_over() -> None:
+    """b's wait, that it has after its heal, ends before c's; c asks again, and b does not."""
+    settings = config(heal_timeout_s=40.0)
+    scene = formed("a:1", "b:1", "c:1", "d:1", step=7, settings=settings)
+    for replica_id in ("b:1", "c:1"):
+        scene.does(replica_id, Phase.HEALING, 7)
+    scene.ask_all("a:1", "d:1", step=8)
+    for now, replica_id in ((105, "b:1"), (107, "c:1")):
+        scene.until(now)
+        scene.does(replica_id, Phase.TRAINING, 7)
+    scene.ask("c:1", 8)
+    scene.before(115)
+    assert scene.take_quorums() == []
+    scene.until(115)
+    assert scene.take_quorums() == [(2, ["a:1", "c:1", "d:1"])]

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from support.core import twin
 from support.core.naive import Naive
 from support.core.scenes import JOB, member
+from support.core.views import job_view
 
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.lighthouse_orders import AnswerQuorum, Order, RefuseRequest, ReportLoss
-from torchft_svc.core.quorum import Formed, Gathering, Heal, JobView, Waiter, decide
+from torchft_svc.core.membership import SILENT, Gathering, Heal, JobView, Waiter
+from torchft_svc.core.quorum import Formed, decide
 from torchft_svc.core.types import LastQuorum, QuorumConfig
 from torchft_svc.errors import RequestRefused
 
@@ -60,7 +62,7 @@ def views(draw: st.DrawFn) -> JobView:
     }
     before = draw(st.sets(st.sampled_from(sorted(names))))
     known = draw(st.sets(st.sampled_from(sorted(names))))
-    return JobView(
+    return job_view(
         waiting=waiting,
         living=living,
         veterans=(before | known) & living,
@@ -201,14 +203,16 @@ class Side:
             return
         view, expected = state.members.view(), self.naive.view()
         assert dict(view.waiting) == dict(expected.waiting)
-        assert (set(view.living), set(view.veterans)) == (expected.living, expected.veterans)
-        assert set(view.straggling) == expected.straggling
+        assert (set(view.living), view.groups) == (expected.living, expected.groups)
         assert (view.previous, view.committed_step) == (expected.previous, expected.committed_step)
+        assert view.num_veterans == expected.num_veterans
         assert state.members.previous == self.naive.previous
         assert view.told_min_replicas == expected.told_min_replicas
         assert view.loss_accepted == expected.loss_accepted
-        awaited = expected.previous & expected.living - expected.waiting.keys()
-        assert state.members._awaited == awaited - expected.straggling
+        if any(view.groups[each] for each in SILENT):
+            assert view.first == expected.first
+        for each, at in view.first.items():
+            assert state.members.first[each] <= at
 
     def orders(self, orders: tuple[Order, ...]) -> list[tuple[Any, ...]]:
         """In the words of the naive one's log."""

@@ -14,7 +14,6 @@ from torchft_svc.core import (
     assignment,
     group,
     lighthouse,
-    membership,
     names,
     overview,
     quorum,
@@ -22,10 +21,9 @@ from torchft_svc.core import (
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import AnswerVote, AskLighthouse
 from torchft_svc.core.lighthouse import Lighthouse
-from torchft_svc.core.membership import Membership
-from torchft_svc.core.quorum import Heal, JobView
+from torchft_svc.core.membership import JobView, Membership, State
 from torchft_svc.core.step import Phase, StepMachine
-from torchft_svc.core.types import Member, Quorum, QuorumConfig
+from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.sim.fleet import Fleet
 from torchft_svc.sim.peers import Peers
 from torchft_svc.sim.scenario import draw
@@ -70,7 +68,7 @@ def withdrawals_are_lost(plant: pytest.MonkeyPatch) -> None:
 
 
 def joining_is_ignored(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Membership, "joining", lambda self, members: frozenset())
+    plant.setattr(lighthouse, "joining", lambda members, previous: frozenset())
 
 
 def the_silent_never_die(plant: pytest.MonkeyPatch) -> None:
@@ -98,14 +96,12 @@ def a_loss_is_told_where_there_is_none(plant: pytest.MonkeyPatch) -> None:
 
 
 def veterans_are_forgotten(plant: pytest.MonkeyPatch) -> None:
-    real = Membership.publish
+    real = quorum._is_loss_allowed
 
-    def publish(self: Any, published: Quorum) -> Any:
-        callers = real(self, published)
-        self._veterans.clear()
-        return callers
+    def is_allowed(view: JobView, config: QuorumConfig) -> bool:
+        return real(dataclasses.replace(view, num_veterans=0), config)
 
-    plant.setattr(Membership, "publish", publish)
+    plant.setattr(quorum, "_is_loss_allowed", is_allowed)
 
 
 def a_survivor_counts_as_a_restart(plant: pytest.MonkeyPatch) -> None:
@@ -216,10 +212,9 @@ def veterans_are_remembered_for_ever(plant: pytest.MonkeyPatch) -> None:
     real = Membership.gone
 
     def gone(self: Any, replica_id: str) -> int | None:
-        was_veteran = replica_id in self._veterans
+        before = self._num_veterans
         caller = real(self, replica_id)
-        if was_veteran:
-            self._veterans.add(replica_id)
+        self._num_veterans = before
         return caller
 
     plant.setattr(Membership, "gone", gone)
@@ -229,27 +224,26 @@ def the_dead_are_awaited(plant: pytest.MonkeyPatch) -> None:
     real = Membership.gone
 
     def gone(self: Any, replica_id: str) -> int | None:
-        was_awaited = replica_id in self._awaited
+        was_awaited = self.state(replica_id) is State.AWAITED
         caller = real(self, replica_id)
         if was_awaited:
-            self._awaited.add(replica_id)
+            self.groups[State.AWAITED].add(replica_id)
         return caller
 
     plant.setattr(Membership, "gone", gone)
 
 
 def stragglers_are_awaited_for_ever(plant: pytest.MonkeyPatch) -> None:
-    real = quorum.absent_deadlines
-    never = lambda view, config: dict.fromkeys(real(view, config), math.inf)  # noqa: E731
-    plant.setattr(membership, "absent_deadlines", never)
-    plant.setattr(quorum, "absent_deadlines", never)
+    real = quorum.patience
+    never = lambda *what: dict.fromkeys(real(*what), math.inf)  # noqa: E731
+    plant.setattr(quorum, "patience", never)
 
 
 def who_asks_again_has_a_new_patience(plant: pytest.MonkeyPatch) -> None:
     real = Membership.asked
 
     def asked(self: Any, member: Member, caller: int, now: float) -> int | None:
-        self._gave_up.clear()
+        self._known[member.replica_id].gave_up = None
         return real(self, member, caller, now)
 
     plant.setattr(Membership, "asked", asked)
@@ -279,7 +273,7 @@ def who_was_left_out_is_awaited(plant: pytest.MonkeyPatch) -> None:
 
 
 def who_heals_is_not_waited_for(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Heal, "patience_until", lambda self, join_timeout_s: 0.0)
+    plant.setattr(QuorumConfig, "healing_timeout_s", property(lambda self: self.join_timeout_s))
 
 
 def who_waits_hangs(plant: pytest.MonkeyPatch) -> None:
@@ -293,14 +287,14 @@ def who_waits_is_left_out(plant: pytest.MonkeyPatch) -> None:
 
     def to_evict(members: Membership, hangs: Any, candidates: Any) -> list[str]:
         if hangs.unheeded:
-            hangs.unheeded |= members._awaited
+            hangs.unheeded |= members.groups[State.AWAITED]
         return real(members, hangs, candidates)
 
     plant.setattr(lighthouse, "to_evict", to_evict)
 
 
 def who_hangs_is_left_out_though_nobody_waits(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(lighthouse, "_waits", lambda members, hangs, replica_id: True)
+    plant.setattr(quorum, "_waits", lambda members, hangs, replica_id: True)
 
 
 def nobody_is_left_out(plant: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,13 @@ to carry out. A caller is a number of the shell's choice, unique among the reque
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torchft_svc.core.activity import Activity, HangWatch
+from torchft_svc.core.ids import QuorumIds
 from torchft_svc.core.lighthouse_orders import (
     AnswerQuorum,
     Order,
@@ -22,9 +24,19 @@ from torchft_svc.core.lighthouse_orders import (
     ReportWaiting,
 )
 from torchft_svc.core.likeness import Likeness, why_unlike
-from torchft_svc.core.membership import Membership
-from torchft_svc.core.overview import GoneGroup, History, JobStatus, describe
-from torchft_svc.core.quorum import Formed
+from torchft_svc.core.membership import Membership, State
+from torchft_svc.core.overview import GoneGroup, History, JobStatus, Pause, describe
+from torchft_svc.core.quorum import (
+    Formed,
+    Waiting,
+    Why,
+    absent_deadlines,
+    decide,
+    has_loss_to_accept,
+    joining,
+    look_at,
+    to_evict,
+)
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import (
     MAX_NAME_LENGTH,
@@ -42,13 +54,36 @@ from torchft_svc.errors import QuorumFailed, RequestRefused
 MAX_BEATS_PER_SECOND = 1000.0
 MIN_BEATS_PER_TIMEOUT = 4.0
 
-# Ids follow the clock. One that is told and that nobody can have given out yet is refused: taken
-# up, a job would run out of ids, and the next lighthouse would refuse its groups. Clocks differ, by
-# up to 14 hours where one has another time zone; a job that is new here may come from a
-# lighthouse whose ids were ahead already.
-MAX_AHEAD_S, MAX_AHEAD_OF_NEW_JOB_S = 15 * 3600.0, 30 * 3600.0
 MAX_ENDED_SHOWN = 20  # of the jobs that have ended, if none is named
-MAX_SHOWN = 4  # of those that wait for their name, and of those that have it
+# Whoever trains wants to know that somebody waits, and about how many; and one loss makes it give
+# up its step, the others are for those whose session broke just then. A thousand groups that come
+# or die at once must not make a million pieces of news.
+MAX_ANNOUNCED, MAX_ANNOUNCEMENTS = 100, 10_000
+MAX_LOSSES_TOLD = 4
+
+
+class Announcements:
+    """How much the members of one quorum are told of who comes and who is lost (rule Q22)."""
+
+    def __init__(self) -> None:
+        self._newcomers: set[str] = set()
+        self._num_losses = 0
+
+    def of_newcomers(self, waiting: Iterable[str], num_members: int) -> list[str]:
+        """Those of ``waiting`` to tell ``num_members`` of: each once, of a crowd the first ones."""
+        fresh = [key for key in waiting if key not in self._newcomers]
+        limit = min(MAX_ANNOUNCED, max(1, MAX_ANNOUNCEMENTS // num_members))
+        del fresh[max(0, limit - len(self._newcomers)) :]
+        self._newcomers.update(fresh)
+        return fresh
+
+    def of_a_loss(self) -> bool:
+        """Whether to tell of another one."""
+        self._num_losses += 1
+        return self._num_losses <= MAX_LOSSES_TOLD
+
+    def gone(self, replica_id: str) -> None:
+        self._newcomers.discard(replica_id)
 
 
 @dataclass(slots=True)
@@ -63,10 +98,32 @@ class _Job:
     killed: dict[str, str] = field(default_factory=dict)  # living groups, and why they end
     # Requests of groups whose name is still held by an earlier incarnation.
     held: dict[str, tuple[Member, int]] = field(default_factory=dict)
+    announcements: Announcements = field(default_factory=Announcements)
 
-    def next_deadline(self) -> float | None:
-        ats = (self.members.next_death(), self.members.look_at(), self.hangs.look_at())
-        return min((at for at in ats if at is not None), default=None)
+    def forget(self, replica_id: str) -> int | None:
+        """The group is gone; returns the caller that waited for it, if any."""
+        self.hangs.gone(replica_id)
+        self.announcements.gone(replica_id)
+        return self.members.gone(replica_id)
+
+    def mourners(self, replica_id: str) -> tuple[str, ...]:
+        """Who is to be told that this group is lost, if it was in the last quorum: it and, unless
+        they were told of enough others, its living fellows there."""
+        if replica_id not in self.members.previous_ids:
+            return ()
+        if not self.announcements.of_a_loss():
+            return (replica_id,)
+        return (replica_id, *(key for key in self.members.quorum_left() if key != replica_id))
+
+    def announce(self, asked: Iterable[str]) -> list[str]:
+        """Those of ``asked`` that still wait to join the last quorum, and were not announced to it.
+
+        Each is named once in a quorum's life, and of a crowd only the first ones.
+        """
+        if self.members.previous is None:
+            return []
+        waiting = [key for key in asked if self.members.state(key) is State.JOINING]
+        return self.announcements.of_newcomers(waiting, len(self.members.previous_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +154,7 @@ class _Ended:
 
 
 class Lighthouse:
-    """All jobs of one lighthouse; ``first_id`` must be above any id of an earlier lighthouse.
-
-    Ids go up by ``id_stride``: lighthouses with other remainders have others, whatever they hear.
-    ``ids_per_s``: by which the first id of a lighthouse grows as it begins later than ``now``.
-    """
+    """All jobs of one lighthouse; for its ids see `QuorumIds`."""
 
     def __init__(
         self,
@@ -113,9 +166,7 @@ class Lighthouse:
         now: float = 0.0,
     ) -> None:
         self._config = config
-        self._first_id = first_id  # of jobs that nothing is known of
-        self._base_id, self._ids_per_s, self._began_at = first_id, ids_per_s, now
-        self._stride, self._remainder = id_stride, first_id % id_stride
+        self._ids = QuorumIds(first_id, id_stride, ids_per_s, now)
         self._jobs: dict[str, _Job] = {}
         self._ended: OrderedDict[str, _Ended] = OrderedDict()
         self._wake_at: float | None = None
@@ -219,11 +270,12 @@ class Lighthouse:
         """
         check_name("job", job)
         state = self._jobs.get(job)
-        if state is None or not state.members.accept_loss(now):
+        if state is None or not has_loss_to_accept(state.members.view(), self._config, now):
             raise RequestRefused(
                 f"job {job!r} has no loss to accept: {self.why(job, now)}; only a quorum that is "
                 "held back because it would lose committed steps can be let through"
             )
+        state.members.accept_loss()
         return self._settle(job, state, [], now)
 
     def tick(self, now: float) -> tuple[Order, ...]:
@@ -244,15 +296,17 @@ class Lighthouse:
         """When `tick` has something to do; may be too early, never too late."""
         return self._wake_at
 
-    def why(self, job: str, now: float) -> str:
-        """Why the groups of ``job`` that ask have no quorum yet."""
+    def pause(self, job: str, now: float) -> Pause:
+        """Why the groups of ``job`` that ask have no quorum yet; the question changes nothing."""
         state = self._jobs.get(job)
         if state is None:
-            return "no group asks for a quorum"
-        held = [_name_held(state, key) for key in sorted(state.held)[:MAX_SHOWN]]
-        if held and not state.members.view().waiting:
-            return "; ".join(held)
-        return "; ".join([*held, state.members.why(now)])
+            return Pause(Waiting(Why.NOBODY_ASKS), now)
+        held = {key: tuple(state.members.names.earlier(key)) for key in state.held}
+        return Pause(decide(state.members.view(), self._config, now), now, held)
+
+    def why(self, job: str, now: float) -> str:
+        """The same as a sentence."""
+        return self.pause(job, now).sentence()
 
     def status(self, job: str, now: float) -> list[JobStatus]:
         """All jobs that have living groups, and the last that have ended; or the one that is named.
@@ -345,13 +399,13 @@ class Lighthouse:
         if state is None or not state.members.knows(replica_id):
             self.check_room(name)
         if state is None:
-            new = _Ended(NO_QUORUM, self._first_id, History(now), now)
+            new = _Ended(NO_QUORUM, self._ids.first, History(now), now)
             ended = self._ended.pop(name, new)
             history = History(now) if ended.is_finished else ended.history
             last = ended.last if ended.last.max_step else NO_QUORUM  # there is nothing to lose
             members = Membership(self._config, last, is_finished=ended.is_finished)
             hangs = HangWatch(self._config.hang_timeout_s)
-            state = _Job(members, hangs, history, max(self._first_id, ended.last_id))
+            state = _Job(members, hangs, history, max(self._ids.first, ended.last_id))
             self._jobs[name] = state
         state.heard_id = max(state.heard_id, told_id)
         return state
@@ -373,20 +427,9 @@ class Lighthouse:
 
     def _check_told(self, name: str, state: _Job | None, told_id: int, now: float) -> None:
         """Refuse an id that cannot have been given out."""
-        is_clock_unset = self._base_id < self._stride  # it says a time before all ids
-        if told_id <= self._base_id or is_clock_unset:
-            return
+        known = state or self._ended.get(name)
         is_running = state is not None and state.members.previous is not None
-        ahead_s = (told_id - self._base_id) / self._ids_per_s - (now - self._began_at)
-        known = state.last_id if state else 0
-        if name in self._ended:
-            known = self._ended[name].last_id
-        if told_id > known and ahead_s > (MAX_AHEAD_S if is_running else MAX_AHEAD_OF_NEW_JOB_S):
-            raise RequestRefused(
-                f"quorum {told_id}, which a group reported, was never issued: it is "
-                f"{ahead_s / 3600:.0f} h ahead of this lighthouse's clock; set the clocks, and "
-                "restart that group"
-            )
+        self._ids.check_told(told_id, known.last_id if known else 0, now, is_running=is_running)
 
     def _sign_of_life(self, state: _Job, replica_id: str, now: float) -> list[Order]:
         """An incarnation that lives keeps its name: later ones that wait for it are refused."""
@@ -395,8 +438,7 @@ class Lighthouse:
             if rival not in state.held:
                 continue
             _, caller = state.held.pop(rival)
-            state.members.gone(rival)
-            state.hangs.gone(rival)
+            state.forget(rival)
             reason = (
                 f"the name of {rival!r} is taken: {replica_id!r} is alive; "
                 "give every replica group a name of its own"
@@ -411,7 +453,7 @@ class Lighthouse:
             how = _Departure(state.killed.pop(replica_id), how.between_steps, ends=True)
         quorum_id = state.members.last.quorum_id
         # The news would make its fellows give up a step that it has finished.
-        told = () if how.between_steps else state.members.mourners(replica_id)
+        told = () if how.between_steps else state.mourners(replica_id)
         orders: list[Order] = [
             ReportLoss(
                 job, replica_id, how.reason, how.between_steps, how.is_orderly, quorum_id, told
@@ -420,8 +462,7 @@ class Lighthouse:
         gone = GoneGroup(replica_id=replica_id, reason=how.reason, orderly=how.is_orderly)
         state.history.gone(gone, ends=how.ends, now=now)
         held = state.held.pop(replica_id, None)
-        caller = state.members.gone(replica_id)
-        state.hangs.gone(replica_id)
+        caller = state.forget(replica_id)
         for lost in (caller, held[1] if held else None):
             if lost is not None:
                 orders.append(
@@ -440,14 +481,14 @@ class Lighthouse:
         ]
         if self._config.on_hang != "evict":
             return orders
-        candidates = state.members.last_members() if orders else told
+        candidates = state.members.previous_ids if orders else told
         evicted = to_evict(state.members, state.hangs, candidates)
         if evicted:
             state.members.evicted(evicted)
             state.spent_id = state.last_id
         for each in evicted:
             why, quorum_id = state.hangs.why(each, now), state.members.last.quorum_id
-            told = state.members.mourners(each)
+            told = state.mourners(each)
             orders.append(ReportEviction(job, each, why, quorum_id, told))
         return orders
 
@@ -461,19 +502,32 @@ class Lighthouse:
                 state.members.asked(*state.held.pop(replica_id), now)
                 newcomers.append(replica_id)
         state.hangs.heed_again(state.members.recalled())
-        if not state.members.is_settled(now):
-            decision = state.members.decide(now)
-            for each, since in state.members.heals.take_left_out():
-                orders.append(ReportLeftHealing(job, each, now - since))
+        look = look_at(state.members, self._config)
+        if look <= now:
+            decision = self._decide(job, state, orders, now)
             if isinstance(decision, Formed):
                 orders.append(self._publish(job, state, decision, now))
                 newcomers = state.members.waiting()
-        orders += [ReportWaiting(job, each) for each in state.members.announce(newcomers)]
+            look = look_at(state.members, self._config)
+        orders += [ReportWaiting(job, each) for each in state.announce(newcomers)]
         if not len(state.members):
             self._end(job, state, now)
         else:
-            self._wake(state.next_deadline())
+            self._wake(state.members.next_death())
+            self._wake(state.hangs.look_at())
+            for at in (look, state.members.gathers_until or 0.0):
+                self._wake(at if now < at < math.inf else None)
         return tuple(orders)
+
+    def _decide(self, job: str, state: _Job, orders: list[Order], now: float) -> Formed | Waiting:
+        """Is there a quorum now? Groups whose time is up count as stragglers from here on."""
+        view = state.members.view()
+        state.members.sharpen(view)
+        deadlines = absent_deadlines(view, self._config)
+        late = sorted(key for key, at in deadlines.items() if at <= now)
+        for replica_id, since in state.members.left_out(late):
+            orders.append(ReportLeftHealing(job, replica_id, now - since))
+        return decide(view, self._config, now)
 
     def _publish(self, job: str, state: _Job, formed: Formed, now: float) -> AnswerQuorum:
         previous = state.members.previous
@@ -485,15 +539,15 @@ class Lighthouse:
             and not any(member.commit_failures for member in formed.members)
         )
         if not may_keep_id:
-            known = max(state.last_id, state.heard_id)
-            state.last_id = known + self._stride - (known - self._remainder) % self._stride
+            state.last_id = self._ids.next(max(state.last_id, state.heard_id))
         quorum = Quorum(
             quorum_id=state.last_id,
             participants=formed.members,
-            joining=state.members.joining(formed.members),
+            joining=joining(formed.members, state.members.previous_ids if previous else None),
         )
         begins_anew = state.members.is_finished and formed.lost_from is not None
         callers = state.members.publish(quorum)
+        state.announcements = Announcements()
         if formed.lost_from is not None:
             state.history.went_back()
         state.history.published(quorum, now)
@@ -502,40 +556,16 @@ class Lighthouse:
     def _end(self, job: str, state: _Job, now: float) -> None:
         del self._jobs[job]
         last_id = max(state.last_id, state.heard_id)
-        if state.members.last.quorum_id or last_id > self._first_id:
+        if state.members.last.quorum_id or last_id > self._ids.first:
             is_finished = state.history.end() or state.members.is_finished
             self._ended[job] = _Ended(state.members.last, last_id, state.history, now, is_finished)
         while len(self._ended) > self._config.max_jobs:
             _, forgotten = self._ended.popitem(last=False)
-            # What was given out is below the clock. What was told may not be, and must not move
-            # the ids of other jobs.
-            clock_id = self._base_id + int(self._ids_per_s * (now - self._began_at))
-            self._first_id = max(self._first_id, min(forgotten.last_id, clock_id))
+            self._ids.forget(forgotten.last_id, now)
 
     def _wake(self, at: float | None) -> None:
         if at is not None and (self._wake_at is None or at < self._wake_at):
             self._wake_at = at
-
-
-def to_evict(members: Membership, hangs: HangWatch, candidates: Iterable[str]) -> list[str]:
-    """The groups that hang to leave out now (rule Q18), if one of ``candidates`` waits for them.
-
-    If all stand still, as on a file system that does not answer, leaving some of them out would
-    help nobody. So a member of the last quorum has to be there which was not left out itself, and
-    waits: one that trains for less than the hang timeout may stand still in the same place, and its
-    time is up a moment later.
-    """
-    if not hangs.unheeded or not any(_waits(members, hangs, each) for each in candidates):
-        return []
-    evicted = sorted(filter(members.is_awaited, hangs.unheeded))
-    hangs.unheeded.clear()
-    return evicted
-
-
-def _waits(members: Membership, hangs: HangWatch, replica_id: str) -> bool:
-    doing = hangs.activity(replica_id)
-    waits = doing is not None and doing.phase is Phase.QUORUM
-    return waits and members.is_expected(replica_id)
 
 
 def _turn_away(state: _Job, misfits: list[Member], trains: Member, now: float) -> list[Order]:
@@ -552,8 +582,3 @@ def _turn_away(state: _Job, misfits: list[Member], trains: Member, now: float) -
 def _superseded(caller: int, replica_id: str) -> RefuseRequest:
     reason = f"a newer request of {replica_id!r} has taken the place of this one"
     return RefuseRequest(caller, QuorumFailed(reason))
-
-
-def _name_held(state: _Job, replica_id: str) -> str:
-    others = ", ".join(state.members.names.earlier(replica_id)[:MAX_SHOWN])
-    return f"{replica_id} waits until {others}, which had its name before, is dead or has left"

@@ -1,39 +1,182 @@
-"""Who of one job is alive, who asks for a quorum, and which quorum was the last.
+"""What each group of a job is: who is alive, who asks for a quorum, who was in the last one.
 
-`Membership` keeps what `torchft_svc.core.quorum.decide` looks at, and keeps it cheap: while
+`Membership` keeps what the rules of `torchft_svc.core.quorum` look at, and keeps it cheap: while
 somebody is waited for, an arrival costs the same for ten groups and ten thousand.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
 
 from torchft_svc.core.activity import Activity
 from torchft_svc.core.names import Names, stable_name
-from torchft_svc.core.outlook import Outlook
-from torchft_svc.core.quorum import (
-    NOBODY_IS_TO_COME,
-    Formed,
-    Heal,
-    JobView,
-    Waiter,
-    Waiting,
-    absent_deadlines,
-    decide,
-    first_asked_at,
-    has_loss_to_accept,
-    joining,
-)
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
 
-# Whoever trains wants to know that somebody waits, and about how many; and one loss makes it give
-# up its step, the others are for those whose session broke just then. A thousand groups that come
-# or die at once must not make a million pieces of news.
-MAX_ANNOUNCED, MAX_ANNOUNCEMENTS = 100, 10_000
-MAX_LOSSES_TOLD = 4
+# After a lighthouse's restart managers are back within half a second; those that are with another
+# one of their list look every second whether this one answers.
+GATHER_S = 2.0
+
+
+class State(enum.Enum):
+    """What a living group of a job is; a group that is gone is forgotten."""
+
+    __hash__ = object.__hash__  # by identity: quick
+
+    ASKING = "a member of the last quorum, and asks for the next one"
+    JOINING = "no member of the last quorum, and asks for the next one"
+    AWAITED = "a member of the last quorum that has not asked again"
+    HEALING = "the same, and tells that it heals"
+    HEALED = "the same, and its heal is over"
+    ABSENT = "was in a quorum of this job, but not in the last one, and has not asked"
+    NEWCOMER = "was in no quorum of this job, and has not asked"
+    STRAGGLING = "did not ask in time: nobody waits for it until it asks"
+    EVICTED = "hangs while members of its quorum wait: nobody waits for it until it asks"
+
+
+class Part(enum.Enum):
+    """Which quorum of its job a group was in."""
+
+    __hash__ = object.__hash__
+
+    MEMBER = "the last one"
+    VETERAN = "an earlier one"
+    NEW = "none"
+
+
+class Conduct(enum.Enum):
+    """What a group does about the next quorum."""
+
+    __hash__ = object.__hash__
+
+    ASKS = "asks"
+    SILENT = "has not asked"
+    HEALS = "has not asked, and heals"
+    HAS_HEALED = "has not asked since its heal"
+    LATE = "has not asked in time"
+    HANGS = "has not asked, and hangs"
+
+
+# All that a living group can be. Whether and until when it is waited for follows from its state:
+# see `torchft_svc.core.quorum.patience`.
+_M, _V, _N = Part.MEMBER, Part.VETERAN, Part.NEW
+STATES: dict[Conduct, dict[Part, State]] = {
+    Conduct.ASKS: {_M: State.ASKING, _V: State.JOINING, _N: State.JOINING},
+    Conduct.SILENT: {_M: State.AWAITED, _V: State.ABSENT, _N: State.NEWCOMER},
+    Conduct.HEALS: {_M: State.HEALING, _V: State.ABSENT, _N: State.NEWCOMER},
+    Conduct.HAS_HEALED: {_M: State.HEALED, _V: State.ABSENT, _N: State.NEWCOMER},
+    Conduct.LATE: {_M: State.STRAGGLING, _V: State.STRAGGLING, _N: State.STRAGGLING},
+    Conduct.HANGS: {_M: State.EVICTED},
+}
+# Living members of the last quorum that have not asked, and may still be waited for.
+AWAITED_MEMBERS = (State.AWAITED, State.HEALING, State.HEALED)
+SILENT = (*AWAITED_MEMBERS, State.ABSENT, State.NEWCOMER)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """A group whose request waits for an answer, since ``asked_at`` (monotonic seconds)."""
+
+    member: Member
+    asked_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heal:
+    """A group has been healing since ``since``, until ``ended_at`` (None: it still does)."""
+
+    since: float
+    ended_at: float | None = None
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    """What is known of one living group; its ``state`` follows from the rest.
+
+    ``caller`` waits for the answer to its request (None: it does not ask), which needs
+    ``num_bytes`` in a quorum. ``gave_up``: since when
+    it had asked, and until when. ``left_out``: LATE or HANGS, if nobody waits for it. ``heal`` is
+    the last one since it asked. ``is_reported``: it was left out while it healed once.
+    """
+
+    seen_at: float
+    part: Part
+    state: State = State.NEWCOMER
+    caller: int | None = None
+    num_bytes: int = 0
+    gave_up: tuple[float, float] | None = None
+    left_out: Conduct | None = None
+    heal: Heal | None = None
+    is_reported: bool = False
+
+    @property
+    def conduct(self) -> Conduct:
+        if self.caller is not None:
+            return Conduct.ASKS
+        if self.left_out is not None:
+            return self.left_out
+        if self.heal is None:
+            return Conduct.SILENT
+        return Conduct.HEALS if self.heal.ended_at is None else Conduct.HAS_HEALED
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """How long a lighthouse that is new to a job waits for groups not seen yet (rule Q11).
+
+    Of a job that has no quorum here yet, though its groups tell that they were in one.
+
+    The first of them would else train alone, and where the others are still with another
+    lighthouse, both halves would commit the same steps.
+    """
+
+    num_groups: int = 0
+    until: float | None = None
+
+    def heard(self, member: Member, now: float, join_timeout_s: float) -> Gathering:
+        """The same after ``member`` has asked at ``now``."""
+        if member.last_num_groups < 2:
+            return self  # a newcomer, or one that was alone: there is nobody to come
+        until = now + min(GATHER_S, join_timeout_s) if self.until is None else self.until
+        return Gathering(max(self.num_groups, member.last_num_groups), until)
+
+
+NOBODY_IS_TO_COME = Gathering()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """All that a decision depends on; save for ``previous``, all ids are of groups in ``living``.
+
+    ``groups`` are the living by their state. ``previous`` are the members of the last quorum; if
+    this lighthouse has published none yet, who tells that it was in the newest one. ``first``:
+    since when the first of those that ask does, and when the first of those that have healed was
+    done. ``heals`` are those of groups that have not asked since. ``num_veterans`` of the living
+    took part in a quorum of this job. ``told_min_replicas`` is the largest that those who wait tell
+    (0: none). ``loss_accepted``: an operator gave up the steps that those who wait do not have.
+    ``is_finished``: that step is the one of a run that has ended on purpose.
+    ``ahead`` tell of a quorum that is newer than the last one here: the job went on elsewhere. Who
+    tells that and is not to be believed is not among them.
+    ``gathering`` matters until this lighthouse has published a quorum.
+    """
+
+    waiting: Mapping[str, Waiter]
+    groups: Mapping[State, Set[str]]
+    living: Set[str]
+    previous: Set[str]
+    first: Mapping[State, float]
+    heals: Mapping[str, Heal] = field(default_factory=dict)
+    num_veterans: int = 0
+    committed_step: int = 0
+    told_min_replicas: int = 0
+    loss_accepted: bool = False
+    is_finished: bool = False
+    ahead: Set[str] = frozenset()
+    gathering: Gathering = NOBODY_IS_TO_COME
 
 
 class Membership:
@@ -45,22 +188,19 @@ class Membership:
         """``is_finished``: the run that ``last`` was the last quorum of has ended on purpose."""
         self._config = config
         self.is_finished = is_finished
-        self._seen_at: OrderedDict[str, float] = OrderedDict()  # the longest silent first
-        self._waiting: dict[str, Waiter] = {}
-        self._waiting_bytes = 0  # of their requests, in a quorum
-        self._told_min_replicas: Counter[int] = Counter()  # by those who wait; few different ones
-        self._gave_up: dict[str, tuple[float, float]] = {}  # since when it asked, until when
-        self._callers: dict[str, int] = {}
-        self._replica_of: dict[int, str] = {}
+        self._known: OrderedDict[str, GroupRecord] = OrderedDict()  # the longest silent first
+        self._waiting: dict[str, Waiter] = {}  # the requests of those that ask
+        self._replica_of: dict[int, str] = {}  # by their callers
+        # Derived from the records, or from the requests.
+        self.groups: dict[State, set[str]] = {state: set() for state in State}
+        self._num_veterans = 0
+        self._waiting_bytes = 0  # in a quorum
+        self._told_min_replicas: Counter[int] = Counter()  # few different ones
+        # Not later than the first request of those that ask, or the first heal that was over.
+        self.first: dict[State, float] = {}
+
         self.names = Names()
-        self._veterans: set[str] = set()
-        self._straggling: set[str] = set()
-        self._evicted: set[str] = set()  # of the stragglers, those that hang in the last quorum
         self._ahead: set[str] = set()  # living, tell of a newer quorum than the last one here
-        self._awaited: set[str] = set()  # living, in the previous quorum, has not asked again
-        self.heals = Heals()
-        self._announcements = Announcements()  # to the last quorum
-        self._outlook = Outlook(config.join_timeout_s)
         self.previous: Quorum | None = None  # published here
         self._previous_ids: set[str] = set()  # of its members, or who tells of the newest one
         self.last = last
@@ -71,16 +211,15 @@ class Membership:
 
     def seen(self, replica_id: str, now: float) -> None:
         """A sign of life."""
-        if replica_id not in self._seen_at:
+        group = self._known.get(replica_id)
+        if group is None:
             self.names.came(replica_id)
-            if self._config.newcomer_timeout_s < self._config.join_timeout_s:
-                self._outlook.crowd_changed()
-            if replica_id in self._previous_ids:  # it was silent for too long, but is back
-                self._veterans.add(replica_id)
-                self._awaited.add(replica_id)
-                self._outlook.forget()
-        self._seen_at[replica_id] = now
-        self._seen_at.move_to_end(replica_id)
+            group = self._known[replica_id] = GroupRecord(now, Part.NEW)
+            # A member was silent for too long, but is back.
+            was_member = replica_id in self._previous_ids
+            self._take_part(replica_id, Part.MEMBER if was_member else Part.NEW)
+        group.seen_at = now
+        self._known.move_to_end(replica_id)
 
     def told(self, replica_id: str, last: LastQuorum) -> None:
         """A group that has been seen tells of the last quorum that it was in, maybe elsewhere.
@@ -90,23 +229,20 @@ class Membership:
         """
         if not last.quorum_id:
             return
-        self._veterans.add(replica_id)
-        self._outlook.crowd_changed()
+        if self._known[replica_id].part is Part.NEW:
+            self._take_part(replica_id, Part.VETERAN)
         self._note_ahead(replica_id, last.quorum_id)
         if self.previous is not None or last.quorum_id < self.last.quorum_id:
             return
         if last.quorum_id > self.last.quorum_id:
+            self._end_quorum(self._previous_ids)
             self._previous_ids.clear()
-            self._awaited.clear()
-            self._evicted.clear()
         if last > self.last:
             self.last = last
             self.is_finished = False
             self._loss_accepted = False  # it was about an earlier step
         self._previous_ids.add(replica_id)
-        if replica_id not in self._waiting and replica_id not in self._straggling:
-            self._awaited.add(replica_id)
-        self._outlook.forget()
+        self._take_part(replica_id, Part.MEMBER)
 
     def _note_ahead(self, replica_id: str, quorum_id: int) -> None:
         """It tells that it was in this quorum; if that is newer than the last one here, the job may
@@ -114,52 +250,30 @@ class Membership:
         if self.previous is not None and quorum_id > self.last.quorum_id:
             self._ahead.add(replica_id)
 
-    def _believed_ahead(self) -> set[str]:
-        """Who tells that the job went on elsewhere, and had a name in the last quorum here.
-
-        Everybody may tell that. So it counts only if more groups of the last quorum, by their
-        names, say so than live that do not: the others have been here all the time.
-        """
-        names = {stable_name(replica_id) for replica_id in self._previous_ids}
-        stay = {
-            stable_name(key) for key in self._previous_ids - self._ahead if key in self._seen_at
-        }
-        went = {stable_name(key) for key in self._ahead} & names - stay
-        if len(went) <= len(stay):
-            return set()
-        return {key for key in self._ahead if stable_name(key) in went}
-
     def asked(self, member: Member, caller: int, now: float) -> int | None:
         """``caller`` asks on behalf of ``member``, which has been seen; returns the caller that it
         replaces, if any. Whoever repeats a request has asked since the first of them, also if
         it gave up in between: with a patience shorter than ours it would never see a straggler left
         out."""
-        replaced = self._callers.get(member.replica_id)
-        asked_at, gave_up_at = self._gave_up.pop(member.replica_id, (now, now))
+        replica_id = member.replica_id
+        group = self._known[replica_id]
+        replaced = group.caller
+        asked_at, gave_up_at = group.gave_up or (now, now)
         if now - gave_up_at > self._config.heartbeat_timeout_s:
             asked_at = now
         if replaced is not None:
-            del self._replica_of[replaced]
-            asked_at = self._no_longer_waits(member.replica_id).asked_at
-        self._waiting[member.replica_id] = Waiter(member, asked_at)
-        self._waiting_bytes += member.num_bytes
+            asked_at = self._take_request(replica_id, group).asked_at
+        self._waiting[replica_id] = Waiter(member, asked_at)
+        group.num_bytes = member.num_bytes
+        self._waiting_bytes += group.num_bytes
         self._told_min_replicas[member.min_replicas] += 1
+        self._replica_of[caller] = replica_id
+        group.caller, group.gave_up, group.left_out, group.heal = caller, None, None, None
+        self._place(replica_id, group)
         if member.has_history:
-            self._note_ahead(member.replica_id, member.seen_quorum_id)
-        if member.has_history and member.replica_id not in self._veterans:
-            self._veterans.add(member.replica_id)
-            self._outlook.crowd_changed()
-        self._callers[member.replica_id] = caller
-        self._replica_of[caller] = member.replica_id
-        self._straggling.discard(member.replica_id)
-        self._evicted.discard(member.replica_id)
-        if self.heals.over(member.replica_id):
-            self._outlook.heal_is_over()
-        self._awaited.discard(member.replica_id)
-        if member.replica_id in self._previous_ids:
-            self._outlook.member_asked(asked_at)
-        elif asked_at < now:
-            self._outlook.crowd_changed()
+            self._note_ahead(replica_id, member.seen_quorum_id)
+            if group.part is Part.NEW:
+                self._take_part(replica_id, Part.VETERAN)
         if self.previous is None:
             self._gathering = self._gathering.heard(member, now, self._config.join_timeout_s)
         if member.step >= self.committed_step:
@@ -168,42 +282,53 @@ class Membership:
 
     def withdrew(self, caller: int, now: float) -> None:
         """``caller`` waits no longer; the group itself is still alive."""
-        replica_id = self._replica_of.pop(caller, None)
+        replica_id = self._replica_of.get(caller)
         if replica_id is None:
             return
-        self._gave_up[replica_id] = (self._no_longer_waits(replica_id).asked_at, now)
-        del self._callers[replica_id]
-        if replica_id in self._previous_ids:
-            self._awaited.add(replica_id)
-            self._outlook.member_withdrew(now)
+        group = self._known[replica_id]
+        group.gave_up = (self._take_request(replica_id, group).asked_at, now)
+        self._place(replica_id, group)
 
     def does(self, replica_id: str, activity: Activity, now: float) -> bool:
-        """What a living group tells; whether it changes until when that is waited for."""
-        heals = activity.phase is Phase.HEALING and replica_id not in self._waiting
-        is_back = heals and self._is_back_to_heal(replica_id)
-        has_ended = self.heals.told(replica_id, activity.since if heals else None, now)
-        if is_back:
-            self._straggling.discard(replica_id)
-            self._awaited.add(replica_id)
-        elif not has_ended:
+        """What a living group tells; whether it is another state."""
+        group = self._known[replica_id]
+        heal = group.heal
+        if activity.phase is Phase.HEALING and group.caller is None:
+            if self._is_back_to_heal(group):
+                group.left_out = None
+            group.heal = Heal(min(activity.since, heal.since) if heal else activity.since)
+        elif heal is not None and heal.ended_at is None:
+            group.heal = Heal(heal.since, now)
+        else:
             return False
-        self._outlook.forget()
-        return replica_id in self._awaited
+        before = group.state
+        self._place(replica_id, group)
+        return group.state is not before
 
-    def _is_back_to_heal(self, replica_id: str) -> bool:
+    def _is_back_to_heal(self, group: GroupRecord) -> bool:
         """Whether it was taken for late because it had not told yet that it heals, or heals once
         more: with a session that breaks that is forgotten, and the next one does not begin with it.
         """
-        is_late = replica_id in self._straggling and replica_id in self._previous_ids
-        is_news = not self.heals.is_under_way(replica_id) and replica_id not in self._evicted
+        is_late = group.state is State.STRAGGLING and group.part is Part.MEMBER
+        is_news = group.heal is None or group.heal.ended_at is not None
         return is_late and is_news and self._config.heal_timeout_s is not None
 
     def evicted(self, replica_ids: Iterable[str]) -> None:
         """These, which are awaited, hang: nobody waits for them until they ask."""
-        self._evicted.update(replica_ids)
-        self._straggling |= self._evicted
-        self._awaited -= self._evicted
-        self._outlook.forget()
+        for replica_id in replica_ids:
+            self._leave_out(replica_id, Conduct.HANGS)
+
+    def left_out(self, replica_ids: Iterable[str]) -> list[tuple[str, float]]:
+        """These have not asked in time. Returns who of them heals, and since when; each is told
+        once."""
+        healing = []
+        for replica_id in replica_ids:
+            self._leave_out(replica_id, Conduct.LATE)
+            group = self._known[replica_id]
+            if group.heal and group.heal.ended_at is None and not group.is_reported:
+                group.is_reported = True
+                healing.append((replica_id, group.heal.since))
+        return healing
 
     def recalled(self) -> list[str]:
         """Who is waited for again, because nobody else of the last quorum is left.
@@ -211,59 +336,51 @@ class Membership:
         To be called when somebody is gone: newcomers must not begin a second history while members
         of the first one hang.
         """
-        if not self._evicted or any(self.is_expected(key) for key in self._previous_ids):
+        if not self.groups[State.EVICTED] or self.groups[State.ASKING] or self.num_awaited:
             return []
-        recalled = sorted(self._evicted)
-        self._straggling -= self._evicted
-        self._awaited |= self._evicted
-        self._evicted.clear()
-        self._outlook.forget()
+        recalled = sorted(self.groups[State.EVICTED])
+        for replica_id in recalled:
+            self._leave_out(replica_id, None)
         return recalled
 
     def turned_away(self, replica_id: str, now: float) -> int | None:
         """A group that waits is refused; returns its caller. It may be alive."""
-        caller = self._callers.get(replica_id)
+        group = self._known.get(replica_id)
+        caller = group.caller if group else None
         if caller is not None:
             self.withdrew(caller, now)
         return caller
 
     def gone(self, replica_id: str) -> int | None:
         """The group is dead or has left; returns the caller that waited for it, if any."""
-        if self._seen_at.pop(replica_id, None) is None:
+        group = self._known.pop(replica_id, None)
+        if group is None:
             return None
+        caller = group.caller
+        if caller is not None:
+            self._take_request(replica_id, group)
+        self._remove(replica_id, group.state)
+        self._num_veterans -= group.part is not Part.NEW
         self.names.went(replica_id)
-        for ids in (self._veterans, self._straggling, self._evicted, self._ahead, self._awaited):
-            ids.discard(replica_id)
-        if replica_id in self._previous_ids:
-            self._outlook.crowd_changed()
-        if self.heals.gone(replica_id):
-            self._outlook.heal_is_over()
-        self._announcements.gone(replica_id)
+        self._ahead.discard(replica_id)
         if self.previous is None:
             self._previous_ids.discard(replica_id)
-        if replica_id in self._waiting:
-            self._no_longer_waits(replica_id)
-        self._gave_up.pop(replica_id, None)
-        caller = self._callers.pop(replica_id, None)
-        if caller is not None:
-            del self._replica_of[caller]
         return caller
 
     def publish(self, quorum: Quorum) -> tuple[int, ...]:
         """``quorum`` is the answer to its members; returns their callers, in member order."""
         callers = []
-        for member in quorum.participants:
-            self._no_longer_waits(member.replica_id)
-            caller = self._callers.pop(member.replica_id)
-            del self._replica_of[caller]
-            callers.append(caller)
-        self.previous = quorum
+        before = self._previous_ids
         self._previous_ids = {member.replica_id for member in quorum.participants}
-        self._awaited = set(self._previous_ids)
-        self._evicted.clear()
+        self._end_quorum(before - self._previous_ids)
+        for member in quorum.participants:
+            group = self._known[member.replica_id]
+            assert group.caller is not None
+            callers.append(group.caller)
+            self._take_request(member.replica_id, group)
+            self._take_part(member.replica_id, Part.MEMBER)
+        self.previous = quorum
         self._ahead.clear()
-        self._veterans |= self._previous_ids
-        self._announcements = Announcements()
         # Its step is lower than before only if that is accepted (rule Q7).
         self.last = LastQuorum(quorum.quorum_id, quorum.max_step)
         self.is_finished = False
@@ -271,16 +388,61 @@ class Membership:
         self._gathering = NOBODY_IS_TO_COME
         return tuple(callers)
 
-    def accept_loss(self, now: float) -> bool:
-        """An operator gives up the steps that those who ask do not have; False: there are none."""
-        if not has_loss_to_accept(self.view(), self._config, now):
-            return False
+    def accept_loss(self) -> None:
+        """An operator gives up the steps that those who ask do not have."""
         self._loss_accepted = True
-        return True
 
-    def _no_longer_waits(self, replica_id: str) -> Waiter:
+    # -- the records -----------------------------------------------------------------------------
+
+    def _place(self, replica_id: str, group: GroupRecord) -> None:
+        """Something that is known of this group has changed."""
+        state = STATES[group.conduct][group.part]
+        if state is not group.state:
+            self._remove(replica_id, group.state)
+            group.state = state
+        self.groups[state].add(replica_id)
+        if state is State.ASKING or state is State.JOINING:
+            since = self._waiting[replica_id].asked_at
+        elif state is State.HEALED and group.heal and group.heal.ended_at is not None:
+            since = group.heal.ended_at
+        else:
+            return
+        if since < self.first.get(state, math.inf):
+            self.first[state] = since
+
+    def _remove(self, replica_id: str, state: State) -> None:
+        self.groups[state].discard(replica_id)
+        if not self.groups[state]:
+            self.first.pop(state, None)
+
+    def _take_part(self, replica_id: str, part: Part) -> None:
+        group = self._known[replica_id]
+        self._num_veterans += (part is not Part.NEW) - (group.part is not Part.NEW)
+        group.part = part
+        self._place(replica_id, group)
+
+    def _end_quorum(self, replica_ids: Iterable[str]) -> None:
+        """These were in the last quorum, and there is a newer one."""
+        for replica_id in replica_ids:
+            group = self._known.get(replica_id)
+            if group is not None:
+                if group.left_out is not None:
+                    group.left_out = Conduct.LATE
+                self._take_part(replica_id, Part.VETERAN)
+
+    def _leave_out(self, replica_id: str, why: Conduct | None) -> None:
+        group = self._known[replica_id]
+        group.left_out = why
+        self._place(replica_id, group)
+
+    def _take_request(self, replica_id: str, group: GroupRecord) -> Waiter:
+        """It waits no longer; `_place` is to follow."""
+        assert group.caller is not None
+        del self._replica_of[group.caller]
+        group.caller = None
         waiter = self._waiting.pop(replica_id)
-        self._waiting_bytes -= waiter.member.num_bytes
+        self._waiting_bytes -= group.num_bytes
+        group.num_bytes = 0
         told = waiter.member.min_replicas
         self._told_min_replicas[told] -= 1
         if not self._told_min_replicas[told]:
@@ -289,86 +451,102 @@ class Membership:
 
     # -- what follows ----------------------------------------------------------------------------
 
-    def decide(self, now: float) -> Formed | Waiting:
-        """Is there a quorum now? Groups whose time is up count as stragglers from here on."""
-        view = self.view()
-        deadlines = absent_deadlines(view, self._config) if self._waiting else {}
-        late = {key for key, at in deadlines.items() if at <= now}
-        self.heals.left_out(sorted(late))
-        self._straggling |= late
-        self._awaited -= late
-        decision = decide(view, self._config, now)
-        self._outlook.decided(decision.until if isinstance(decision, Waiting) else None)
-        if isinstance(decision, Waiting) and len(late) < len(deadlines):
-            until = min(at for at in deadlines.values() if at > now)
-            if decision.until == (None if until == math.inf else until):
-                self._outlook.awaits(until, first_asked_at(view))
-        return decision
+    def view(self) -> JobView:
+        """What decisions look at."""
+        return JobView(
+            waiting=self._waiting,
+            groups=self.groups,
+            living=self._known.keys(),
+            previous=self._previous_ids,
+            first=self._first_of_all(),
+            heals=self._heals(),
+            num_veterans=self._num_veterans,
+            committed_step=self.committed_step,
+            told_min_replicas=max(self._told_min_replicas, default=0),
+            loss_accepted=self._loss_accepted,
+            is_finished=self.is_finished,
+            ahead=self._believed_ahead() if self._ahead else self._ahead,
+            gathering=self._gathering,
+        )
 
-    def why(self, now: float) -> str:
-        """Why there is no quorum; unlike `decide`, a question changes nothing."""
-        decision = decide(self.view(), self._config, now)
-        return decision.why if isinstance(decision, Waiting) else "a quorum is being published"
+    def _first_of_all(self) -> dict[State, float]:
+        """As `first`, but exact. It matters only if somebody is waited for."""
+        if not any(self.groups[state] for state in SILENT):
+            return self.first
+        return {
+            state: min(self._since(replica_id, state) for replica_id in self.groups[state])
+            for state in self.first
+        }
 
-    def is_settled(self, now: float) -> bool:
-        """True if the last decision still holds whoever else has asked meanwhile (cheap)."""
-        num_absent = len(self._seen_at) - len(self._waiting) - len(self._straggling)
-        return self._outlook.holds(now, len(self._awaited), num_absent)
+    def _since(self, replica_id: str, state: State) -> float:
+        """A request waits, or a heal is over."""
+        if state is not State.HEALED:
+            return self._waiting[replica_id].asked_at
+        heal = self._known[replica_id].heal
+        assert heal is not None
+        assert heal.ended_at is not None
+        return heal.ended_at
 
-    def look_at(self) -> float | None:
-        """When to decide again although nothing happened."""
-        at = self._outlook.look_at
-        return None if at == math.inf else at
+    def _heals(self) -> dict[str, Heal]:
+        """Those of groups that have not asked since."""
+        silent = (self.groups[state] for state in SILENT)
+        found = ((key, self._known[key].heal) for keys in silent for key in keys)
+        return {key: heal for key, heal in found if heal is not None}
+
+    def sharpen(self, view: JobView) -> None:
+        """What ``view`` has counted anew need not be counted again."""
+        self.first = dict(view.first)
+
+    def _believed_ahead(self) -> set[str]:
+        """Who tells that the job went on elsewhere, and had a name in the last quorum here.
+
+        Everybody may tell that. So it counts only if more groups of the last quorum, by their
+        names, say so than live that do not: the others have been here all the time.
+        """
+        names = {stable_name(replica_id) for replica_id in self._previous_ids}
+        stay = {stable_name(key) for key in self._previous_ids - self._ahead if key in self._known}
+        went = {stable_name(key) for key in self._ahead} & names - stay
+        if len(went) <= len(stay):
+            return set()
+        return {key for key in self._ahead if stable_name(key) in went}
 
     def dead(self, now: float) -> list[str]:
         """The groups that were silent for the heartbeat timeout."""
         dead = []
-        for replica_id, seen_at in self._seen_at.items():
-            if now < seen_at + self._config.heartbeat_timeout_s:  # as in next_death, to the bit
+        for replica_id, group in self._known.items():
+            if now < group.seen_at + self._config.heartbeat_timeout_s:  # as below, to the bit
                 break
             dead.append(replica_id)
         return dead
 
     def next_death(self) -> float | None:
         """When the longest silent group dies, if it stays silent."""
-        for seen_at in self._seen_at.values():
-            return seen_at + self._config.heartbeat_timeout_s
+        for group in self._known.values():
+            return group.seen_at + self._config.heartbeat_timeout_s
         return None
 
     def called(self, name: str) -> list[str]:
         """The living groups with this replica id or, if there is none, with this stable name."""
-        return [name] if name in self._seen_at else self.names.of(name)
-
-    def announce(self, asked: Iterable[str]) -> list[str]:
-        """Those of ``asked`` that still wait to join the last quorum, and were not announced to it.
-
-        Each is named once in a quorum's life, and of a crowd only the first ones.
-        """
-        if self.previous is None:
-            return []
-        new = [key for key in asked if key in self._waiting and key not in self._previous_ids]
-        return self._announcements.of_newcomers(new, len(self._previous_ids))
+        return [name] if name in self._known else self.names.of(name)
 
     def quorum_left(self) -> list[str]:
         """The living groups of the last quorum."""
-        return [key for key in self._previous_ids if key in self._seen_at]
+        return [key for key in self._previous_ids if key in self._known]
 
-    def last_members(self) -> Iterable[str]:
+    @property
+    def previous_ids(self) -> Set[str]:
         """The groups of the last quorum, also the dead ones."""
         return self._previous_ids
 
-    def is_awaited(self, replica_id: str) -> bool:
-        """Whether a group is a living member of the last quorum, and neither asks nor is late."""
-        return replica_id in self._awaited
+    @property
+    def num_awaited(self) -> int:
+        """Living members of the last quorum that neither ask nor were left out."""
+        return sum(len(self.groups[state]) for state in AWAITED_MEMBERS)
 
-    def is_expected(self, replica_id: str) -> bool:
-        """The same of one that may ask already."""
-        asks = replica_id in self._waiting and replica_id in self._previous_ids
-        return asks or replica_id in self._awaited
-
-    def is_left_out(self, replica_id: str) -> bool:
-        """Whether a living group is not waited for until it asks."""
-        return replica_id in self._straggling
+    def state(self, replica_id: str) -> State | None:
+        """None: it is not alive."""
+        group = self._known.get(replica_id)
+        return group.state if group else None
 
     @property
     def committed_step(self) -> int:
@@ -380,36 +558,27 @@ class Membership:
         """Of the lighthouse; what the groups tell goes before it."""
         return self._config.min_replicas
 
+    @property
+    def gathers_until(self) -> float | None:
+        """Until when groups are waited for that were not seen yet, if they are."""
+        return self._gathering.until
+
     def asking(self) -> list[Member]:
         """The requests that wait for an answer."""
         return [waiter.member for waiter in self._waiting.values()]
 
     def num_bytes_of_others(self, replica_id: str) -> int:
         """Of a quorum of all who ask, without this group."""
-        own = self._waiting.get(replica_id)
-        return self._waiting_bytes - (own.member.num_bytes if own else 0)
+        group = self._known.get(replica_id)
+        return self._waiting_bytes - (group.num_bytes if group else 0)
 
     def silences(self, now: float) -> list[tuple[str, float]]:
         """The living groups, and for how many seconds each has been silent."""
-        return [(replica_id, now - seen_at) for replica_id, seen_at in self._seen_at.items()]
+        return [(replica_id, now - group.seen_at) for replica_id, group in self._known.items()]
 
     def waiting(self) -> list[str]:
         """The groups that ask."""
         return list(self._waiting)
-
-    def mourners(self, replica_id: str) -> tuple[str, ...]:
-        """Who is to be told that this group is lost, if it was in the last quorum: it and, unless
-        they were told of enough others, its living fellows there."""
-        if replica_id not in self._previous_ids:
-            return ()
-        if not self._announcements.of_a_loss():
-            return (replica_id,)
-        others = (key for key in self._previous_ids if key in self._seen_at and key != replica_id)
-        return (replica_id, *others)
-
-    def joining(self, members: tuple[Member, ...]) -> frozenset[str]:
-        """Those of ``members`` that were not in the last quorum, or have not healed since."""
-        return joining(members, None if self.previous is None else self._previous_ids)
 
     def is_past(self, replica_id: str, last: LastQuorum) -> bool:
         """Whether the others go on without this group, which was in quorum ``last`` and is back."""
@@ -421,99 +590,7 @@ class Membership:
         return self.previous is not None and replica_id in self._previous_ids
 
     def knows(self, replica_id: str) -> bool:
-        return replica_id in self._seen_at
+        return replica_id in self._known
 
     def __len__(self) -> int:
-        return len(self._seen_at)
-
-    def view(self) -> JobView:
-        return JobView(
-            waiting=self._waiting,
-            living=self._seen_at.keys(),
-            veterans=self._veterans,
-            straggling=self._straggling,
-            previous=self._previous_ids,
-            committed_step=self.committed_step,
-            told_min_replicas=max(self._told_min_replicas, default=0),
-            loss_accepted=self._loss_accepted,
-            is_finished=self.is_finished,
-            ahead=self._believed_ahead() if self._ahead else self._ahead,
-            gathering=self._gathering,
-            heals=self.heals.known,
-        )
-
-
-class Heals:
-    """Which groups heal, and who was left out for that (rule Q16).
-
-    Those of one job's living groups that have not asked since; ``now`` is monotonic seconds."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, Heal] = {}
-        self._left_out: dict[str, Heal] = {}  # to be reported
-        self._reported: set[str] = set()
-
-    def told(self, replica_id: str, since: float | None, now: float) -> bool:
-        """A group heals since ``since``, or (None) does something else; whether a heal has ended
-        with this."""
-        heal = self.known.get(replica_id)
-        if since is not None:
-            self.known[replica_id] = Heal(min(since, heal.since) if heal else since)
-            return False
-        if heal is None or heal.ended_at is not None:
-            return False
-        self.known[replica_id] = Heal(heal.since, now)
-        return True
-
-    def is_under_way(self, replica_id: str) -> bool:
-        """As far as it has told."""
-        heal = self.known.get(replica_id)
-        return heal is not None and heal.ended_at is None
-
-    def over(self, replica_id: str) -> bool:
-        """The group asks; whether it has healed since the last time."""
-        return self.known.pop(replica_id, None) is not None
-
-    def gone(self, replica_id: str) -> bool:
-        """Whether it healed, or had healed and not asked yet."""
-        self._left_out.pop(replica_id, None)
-        self._reported.discard(replica_id)
-        return self.known.pop(replica_id, None) is not None
-
-    def left_out(self, replica_ids: Iterable[str]) -> None:
-        """Nobody waits for these any longer."""
-        for key in replica_ids:
-            heal = self.known.get(key)
-            if heal is not None and heal.ended_at is None and key not in self._reported:
-                self._left_out[key] = heal
-
-    def take_left_out(self) -> list[tuple[str, float]]:
-        """Who was left out while it healed, and since when it did; each group is told once."""
-        taken = [(key, heal.since) for key, heal in self._left_out.items()]
-        self._reported.update(self._left_out)
-        self._left_out.clear()
-        return taken
-
-
-class Announcements:
-    """How much the members of one quorum are told of who comes and who is lost (rule Q22)."""
-
-    def __init__(self) -> None:
-        self._newcomers: set[str] = set()
-        self._num_losses = 0
-
-    def of_newcomers(self, waiting: Iterable[str], num_members: int) -> list[str]:
-        """Those of ``waiting`` to tell ``num_members`` of: each once, of a crowd the first ones."""
-        fresh = [key for key in waiting if key not in self._newcomers]
-        limit = min(MAX_ANNOUNCED, max(1, MAX_ANNOUNCEMENTS // num_members))
-        del fresh[max(0, limit - len(self._newcomers)) :]
-        self._newcomers.update(fresh)
-        return fresh
-
-    def of_a_loss(self) -> bool:
-        """Whether to tell of another one."""
-        self._num_losses += 1
-        return self._num_losses <= MAX_LOSSES_TOLD
-
-    def gone(self, replica_id: str) -> None:
-        self._newcomers.discard(replica_id)
+        return len(self._known)

@@ -3,17 +3,81 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from torchft_svc.core.activity import HangWatch
-from torchft_svc.core.membership import Membership
+from torchft_svc.core.membership import Membership, State
+from torchft_svc.core.quorum import Formed, Waiting, Why
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Member, Quorum
 
 # People look at what happened last; a job whose groups come and go for months keeps no more.
 MAX_GONE_KEPT = 16
 MAX_REASON_KEPT = 200  # characters, of up to a thousand
+MAX_NAMES = 4  # in a sentence; the others are counted
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Why those who ask wait at ``now``: the ``decision``, and who is ``held`` because earlier
+    groups that live have its name."""
+
+    decision: Formed | Waiting
+    now: float
+    held: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def sentence(self, *, with_durations: bool = True) -> str:
+        """For people; without durations it says nothing that changes all the time."""
+        held = [
+            f"{key} waits until {', '.join(earlier[:MAX_NAMES])}, which had its name before, is "
+            "dead or has left"
+            for key, earlier in sorted(self.held.items())[:MAX_NAMES]
+        ]
+        if isinstance(self.decision, Formed):
+            return "; ".join([*held, "a quorum is being published"])
+        if held and self.decision.why is Why.NOBODY_ASKS:
+            return "; ".join(held)
+        return "; ".join([*held, explain(self.decision, self.now if with_durations else None)])
+
+
+def explain(waiting: Waiting, now: float | None = None) -> str:
+    """The sentence about a decision; without ``now`` it names no duration."""
+    if waiting.why is Why.NOBODY_ASKS:
+        return "no group asks for a quorum"
+    if waiting.why is Why.GATHERING:
+        return (
+            f"this lighthouse is new to the job: waiting for {waiting.num_missing} more groups of "
+            "its quorum"
+        )
+    if waiting.why is Why.AWAITED:
+        healing, since = waiting.heal or ("", 0.0)
+        for_s = "" if now is None else f" since {now - since:.0f} s"
+        heal = f"; {healing} heals{for_s}" if healing else ""
+        return f"waiting for {name_some(waiting.awaited)}: alive, but has not asked{heal}"
+    if waiting.why is Why.TOO_FEW:
+        left = f", {waiting.num_kept_out} more kept out by shrink_only" * (waiting.num_kept_out > 0)
+        return f"{waiting.num_asking} of at least {waiting.num_needed} groups ask{left}"
+    if waiting.why is Why.NOT_BELIEVED:
+        return (
+            f"{name_some(waiting.not_believed)}: more than a step ahead of the job, which has "
+            f"committed step {waiting.committed_step}; waiting for a group of the last quorum, to "
+            "heal from it"
+        )
+    done = "finished after" if waiting.is_finished else "committed"
+    return (
+        f"the job has {done} step {waiting.committed_step}, the groups that ask have at most "
+        f"step {waiting.max_step}: waiting for a group with the newer state "
+        "(or for `lighthouse accept-loss`, which gives it up)"
+    )
+
+
+def name_some(replica_ids: Iterable[str]) -> str:
+    """The first few ids in order, and how many more there are."""
+    names = sorted(replica_ids)
+    more = len(names) - MAX_NAMES
+    shown = ", ".join(names[:MAX_NAMES])
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +217,12 @@ class History:
 
 
 def describe(
-    job: str, members: Membership, hangs: HangWatch, held: Iterable[Member], why: str, now: float
+    job: str,
+    members: Membership,
+    hangs: HangWatch,
+    held: Iterable[Member],
+    why: str,
+    now: float,
 ) -> JobStatus:
     """``held`` wait until an earlier incarnation is gone; ``why`` is asked by the caller."""
     previous = members.previous
@@ -176,7 +245,7 @@ def describe(
                 phase_s=max(0.0, now - doing.since) if doing else 0.0,
                 silent_s=silent_s,
                 hung=hangs.is_hung(replica_id),
-                left_out=members.is_left_out(replica_id),
+                left_out=members.state(replica_id) in (State.STRAGGLING, State.EVICTED),
             )
         )
     return JobStatus(

@@ -5,97 +5,20 @@ The rules are those of docs/design/quorum.md, and so are their numbers in the co
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, replace
 
+from torchft_svc.core.activity import HangWatch
+from torchft_svc.core.membership import (
+    AWAITED_MEMBERS,
+    JobView,
+    Membership,
+    State,
+)
+from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Member, QuorumConfig
-
-# A reason is read by people: it names a few groups and counts the others.
-MAX_NAMES_IN_A_REASON = 4
-# After a lighthouse's restart managers are back within half a second; those that are with another
-# one of their list look every second whether this one answers.
-GATHER_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Waiter:
-    """A group whose request waits for an answer, since ``asked_at`` (monotonic seconds)."""
-
-    member: Member
-    asked_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Gathering:
-    """How long a lighthouse that is new to a job waits for groups not seen yet (rule Q11).
-
-    Of a job that has no quorum here yet, though its groups tell that they were in one.
-
-    The first of them would else train alone, and where the others are still with another
-    lighthouse, both halves would commit the same steps.
-    """
-
-    num_groups: int = 0
-    until: float | None = None
-
-    def heard(self, member: Member, now: float, join_timeout_s: float) -> Gathering:
-        """The same after ``member`` has asked at ``now``."""
-        if member.last_num_groups < 2:
-            return self  # a newcomer, or one that was alone: there is nobody to come
-        until = now + min(GATHER_S, join_timeout_s) if self.until is None else self.until
-        return Gathering(max(self.num_groups, member.last_num_groups), until)
-
-    def missing(self, num_living: int, now: float) -> int:
-        """How many groups of the last quorum are still waited for."""
-        if self.until is None or now >= self.until:
-            return 0
-        return max(0, self.num_groups - num_living)
-
-
-NOBODY_IS_TO_COME = Gathering()
-
-
-@dataclass(frozen=True, slots=True)
-class Heal:
-    """A group has been healing since ``since``, until ``ended_at`` (None: it still does)."""
-
-    since: float
-    ended_at: float | None = None
-
-    def patience_until(self, join_timeout_s: float) -> float:
-        """Until when this is reason to wait: when it is over, its group has a step to finish."""
-        return math.inf if self.ended_at is None else self.ended_at + join_timeout_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobView:
-    """All that a decision depends on; save for ``previous``, all ids are of groups in ``living``.
-
-    ``previous`` are the members of the last quorum; if this lighthouse has published none yet, who
-    tells that it was in the newest one. ``veterans`` took part in a quorum of this job,
-    ``straggling`` were waited for in vain (and are not in ``waiting``). ``told_min_replicas`` is
-    the largest that those who wait tell (0: none). ``loss_accepted``: an operator gave up the steps
-    that those who wait do not have. ``is_finished``: that step is the one of a run that has ended
-    on purpose.
-    ``ahead`` tell of a quorum that is newer than the last one here: the job went on elsewhere. Who
-    tells that and is not to be believed is not among them.
-    ``gathering`` matters until this lighthouse has published a quorum. ``heals`` are those of
-    groups since the last quorum.
-    """
-
-    waiting: Mapping[str, Waiter]
-    living: Set[str]
-    veterans: Set[str]
-    straggling: Set[str]
-    previous: Set[str]
-    committed_step: int
-    told_min_replicas: int = 0
-    loss_accepted: bool = False
-    is_finished: bool = False
-    ahead: Set[str] = frozenset()
-    gathering: Gathering = NOBODY_IS_TO_COME
-    heals: Mapping[str, Heal] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +30,42 @@ class Formed:
     lost_from: int | None = None
 
 
+class Why(enum.Enum):
+    """Why there is no quorum."""
+
+    NOBODY_ASKS = "no group asks"
+    GATHERING = "this lighthouse is new to the job, and waits for groups that it has not seen"
+    AWAITED = "groups that live have not asked"
+    TOO_FEW = "too few groups ask"
+    NOT_BELIEVED = "all that ask tell a step that is not believed"
+    WOULD_GO_BACK = "the job would lose committed steps"
+
+
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """No quorum yet, because of ``why``; time alone changes that at ``until`` (None: never)."""
+    """No quorum yet; time alone changes that at ``until`` (None: never).
 
-    why: str
+    ``awaited`` have not asked, and ``heal`` is of the one of them that heals for the longest time
+    (its id, and since when). ``num_missing`` groups were not seen yet. ``num_asking`` of
+    ``num_needed`` ask, and ``num_kept_out`` more may not join because of ``shrink_only``.
+    ``not_believed`` are those that ask and tell too much. The job has ``committed_step``, in a run
+    that has ended on purpose (``is_finished``) or not; those that ask have at most ``max_step``.
+
+    The sentence about it is made by `torchft_svc.core.overview.explain`.
+    """
+
+    why: Why
     until: float | None = None
+    awaited: frozenset[str] = frozenset()
+    heal: tuple[str, float] | None = None
+    num_missing: int = 0
+    num_asking: int = 0
+    num_needed: int = 0
+    num_kept_out: int = 0
+    not_believed: frozenset[str] = frozenset()
+    committed_step: int = 0
+    max_step: int = 0
+    is_finished: bool = False
 
 
 def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
@@ -120,79 +73,107 @@ def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
     too_early = _before_all_are_here(view, config, now)
     if too_early is not None:
         return too_early
-    min_replicas = view.told_min_replicas or config.min_replicas
-    if len(view.waiting) < min_replicas:  # at a cold start, most decisions end here
-        return Waiting(f"{len(view.waiting)} of at least {min_replicas} groups ask")
+    num_needed = view.told_min_replicas or config.min_replicas
+    num_asking = len(view.waiting)
+    if num_asking < num_needed:  # at a cold start, most decisions end here
+        return Waiting(Why.TOO_FEW, num_asking=num_asking, num_needed=num_needed)
     candidates = _candidates(view)
-    if len(candidates) < min_replicas:
-        note = f"{len(view.waiting) - len(candidates)} more kept out by shrink_only"
-        return Waiting(f"{len(candidates)} of at least {min_replicas} groups ask, {note}")
+    num_kept_out = num_asking - len(candidates)
+    if len(candidates) < num_needed:
+        return Waiting(
+            Why.TOO_FEW,
+            num_asking=len(candidates),
+            num_needed=num_needed,
+            num_kept_out=num_kept_out,
+        )
     return _check_progress(view, config, candidates)
+
+
+def patience(
+    groups: Mapping[State, Set[str]], first: Mapping[State, float], config: QuorumConfig
+) -> dict[State, float]:
+    """Until when groups that have not asked are waited for, by their state; for others, nobody is.
+
+    ``first``: see `JobView`. For HEALED it is the time of those that have healed first.
+
+    All deadlines count from the first request of a member of the last quorum (rules Q3 and Q16).
+    Newcomers do not hold up members (rules Q2 and Q9), and do not begin without them: if no member
+    asks, one that may be in a long step is waited for as long as it lives (rule Q10). Where no
+    member is left, deadlines count from the first request of anyone. Who straggles or was evicted
+    is not waited for (rules Q4 and Q18).
+    """
+    if groups[State.ASKING]:
+        since = first[State.ASKING]
+        until = {
+            State.AWAITED: since + config.join_timeout_s,
+            State.HEALING: since + config.healing_timeout_s,
+        }
+        if groups[State.HEALED]:
+            until[State.HEALED] = _healed_until(since, first[State.HEALED], config)
+        return until
+    if any(groups[state] for state in AWAITED_MEMBERS):
+        return dict.fromkeys(AWAITED_MEMBERS, math.inf)
+    since = first.get(State.JOINING, math.inf)
+    return {
+        State.ABSENT: since + config.join_timeout_s,
+        State.NEWCOMER: since + config.newcomer_timeout_s,
+    }
+
+
+def _healed_until(since: float, healed_at: float, config: QuorumConfig) -> float:
+    """A group whose heal is over has a step to finish: others get the join timeout for it."""
+    longest = min(since + config.healing_timeout_s, healed_at + config.join_timeout_s)
+    return max(since + config.join_timeout_s, longest)
+
+
+def look_at(members: Membership, config: QuorumConfig) -> float:
+    """Before this time there is nothing to decide, whoever asks meanwhile: somebody is waited for
+    (-inf: nobody is). It costs the same however many groups there are."""
+    until = patience(members.groups, members.first, config)
+    ats = [at for state, at in until.items() if members.groups[state]]
+    return min(ats) if ats else -math.inf
+
+
+def absent_deadlines(view: JobView, config: QuorumConfig) -> dict[str, float]:
+    """Who is waited for, or was, each with the time until which it is (``inf``: while it lives)."""
+    until = patience(view.groups, view.first, config)
+    deadlines = {key: at for state, at in until.items() for key in view.groups[state]}
+    if view.groups[State.ASKING]:
+        for key in view.groups[State.HEALED]:
+            healed_at = view.heals[key].ended_at
+            assert healed_at is not None
+            deadlines[key] = _healed_until(view.first[State.ASKING], healed_at, config)
+    return deadlines
 
 
 def _before_all_are_here(view: JobView, config: QuorumConfig, now: float) -> Waiting | None:
     """Why it is too early to look at who asks: nobody does, or somebody is still waited for."""
     if not view.waiting:
-        return Waiting("no group asks for a quorum")
-    missing = view.gathering.missing(len(view.living), now)
-    if missing:
-        why = f"this lighthouse is new to the job: waiting for {missing} more groups of its quorum"
-        return Waiting(why, view.gathering.until)
-    deadlines = absent_deadlines(view, config)
-    absent = {replica_id: at for replica_id, at in deadlines.items() if at > now}
-    if absent:
-        until = min(absent.values())
-        why = f"waiting for {name_some(absent)}: alive, but has not asked"
-        why += _name_heal(view, absent, now)
-        return Waiting(why, None if until == math.inf else until)
+        return Waiting(Why.NOBODY_ASKS)
+    num_missing = view.gathering.num_groups - len(view.living)
+    until = view.gathering.until
+    if until is not None and now < until and num_missing > 0:
+        return Waiting(Why.GATHERING, until, num_missing=num_missing)
+    awaited = {key: at for key, at in absent_deadlines(view, config).items() if at > now}
+    if awaited:
+        until = min(awaited.values())
+        return Waiting(
+            Why.AWAITED,
+            None if until == math.inf else until,
+            awaited=frozenset(awaited),
+            heal=_longest_heal(view, awaited),
+        )
     return None
 
 
-def absent_deadlines(view: JobView, config: QuorumConfig) -> dict[str, float]:
-    """The living groups that have not asked, each with the time until which it is waited for: Q3.
-
-    ``inf``: as long as it lives. That holds for members of the previous quorum while none of them
-    has asked: they may be in the middle of a long step, and newcomers must not start a second
-    history (rule Q10).
-    """
-    if len(view.waiting) + len(view.straggling) == len(view.living):
-        return {}  # the usual case, without looking at each of ten thousand groups
-    absent = view.living - view.waiting.keys() - view.straggling  # rule Q4
-    rivals = absent & view.previous
-    first_at = first_asked_at(view)
-    if first_at < math.inf:
-        # Newcomers that have not asked do not make a running job wait. So if all members of the
-        # previous quorum are back, nobody is waited for: that is the fast path (rule Q2).
-        deadlines = dict.fromkeys(rivals, first_at + config.join_timeout_s)
-        if config.heal_timeout_s is not None:
-            for key in rivals & view.heals.keys():
-                limit = first_at + config.heal_timeout_s
-                patience = view.heals[key].patience_until(config.join_timeout_s)
-                deadlines[key] = max(deadlines[key], min(limit, patience))
-        return deadlines
-    if rivals:
-        return dict.fromkeys(rivals, math.inf)
-    first = min(waiter.asked_at for waiter in view.waiting.values())
-    return {
-        key: first + (config.join_timeout_s if key in view.veterans else config.newcomer_timeout_s)
-        for key in absent
-    }
-
-
-def first_asked_at(view: JobView) -> float:
-    """Since when a member of the previous quorum has asked (``inf``: none has)."""
-    asked = (waiter.asked_at for key, waiter in view.waiting.items() if key in view.previous)
-    return min(asked, default=math.inf)
-
-
-def _name_heal(view: JobView, absent: Mapping[str, object], now: float) -> str:
-    """Which of the absent heals for the longest time, if one does."""
-    healing = {key: view.heals[key] for key in absent if key in view.heals}
-    since = {key: heal.since for key, heal in healing.items() if heal.ended_at is None}
-    if not since:
-        return ""
-    first = min(since, key=lambda key: (since[key], key))
-    return f"; {first} heals since {now - since[first]:.0f} s"
+def _longest_heal(view: JobView, awaited: Iterable[str]) -> tuple[str, float] | None:
+    """Which of these heals for the longest time, and since when."""
+    heals = ((key, view.heals[key]) for key in awaited if key in view.heals)
+    healing = [(heal.since, key) for key, heal in heals if heal.ended_at is None]
+    if not healing:
+        return None
+    since, key = min(healing)
+    return key, since
 
 
 def _candidates(view: JobView) -> list[Member]:
@@ -211,8 +192,7 @@ def _check_progress(
     believed = [member for member in candidates if member.replica_id not in doubted]
     if not believed:
         return Waiting(
-            f"{name_some(doubted)}: more than a step ahead of the job, which has committed step "
-            f"{view.committed_step}; waiting for a group of the last quorum, to heal from it"
+            Why.NOT_BELIEVED, not_believed=frozenset(doubted), committed_step=view.committed_step
         )
     max_step = max(member.step for member in believed)
     members = tuple(
@@ -223,11 +203,11 @@ def _check_progress(
         return Formed(members)
     if view.loss_accepted or _is_loss_allowed(view, config):
         return Formed(members, lost_from=view.committed_step)
-    done = "finished after" if view.is_finished else "committed"
     return Waiting(
-        f"the job has {done} step {view.committed_step}, the groups that ask have at most "
-        f"step {max_step}: waiting for a group with the newer state "
-        "(or for `lighthouse accept-loss`, which gives it up)"
+        Why.WOULD_GO_BACK,
+        committed_step=view.committed_step,
+        max_step=max_step,
+        is_finished=view.is_finished,
     )
 
 
@@ -264,7 +244,7 @@ def _is_loss_allowed(view: JobView, config: QuorumConfig) -> bool:
     """Without asking an operator. Who took part in the job never takes it back: it was frozen, or
     cut off, and the others went on."""
     policy = config.on_step_regression
-    is_restart = not view.veterans and (policy == "auto" or view.is_finished)
+    is_restart = view.num_veterans == 0 and (policy == "auto" or view.is_finished)
     return policy == "warn" or is_restart
 
 
@@ -311,9 +291,22 @@ def _most_trusted(strangers: list[Member]) -> set[str]:
     return {each.replica_id for each in healthy if each.history == newest}
 
 
-def name_some(replica_ids: Mapping[str, object]) -> str:
-    """The first few ids in order, and how many more there are."""
-    names = sorted(replica_ids)
-    more = len(names) - MAX_NAMES_IN_A_REASON
-    shown = ", ".join(names[:MAX_NAMES_IN_A_REASON])
-    return f"{shown} and {more} more" if more > 0 else shown
+def to_evict(members: Membership, hangs: HangWatch, candidates: Iterable[str]) -> list[str]:
+    """The groups that hang to leave out now (rule Q18), if one of ``candidates`` waits for them.
+
+    If all stand still, as on a file system that does not answer, leaving some of them out would
+    help nobody. So a member of the last quorum has to be there which was not left out itself, and
+    waits: one that trains for less than the hang timeout may stand still in the same place, and its
+    time is up a moment later.
+    """
+    if not hangs.unheeded or not any(_waits(members, hangs, each) for each in candidates):
+        return []
+    evicted = sorted(each for each in hangs.unheeded if members.state(each) in AWAITED_MEMBERS)
+    hangs.unheeded.clear()
+    return evicted
+
+
+def _waits(members: Membership, hangs: HangWatch, replica_id: str) -> bool:
+    doing = hangs.activity(replica_id)
+    waits = doing is not None and doing.phase is Phase.QUORUM
+    return waits and members.state(replica_id) in (State.ASKING, *AWAITED_MEMBERS)

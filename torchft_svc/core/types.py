@@ -105,8 +105,8 @@ class Member:
     @property
     def num_bytes(self) -> int:
         """At most so many are needed for it in an encoded quorum."""
-        texts = (self.replica_id, self.address, self.store_address, self.data)
-        return MAX_NUMBERS_LENGTH + len(self.unknown) + sum(map(utf8_length, texts))
+        texts = self.replica_id + self.address + self.store_address + self.data
+        return MAX_NUMBERS_LENGTH + len(self.unknown) + utf8_length(texts)
 
     @property
     def history(self) -> tuple[int, int]:
@@ -302,6 +302,11 @@ class QuorumConfig:
                 f"it must not be below join_timeout_s={self.join_timeout_s:g}: a group that "
                 "heals would get less time than others",
             )
+
+    @property
+    def healing_timeout_s(self) -> float:
+        """How long a group is waited for as long as it heals."""
+        return self.join_timeout_s if self.heal_timeout_s is None else self.heal_timeout_s
 
     @property
     def newcomer_timeout_s(self) -> float:

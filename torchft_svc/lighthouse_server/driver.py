@@ -20,7 +20,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportLoss,
     ReportWaiting,
 )
-from torchft_svc.core.overview import JobStatus
+from torchft_svc.core.overview import JobStatus, Pause
 from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
 from torchft_svc.core.types import LastQuorum, Member, QuorumConfig
 from torchft_svc.errors import DeadlineExceeded, NotLeader, RequestRefused, TorchFTError
@@ -77,8 +77,8 @@ class LighthouseDriver:
         self.heavy_writes = HeavyWrites()
         self.unread = Unread()
 
-    def _why(self, job: str) -> str:
-        return self._core.why(job, self._clock.now(time.monotonic()))
+    def _why(self, job: str) -> Pause:
+        return self._core.pause(job, self._clock.now(time.monotonic()))
 
     async def quorum(self, job: str, member: Member, timeout_s: float) -> bytes:
         """Wait for a quorum with ``member``; the encoded answer.

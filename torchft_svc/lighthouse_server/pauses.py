@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from torchft_svc.core.overview import Pause
+
 log = logging.getLogger(__name__)
 
 # Groups wait for one another in every step; what lasts longer than this, people want to know.
 SAY_AFTER_S = 2.0
-# What changes all the time is no other reason.
-_FOR_HOW_LONG = re.compile(r" since \d+ s\b")
 # Telling ten thousand groups takes longer than the others may be kept waiting: who is not told in
 # one look is told in the next.
 MAX_TOLD_PER_LOOK = 1000
@@ -36,7 +35,7 @@ class Pauses:
     """
 
     def __init__(
-        self, why: Callable[[str], str], tell: Callable[[Sequence[int], str], None]
+        self, why: Callable[[str], Pause], tell: Callable[[Sequence[int], str], None]
     ) -> None:
         self._why = why
         self._tell = tell
@@ -65,9 +64,9 @@ class Pauses:
     def _look(self, job: str, pause: _Pause) -> None:
         now = time.monotonic()
         why = self._why(job)
-        reason = _FOR_HOW_LONG.sub("", why)
+        reason = why.sentence(with_durations=False)  # what changes all the time is no other one
         if reason != pause.said:
-            log.warning("no quorum job=%s for %.0f s: %s", job, now - pause.since, why)
+            log.warning("no quorum job=%s for %.0f s: %s", job, now - pause.since, why.sentence())
             pause.said = reason
         untold = (caller for caller, told in pause.waiting.items() if told != reason)
         callers = list(islice(untold, MAX_TOLD_PER_LOOK))

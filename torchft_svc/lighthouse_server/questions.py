@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torchft_svc.core.overview import Pause
 from torchft_svc.errors import TorchFTError
 from torchft_svc.lighthouse_server.pauses import Pauses
 from torchft_svc.rpc.codec import no_quorum_yet
@@ -35,7 +36,7 @@ class Question:
 class Questions:
     """Each has a number, its caller's. To be used on one event loop."""
 
-    def __init__(self, why: Callable[[str], str]) -> None:
+    def __init__(self, why: Callable[[str], Pause]) -> None:
         self._numbers = itertools.count()
         self._open: dict[int, Question] = {}
         self._pauses = Pauses(why, self._tell_why)

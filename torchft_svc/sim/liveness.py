@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from torchft_svc.core.activity import Activity
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.lighthouse_orders import ReportEviction, ReportLeftHealing
+from torchft_svc.core.quorum import Formed, Waiting
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 from torchft_svc.sim.invariants import SLACK_S, must, parts_of
@@ -25,8 +26,6 @@ from torchft_svc.sim.left_out import (
 )
 
 LOOK_S = 0.25
-_AWAITED = re.compile(r"waiting for (.*?)(?: and \d+ more)?: alive, but has not asked")
-_DUE = "a quorum is being published"
 _REPLICA_ID = re.compile(r"g\d+:\S+")
 
 Key = tuple[str, str]  # job and replica id
@@ -109,11 +108,10 @@ class LivenessChecks:
     def look(self, core: Lighthouse, alive: Collection[Key], now: float) -> None:
         """At what each job waits for: a straggler costs the others its time once, the dead none."""
         for name, ledger in self._ledgers.items():
-            why = core.why(name, now)
-            self._check_due(name, ledger, why, now)
+            decision = core.pause(name, now).decision
+            self._check_due(name, ledger, decision, now)
             check_hangs_are_heeded(name, ledger, self._config, now)
-            found = _AWAITED.search(why)
-            awaited = set(found[1].split(", ")) if found else set()
+            awaited = decision.awaited if isinstance(decision, Waiting) else frozenset()
             if ledger.going_on():
                 held = awaited & ledger.evicted
                 must(not held, "I5", f"{name} waits for {held}, which hang and were left out")
@@ -128,8 +126,8 @@ class LivenessChecks:
     def _ledger(self, name: str) -> Ledger:
         return self._ledgers.setdefault(name, Ledger())
 
-    def _check_due(self, name: str, ledger: Ledger, why: str, now: float) -> None:
-        if _DUE not in why:
+    def _check_due(self, name: str, ledger: Ledger, decision: Formed | Waiting, now: float) -> None:
+        if isinstance(decision, Waiting):
             ledger.due_since = None
         elif ledger.due_since is None:
             ledger.due_since = now

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from support.core import twin
-from torchft_svc.core.quorum import GATHER_S, Gathering, JobView, Waiter
+from support.core.views import job_view
+from torchft_svc.core.membership import GATHER_S, Gathering, JobView, Waiter
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
 
 
@@ -118,7 +119,7 @@ class Naive:
 
     def view(self) -> JobView:
         asking = [request for request in self.requests if not request.held]
-        return JobView(
+        return job_view(
             waiting={each.member.replica_id: Waiter(each.member, each.asked_at) for each in asking},
             living=set(self.groups),
             veterans=set(self.veterans),

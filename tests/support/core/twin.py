@@ -9,13 +9,14 @@ import math
 from dataclasses import replace
 
 from torchft_svc.core.assignment import Assignment
-from torchft_svc.core.quorum import Heal, JobView
+from torchft_svc.core.membership import Heal, JobView, State
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 
 
 def waited_for(view: JobView, config: QuorumConfig) -> dict[str, float]:
     """Rules 3 and 4: who is waited for, and until when."""
-    absent = [x for x in view.living if x not in view.waiting and x not in view.straggling]
+    left_out = view.groups[State.STRAGGLING] | view.groups[State.EVICTED]
+    absent = [x for x in view.living if x not in view.waiting and x not in left_out]
     previous = view.previous
     members_that_ask = [view.waiting[x].asked_at for x in previous if x in view.waiting]
     members_that_are_expected = [x for x in previous if x in absent]
@@ -33,7 +34,7 @@ def waited_for(view: JobView, config: QuorumConfig) -> dict[str, float]:
                 result[replica_id] = math.inf
         else:
             timeout_s = config.join_timeout_s
-            if replica_id not in view.veterans and config.startup_timeout_s is not None:
+            if replica_id in view.groups[State.NEWCOMER] and config.startup_timeout_s is not None:
                 timeout_s = config.startup_timeout_s
             result[replica_id] = min(w.asked_at for w in view.waiting.values()) + timeout_s
     return result
@@ -99,7 +100,7 @@ def progress(
             return asking, view.committed_step
         if config.on_step_regression == "warn":
             return asking, view.committed_step
-        if len(view.veterans) > 0:  # who trained in this job does not take it back
+        if view.num_veterans > 0:  # who trained in this job does not take it back
             return math.inf
         if config.on_step_regression == "hold" and not view.is_finished:
             return math.inf

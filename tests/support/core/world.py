@@ -353,8 +353,8 @@ class World:
             assert goes_on & self.members_before(order.job)
             assert order.quorum.quorum_id > books.last_id, "they were told that the last is over"
             books.evicted.clear()
-        self.check_i1_ids(order, books)
         self.check_doubts(order, books)
+        self.check_i1_ids(order, books)
         self.check_i4_progress(order, books)
         assert len(set(order.callers)) == len(order.callers) == len(order.quorum.participants)
         living = self.living(order.job)

@@ -1,0 +1,51 @@
+"""Which quorum ids a lighthouse gives out, and which it believes that others gave out (rule Q6)."""
+
+from __future__ import annotations
+
+from torchft_svc.errors import RequestRefused
+
+# Ids follow the clock. One that is told and that nobody can have given out yet is refused: taken
+# up, a job would run out of ids, and the next lighthouse would refuse its groups. Clocks differ, by
+# up to 14 hours where one has another time zone; a job that is new here may come from a
+# lighthouse whose ids were ahead already.
+MAX_AHEAD_S, MAX_AHEAD_OF_NEW_JOB_S = 15 * 3600.0, 30 * 3600.0
+
+
+class QuorumIds:
+    """``first`` must be above any id of an earlier lighthouse.
+
+    Ids go up by ``stride``: lighthouses with other remainders have others, whatever they hear.
+    ``per_s``: by which the first id of a lighthouse grows as it begins later than ``now``.
+    """
+
+    def __init__(self, first: int, stride: int, per_s: float, now: float) -> None:
+        self.first = first  # of jobs that nothing is known of
+        self._base, self._per_s, self._began_at = first, per_s, now
+        self._stride, self._remainder = stride, first % stride
+
+    def next(self, known: int) -> int:
+        """The first one above ``known``."""
+        return known + self._stride - (known - self._remainder) % self._stride
+
+    def check_told(self, told: int, known: int, now: float, *, is_running: bool) -> None:
+        """Refuse an id that cannot have been given out. ``known`` is the highest one of its job;
+        ``is_running``: it has a quorum here."""
+        is_clock_unset = self._base < self._stride  # it says a time before all ids
+        if told <= max(self._base, known) or is_clock_unset:
+            return
+        ahead_s = (told - self._base) / self._per_s - (now - self._began_at)
+        if ahead_s > (MAX_AHEAD_S if is_running else MAX_AHEAD_OF_NEW_JOB_S):
+            raise RequestRefused(
+                f"quorum {told}, which a group reported, was never issued: it is "
+                f"{ahead_s / 3600:.0f} h ahead of this lighthouse's clock; set the clocks, and "
+                "restart that group"
+            )
+
+    def forget(self, last: int, now: float) -> None:
+        """A job that had the id ``last`` is forgotten, and may begin again.
+
+        What was given out is below the clock. What was told may not be, and must not move the ids
+        of other jobs.
+        """
+        clock_id = self._base + int(self._per_s * (now - self._began_at))
+        self.first = max(self.first, min(last, clock_id))
