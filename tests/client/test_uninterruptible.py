@@ -17,7 +17,7 @@ def test_the_end_waits_for_a_thread_that_comes_back(monkeypatch: pytest.MonkeyPa
         may_end.wait()
         has_ended.set()
 
-    uninterruptible.start_uninterruptible(run, "stray")
+    uninterruptible.start_uninterruptible(run, "abandoned")
     end = threading.Thread(target=uninterruptible._join)
     end.start()
     may_end.set()
@@ -28,6 +28,6 @@ def test_the_end_waits_for_a_thread_that_comes_back(monkeypatch: pytest.MonkeyPa
 def test_the_end_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uninterruptible, "_EXIT_WAIT_S", 0.01)
     may_end = threading.Event()
-    uninterruptible.start_uninterruptible(may_end.wait, "stray")
+    uninterruptible.start_uninterruptible(may_end.wait, "abandoned")
     uninterruptible._join()
     may_end.set()
