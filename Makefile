@@ -54,7 +54,7 @@ clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis demo-report* chaos-report*
 
 $(READY): pyproject.toml constraints.txt
-	@echo "installing torch and the tools into $(VENV): this takes some minutes, and says nothing meanwhile"
+	@echo "installing torch and the tools into $(VENV): this takes some minutes, without any output"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch

@@ -29,8 +29,8 @@ def read_text() -> Tensor:
 
 
 def draw_batch(text: Tensor, step: int, part: int) -> tuple[Tensor, Tensor]:
-    """Contexts (BATCH, CONTEXT) and next characters (BATCH,): a function of step and part only,
-    so that a discarded step draws the same again and nothing about the data needs saving."""
+    """Contexts (BATCH, CONTEXT) and next characters (BATCH,): a function of step and group only,
+    so a discarded step draws the same data again, and nothing of it must be saved."""
     generator = torch.Generator().manual_seed(step * 1_000 + part)
     starts = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=generator)
     return text[starts + torch.arange(CONTEXT)], text[starts[:, 0] + CONTEXT]
@@ -70,11 +70,11 @@ def main() -> None:
     model = DistributedDataParallel(manager, net)
 
     while (step := manager.current_step()) < options.steps:
-        optimizer.zero_grad()  # starts to agree on who takes part
-        part = manager.participating_rank() or 0  # None while this group heals; not counted then
+        optimizer.zero_grad()  # requests the quorum of this step
+        part = manager.participating_rank() or 0  # None while this group heals
         contexts, targets = draw_batch(text, step, part)
         loss = functional.cross_entropy(model(contexts), targets)
-        loss.backward()  # averages the gradients over the groups that take part
+        loss.backward()  # averages the gradients over the participating groups
         optimizer.step()  # commits, or changes nothing
 
         step = manager.current_step()
@@ -82,7 +82,7 @@ def main() -> None:
             groups = manager.num_participants()
             print(f"step {step} loss {loss.item():.3f} groups {groups}", flush=True)
         if options.checkpoint and step % options.save_every == 0 and part == 0:
-            # Written beside and moved, so that a kill never leaves half a checkpoint.
+            # Write another file and rename it, so that a kill never leaves a partial checkpoint.
             beside = options.checkpoint.with_suffix(f".{os.getpid()}")
             torch.save({"training": state_dict(), "manager": manager.state_dict()}, beside)
             beside.replace(options.checkpoint)

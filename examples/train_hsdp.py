@@ -66,7 +66,7 @@ def read_text() -> Tensor:
 
 
 def draw_batch(text: Tensor, seed: int) -> Tensor:
-    """(BATCH, CONTEXT + 1) characters: a function of the seed only, so nothing has to be saved."""
+    """(BATCH, CONTEXT + 1) characters: a function of the seed only, so nothing must be saved."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - CONTEXT - 1, (BATCH, 1), generator=generator)
     return text[starts + torch.arange(CONTEXT + 1)]
@@ -110,8 +110,8 @@ def main() -> None:
 
     text = read_text()
     while (step := manager.current_step()) < options.steps:
-        optimizer.zero_grad()  # starts to agree on who takes part
-        group = manager.participating_rank() or 0  # None while this group heals; not counted then
+        optimizer.zero_grad()  # requests the quorum of this step
+        group = manager.participating_rank() or 0  # None while this group heals
         batch = draw_batch(text, (step * 1_000 + group) * workers + rank).to(device)
         logits = model(batch[:, :-1])
         loss = functional.cross_entropy(logits, batch[:, 1:].flatten())
