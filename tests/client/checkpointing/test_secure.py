@@ -159,7 +159,7 @@ def test_who_shows_no_certificate_fetches_nothing(some: Papers) -> None:
 @pytest.mark.parametrize(
     ("client", "reason"),
     [
-        (PLAIN, "wants a token: set TORCHFT_TOKEN"),
+        (PLAIN, "requires a token: set TORCHFT_TOKEN"),
         (Security(token=OTHER_TOKEN), "the token differs from that of this service"),
     ],
     ids=["none", "wrong"],
@@ -182,7 +182,7 @@ def test_the_token_is_looked_at_before_the_request() -> None:
                 asking.request(method, path)
                 answer = asking.getresponse()
                 assert (answer.status, answer.getheader("WWW-Authenticate")) == (401, "Bearer")
-                assert b"wants a token" in answer.read()
+                assert b"requires a token" in answer.read()
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as asking:
             asking.request("GET", "/", headers={"Authorization": f"Bearer {TOKEN}"})
             assert asking.getresponse().status == 404
