@@ -62,7 +62,7 @@ def test_a_joiner_that_is_not_believed_adds_nothing_to_the_first_step(house: Pro
             """Whether the first step of three groups is committed; those before it are not."""
             while True:
                 trainer.backward()
-                quorum = trainer.manager._runtime.membership.quorum
+                quorum = trainer.manager.last_quorum()
                 assert quorum is not None
                 if quorum.replica_world_size == 3:
                     return trainer.optimizer.step()
@@ -131,7 +131,7 @@ def test_a_forged_history_does_not_hold_the_job(house: Process) -> None:
     """The stranger tells that it was in a newer quorum, with another lighthouse, and how far."""
     with trainers(house.address, 2) as members, line_to(house.address) as line:
         in_step(3, *members)
-        known = members[0].manager._runtime.membership.quorum
+        known = members[0].manager.last_quorum()
         assert known is not None
         ahead = known.quorum_id + 3600 * 1000 * 4096
         told = {"seen_quorum_id": ahead, "has_history": True, "last_num_groups": 3}

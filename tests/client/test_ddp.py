@@ -403,12 +403,12 @@ def test_an_interrupt_while_the_sums_are_waited_for_discards_the_step(
         came.set()
         raise KeyboardInterrupt
 
-    a.manager._step.on_phase = interrupts
+    a.manager._worker.on_phase = interrupts
 
     def fails() -> bool:
         with pytest.raises(KeyboardInterrupt):
             a.run(ONE)  # the other group has not begun, so this one waits
-        a.manager._step.on_phase = lambda phase, step: None
+        a.manager._worker.on_phase = lambda phase, step: None
         return a.manager.should_commit()
 
     def comes_late() -> bool:

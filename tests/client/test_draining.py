@@ -202,11 +202,11 @@ def test_a_manager_of_any_kind_drains(tmp_path: Path, kind: str) -> None:
 def test_a_worker_ends_in_good_order_though_its_manager_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bootstrap, "RESTART_PATIENCE_S", 0.1)
+    monkeypatch.setattr(bootstrap, "MANAGER_PATIENCE_S", 0.1)
     with lighthouse() as address, Trainer(address, "a", 0) as trainer:
         assert trainer.steps(2) == [True, True]
         trainer.manager._runtime.services.close()
-        trainer.manager._runtime.deps.draining.request("a signal")
+        trainer.manager._runtime.worker.drain("a signal")
         with pytest.raises(Drained, match="a signal; it could not leave: manager at") as caught:
             trainer.optimizer.zero_grad()
         assert caught.value.code == 0

@@ -34,7 +34,7 @@ class Course:
             self.committed.append(self.trainer.step())
             if self.committed[-1]:
                 self.committed_at.append(time.monotonic())
-            quorum = self.trainer.manager._runtime.membership.quorum
+            quorum = self.trainer.manager.last_quorum()
             self.quorum_ids.append(0 if quorum is None else quorum.quorum_id)
             if quorum is not None:
                 self.members[quorum.quorum_id] = quorum.replica_ids

@@ -27,10 +27,10 @@ from support.training import (
     trainers,
 )
 
-from torchft_svc.client import CheckpointTransport, HTTPTransport, ProcessGroupDummy
+from torchft_svc.client import CheckpointTransport, HTTPTransport
 from torchft_svc.client.step.heal import fetch_state
-from torchft_svc.client.step.membership import QuorumMembership
 from torchft_svc.coordination import LighthouseClient, QuorumResult
+from torchft_svc.core.peers import Peers
 from torchft_svc.errors import CheckpointError, QuorumFailed
 from torchft_svc.rpc.security import PLAIN
 
@@ -449,13 +449,13 @@ def test_a_group_that_puts_its_heal_off_commits_nothing(address: str) -> None:
 @pytest.mark.parametrize("answers", [False, True], ids=["dead", "frozen"])
 def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> None:
     """Its manager cannot be reached, or takes connections and says nothing."""
-    membership = QuorumMembership(ProcessGroupDummy())
+    peers: Peers[QuorumResult] = Peers()
     with socket.create_server(("127.0.0.1", 0)) as listener, HTTPTransport[Any](TIMEOUT) as mine:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         if not answers:
             listener.close()
         quorum = dataclasses.replace(A_QUORUM, recover_src_manager_address=address)
-        lost = threading.Timer(0.2, membership.lose, ["b:1", "its session ended", 7])
+        lost = threading.Timer(0.2, peers.lost, ["b:1", "its session ended", 7])
         lost.start()
         began_at = time.monotonic()
         with pytest.raises(QuorumFailed, match="b:1 is out: its session ended"):
@@ -465,23 +465,11 @@ def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> 
                 0,
                 10 * DEADLINE_S,
                 PLAIN,
-                lambda: membership.check_losses(quorum),
-                lambda: membership.check_source(quorum),
+                lambda: peers.check_losses(quorum),
+                lambda: peers.check_source(quorum),
             )
         lost.join()
         assert time.monotonic() - began_at < DEADLINE_S
-
-
-def test_only_the_group_that_was_assigned_counts_as_a_lost_source() -> None:
-    membership = QuorumMembership(ProcessGroupDummy())
-    quorum = dataclasses.replace(A_QUORUM, replica_ids=["a:1", "b:1", "c:1"])
-    membership.lose("c:1", "its session ended", 7)
-    membership.lose("b:1", "its session ended", 6)  # it came back for this quorum
-    membership.check_source(quorum)
-    membership.lose("b:1", "no sign of life for 5 s", 7)
-    with pytest.raises(QuorumFailed, match="b:1 is out: no sign of life for 5 s"):
-        membership.check_source(quorum)
-    membership.check_source(dataclasses.replace(quorum, replica_ids=[]))
 
 
 class Deserted(Unreliable):

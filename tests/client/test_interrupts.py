@@ -64,7 +64,7 @@ class Witness:
         self.seen: dict[int, dict[Any, list[str]]] = collections.defaultdict(dict)
 
     def look(self, trainer: Trainer, why: str) -> None:
-        state = trainer.manager._step.state
+        state = trainer.manager._worker.state
         if not state.spoiled:
             found = repr(bits(trainer.state_dict()))
             self.seen[state.step].setdefault(found, []).append(f"{trainer.name} {why}")
@@ -99,10 +99,10 @@ def everywhere(
                     with hooked(at) as hook:
                         interrupted(a)
                 except Interrupt:
-                    state = a.manager._step.state
+                    state = a.manager._worker.state
                     assert state.phase not in (Phase.VOTING, Phase.APPLYING), hook.where
                     assert not state.spoiled or state.unhealed, hook.where
-                if a.manager._step.state.phase is Phase.IDLE:
+                if a.manager._worker.state.phase is Phase.IDLE:
                     witness.look(a, hook.where)
                 if hook.num <= at:
                     assert at > 20, "a step has many places"

@@ -17,9 +17,15 @@ from support.training import DEADLINE_S, TIMEOUT, Trainer
 from torch import nn
 
 from chaos.bounds import NEWS_S
-from torchft_svc.client import DistributedDataParallel, Manager, OptimizerWrapper
-from torchft_svc.client.step.round import SharedStep
+from torchft_svc.client import (
+    DistributedDataParallel,
+    Manager,
+    OptimizerWrapper,
+    ProcessGroupDummy,
+)
+from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.coordination.outgoing import Outgoing
+from torchft_svc.core.round import WorkerRules
 from torchft_svc.core.step import Participation, Phase, StepMachine
 from torchft_svc.proto import torchft_pb2 as pb
 
@@ -122,15 +128,15 @@ def test_a_group_that_waits_to_join_is_counted_until_the_next_quorum() -> None:
 
 
 def test_every_change_of_phase_is_heard() -> None:
-    step = SharedStep(StepMachine(min_replica_size=1, max_retries=None))
+    worker = SharedRound(WorkerRules(), StepMachine(), ProcessGroupDummy())
     heard: list[tuple[Phase, int]] = []
-    step.on_phase = lambda phase, number: heard.append((phase, number))
-    with step.changing() as machine:
-        machine.start()
-    with step.changing() as machine:
-        machine.form(Participation(participating_rank=0, num_participants=1), None)
-    with step.changing() as machine:
-        machine.latch(RuntimeError("changes no phase"))
+    worker.on_phase = lambda phase, number: heard.append((phase, number))
+    with worker.changing() as round_:
+        round_.step.start()
+    with worker.changing() as round_:
+        round_.step.form(Participation(participating_rank=0, num_participants=1), None)
+    with worker.changing() as round_:
+        round_.step.latch(RuntimeError("changes no phase"))
     assert heard == [(Phase.TRAINING, 0)]
 
 

@@ -115,14 +115,14 @@ def test_the_future_of_what_has_none(members: list[ErrorSwallowingProcessGroupWr
 def waits(manager: Manager) -> threading.Event:
     """Set when ``manager`` has waited for a sum longer than for a slice of time."""
     long_wait = threading.Event()
-    tell = manager._step.on_phase
+    tell = manager._worker.on_phase
 
     def note(phase: Phase, step: int) -> None:
         if phase is Phase.QUORUM:
             long_wait.set()
         tell(phase, step)
 
-    manager._step.on_phase = note
+    manager._worker.on_phase = note
     return long_wait
 
 

@@ -129,11 +129,11 @@ def test_i5_who_waits_for_a_group_that_hangs_hears_that_a_fellow_is_gone() -> No
 def test_a_drained_worker_ends_though_nobody_can_answer_it(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bootstrap, "RESTART_PATIENCE_S", 0.1)
+    monkeypatch.setattr(bootstrap, "MANAGER_PATIENCE_S", 0.1)
     with workers(address, "a", 2) as group:
         together(*(worker.step for worker in group))
         group[0].manager._runtime.services.close()
-        group[0].manager._runtime.deps.draining.request("a signal")
+        group[0].manager._runtime.worker.drain("a signal")
         group[0].backward()
         with pytest.raises(Drained, match="a signal; it could not leave: manager at"):
             group[0].optimizer.step()
@@ -146,7 +146,7 @@ def test_a_drained_worker_waits_for_fellows_that_have_not_heard_of_it(address: s
         told = group[1]
         told.manager.start_quorum(timeout=timedelta(seconds=0.1))
         told.manager._stepper.wait_until_ready()
-        told.manager._runtime.deps.draining.request("a signal to one of them")
+        told.manager._runtime.worker.drain("a signal to one of them")
         told.loss().backward()
         assert not told.optimizer.step()
 
@@ -161,7 +161,7 @@ def test_drained_workers_end_at_one_place_though_only_one_was_told(address: str)
     """A collective of the group, as in a sharded model's forward pass, must find all of them."""
     with workers(address, "a", 2) as group:
         together(*(worker.step for worker in group))
-        group[1].manager._runtime.deps.draining.request("a signal to one of them")
+        group[1].manager._runtime.worker.drain("a signal to one of them")
         collective = threading.Barrier(2, timeout=DEADLINE_S)
 
         def trains(worker: Trainer) -> None:

@@ -19,10 +19,11 @@ from torchft_svc.coordination import (
     LighthouseClient,
     LighthouseServer,
     ManagerClient,
+    ManagerLocator,
     ManagerServer,
     QuorumResult,
 )
-from torchft_svc.coordination.whereabouts import Whereabouts
+from torchft_svc.core.round import RETRY_S
 from torchft_svc.errors import RequestRefused, Unreachable
 
 LONG = timedelta(seconds=10)
@@ -218,7 +219,7 @@ def test_a_late_vote_of_an_earlier_round_is_refused(workers: Workers) -> None:
     workers.vote_all(0, True, True)
     workers.ask_all(step=1)
     with line_to(workers.address) as line:
-        me = workers.clients[0]._worker_id
+        me = workers.clients[0]._calls.worker_id
         late = line.vote(rank=0, step=1, should_commit=True, round=7, worker_id=me)
         code, reason = failure(late)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -319,7 +320,7 @@ def test_i3_a_new_manager_tells_the_last_quorum_of_its_workers() -> None:
             with start_manager(lighthouse, name, workers=1) as manager:
                 addresses[name] = manager.address()
                 find = functools.partial(addresses.__getitem__, name)
-                clients[name] = ManagerClient(manager.address(), LONG, Whereabouts(find, 10.0))
+                clients[name] = ManagerClient(manager.address(), LONG, ManagerLocator(find, 10.0))
                 assert not ask_alone(clients[name], step=0).heal
         with (
             start_manager(lighthouse, "a", workers=1) as a,
@@ -337,13 +338,14 @@ def test_i3_a_new_manager_tells_the_last_quorum_of_its_workers() -> None:
 
 def ask_alone(client: ManagerClient, step: int) -> QuorumResult:
     """As the only worker of its group, and again if its manager is another one by now."""
-    patience = client.patience(time.monotonic() + LONG.total_seconds())
+    deadline = time.monotonic() + LONG.total_seconds()
     while True:
         try:
             return client._quorum(0, step, "here", shrink_only=False, timeout=LONG)
         except Unreachable as error:
-            if not patience.pause(error):
+            if client.is_over(error) or time.monotonic() > deadline:
                 raise
+            time.sleep(RETRY_S)
 
 
 def test_the_first_worker_that_waits_hears_why() -> None:

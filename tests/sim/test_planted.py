@@ -17,15 +17,17 @@ from torchft_svc.core import (
     names,
     overview,
     quorum,
+    step,
 )
+from torchft_svc.core import round as core_round
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import AnswerVote, AskLighthouse
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.membership import JobView, Membership, State
+from torchft_svc.core.round import Round, WorkerCalls
 from torchft_svc.core.step import Phase, StepMachine
 from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.sim.fleet import Fleet
-from torchft_svc.sim.peers import Peers
 from torchft_svc.sim.scenario import draw
 
 # A fault that needs more seeds than this is not found: the simulator looks in the wrong places.
@@ -60,7 +62,12 @@ def seen_ids_are_ignored(plant: pytest.MonkeyPatch) -> None:
 
 
 def what_workers_were_told_is_ignored(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Peers, "last_quorum_id", 0)
+    real = WorkerCalls.question
+
+    def question(self: Any, request: Any) -> Any:
+        return dataclasses.replace(real(self, request), last_quorum_id=0, step_quorum_id=0)
+
+    plant.setattr(WorkerCalls, "question", question)
 
 
 def withdrawals_are_lost(plant: pytest.MonkeyPatch) -> None:
@@ -179,9 +186,9 @@ def a_restarted_worker_goes_unnoticed(plant: pytest.MonkeyPatch) -> None:
 def a_discarded_step_counts(plant: pytest.MonkeyPatch) -> None:
     real = StepMachine.decide
 
-    def decide(self: Any, committed: bool) -> None:
+    def decide(self: Any, committed: bool, quorum_id: int = 0) -> None:
         before = self.state.step
-        real(self, committed)
+        real(self, committed, quorum_id)
         if not committed and self.state.failures % 3 == 0:
             self.state = dataclasses.replace(self.state, step=before + 1)
 
@@ -372,6 +379,51 @@ def an_update_that_was_spoiled_counts_as_lost(plant: pytest.MonkeyPatch) -> None
     plant.setattr(StepMachine, "lose_update", lambda self, spoiled_by="": real(self))
 
 
+# -- a worker's round ---------------------------------------------------------------------------
+
+
+def who_has_missed_a_quorum_keeps_its_connections(plant: pytest.MonkeyPatch) -> None:
+    """And sums as if it had it."""
+    plant.setattr(Round, "failed", _fail_quietly(Round.failed))
+    plant.setattr(Round, "may_reduce", True)
+
+
+def _fail_quietly(real: Any) -> Any:
+    def failed(self: Any, error: Any) -> Any:
+        real(self, error)
+        self.step.state = dataclasses.replace(self.step.state, error=None)
+        return ()
+
+    return failed
+
+
+def who_is_behind_contributes(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(core_round, "participation", _all_contribute)
+
+
+def _all_contribute(standing: Any, **how: Any) -> Any:
+    how["heals_first"] = True
+    return step.participation(standing, **how)
+
+
+def spoiled_weights_count(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(StepMachine, "check_whole", lambda self: None)
+
+
+def who_is_told_to_end_trains_on(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Round, "check_left", lambda self: None)
+
+
+def a_vote_names_the_round_before(plant: pytest.MonkeyPatch) -> None:
+    real = WorkerCalls.ballot
+
+    def ballot(self: Any, vote: Any) -> Any:
+        signed = real(self, vote)
+        return dataclasses.replace(signed, round=max(0, signed.round - 1))
+
+    plant.setattr(WorkerCalls, "ballot", ballot)
+
+
 # Each with the first seed of the search: near the first one that finds it.
 PLANTS: dict[Plant, int] = {
     changed_list_keeps_its_id: 66,
@@ -420,6 +472,11 @@ PLANTS: dict[Plant, int] = {
     who_puts_its_heal_off_votes_yes: 70,
     an_update_that_was_lost_counts: 19,
     an_update_that_was_spoiled_counts_as_lost: 15,
+    who_has_missed_a_quorum_keeps_its_connections: 0,
+    who_is_behind_contributes: 0,
+    spoiled_weights_count: 20,
+    who_is_told_to_end_trains_on: 3,
+    a_vote_names_the_round_before: 0,
 }
 
 

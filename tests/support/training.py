@@ -117,7 +117,7 @@ class Trainer:
         while time.monotonic() < deadline:
             self.backward()
             self.manager.wait_quorum()
-            quorum = self.manager._runtime.membership.quorum
+            quorum = self.manager.last_quorum()
             committed = self.optimizer.step()
             if quorum is not None and quorum.replica_world_size == num_groups:
                 return committed

@@ -27,10 +27,11 @@ from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.reduce.operations import Kind
 from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
 from torchft_svc.client.runtime.runtime import CallerParts, Runtime, start_runtime
-from torchft_svc.client.step.round import RoundRequest, RoundRules, SharedStep
+from torchft_svc.client.step.round import RoundRules
 from torchft_svc.client.step.state import DEFAULT_KEY, StateRegistry
 from torchft_svc.client.step.stepper import Stepper, Update
 from torchft_svc.coordination import QuorumResult, Security
+from torchft_svc.core.round import RoundRequest
 from torchft_svc.core.step import StepMachine
 from torchft_svc.core.types import limited_s
 from torchft_svc.env import Environment
@@ -156,20 +157,20 @@ class Manager:
             security=security,
             flight_recorder=flight_recorder,
         )
-        machine = StepMachine(min_replica_size=min_replica_size, max_retries=max_retries)
-        self._step = SharedStep(machine)
         self._registry = StateRegistry(load_state_dict, state_dict)
         given = CallerParts(
             pg=pg,
             transport=checkpoint_transport,
             registry=self._registry,
+            step=StepMachine(min_replica_size=min_replica_size, max_retries=max_retries),
             heeds_term=handle_sigterm,
             store=(store_addr, store_port),
         )
         run = self._runtime = _start(self._rules, services, environment, given)
-        self._stepper = Stepper(run.deps, self._rules, self._step, run.membership, run.thread)
+        self._worker = run.worker
+        self._stepper = Stepper(run.deps, self._rules, run.worker, run.thread)
         leads = self._rules.place.leads
-        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), run, self._step, leads)
+        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), run, leads)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -310,7 +311,7 @@ class Manager:
 
     def report_error(self, e: Exception) -> None:
         """Latch an error of this step, which will be discarded; only the first error is kept."""
-        self._stepper.latch_error(e, self._step.state.epoch)
+        self._stepper.latch_error(e, self._worker.state.epoch)
 
     def report_spoiled_update(self, e: BaseException) -> None:
         """Report that the update of a committed step was not applied completely, because of ``e``.
@@ -322,12 +323,12 @@ class Manager:
         Raises:
             RequestRefused: the next step has begun already.
         """
-        with self._step.changing() as machine:
-            machine.lose_update(repr(e))
+        with self._worker.changing() as round_:
+            round_.step.lose_update(repr(e))
 
     def errored(self) -> Exception | None:
         """The first error of this step, or None."""
-        return self._step.state.error
+        return self._worker.state.error
 
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: timedelta | None = None
@@ -337,7 +338,7 @@ class Manager:
         The error is latched.
         """
         limit_s = self._rules.timeouts.collective_s if timeout is None else limited_s(timeout)
-        epoch = self._step.state.epoch
+        epoch = self._worker.state.epoch
         return guard_future(
             fut,
             default,
@@ -392,14 +393,14 @@ class Manager:
         Raises:
             RequestRefused: the weights are not those of a step.
         """
-        with self._step.changing() as machine:
-            machine.check_whole()
-        return self._step.state.counters()
+        with self._worker.changing() as round_:
+            round_.step.check_whole()
+        return self._worker.state.counters()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Continue from a periodic checkpoint; call it before a step begins."""
-        with self._step.changing() as machine:
-            machine.restore(
+        with self._worker.changing() as round_:
+            round_.step.restore(
                 state_dict["step"], state_dict["batches_committed"], state_dict.get("quorum_id", 0)
             )
 
@@ -417,17 +418,17 @@ class Manager:
 
     def batches_committed(self) -> int:
         """The number of groups' batches in the weights; those of a heal once it is loaded."""
-        return self._step.state.batches_committed
+        return self._worker.state.batches_committed
 
     def participating_rank(self) -> int | None:
         """This group's index among those that contribute in this step; None: it does not."""
         self._stepper.wait_until_ready()
-        return self._step.state.participation.participating_rank
+        return self._worker.state.participation.participating_rank
 
     def num_participants(self) -> int:
         """How many groups contribute in this step."""
         self._stepper.wait_until_ready()
-        return self._step.state.participation.num_participants
+        return self._worker.state.participation.num_participants
 
     def is_participating(self) -> bool:
         """Whether this group contributes in this step."""
@@ -435,7 +436,7 @@ class Manager:
 
     def last_quorum(self) -> QuorumResult | None:
         """The quorum that this worker is, or was last, connected in; None before the first one."""
-        return self._runtime.membership.quorum
+        return self._worker.last_quorum
 
     def replica_id(self) -> str:
         """``name:incarnation``, or the name alone before the first quorum."""
@@ -446,11 +447,11 @@ class Manager:
 
     def num_replicas_waiting(self) -> int:
         """How many groups are known to wait to join, since the last quorum request."""
-        return self._runtime.membership.num_waiting
+        return self._worker.num_waiting
 
     def is_draining(self) -> bool:
         """Whether this worker's group has to end after its step."""
-        return self._runtime.deps.draining.reason is not None
+        return self._worker.drain_reason is not None
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -505,7 +506,7 @@ def _log_leaving(step: int, leads: bool) -> None:
     log.log(logging.INFO if leads else logging.DEBUG, "leaves after step %d", step)
 
 
-def _close_in(pid: int, runtime: Runtime, step: SharedStep, leads: bool) -> None:
+def _close_in(pid: int, runtime: Runtime, leads: bool) -> None:
     """Shut down at exit, or when a manager is garbage collected without a shutdown.
 
     A forked child must not end its parent's services. A collection may happen on any thread, even
@@ -514,7 +515,7 @@ def _close_in(pid: int, runtime: Runtime, step: SharedStep, leads: bool) -> None
     if os.getpid() != pid:
         return
     if not runtime.closed:
-        _log_leaving(step.state.step, leads)
+        _log_leaving(runtime.worker.state.step, leads)
     if threading.current_thread() is threading.main_thread():
         runtime.close(False)
     else:

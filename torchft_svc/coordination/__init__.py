@@ -7,10 +7,9 @@ for it runs by changing the import. Everything that waits takes a timeout and ra
 
 from torchft_svc.coordination.attachment import Listeners
 from torchft_svc.coordination.lighthouse_client import LighthouseClient
-from torchft_svc.coordination.manager_client import ManagerClient
+from torchft_svc.coordination.manager_client import ManagerClient, ManagerLocator
 from torchft_svc.coordination.servers import LighthouseServer, ManagerServer
 from torchft_svc.coordination.types import Quorum, QuorumMember, QuorumResult, Timestamp
-from torchft_svc.coordination.whereabouts import Whereabouts
 from torchft_svc.core.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.rpc.security import Security
 
@@ -22,11 +21,11 @@ __all__ = [
     "LighthouseServer",
     "Listeners",
     "ManagerClient",
+    "ManagerLocator",
     "ManagerServer",
     "Quorum",
     "QuorumMember",
     "QuorumResult",
     "Security",
     "Timestamp",
-    "Whereabouts",
 ]

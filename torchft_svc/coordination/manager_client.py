@@ -7,15 +7,17 @@ import logging
 import math
 import time
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torchft_svc.coordination.attachment import Attachment, Listeners
 from torchft_svc.coordination.client import Client
 from torchft_svc.coordination.types import QuorumResult
-from torchft_svc.coordination.whereabouts import Patience, Whereabouts
+from torchft_svc.core.round import WorkerCalls
 from torchft_svc.core.step import Phase
-from torchft_svc.core.types import DEFAULT_JOB
-from torchft_svc.errors import QuorumFailed
+from torchft_svc.core.types import DEFAULT_JOB, Vote, WorkerRequest
+from torchft_svc.errors import QuorumFailed, TorchFTError, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import phase_to_wire
 from torchft_svc.rpc.security import Security
@@ -26,10 +28,22 @@ log = logging.getLogger(__name__)
 STANDS_STILL_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class ManagerLocator:
+    """``find`` tells the manager's present address, or None if it will never be back.
+
+    It may be called on any thread. ``patience_s``: after so long without an answer it counts as
+    gone for good.
+    """
+
+    find: Callable[[], str | None]
+    patience_s: float
+
+
 class ManagerClient(Client):
     """A worker's line to the manager of its group, or of another group.
 
-    With ``whereabouts`` it follows a manager that is started anew: the call that could not reach
+    With ``locator`` it follows a manager that is started anew: the call that could not reach
     it fails, the next one goes where it is then.
     ``security``: TLS files and token (default: those of the environment).
 
@@ -42,21 +56,19 @@ class ManagerClient(Client):
         self,
         addr: str,
         connect_timeout: timedelta,
-        whereabouts: Whereabouts | None = None,
+        locator: ManagerLocator | None = None,
         *,
         security: Security | None = None,
     ) -> None:
         super().__init__("manager", addr, connect_timeout, DEFAULT_JOB, security)
-        self._whereabouts = whereabouts or Whereabouts(lambda: None, 0.0)
+        self._locator = locator or ManagerLocator(lambda: None, 0.0)
         self._over = ""  # an address whose manager has ended for good
-        self._worker_id = str(uuid.uuid4())
-        self._round = 0
+        self._calls = WorkerCalls(str(uuid.uuid4()))
         self._moved_at: float | None = -math.inf  # None: it waits for others
-        self._last_quorum_id = 0  # the highest; a manager that is new is told
         self._attachment: Attachment | None = None
         self._ask_quorum = self._method("Quorum", pb.ManagerQuorumResponse.FromString)
         self._address = self._method("CheckpointAddress", pb.CheckpointAddressResponse.FromString)
-        self._vote = self._method("ShouldCommit", pb.ShouldCommitResponse.FromString)
+        self._send_vote = self._method("ShouldCommit", pb.ShouldCommitResponse.FromString)
         self._kill = self._method("Kill", pb.KillResponse.FromString)
         self._drain = self._method("Drain", pb.DrainResponse.FromString)
         self._connect()
@@ -72,7 +84,7 @@ class ManagerClient(Client):
             lambda: self._channel,
             self._metadata,
             group_rank,
-            self._worker_id,
+            self._calls.worker_id,
             dataclasses.replace(listeners, on_over=self._hear_over),
             self._lost_contact,
         )
@@ -89,9 +101,10 @@ class ManagerClient(Client):
         moved_at = self._moved_at
         return moved_at is not None and time.monotonic() - moved_at > STANDS_STILL_S
 
-    def patience(self, deadline: float) -> Patience:
-        """For a call that is to be repeated while the manager is being started anew."""
-        return Patience(Whereabouts(self._find, self._whereabouts.patience_s), deadline)
+    def is_over(self, failure: TorchFTError) -> bool:
+        """Whether a call has failed because the manager is gone, and no other will come."""
+        is_lost = isinstance(failure, Unreachable) and failure.peer == "manager"
+        return is_lost and self._find() is None
 
     def close(self, failure: str = "") -> None:
         """Detach, cancel what is under way, close the connection; may be called twice.
@@ -114,7 +127,7 @@ class ManagerClient(Client):
 
     def _find(self) -> str | None:
         """Where the manager is; None if there is none any more."""
-        addr = self._whereabouts.find()
+        addr = self._locator.find()
         return None if addr == self._over else addr
 
     def _quorum(
@@ -153,28 +166,46 @@ class ManagerClient(Client):
             RequestRefused: wrong rank, the workers of the group are at different steps, or the
                 group is not like the others of its job.
         """
-        request = pb.ManagerQuorumRequest(
-            rank=group_rank,
+        request = WorkerRequest(
+            group_rank=group_rank,
             step=step,
-            checkpoint_server_addr=checkpoint_metadata,
+            checkpoint_address=checkpoint_metadata,
             shrink_only=shrink_only,
             commit_failures=commit_failures,
             init_sync=init_sync,
-            worker_id=self._worker_id,
             draining=draining,
             unhealed=unhealed,
-            last_quorum_id=self._last_quorum_id,
             question=question,
             layout=layout,
             step_quorum_id=step_quorum_id,
         )
-        answer = self._ask_quorum(request, timeout)
+        return self.ask(request, timeout)
+
+    def ask(self, request: WorkerRequest, timeout: timedelta) -> QuorumResult:
+        """See `_quorum`; what each call repeats is added here."""
+        with self._lock:
+            request = self._calls.question(request)
+        encoded = pb.ManagerQuorumRequest(
+            rank=request.group_rank,
+            step=request.step,
+            checkpoint_server_addr=request.checkpoint_address,
+            shrink_only=request.shrink_only,
+            commit_failures=request.commit_failures,
+            init_sync=request.init_sync,
+            worker_id=request.worker_id,
+            draining=request.draining,
+            unhealed=request.unhealed,
+            last_quorum_id=request.last_quorum_id,
+            question=request.question,
+            layout=request.layout,
+            step_quorum_id=request.step_quorum_id,
+        )
+        answer = self._ask_quorum(encoded, timeout)
         if not answer.store_address:
             raise QuorumFailed("the manager's answer names no store")
         with self._lock:
-            self._round = answer.round
-            self._last_quorum_id = max(self._last_quorum_id, answer.quorum_id)
-        return _result(answer, group_rank)
+            self._calls.answered(answer.quorum_id, answer.round)
+        return _result(answer, request.group_rank)
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """Where worker ``rank`` of this manager's group serves its state."""
@@ -191,16 +222,22 @@ class ManagerClient(Client):
             DeadlineExceeded: not all have voted within ``timeout``.
             RequestRefused: wrong rank or step, or the round is over.
         """
-        with self._lock:
-            round_ = self._round
-        request = pb.ShouldCommitRequest(
-            should_commit=should_commit,
-            rank=group_rank,
-            step=step,
-            round=round_,
-            worker_id=self._worker_id,
+        return self.vote(
+            Vote(group_rank=group_rank, step=step, should_commit=should_commit), timeout
         )
-        return self._vote(request, timeout).should_commit
+
+    def vote(self, vote: Vote, timeout: timedelta) -> bool:
+        """See `should_commit`; what each call repeats is added here."""
+        with self._lock:
+            vote = self._calls.ballot(vote)
+        request = pb.ShouldCommitRequest(
+            should_commit=vote.should_commit,
+            rank=vote.group_rank,
+            step=vote.step,
+            round=vote.round,
+            worker_id=vote.worker_id,
+        )
+        return self._send_vote(request, timeout).should_commit
 
     def kill(self, msg: str, timeout: timedelta = timedelta(seconds=5)) -> None:
         """End the group at once: its workers, its manager, and the trainer that started that."""

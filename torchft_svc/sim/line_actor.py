@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torchft_svc.core.round import RETRY_S, WorkerCalls
 from torchft_svc.core.step import Phase
+from torchft_svc.core.types import Vote, WorkerRequest
 from torchft_svc.errors import TorchFTError
 from torchft_svc.sim.call import Call, Enter
-from torchft_svc.sim.manager_actor import ManagerActor, News, WorkerAnswer
+from torchft_svc.sim.manager_actor import ManagerActor, News, Part, Reply, WorkerAnswer
 from torchft_svc.sim.network import Network
 from torchft_svc.sim.shared import Home
 from torchft_svc.sim.world import Process
-
-RETRY_S = 0.05
 
 
 class LineActor:
@@ -27,6 +27,7 @@ class LineActor:
         self._network = network
         self._on_news = on_news
         self._arrives_at = 0.0  # what was said last: nothing overtakes it
+        self._calls = WorkerCalls(process.name)
         self._call: Call | None = None  # the last one
         self.loses_next_answer = False
 
@@ -51,17 +52,50 @@ class LineActor:
         """The worker was told to end."""
         self._say(lambda manager: manager.drain(reason))
 
-    def call(
+    def ask(
+        self, request: WorkerRequest, timeout_s: float, done: Callable[[Part | TorchFTError], None]
+    ) -> None:
+        """Wait for the quorum."""
+        signed = self._calls.question(request)
+
+        def answered(answer: WorkerAnswer) -> None:
+            assert not isinstance(answer, bool)
+            if isinstance(answer, Part):
+                self._calls.answered(answer.quorum_id, answer.round)
+            done(answer)
+
+        def enter(manager: ManagerActor, left_s: float, reply: Reply) -> int:
+            return manager.quorum(signed, left_s, reply)
+
+        self._call_manager(timeout_s, enter, answered)
+
+    def vote(
+        self,
+        vote: Vote,
+        timeout_s: float,
+        done: Callable[[bool | TorchFTError], None],
+        stalls_s: float = 0.0,
+    ) -> None:
+        """Wait for the decision; ``stalls_s``: how much longer the vote is on its way."""
+        signed = self._calls.ballot(vote)
+
+        def answered(answer: WorkerAnswer) -> None:
+            assert not isinstance(answer, Part)
+            done(answer)
+
+        def enter(manager: ManagerActor, left_s: float, reply: Reply) -> int:
+            return manager.vote(signed, left_s, reply)
+
+        self._call_manager(timeout_s, enter, answered, stalls_s)
+
+    def _call_manager(
         self,
         timeout_s: float,
         enter: Enter,
         done: Callable[[WorkerAnswer], None],
         stalls_s: float = 0.0,
     ) -> None:
-        """One RPC, which ends by its deadline whatever happens to the manager.
-
-        ``stalls_s``: how much longer than usual the request is on its way.
-        """
+        """One RPC, which ends by its deadline whatever happens to the manager."""
         manager = self._home.manager
         self._call = Call(self._process, self._network, manager, timeout_s, done)
         if self.loses_next_answer:

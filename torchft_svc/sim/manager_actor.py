@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,12 +33,27 @@ ANSWER_MARGIN_S = 0.05
 FIRST_ROUND = 1 << 40
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part(Assignment):
     """What a worker is told: its part in a quorum, and the round to vote in."""
 
-    assignment: Assignment
     round: int
+
+    @property
+    def heal(self) -> bool:
+        return self.heal_source is not None
+
+    @property
+    def recover_src_replica_rank(self) -> int | None:
+        return self.heal_source
+
+    @property
+    def recover_dst_replica_ranks(self) -> tuple[int, ...]:
+        return self.heal_targets
+
+    @property
+    def recover_extra_dst_replica_ranks(self) -> tuple[int, ...]:
+        return self.extra_targets
 
 
 WorkerAnswer = Part | bool | TorchFTError
@@ -215,7 +231,8 @@ class ManagerActor:
             self._end(order.caller, error)
             return
         self._invariants.agreement.assigned(self._job, order.quorum, part, request.group_rank)
-        self._end(order.caller, Part(part, order.round))
+        fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+        self._end(order.caller, Part(**fields, round=order.round))
 
     # -- news ------------------------------------------------------------------------------------
 

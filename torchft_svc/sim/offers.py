@@ -15,10 +15,11 @@ EARLY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A state, and the counter that comes with it."""
+    """A state, and the counters that come with it."""
 
     state: State
     batches_committed: int
+    quorum_id: int
 
 
 class Offers:

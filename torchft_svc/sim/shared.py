@@ -11,7 +11,7 @@ from torchft_svc.sim.invariants import Invariants
 from torchft_svc.sim.manager_actor import ManagerActor
 from torchft_svc.sim.network import Network
 from torchft_svc.sim.offers import Fetched, Offers
-from torchft_svc.sim.sums import GroupCollective, State, Sums
+from torchft_svc.sim.sums import GroupCollective, Sums
 from torchft_svc.sim.trace import Trace
 from torchft_svc.sim.world import Process
 
@@ -34,7 +34,7 @@ class Home(Protocol):
     def worker_failed(self, why: str) -> None:
         """A worker ends with an error; its launcher starts the group again."""
 
-    def save(self, group_rank: int, state: State, batches_committed: int) -> None:
+    def save(self, group_rank: int, saved: Fetched) -> None:
         """A periodic checkpoint."""
 
 

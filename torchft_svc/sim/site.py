@@ -9,13 +9,14 @@ from torchft_svc.core.link_types import LinkConfig
 from torchft_svc.sim.lighthouse_actor import LighthouseActor
 from torchft_svc.sim.link_actor import LinkActor, LinkSite
 from torchft_svc.sim.manager_actor import ManagerActor, News, OnOutcome
+from torchft_svc.sim.offers import Fetched
 from torchft_svc.sim.scenario import Scenario
 from torchft_svc.sim.shared import Shared
-from torchft_svc.sim.sums import GroupCollective, State
+from torchft_svc.sim.sums import GroupCollective
 from torchft_svc.sim.trainer_actor import WorkerActor
 from torchft_svc.sim.world import Process, World
 
-Saved = dict[int, tuple[State, int]]  # by group rank: state and batches committed
+Saved = dict[int, Fetched]  # by group rank
 
 # Rarer than in production, where it would only make more of the same events.
 HEARTBEAT_INTERVAL_S = 0.3
@@ -120,7 +121,7 @@ class Site:
             worker = WorkerActor(process, self, group_rank, self._scenario.trainer, self._shared)
             self._shared.offers[process.name] = worker.offers
             if saved is not None:
-                worker.restore(*saved[group_rank])
+                worker.restore(saved[group_rank])
             self.workers.append(worker)
             process.on_death.append(self._on_worker_death(worker))
             worker.line.attach()
@@ -252,13 +253,13 @@ class Site:
 
     # -- checkpoints -----------------------------------------------------------------------------
 
-    def save(self, group_rank: int, state: State, batches_committed: int) -> None:
+    def save(self, group_rank: int, saved: Fetched) -> None:
         """A periodic checkpoint, shared by the job: it counts when all workers have written."""
         every = self._scenario.save_every
-        if not every or state.step % every:
+        if not every or saved.state.step % every:
             return
-        if any(other.step != state.step for other, _ in self._saving.values()):
+        if any(other.state.step != saved.state.step for other in self._saving.values()):
             self._saving = {}
-        self._saving[group_rank] = (state, batches_committed)
+        self._saving[group_rank] = saved
         if len(self._saving) == self.group_world_size:
             self._checkpoints[self.job], self._saving = self._saving, {}

@@ -1,4 +1,4 @@
-"""Requests to drain this worker's group, from the manager or by a signal (rule M11)."""
+"""Requests by a signal to drain this worker's group (rule M11)."""
 
 from __future__ import annotations
 
@@ -21,19 +21,6 @@ REPEAT_S = 1.0
 _JOIN_S = 0.5
 
 
-class Draining:
-    """``reason`` is set once, from any thread, and never reset."""
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-
-    def request(self, reason: str) -> None:
-        """Request that the group ends after its step, because of ``reason``."""
-        if self.reason is None:
-            log.warning("draining: %s", reason)
-            self.reason = reason
-
-
 class TermSignal:
     """Makes SIGTERM drain the group, until `close`; a second SIGTERM ends the process as usual.
 
@@ -42,8 +29,8 @@ class TermSignal:
     through ``inform``. A handler of the program is not replaced.
     """
 
-    def __init__(self, draining: Draining, inform: Callable[[str], None]) -> None:
-        self._draining = draining
+    def __init__(self, drain: Callable[[str], None], inform: Callable[[str], None]) -> None:
+        self._drain = drain
         self._inform = inform
         self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._first_at: float | None = None
@@ -87,7 +74,7 @@ class TermSignal:
         if not self._signals.get():
             return
         reason = f"process {os.getpid()} got SIGTERM"
-        self._draining.request(reason)
+        self._drain(reason)
         try:
             self._inform(reason)
         except PeerError as error:

@@ -18,7 +18,8 @@ from torchft_svc.client.process_groups.rendezvous.store_connection import (
     call_store,
 )
 from torchft_svc.client.runtime.leader import LeaderSign, LeaderWatch
-from torchft_svc.coordination import ManagerServer, Whereabouts
+from torchft_svc.coordination import ManagerLocator, ManagerServer
+from torchft_svc.core.round import MANAGER_PATIENCE_S
 from torchft_svc.core.types import check_not_empty
 from torchft_svc.env import Environment
 from torchft_svc.errors import AddressError, ConfigError, DeadlineExceeded, Unreachable
@@ -32,9 +33,6 @@ log = logging.getLogger(__name__)
 _SLICE_S = 0.1
 # How long one thread polls for a key of another worker, before another thread continues.
 _LOOKS_S = 0.5
-# A restarted manager is back within a second, on a busy machine within a few seconds; after this
-# time the machine of rank 0 is probably gone.
-RESTART_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ class GroupServices:
     """The manager's address, the group's name, and how to stop what was started here."""
 
     manager_address: str
-    whereabouts: Whereabouts
+    locator: ManagerLocator
     replica_name: str
     close: Callable[[], None]
 
@@ -118,8 +116,8 @@ def open_services(
         address = keys.wait_for("manager_address", deadline, timeouts.connect_s)
         name = keys.wait_for("replica_name", deadline, timeouts.connect_s)
         leader = _Leader(keys)
-        whereabouts = Whereabouts(leader.find_manager, RESTART_PATIENCE_S)
-        return GroupServices(address, whereabouts, name, leader.close)
+        locator = ManagerLocator(leader.find_manager, MANAGER_PATIENCE_S)
+        return GroupServices(address, locator, name, leader.close)
 
     def publish(address: str) -> None:
         keys.write("manager_address", address)
@@ -146,7 +144,7 @@ def _start_manager(
 ) -> GroupServices:
     if options.manager_address is not None:
         address = str(parse_address(options.manager_address))
-        steady = Whereabouts(lambda: address, timeouts.connect_s)
+        steady = ManagerLocator(lambda: address, timeouts.connect_s)
         return GroupServices(address, steady, options.replica_name, _nothing)
     bind = f":{options.port}"
     if options.in_process:
@@ -165,7 +163,7 @@ def _start_manager(
             security=options.security,
         )
         address = str(parse_address(server.address()))
-        here = Whereabouts(lambda: address, RESTART_PATIENCE_S)
+        here = ManagerLocator(lambda: address, MANAGER_PATIENCE_S)
         return GroupServices(address, here, options.replica_name, server.shutdown)
     config = ManagerConfig(
         lighthouse_address=options.lighthouse_address,
@@ -185,7 +183,7 @@ def _start_manager(
     first = keeper.address
     assert first is not None, "it has just been started"
     log.debug("manager of %s at %s, process %d", options.replica_name, first, keeper.pid)
-    kept = Whereabouts(lambda: keeper.address, RESTART_PATIENCE_S)
+    kept = ManagerLocator(lambda: keeper.address, MANAGER_PATIENCE_S)
     return GroupServices(first, kept, options.replica_name, keeper.close)
 
 

@@ -16,7 +16,7 @@ from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.config import GroupPlace, ServiceOptions
 from torchft_svc.client.process.background import BackgroundThread
 from torchft_svc.client.process.deadlines import Timer
-from torchft_svc.client.process.draining import Draining, TermSignal
+from torchft_svc.client.process.draining import TermSignal
 from torchft_svc.client.process.ending import LAST_WORDS_S, end_now, failure
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
@@ -29,10 +29,11 @@ from torchft_svc.client.runtime.bootstrap import (
     open_store,
 )
 from torchft_svc.client.runtime.trainer_log import speak_on_stderr
-from torchft_svc.client.step.membership import QuorumMembership
 from torchft_svc.client.step.round import Dependencies, RoundRules
+from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.state import StateRegistry
 from torchft_svc.coordination import Listeners, ManagerClient
+from torchft_svc.core.step import StepMachine
 from torchft_svc.env import Environment
 from torchft_svc.rpc.address import advertised_host, parse_address, split_addresses
 
@@ -49,6 +50,7 @@ class CallerParts:
     pg: ProcessGroup | None
     transport: CheckpointTransport[Any] | None
     registry: StateRegistry
+    step: StepMachine
     heeds_term: bool
     store: tuple[str | None, int | None]  # host and port
 
@@ -58,7 +60,7 @@ class Runtime:
     """The running parts; `close` ends each of them, even if others fail."""
 
     deps: Dependencies
-    membership: QuorumMembership
+    worker: SharedRound
     thread: BackgroundThread
     timer: Timer
     group_store: GroupStore | None
@@ -124,7 +126,7 @@ def start_runtime(
         client = ManagerClient(
             services.manager_address,
             timedelta(seconds=timeouts.connect_s),
-            services.whereabouts,
+            services.locator,
             security=options.security,
         )
         undo.callback(client.close)
@@ -140,31 +142,30 @@ def start_runtime(
             pg.record_to(recorder)
         end = functools.partial(_end, pg, recorder)
         kill = functools.partial(end, client.stands_still)
-        membership, draining = QuorumMembership(pg), Draining()
+        worker = SharedRound(rules.for_worker(services.locator.patience_s), given.step, pg)
         listeners = Listeners(
-            on_loss=membership.lose,
+            on_loss=worker.lose,
             on_kill=kill,
-            on_drain=draining.request,
-            on_waiting=membership.receive_newcomer,
-            on_no_quorum=membership.receive_no_quorum,
-            on_cut=membership.leave,
+            on_drain=worker.drain,
+            on_waiting=worker.receive_newcomer,
+            on_no_quorum=worker.receive_no_quorum,
+            on_cut=worker.cut,
         )
         client.attach(rules.place.group_rank, listeners)
         runtime = Runtime(
             deps=Dependencies(
                 client=client,
-                draining=draining,
                 pg=pg,
                 transport=transport,
                 registry=given.registry,
                 watchdog=Watchdog(timeouts.watchdog_s, functools.partial(end, lambda: True)),
             ),
-            membership=membership,
+            worker=worker,
             thread=BackgroundThread("torchft-quorum"),
             timer=Timer("torchft-timer"),
             group_store=store,
             services=services,
-            term_signal=TermSignal(draining, client.drain) if given.heeds_term else None,
+            term_signal=TermSignal(worker.drain, client.drain) if given.heeds_term else None,
             recorder=recorder,
         )
         undo.pop_all()

@@ -6,7 +6,9 @@ import dataclasses
 import logging
 import re
 import threading
+import time
 import weakref
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,25 +19,14 @@ from torchft_svc.client.reduce.averages import Averages
 from torchft_svc.client.reduce.collectives import NO_GRAPH
 from torchft_svc.client.reduce.operations import Kind, LaunchOrder
 from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
-from torchft_svc.client.step.membership import QuorumMembership
-from torchft_svc.client.step.round import (
-    Dependencies,
-    Round,
-    RoundRequest,
-    RoundRules,
-    SharedStep,
-)
+from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner
+from torchft_svc.client.step.shared_round import Orders, SharedRound
 from torchft_svc.client.step.state import MANAGER_KEY
 from torchft_svc.client.step.vote import ask_decision
+from torchft_svc.core.round import UNDER_WAY, LeaveMembers, RoundRequest
 from torchft_svc.core.step import Phase, StepState
 from torchft_svc.core.types import MAX_LAYOUT_LENGTH
-from torchft_svc.errors import (
-    OperationsDiffer,
-    QuorumFailed,
-    RequestRefused,
-    TornState,
-    Unauthorized,
-)
+from torchft_svc.errors import QuorumFailed, RequestRefused, TornState
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +34,6 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.05
 # The beginning of gloo's messages: the source file that raised.
 _GLOO = re.compile(r"\[[^\]]*gloo[^\]]*\]")
-_TRAINING = (Phase.TRAINING, Phase.HEALING)
 _BETWEEN_STEPS = (Phase.IDLE, Phase.APPLYING)
 # Between two steps a group may wait for one that waits for it in the next quorum. That wait must
 # end long before the lighthouse continues without the group.
@@ -70,15 +60,13 @@ class Stepper:
         self,
         deps: Dependencies,
         rules: RoundRules,
-        step: SharedStep,
-        membership: QuorumMembership,
+        worker: SharedRound,
         thread: BackgroundThread,
     ) -> None:
         self._deps = deps
         self._rules = rules
-        self._step = step
-        step.on_phase = deps.client.tell_phase
-        self._membership = membership
+        self._worker = worker
+        worker.on_phase = deps.client.tell_phase
         self._thread = thread
         self._order = LaunchOrder(lambda: self.state.settled)
         self._averages = Averages(
@@ -107,14 +95,14 @@ class Stepper:
         self._thread_of_step: int | None = None
         self._has_warned = False  # about gradients that are not summed
         self._loads = False  # a healed state is being loaded
-        self._round: Round | None = None
+        self._runner: RoundRunner | None = None
         self._task: Task | None = None
         self._ends_update = False  # whether the caller reports the outcome of an update
 
     @property
     def state(self) -> StepState:
         """A frozen view of the step."""
-        return self._step.state
+        return self._worker.state
 
     # -- the parts of a step ---------------------------------------------------------------------
 
@@ -123,22 +111,23 @@ class Stepper:
         self._end_last_step()
         for reducer in self.reducers():  # an unfinished pass ends with its step
             reducer.settle()
-        if self._round is not None:
-            self._round.withhold_rest()
-        fresh = self._rules.init_sync and self.state.step == 0
-        heals_now = request.allow_heal and (fresh or not self._rules.use_async_quorum)
-        request = dataclasses.replace(request, layout=self._layout(), waits_for_heal=heals_now)
-        if heals_now and self._round is None:
+        if self._runner is not None:
+            self._runner.withhold_rest()
+        with self._worker.changing() as round_:
+            heals_now = round_.will_wait_for_heal(request.allow_heal)
+        if heals_now and self._runner is None:
             # Whether it heals depends on the other groups; the program must not depend on that.
             self.weights_version += 1
-        round_ = Round(self._deps, self._rules, self._step, self._membership, request)
-        task = Task(round_.run)
+        request = dataclasses.replace(request, layout=self._layout())
+        runner = RoundRunner(self._deps, self._rules, self._worker)
+        task = Task(partial(runner.run, request.allow_heal))
         try:
-            self._round, self._task = round_, task
+            self._runner, self._task = runner, task
             self._thread_of_step = threading.get_ident()
-            with self._step.changing() as machine:
-                epoch = machine.start()
-            self._order.begin(lambda: round_.has_connected)
+            with self._worker.changing() as round_:
+                waits = round_.waits_for_quorum
+                epoch = round_.begin(request)
+            self._order.begin(lambda: self._worker.has_connected)
             self._averages.begin(epoch)
             self._reports.begin(epoch)
             self._deps.registry.gate.open()
@@ -146,19 +135,23 @@ class Stepper:
             if task.done and task.error is not None:
                 raise task.error
         except BaseException as error:
-            self._withdraw(round_, task, error)
+            self._withdraw(runner, task, error)
             raise
-        if fresh or self._ends_alone() or not self._rules.use_async_quorum:
+        if waits:
             self.wait_for_quorum()
-            if round_.heals_first:
+            if self._heals_first():
                 self._wait_for_task()
                 self._apply_heal()
 
+    def _heals_first(self) -> bool:
+        with self._worker.changing() as round_:
+            return round_.heals_first
+
     def _end_last_step(self) -> None:
         """Wait for the round of the last step, and clean up after an interrupt of this wait."""
-        round_, task = self._round, self._task
-        if round_ is not None and task is not None:
-            self._withdraw(round_, task, QuorumFailed("another step was begun"))
+        runner, task = self._runner, self._task
+        if runner is not None and task is not None:
+            self._withdraw(runner, task, QuorumFailed("another step was begun"))
         # Before the end of its round: a heal may wait for groups that wait for sums of this worker.
         self.wait_until_ready()
         self._give_up()
@@ -169,49 +162,48 @@ class Stepper:
         elif self.state.phase in (Phase.APPLYING, Phase.VOTING):
             self.lose_update("it was interrupted")
 
-    def _withdraw(self, round_: Round, task: Task, error: BaseException) -> None:
+    def _withdraw(self, runner: RoundRunner, task: Task, error: BaseException) -> None:
         """Cancel a round that has not begun; a running one continues, and so does its step."""
         if task.abandon(error) or task.error is not None:
             self._task = None
-            round_.withdraw(QuorumFailed(f"the step was not begun ({error!r})"))
+            runner.withdraw(QuorumFailed(f"the step was not begun ({error!r})"))
 
     def _give_up(self) -> None:
-        """End a step without a vote, such as one whose backward pass has raised.
-
-        Other groups may wait for sums that this worker will not launch.
-        """
+        """End a step without a vote, such as one whose backward pass has raised."""
         state = self.state
-        if state.phase not in _TRAINING:
+        with self._worker.changing() as round_:
+            orders = round_.give_up()
+        if not orders:
             return
         self._log_discarded(state, "the program began another one")
         if self._deps.pg.errored() is None:
-            self._deps.leave_members(QuorumFailed("the step was given up"))
+            self._leave_members(orders)
 
-    def _ends_alone(self) -> bool:
-        """Whether this worker has to end, and is the only one of its group.
-
-        One of several workers continues until all know that the group has to end: the others may be
-        in a collective of the group, which fails if this worker leaves.
-        """
-        is_told = self._deps.draining.reason is not None
-        return is_told and self._rules.place.group_world_size == 1
+    def _leave_members(self, orders: Orders) -> None:
+        for order in orders:
+            assert isinstance(order, LeaveMembers), "nothing else follows from an error"
+            self._deps.leave_members(order.reason)
 
     def wait_for_quorum(self) -> None:
         """See `Manager.wait_quorum`."""
         if self._is_between_steps():
             return
-        round_ = self._current_round()
+        self._runner_under_way()
         self.wait_until_ready()
-        round_.check_left()
-        if round_.error is not None:
-            raise round_.error
+        self._check_left()
+        if self._worker.error is not None:
+            raise self._worker.error
+
+    def _check_left(self) -> None:
+        with self._worker.changing() as round_:
+            round_.check_left()
 
     def wait_until_ready(self) -> None:
         """Wait until the members are known, if a step is under way; raises nothing.
 
         It needs no deadline: all waits of the background thread have one.
         """
-        while self._round is not None and not self._round.ready.wait(_LOOK_S):
+        while self._runner is not None and not self._runner.ready.wait(_LOOK_S):
             self._deps.pg.tidy()
             if self._task is None or self._task.done:
                 return  # the manager was shut down meanwhile
@@ -232,7 +224,7 @@ class Stepper:
         return self._averages.allreduce(tensor, op, self.state.participation, kind)
 
     def _is_between_steps(self) -> bool:
-        return self._round is not None and self.state.phase in _BETWEEN_STEPS
+        return self._runner is not None and self.state.phase in _BETWEEN_STEPS
 
     def _report(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> dist.Work:
         """Reduce among the members of the last quorum, if they are still connected."""
@@ -243,8 +235,8 @@ class Stepper:
 
     def _latch_report_error(self, error: Exception, epoch: int) -> None:
         """No step is discarded, but the members reconnect, because not all took part."""
-        with self._step.changing() as machine:
-            if not machine.latch(error, epoch):
+        with self._worker.changing() as round_:
+            if not round_.step.latch(error, epoch):
                 return
         log.warning("a reduction between two steps failed, its tensor stays as it was: %s", error)
         self._deps.leave_members(error)
@@ -337,9 +329,9 @@ class Stepper:
 
     def end_update(self) -> None:
         """The present update, if any, has been applied; the weights may be read again."""
-        with self._step.changing() as machine:
-            if machine.state.phase is Phase.APPLYING:
-                machine.end_update()
+        with self._worker.changing() as round_:
+            if self.state.phase is Phase.APPLYING:
+                round_.step.end_update()
         self._deps.registry.gate.open()
 
     def allow_read(self) -> None:
@@ -351,12 +343,12 @@ class Stepper:
 
     def lose_update(self, spoiled_by: str = "") -> None:
         """The present update, if any, has not been applied; see `StepMachine`."""
-        with self._step.changing() as machine:
-            step, phase = machine.state.step, machine.state.phase
+        with self._worker.changing() as round_:
+            step, phase = self.state.step, self.state.phase
             if phase is Phase.APPLYING:
-                machine.lose_update(spoiled_by)
+                round_.step.lose_update(spoiled_by)
             else:
-                machine.interrupt()
+                round_.step.interrupt()
         if phase is Phase.APPLYING:
             log.warning(
                 "the update to step %d was not applied: %s", step, spoiled_by or "interrupted"
@@ -365,58 +357,52 @@ class Stepper:
 
     def _interrupt(self, error: BaseException) -> None:
         """An exception has ended the vote: its decision is lost, and no update is applied."""
-        with self._step.changing() as machine:
-            if machine.state.phase in _TRAINING:
-                machine.latch(QuorumFailed(f"the vote was interrupted ({error!r})"))
-            machine.interrupt()
+        with self._worker.changing() as round_:
+            if self.state.phase in UNDER_WAY:
+                round_.step.latch(QuorumFailed(f"the vote was interrupted ({error!r})"))
+            round_.step.interrupt()
         self._deps.registry.gate.open()
 
     def _decide(self, timeout_s: float) -> bool:
-        round_ = self._current_round()
+        runner = self._runner_under_way()
         # First what other groups wait for: a healing group may get its state when they end their
         # step.
         self.wait_until_ready()
-        round_.check_left()
+        self._check_left()
         self._settle()
         self._averages.collectives.launch_end()
         self._wait_for_task()
-        round_.check_left()
+        self._check_left()
         self._averages.finish()
-        round_.offer_rest()
+        runner.offer_rest()
         self._check_group()
         self._apply_heal()
         self._protect_state()
-        with self._step.changing() as machine:
-            vote = machine.begin_vote()
-        client, place, state = self._deps.client, self._rules.place, self.state
-        committed = ask_decision(client, place, state.step, vote, timeout_s)
+        with self._worker.changing() as round_:
+            orders = round_.vote(time.monotonic(), timeout_s)
+            vote = round_.ballot().should_commit
+        state = self.state
+        committed = ask_decision(self._deps.client, self._worker, orders)
         if not committed:
             self._log_discarded(state, self._why_not(vote))
-        with self._step.changing() as machine:
-            machine.decide(committed, round_.quorum.quorum_id if round_.quorum else 0)
+        with self._worker.changing() as round_:
+            round_.decide(committed)
         if committed:
             return True
         self._deps.registry.gate.open()
-        self._check_trust()
-        round_.check_refused()
-        with self._step.changing() as machine:
-            machine.check_healable()
+        with self._worker.changing() as round_:
+            round_.check_next()
         return False
 
     def latch_error(self, error: Exception, epoch: int) -> None:
         """Latch an error of the step with this ``epoch``; errors of earlier steps are ignored."""
-        with self._step.changing() as machine:
-            first = machine.state.error is None
-            if not machine.latch(error, epoch):
-                return
-            state = machine.state
-        if first:  # the warning comes at the end of the step
+        with self._worker.changing() as round_:
+            is_first = self.state.error is None
+            orders = round_.broke(error, epoch)
+            state = self.state
+        if is_first and state.error is error:  # the warning comes at the end of the step
             log.debug("step %d cannot be committed", state.step, exc_info=error)
-        contributes = state.participation.participating_rank is not None
-        if state.phase in _TRAINING and (contributes or isinstance(error, OperationsDiffer)):
-            # Other groups wait for this group's gradients: they must learn now that none will come.
-            # Where operations differ, they do not wait for what this group would launch next.
-            self._deps.leave_members(error)
+        self._leave_members(orders)
 
     def _why_not(self, vote: bool) -> str:
         """Why a step without an error is not committed."""
@@ -427,32 +413,23 @@ class Stepper:
 
     def _log_discarded(self, state: StepState, otherwise: str) -> None:
         """Log which group was lost, if any, rather than gloo's message about it."""
-        reason = self._membership.lost() or str(state.error or "") or otherwise
+        reason = self._worker.who_is_lost() or str(state.error or "") or otherwise
         if _GLOO.match(reason):
             reason = "the connection to another group has ended"
         log.warning("step %d is discarded: %s", state.step, reason)
 
     def _report_wait(self, waits: bool) -> None:
         """Tell the manager that this worker waits for other groups, and has not hung itself."""
-        self._step.on_phase(Phase.QUORUM if waits else self.state.phase, self.state.step)
+        self._worker.on_phase(Phase.QUORUM if waits else self.state.phase, self.state.step)
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _current_round(self) -> Round:
-        if self._round is None or self.state.phase in _BETWEEN_STEPS:
+    def _runner_under_way(self) -> RoundRunner:
+        if self._runner is None or self.state.phase in _BETWEEN_STEPS:
             raise RequestRefused(
                 "there is no step under way: begin it with zero_grad or start_quorum"
             )
-        return self._round
-
-    def _check_trust(self) -> None:
-        """Raise the error of a worker that was never authorized, and would discard all its steps.
-
-        A worker that has trained before retries: the service may be restarted with other settings.
-        """
-        error = None if self._round is None else self._round.error
-        if isinstance(error, Unauthorized) and self._membership.quorum is None:
-            raise error
+        return self._runner
 
     def _settle(self) -> None:
         """Latch an error if no gradients, or not all, were averaged."""
@@ -463,7 +440,7 @@ class Stepper:
             self._fail(error)
         if reducers and not sums.launched and self.state.error is None:
             self._fail(RequestRefused(_NOTHING_REDUCED))
-        if self._current_round().has_connected and not self._averages.has_any:
+        if self._worker.has_connected and not self._averages.has_any:
             self._look_for_unsummed(reducers)
 
     def _look_for_unsummed(self, reducers: list[Reducing]) -> None:
@@ -499,20 +476,15 @@ class Stepper:
             raise self._task.error
 
     def _can_reduce(self) -> bool:
-        """Whether collectives are launched; those of a healing group continue if its heal fails.
-
-        Without a quorum they are not: the members of the last one may wait as well, or use the data
-        as this group's gradients. Broken connections are an error of the step.
-        """
-        round_ = self._current_round()
+        """See `Round.may_reduce`; broken connections are an error of the step."""
+        self._runner_under_way()
         self.wait_until_ready()
-        if round_.error is not None:
-            return False
-        state = self.state
-        broken = self._deps.pg.errored()
-        if broken is not None and state.error is None:
-            self.latch_error(broken, state.epoch)
-        return broken is None and state.phase in _TRAINING
+        with self._worker.changing() as round_:
+            may_reduce = round_.may_reduce
+        broken = self._deps.pg.errored() if may_reduce else None
+        if broken is not None and self.state.error is None:
+            self.latch_error(broken, self.state.epoch)
+        return may_reduce and broken is None
 
     def _protect_state(self) -> None:
         """Protect the state from readers before the update; if that fails, there is no update."""
@@ -528,21 +500,21 @@ class Stepper:
 
     def _apply_heal(self) -> None:
         """Load a fetched state, and then take over its step."""
-        round_ = self._round
-        if round_ is None or round_.quorum is None or round_.state is None:
+        runner = self._runner
+        if runner is None or runner.quorum is None or runner.state is None:
             return
-        state = round_.state
+        state = runner.state
         try:
             self._loads = True
-            self._deps.registry.check(state, round_.quorum.recover_src_manager_address)
+            self._deps.registry.check(state, runner.quorum.recover_src_manager_address)
             self._deps.transport.retract_checkpoint()
             self.weights_version += 1
             trains_others = self._deps.registry.load(state)
-            with self._step.changing() as machine:
+            with self._worker.changing() as round_:
                 counters = state[MANAGER_KEY]
-                machine.apply_heal(counters["batches_committed"], counters.get("quorum_id", 0))
-            log.info("healed to step %d from %s", self.state.step, round_.healed_from)
-            if trains_others and not round_.heals_first:
+                round_.step.apply_heal(counters["batches_committed"], counters.get("quorum_id", 0))
+            log.info("healed to step %d from %s", self.state.step, runner.healed_from)
+            if trains_others and not self._heals_first():
                 self.latch_error(_other_parameters(), self.state.epoch)
         except Exception as error:
             log.exception("the healed state cannot be put in place")
@@ -553,12 +525,12 @@ class Stepper:
             raise
         finally:
             self._loads = False
-            round_.state = None
+            runner.state = None
 
     def _fail_heal(self, error: Exception) -> None:
-        with self._step.changing() as machine:
-            if machine.state.pending_heal is not None:
-                machine.fail_heal(error)
+        with self._worker.changing() as round_:
+            if self.state.pending_heal is not None:
+                round_.step.fail_heal(error)
 
 
 def _other_parameters() -> RequestRefused:

@@ -1,0 +1,552 @@
+"""Decides a worker's round: ask for the quorum, meet its members, offer or fetch state, vote.
+
+    begin ─> ask ─> [unanswered] ─> answered ─> [entered] ─> met ─> [fetched] ─> vote ─> voted
+
+Each input returns orders, to be carried out one after the other; what comes of one is the next
+input. Whatever fails on the way to the vote is `failed`, and becomes an input of the step machine:
+there is no quorum, no heal, or no step that can be committed. Client and simulator drive it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Generic
+
+from torchft_svc.core.peers import Part, Peers
+from torchft_svc.core.step import Phase, Standing, StepMachine, participation
+from torchft_svc.core.types import Vote, WorkerRequest
+from torchft_svc.errors import (
+    CommitFailed,
+    ConfigError,
+    Drained,
+    GroupLeft,
+    OperationsDiffer,
+    PeerError,
+    QuorumFailed,
+    RequestRefused,
+    TorchFTError,
+    Unauthorized,
+    Unreachable,
+)
+
+# The pause before a manager that did not answer is asked again.
+RETRY_S = 0.05
+# A restarted manager is back within a second, on a busy machine within a few seconds; after this
+# time the machine of rank 0 is probably gone.
+MANAGER_PATIENCE_S = 5.0
+# The phases in which a step ends by a vote, or by being given up.
+UNDER_WAY = (Phase.TRAINING, Phase.HEALING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRules:
+    """What is the same in all rounds of a worker.
+
+    ``num_wanted``: how many groups contribute at most (None: all). ``patience_s``: a manager that
+    cannot be reached for so long is gone for good.
+    """
+
+    group_rank: int = 0
+    group_world_size: int = 1
+    use_async_quorum: bool = True
+    init_sync: bool = True
+    num_wanted: int | None = None
+    patience_s: float = MANAGER_PATIENCE_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRequest:
+    """What may differ between rounds; ``layout``: what this worker sums (empty: not known)."""
+
+    allow_heal: bool = True
+    shrink_only: bool = False
+    timeout_s: float
+    layout: str = ""
+
+
+# -- orders ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AskManager:
+    """After ``pause_s`` send `Round.question` to the manager, and wait until ``deadline``; then
+    `Round.answered`, or `Round.unanswered`."""
+
+    pause_s: float
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class EnterQuorum:
+    """Other members, or other connections, than before, see `Peers.change`. Tell the manager that
+    this worker waits for others; then `Round.entered`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeetMembers:
+    """Connect with the members of the quorum, ``anew`` or, if not, see whether the connections are
+    there still; then `Round.met`."""
+
+    anew: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveMembers:
+    """Close the connections at once, so that others do not wait, because of ``reason``."""
+
+    reason: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectNoState:
+    """What was prepared to heal into is not needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginTraining:
+    """The members are known, and met if they can be; the program may go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferState:
+    """Serve the state to replica ranks that heal from here, or take a part of it from here.
+
+    ``at_once``: as it was when the step began. Else what the step changes follows at its end.
+    """
+
+    receivers: tuple[int, ...]
+    extras: tuple[int, ...]
+    at_once: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseState:
+    """Those that would heal from here must not wait, because of ``reason``."""
+
+    receivers: tuple[int, ...]
+    reason: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class FetchState:
+    """Get the state that the quorum assigns; then `Round.fetched`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """People should know."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskDecision:
+    """After ``pause_s`` send `Round.ballot` to the manager, and wait until ``deadline``; then
+    `Round.voted`, or `Round.vote_failed`."""
+
+    pause_s: float
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decide:
+    """The group's decision; ``error`` says why there is none, so that it is no."""
+
+    committed: bool
+    error: TorchFTError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoseDecision:
+    """A decision was made, or may have been made, and did not arrive: this worker cannot go on."""
+
+    error: TorchFTError
+
+
+Order = (
+    AskManager
+    | EnterQuorum
+    | MeetMembers
+    | LeaveMembers
+    | ExpectNoState
+    | BeginTraining
+    | OfferState
+    | RefuseState
+    | FetchState
+    | Warn
+    | AskDecision
+    | Decide
+    | LoseDecision
+)
+
+
+class Round(Generic[Part]):
+    """A worker's rounds, one after the other, with its ``step`` and its ``peers``.
+
+    ``quorum``, ``error`` (there is no quorum in this round), ``has_connected`` (its members are not
+    those of the round before) and ``waits_for_heal`` (a state that is healed is loaded before the
+    step begins) are those of the present round. ``drain_reason`` is set once, for good.
+    """
+
+    def __init__(self, rules: WorkerRules, step: StepMachine) -> None:
+        self.step = step
+        self.peers: Peers[Part] = Peers()
+        self.quorum: Part | None = None
+        self.error: Exception | None = None
+        self.has_connected = False
+        self.waits_for_heal = False
+        self.drain_reason: str | None = None
+        self._rules = rules
+        self._request = RoundRequest(timeout_s=0.0)
+        self._leaves_for: str | None = None  # why this worker has to end, if it has said so
+        self._retries = _Retries(0.0, 0.0)
+        self._vote = False
+
+    # -- the quorum ------------------------------------------------------------------------------
+
+    def begin(self, request: RoundRequest) -> int:
+        """A step begins, whose quorum is asked for next; its epoch.
+
+        Raises:
+            RequestRefused: this worker may begin none; nothing has changed.
+        """
+        waits_for_heal = self.will_wait_for_heal(request.allow_heal)
+        epoch = self.step.start()
+        self._request, self.waits_for_heal = request, waits_for_heal
+        self.quorum = self.error = self._leaves_for = None
+        self.has_connected = False
+        return epoch
+
+    def will_wait_for_heal(self, allow_heal: bool) -> bool:
+        """Whether a step that begins now waits for the state if this worker has to heal."""
+        return allow_heal and (self._is_fresh or not self._rules.use_async_quorum)
+
+    @property
+    def waits_for_quorum(self) -> bool:
+        """Whether the program waits for the quorum before it goes on with the step.
+
+        One of several workers that have to end continues until all know that: the others may be in
+        a collective of the group, which fails if this worker leaves.
+        """
+        is_alone = self._rules.group_world_size == 1
+        ends_alone = self.drain_reason is not None and is_alone
+        return self._is_fresh or ends_alone or not self._rules.use_async_quorum
+
+    @property
+    def _is_fresh(self) -> bool:
+        return self._rules.init_sync and self.step.state.step == 0
+
+    @property
+    def heals_first(self) -> bool:
+        """Whether the groups behind are healed before the step, and contribute in it.
+
+        At step 0 there is no other way to begin with equal weights.
+        """
+        if not self._request.allow_heal:
+            return False
+        is_first = self.quorum is not None and self.quorum.max_step == 0 and self._rules.init_sync
+        return is_first or not self._rules.use_async_quorum
+
+    def ask(self, now: float) -> tuple[Order, ...]:
+        """Ask for the quorum."""
+        self.peers.asks(now)
+        deadline = now + self._request.timeout_s
+        self._retries = _Retries(deadline, self._rules.patience_s)
+        return (AskManager(0.0, deadline),)
+
+    def question(self, checkpoint_address: str, *, are_connections_broken: bool) -> WorkerRequest:
+        """What the manager is asked; it may differ when it is asked again."""
+        state, request = self.step.state, self._request
+        self._leaves_for = self.drain_reason
+        # A group without its connections needs new ones, and only a new quorum id brings them.
+        must_reconnect = self.peers.quorum is not None and are_connections_broken
+        return WorkerRequest(
+            group_rank=self._rules.group_rank,
+            step=state.step,
+            checkpoint_address=checkpoint_address,
+            shrink_only=request.shrink_only,
+            commit_failures=max(state.failures, int(must_reconnect)),
+            init_sync=self._rules.init_sync,
+            draining=self._leaves_for is not None,
+            unhealed=state.unhealed,
+            question=state.epoch,
+            layout=request.layout,
+            step_quorum_id=state.quorum_id,
+        )
+
+    def unanswered(
+        self, error: Exception, now: float, *, is_manager_over: bool = False
+    ) -> tuple[Order, ...]:
+        """The question failed; a manager that is being started anew is asked again."""
+        pause_s = self._retries.pause_s(error, now, is_manager_over)
+        if pause_s is None:
+            return self.failed(error)
+        return (AskManager(pause_s, self._retries.deadline),)
+
+    def answered(self, quorum: Part) -> tuple[Order, ...]:
+        """The quorum is there."""
+        self.quorum = quorum
+        self.peers.answered(quorum)
+        if self.peers.fits(quorum):
+            return (MeetMembers(anew=False),)
+        self.has_connected = True
+        self.peers.enter(quorum)
+        return (EnterQuorum(),)
+
+    def entered(self) -> tuple[Order, ...]:
+        """The manager knows that this worker waits for the members. Losses are told from here on;
+        one that came before the quorum itself counts, too."""
+        assert self.quorum is not None
+        try:
+            self.peers.check_losses(self.quorum)
+        except QuorumFailed as error:
+            return self.met(error)
+        return (MeetMembers(anew=True),)
+
+    def met(self, problem: Exception | None) -> tuple[Order, ...]:
+        """The members are connected, unless there is a ``problem``.
+
+        Connections may have broken since this worker asked. The others keep theirs, and would not
+        come to meet it under this id: it says so when it asks again, which brings another one.
+        """
+        quorum, may_heal = self.quorum, self._request.allow_heal
+        assert quorum is not None
+        problem = problem or self._began_too_early(quorum)
+        heals = quorum.heal and may_heal
+        before = self.step.state.step
+        place = participation(
+            Standing(
+                replica_rank=quorum.replica_rank,
+                replica_world_size=quorum.replica_world_size,
+                max_rank=quorum.max_replica_rank,
+                max_world_size=quorum.max_world_size,
+            ),
+            heals_first=self.heals_first,
+            num_wanted=self._rules.num_wanted,
+        )
+        self.step.form(place, quorum.max_step if quorum.heal else None, may_heal=may_heal)
+        if problem is not None:
+            self.step.latch(problem)
+        broken = self.step.state.error
+        orders: list[Order] = [] if heals else [ExpectNoState()]
+        if quorum.heal and before > quorum.max_step:
+            orders.append(Warn(_not_believed(before, quorum.max_step)))
+        if broken is not None and quorum.heal and not heals:
+            orders.append(Warn(f"step {before} cannot be committed: {broken}"))
+        # Whoever puts a heal off and contributes nothing does the others no harm.
+        is_awaited = self._contributes or heals or not quorum.heal or problem is not None
+        if broken is not None and is_awaited:
+            orders.append(LeaveMembers(broken))
+        orders.append(BeginTraining())
+        if may_heal:
+            orders += self._offer(quorum)
+        if heals:
+            orders.append(FetchState())
+        return tuple(orders)
+
+    def _began_too_early(self, quorum: Part) -> QuorumFailed | None:
+        """Whether this worker may have begun its forward pass with weights that are not the job's,
+        although the others count on its gradients.
+
+        Its step is beyond 0, so it did not wait for a heal; but it is not believed.
+        """
+        if not quorum.heal or not self.heals_first or self.waits_for_heal:
+            return None
+        step = self.step.state.step
+        return QuorumFailed(f"the step began with the weights of step {step}, the job is at step 0")
+
+    def _offer(self, quorum: Part) -> tuple[Order, ...]:
+        receivers = tuple(quorum.recover_dst_replica_ranks)
+        extras = tuple(quorum.recover_extra_dst_replica_ranks)
+        if not receivers and not extras:
+            return ()
+        try:
+            self.step.check_whole()
+        except RequestRefused as error:
+            return (RefuseState(receivers, error),)
+        return (OfferState(receivers, extras, self.heals_first),)
+
+    def fetched(self) -> None:
+        """The state has arrived; it waits to be put in place."""
+        self.step.receive_state()
+
+    # -- what goes wrong -------------------------------------------------------------------------
+
+    def failed(self, error: Exception) -> tuple[Order, ...]:
+        """The round cannot be carried on: there is no quorum, or no heal, or no commit."""
+        phase = self.step.state.phase
+        if phase is Phase.QUORUM:
+            self.error = error
+            self.step.fail_quorum(error)
+        elif phase is Phase.HEALING:
+            self.step.fail_heal(error)
+        else:
+            self.step.latch(error)
+        has_missed = self.error is not None and self.peers.quorum is not None
+        if isinstance(error, GroupLeft) or not (self._contributes or has_missed):
+            return ()
+        # Others count on this group's gradients, or may do so in the quorum that it has missed:
+        # they must learn now that none will come.
+        return (LeaveMembers(error),)
+
+    def withdraw(self, error: Exception) -> None:
+        """The round will not be carried out, because of ``error``: nobody was asked."""
+        self.error = error
+        if self.step.state.phase is Phase.QUORUM:
+            self.step.fail_quorum(error)
+
+    def broke(self, error: Exception, epoch: int) -> tuple[Order, ...]:
+        """An error in the step with this ``epoch``, of a collective or the program."""
+        if not self.step.latch(error, epoch) or self.step.state.phase not in UNDER_WAY:
+            return ()
+        # Other groups wait for this group's gradients: they must learn now that none will come.
+        # Where operations differ, they do not wait for what this group would launch next.
+        is_awaited = self._contributes or isinstance(error, OperationsDiffer)
+        return (LeaveMembers(error),) if is_awaited else ()
+
+    def give_up(self) -> tuple[Order, ...]:
+        """A step under way ends without a vote, such as one whose backward pass has raised.
+
+        Other groups may wait for sums that this worker will not launch, and it for their request.
+        """
+        if self.step.state.phase not in UNDER_WAY:
+            return ()
+        return (LeaveMembers(QuorumFailed("the step was given up")),)
+
+    @property
+    def may_reduce(self) -> bool:
+        """Whether collectives are launched; those of a healing group continue if its heal fails.
+
+        Without a quorum they are not: the members of the last one may wait as well, or use the data
+        as this group's gradients.
+        """
+        return self.error is None and self.step.state.phase in UNDER_WAY
+
+    @property
+    def _contributes(self) -> bool:
+        return self.step.state.participation.participating_rank is not None
+
+    def check_left(self) -> None:
+        """Raise `Drained` if the group has to end, and need not wait for anybody.
+
+        That was the answer; or this worker said that it has to end, and its manager is frozen or
+        gone, or another worker is. Who had not said so asks again: another one may wait for it.
+        """
+        if isinstance(self.error, GroupLeft):
+            raise Drained(str(self.error))
+        if self._leaves_for and isinstance(self.error, PeerError):
+            raise Drained(f"{self._leaves_for}; it could not leave: {self.error}")
+
+    def check_next(self) -> None:
+        """Raise what no further step would mend, after one that is not committed.
+
+        A worker that has trained before retries if it is not authorized: the service may be
+        restarted with other settings.
+        """
+        was_never_in = self.peers.quorum is None
+        if isinstance(self.error, Unauthorized) and was_never_in:
+            raise self.error
+        if isinstance(self.error, ConfigError | RequestRefused):
+            raise self.error
+        self.step.check_healable()
+
+    # -- news ------------------------------------------------------------------------------------
+
+    def drain(self, reason: str) -> bool:
+        """The group has to end after its step; whether that is news."""
+        is_news = self.drain_reason is None
+        self.drain_reason = self.drain_reason or reason
+        return is_news
+
+    # -- the vote --------------------------------------------------------------------------------
+
+    def vote(self, now: float, timeout_s: float) -> tuple[Order, ...]:
+        """The step is over; a group of one worker decides alone."""
+        self._vote = self.step.begin_vote()
+        if self._rules.group_world_size == 1:
+            return (Decide(self._vote),)
+        self._retries = _Retries(now + timeout_s, self._rules.patience_s)
+        return (AskDecision(0.0, self._retries.deadline),)
+
+    def ballot(self) -> Vote:
+        """What the manager is told."""
+        return Vote(
+            group_rank=self._rules.group_rank,
+            step=self.step.state.step,
+            should_commit=self._vote,
+        )
+
+    def voted(self, committed: bool) -> tuple[Order, ...]:
+        """The decision has arrived."""
+        return (Decide(committed),)
+
+    def vote_failed(
+        self, error: TorchFTError, now: float, *, is_manager_over: bool = False
+    ) -> tuple[Order, ...]:
+        """There is no answer to the vote.
+
+        A vote against needs none: it decides. Where no decision was made, nobody got a yes, so no
+        is safe. A manager that is started anew is asked again: it finds out what the one before had
+        decided.
+        """
+        if isinstance(error, CommitFailed):
+            return (Decide(False, error),)
+        pause_s = self._retries.pause_s(error, now, is_manager_over)
+        if pause_s is not None:
+            return (AskDecision(pause_s, self._retries.deadline),)
+        return (LoseDecision(error),) if self._vote else (Decide(False, error),)
+
+    def decide(self, committed: bool) -> None:
+        """See `StepMachine.decide`."""
+        self.step.decide(committed, self.quorum.quorum_id if self.quorum else 0)
+
+
+class WorkerCalls:
+    """What a worker adds to its calls: a manager that follows another one knows nothing else of it.
+
+    ``worker_id`` is new at every start of its process.
+    """
+
+    def __init__(self, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self._round = 0  # of the last quorum
+        self._last_quorum_id = 0  # the highest
+
+    def question(self, request: WorkerRequest) -> WorkerRequest:
+        """``request``, to be sent."""
+        return replace(request, worker_id=self.worker_id, last_quorum_id=self._last_quorum_id)
+
+    def answered(self, quorum_id: int, round_: int) -> None:
+        """A question has brought this quorum, to vote on in ``round_``."""
+        self._round = round_
+        self._last_quorum_id = max(self._last_quorum_id, quorum_id)
+
+    def ballot(self, vote: Vote) -> Vote:
+        """``vote``, to be sent."""
+        return replace(vote, worker_id=self.worker_id, round=self._round)
+
+
+class _Retries:
+    """How long one call to a manager that cannot be reached is repeated."""
+
+    def __init__(self, deadline: float, patience_s: float) -> None:
+        self.deadline = deadline
+        self._patience_s = patience_s
+        self._lost_at: float | None = None
+
+    def pause_s(self, error: Exception, now: float, is_over: bool) -> float | None:
+        """The pause before the next attempt; None: there is no point in one."""
+        # Of another peer, such as the lighthouse, the manager itself has told.
+        if is_over or not isinstance(error, Unreachable) or error.peer != "manager":
+            return None
+        if self._lost_at is None:
+            self._lost_at = now
+        give_up_at = min(self.deadline, self._lost_at + self._patience_s)
+        return RETRY_S if now + RETRY_S < give_up_at else None
+
+
+def _not_believed(step: int, max_step: int) -> str:
+    return (
+        f"step {step} of this group is not believed: the job is at step {max_step}, and trains on "
+        "from there; this group heals from it, and its own state is given up"
+    )
