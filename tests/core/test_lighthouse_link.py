@@ -34,7 +34,7 @@ from torchft_svc.core.link_types import (
     SendQuestion,
     SendWithdrawal,
 )
-from torchft_svc.core.quorum import GATHER_S
+from torchft_svc.core.membership import GATHER_S
 from torchft_svc.core.route import LOOK_BACK_S, MAX_PAUSE_S, MIN_PAUSE_S
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum
 from torchft_svc.errors import (
