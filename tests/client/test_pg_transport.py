@@ -28,7 +28,7 @@ from torchft_svc.client import (
     ProcessGroupGloo,
 )
 from torchft_svc.client.checkpointing import pg as module
-from torchft_svc.client.process_groups.wrappers.wrapper import ProcessGroupWrapper
+from torchft_svc.client.process_groups.wrappers import ProcessGroupWrapper
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, PeerError, TornState
 
 TIMEOUT = timedelta(seconds=10)

@@ -25,7 +25,7 @@ from torchft_svc.client import (
     ProcessGroupBabyGloo,
     ProcessGroupGloo,
 )
-from torchft_svc.client.process_groups.wrappers.wrapper import ProcessGroupWrapper
+from torchft_svc.client.process_groups.wrappers import ProcessGroupWrapper
 from torchft_svc.core.step import Phase
 from torchft_svc.testing import FakeProcessGroupWrapper
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from torchft_svc.client.gradients.reducer import check_running
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import CompletedWork, result_of
+from torchft_svc.client.reduce.averages import ManagedWork
 from torchft_svc.errors import ConfigError, RequestRefused
 
 if TYPE_CHECKING:
@@ -92,38 +91,19 @@ class ManagedProcessGroup(ProcessGroup):
         works = [
             self._manager.allreduce(tensor, reduce_op=self._meant(op, tensor)) for tensor in tensors
         ]
-        return _ManagedWorks(works, tensors)
+        if all(work.is_completed() for work in works):
+            return CompletedWork(tensors)
+
+        def finish() -> list[torch.Tensor]:
+            for work in works:
+                work.wait()
+            return tensors
+
+        return ManagedWork(finish)
 
     def _meant(self, op: ReduceOp.RedOpType, tensor: torch.Tensor) -> ReduceOp.RedOpType:
         averages = self._averages_sums and op == ReduceOp.SUM and tensor.is_floating_point()
         return ReduceOp.AVG if averages else op
-
-
-class _ManagedWorks(dist.Work):
-    """Reductions of one call, whose errors are the manager's."""
-
-    def __init__(self, works: list[dist.Work], tensors: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._works = works
-        self._tensors = tensors
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the tensors hold the results, or an error is latched; always True."""
-        for work in self._works:
-            work.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether `wait` has been called."""
-        return all(work.is_completed() for work in self._works)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future that holds the tensors. Waits for them first, because an error of the step does
-        not reach the waiters of a future."""
-        self.wait()
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
 
 
 def _operation(args: Any, kwargs: Any) -> ReduceOp.RedOpType:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.members import Members
-from torchft_svc.client.process_groups.wrappers.wrapper import ProcessGroupWrapper
+from torchft_svc.client.process_groups.wrappers import ProcessGroupWrapper
 
 
 class FakeProcessGroupWrapper(ProcessGroupWrapper):

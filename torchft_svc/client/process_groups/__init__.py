@@ -8,8 +8,10 @@ from torchft_svc.client.process_groups.isolated import (
     ProcessGroupBabyNCCL,
 )
 from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
-from torchft_svc.client.process_groups.wrappers.swallowing import ErrorSwallowingProcessGroupWrapper
-from torchft_svc.client.process_groups.wrappers.wrapper import ProcessGroupWrapper
+from torchft_svc.client.process_groups.wrappers import (
+    ErrorSwallowingProcessGroupWrapper,
+    ProcessGroupWrapper,
+)
 
 __all__ = [
     "ErrorSwallowingProcessGroupWrapper",

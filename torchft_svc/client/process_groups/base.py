@@ -40,7 +40,10 @@ class ProcessGroup(dist.ProcessGroup):
         _check_timeout(timeout)
         self._timeout = timeout
         self._group_name = ""
+        self._rank = 0
+        self._world_size = 1
         self._quorum_id: int | None = None
+        self._error: Exception | None = None
         self._loss: Loss | None = None
         self._stopped = False
         self._recorder: FlightRecorder | None = None
@@ -139,7 +142,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     def errored(self) -> Exception | None:
         """Why the group cannot be used until it is configured again, or None."""
-        return None
+        loss = self._loss
+        if self._error is None and loss is not None and loss.quorum_id == self._quorum_id:
+            return loss.error if loss.is_final() else None
+        return self._error
 
     def failure(self) -> Exception | None:
         """Why results since `configure` may be wrong, or None; checked before each vote.
@@ -161,9 +167,19 @@ class ProcessGroup(dist.ProcessGroup):
         end, because the member may have left after its last one; then `errored` returns the loss.
         May be called on any thread.
         """
+        self._loss = Loss.now(quorum_id, reason)
 
     def interrupt(self) -> None:
         """Make a `configure` on another thread fail soon; the group is not used any more."""
+        self._stopped = True
+
+    def rank(self) -> int:
+        """This member's index."""
+        return self._rank
+
+    def size(self) -> int:
+        """How many members there are."""
+        return self._world_size
 
     def tidy(self) -> None:
         """Release abandoned backends whose operations have ended; cheap, call it often."""
@@ -256,6 +272,11 @@ class ProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """The backend's name in torch's registry."""
         return f"torchft-{type(self).__name__}"
+
+
+def left_error() -> QuorumFailed:
+    """The error of a group that has left its members."""
+    return QuorumFailed("the process group was left; it has members again with the next quorum")
 
 
 def _check_timeout(timeout: timedelta) -> None:

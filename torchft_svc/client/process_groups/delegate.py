@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from torchft_svc.client.process_groups.abandoned import AbandonedBackends
-from torchft_svc.client.process_groups.base import ProcessGroup
-from torchft_svc.client.process_groups.members import Loss, Members
+from torchft_svc.client.process_groups.base import ProcessGroup, left_error
+from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.recording.flight import RecordedWork
 from torchft_svc.client.process_groups.rendezvous.failures import FailureWatch, announce
 from torchft_svc.client.process_groups.rendezvous.meeting import meet, tidy_store
@@ -50,9 +50,6 @@ class DelegatingProcessGroup(ProcessGroup):
         self._lock = threading.Lock()
         self._backend: Any = None
         self._works: list[Any] = []
-        self._rank = 0
-        self._world_size = 1
-        self._error: Exception | None = None
         self._abandoned = AbandonedBackends()
         self._last_store = LastStore()
         self._failures: FailureWatch | None = None
@@ -123,7 +120,7 @@ class DelegatingProcessGroup(ProcessGroup):
         with self._lock:
             backend, works = self._backend, self._works
             self._backend, self._works = None, []
-            self._error = _left() if backend is not None else self._error
+            self._error = left_error() if backend is not None else self._error
         if backend is not None:
             self._abandoned.add(backend, works)
         del backend, works  # the last reference closes the connections
@@ -133,35 +130,12 @@ class DelegatingProcessGroup(ProcessGroup):
         with self._lock:
             self._works = [work for work in self._works if not work.is_completed()]
 
-    def errored(self) -> Exception | None:
-        """Why the group cannot be used until it is configured again, or None."""
-        loss = self._loss
-        if self._error is None and loss is not None and loss.quorum_id == self._quorum_id:
-            return loss.error if loss.is_final() else None
-        return self._error
-
-    def lose_member(self, quorum_id: int, reason: str) -> None:
-        """See `ProcessGroup.lose_member`."""
-        self._loss = Loss.now(quorum_id, reason)
-
-    def interrupt(self) -> None:
-        """See `ProcessGroup.interrupt`; the group cannot be used afterwards."""
-        self._stopped = True
-
     def shutdown(self) -> None:
         """Leave the members for good; idempotent."""
         self.interrupt()
         self._end_record("shut down", only_if_broken=True)
         self.abort()
         self._last_store.drop()
-
-    def rank(self) -> int:
-        """This member's index."""
-        return self._rank
-
-    def size(self) -> int:
-        """How many members there are."""
-        return self._world_size
 
     def _look(self) -> None:
         if self._lock.acquire(timeout=_LOOK_S):
@@ -181,7 +155,7 @@ class DelegatingProcessGroup(ProcessGroup):
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
         with self._lock:
             if self._backend is None:
-                raise self._error or _left()
+                raise self._error or left_error()
             if len(self._works) >= _MAX_TRACKED_WORKS:
                 self._works = [w for w in self._works if not w.is_completed()]
             over_at = time.monotonic() + self._timeout.total_seconds()
@@ -230,7 +204,3 @@ class _Timed:
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed()) or time.monotonic() > self._over_at
-
-
-def _left() -> PeerError:
-    return QuorumFailed("the process group was left; it has members again with the next quorum")

@@ -10,32 +10,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.operations import CompletedWork
 from torchft_svc.client.reduce.collectives import Collectives, neutral_element
-from torchft_svc.client.reduce.operations import Kind, LaunchOrder
+from torchft_svc.client.reduce.operations import Kind
 from torchft_svc.core.step import Participation
 from torchft_svc.errors import ConfigError
 
 
 class Averages:
-    """`Manager.allreduce`; ``latch`` and ``on_wait`` as for `Collectives`."""
+    """Implements `Manager.allreduce` over ``collectives``."""
 
-    def __init__(
-        self,
-        pg: ProcessGroup,
-        timeout_s: float,
-        latch: Callable[[Exception, int], None],
-        on_wait: Callable[[bool], None],
-        watchdog: Watchdog,
-        *,
-        order: LaunchOrder,
-        checks_all: bool = False,
-    ) -> None:
-        self.collectives = Collectives(
-            pg, timeout_s, latch, on_wait, watchdog, order=order, checks_all=checks_all
-        )
+    def __init__(self, pg: ProcessGroup, collectives: Collectives) -> None:
+        self.collectives = collectives
         self._pg = pg
         self._works: list[ManagedWork] = []
 
@@ -110,9 +97,9 @@ class Averages:
 class ManagedWork(dist.Work):
     """What `Manager.allreduce` returns: its error is latched by the manager, never raised."""
 
-    def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, finish: Callable[[], Any]) -> None:
         super().__init__()
-        self._finish: Callable[[], torch.Tensor] | None = finish
+        self._finish: Callable[[], Any] | None = finish
         self._future: torch.futures.Future[Any] = torch.futures.Future()
 
     def wait(self, timeout: timedelta | None = None) -> bool:

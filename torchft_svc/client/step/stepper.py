@@ -8,6 +8,7 @@ import re
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed import ReduceOp
 
 from torchft_svc.client.process.background import BackgroundThread, Task
 from torchft_svc.client.reduce.averages import Averages
-from torchft_svc.client.reduce.collectives import NO_GRAPH
+from torchft_svc.client.reduce.collectives import NO_GRAPH, Collectives
 from torchft_svc.client.reduce.operations import Kind, LaunchOrder
 from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
 from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner
@@ -42,7 +43,6 @@ _NOTHING_REDUCED = (
     "no gradient was averaged across groups in this step: each group has to call backward() once "
     "outside of no_sync() before step(), also where it has nothing to learn from (a loss of zero)"
 )
-
 _UNSUMMED = (
     "nothing averages the gradients of %d parameters (the first one's shape is %s) that an "
     "optimizer updates: they will differ between groups. Wrap the module that they belong to, such "
@@ -69,25 +69,11 @@ class Stepper:
         worker.on_phase = deps.client.tell_phase
         self._thread = thread
         self._order = LaunchOrder(lambda: self.state.settled)
-        self._averages = Averages(
-            deps.pg,
-            rules.timeouts.collective_s,
-            self.latch_error,
-            self._report_wait,
-            deps.watchdog,
-            order=self._order,
-            checks_all=rules.checks_collectives,
-        )
+        timeout_s = rules.timeouts.collective_s
+        self._averages = self._make_averages(timeout_s, self.latch_error)
         # For reductions between two steps, whose errors fail no step.
-        self._reports = Averages(
-            deps.pg,
-            min(rules.timeouts.collective_s, _BETWEEN_STEPS_S),
-            self._latch_report_error,
-            self._report_wait,
-            deps.watchdog,
-            order=self._order,
-            checks_all=rules.checks_collectives,
-        )
+        limit_s = min(timeout_s, _BETWEEN_STEPS_S)
+        self._reports = self._make_averages(limit_s, self._latch_report_error)
         self._turn: weakref.ref[Launching] | None = None
         self._reducers: list[weakref.ref[Reducing]] = []
         self.weights_version = 0  # see `Manager.weights_version`
@@ -98,6 +84,18 @@ class Stepper:
         self._runner: RoundRunner | None = None
         self._task: Task | None = None
         self._ends_update = False  # whether the caller reports the outcome of an update
+
+    def _make_averages(self, timeout_s: float, latch: Callable[[Exception, int], None]) -> Averages:
+        collectives = Collectives(
+            self._deps.pg,
+            timeout_s,
+            latch,
+            self._report_wait,
+            self._deps.watchdog,
+            order=self._order,
+            checks_all=self._rules.checks_collectives,
+        )
+        return Averages(self._deps.pg, collectives)
 
     @property
     def state(self) -> StepState:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.base import ProcessGroup, left_error
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
     Backend,
@@ -31,7 +31,7 @@ from torchft_svc.client.process_groups.isolated.process import (
 from torchft_svc.client.process_groups.isolated.segments import Loan, Pool
 from torchft_svc.client.process_groups.isolated.shared_tensors import SharedTensors
 from torchft_svc.client.process_groups.isolated.work import IsolatedWork
-from torchft_svc.client.process_groups.members import Loss, Members
+from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import IN_PLACE, result_of
 from torchft_svc.client.process_groups.recording.flight import STARTED, Record
 from torchft_svc.client.process_groups.rendezvous.failures import announce
@@ -78,9 +78,7 @@ class IsolatedProcessGroup(ProcessGroup):
         self._pool = make_pool()
         self._shared_tensors = SharedTensors()
         self._killed = KilledProcesses()
-        self._rank = 0
-        self._world_size = 1
-        self._error: Exception | None = _left()
+        self._error = left_error()
 
     def prepare(self) -> None:
         """See `ProcessGroup.prepare`; the fork server imports torch, which takes seconds."""
@@ -114,7 +112,7 @@ class IsolatedProcessGroup(ProcessGroup):
         if not self._lock.acquire(timeout=_STUCK_S):
             child.kill()  # ends a launch that is blocked because the process does not read
             self._lock.acquire()
-        was_member, self._error = self._error is None, self._error or _left()
+        was_member, self._error = self._error is None, self._error or left_error()
         self._lock.release()
         if child.is_busy or child.has_failed or child.ended is not None:
             self._drop(child)
@@ -134,34 +132,22 @@ class IsolatedProcessGroup(ProcessGroup):
 
     def lose_member(self, quorum_id: int, reason: str) -> None:
         """See `ProcessGroup.lose_member`."""
-        self._loss = Loss.now(quorum_id, reason)
+        super().lose_member(quorum_id, reason)
         child = self._child
         if child is not None:
             with contextlib.suppress(QuorumFailed):  # the process has exited
                 child.send(Lose(quorum_id, reason))
-
-    def interrupt(self) -> None:
-        """See `ProcessGroup.interrupt`; the group can not be used after it."""
-        self._stopped = True
 
     def shutdown(self) -> None:
         """Leave the members for good and end the processes; idempotent."""
         self.interrupt()
         self._end_record("shut down", only_if_broken=True)
         with self._lock:
-            self._error = self._error or _left()
+            self._error = self._error or left_error()
             child = self._child
         if child is not None:
             self._drop(child)
         self._killed.close(_GONE_S)
-
-    def rank(self) -> int:
-        """This member's index."""
-        return self._rank
-
-    def size(self) -> int:
-        """How many members there are."""
-        return self._world_size
 
     @property
     def pid(self) -> int | None:
@@ -193,7 +179,7 @@ class IsolatedProcessGroup(ProcessGroup):
         with self._lock:
             child = self._child
             if self._error is not None or child is None:
-                raise self._error or _left()
+                raise self._error or left_error()
             results = [] if name in _WITHOUT_RESULT else result_of(name, args, kwargs)
             shared, lent = self._locate(child, [results, args, kwargs])
             loan = self._lend(child, lent)
@@ -266,7 +252,7 @@ class IsolatedProcessGroup(ProcessGroup):
             self._child = None
             pool, self._pool = self._pool, self._make_pool()
             self._shared_tensors = SharedTensors()
-            self._error = self._error or _left()
+            self._error = self._error or left_error()
         self._killed.kill(child, pool)
 
 
@@ -300,7 +286,3 @@ def _only_written(results: list[torch.Tensor], args: Any, kwargs: Any) -> set[in
     given = [*args, *kwargs.values()][1:]  # the first one holds the results
     replace_leaves(given, lambda value: read.add(id(value)))
     return set(map(id, results)) - read
-
-
-def _left() -> PeerError:
-    return QuorumFailed("the process group was left; it has members again with the next quorum")

@@ -1,1 +1,0 @@
-"""Process groups that change the behavior of another process group."""
