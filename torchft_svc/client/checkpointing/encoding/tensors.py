@@ -95,7 +95,7 @@ class TensorTable:
 
 
 @dataclass(slots=True)
-class _Run:
+class _ByteRange:
     """Tensors of one storage whose bytes overlap, and the range that covers them."""
 
     start: int
@@ -124,7 +124,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _runs(tensors: Sequence[torch.Tensor]) -> list[_Run]:
+def _runs(tensors: Sequence[torch.Tensor]) -> list[_ByteRange]:
     """Ranges of storage that cover all tensors; those with gaps are replaced by dense copies.
 
     ``tensors`` must be a list that may be changed for that.
@@ -135,7 +135,7 @@ def _runs(tensors: Sequence[torch.Tensor]) -> list[_Run]:
         if tensor.numel():
             key = (str(tensor.device), tensor.untyped_storage().data_ptr())
             by_storage.setdefault(key, []).append(number)
-    runs: list[_Run] = []
+    runs: list[_ByteRange] = []
     for numbers in by_storage.values():
         for run in _overlapping(tensors, numbers):
             first = tensors[run.numbers[0]]
@@ -147,8 +147,8 @@ def _runs(tensors: Sequence[torch.Tensor]) -> list[_Run]:
     return runs
 
 
-def _overlapping(tensors: Sequence[torch.Tensor], numbers: list[int]) -> list[_Run]:
-    runs: list[_Run] = []
+def _overlapping(tensors: Sequence[torch.Tensor], numbers: list[int]) -> list[_ByteRange]:
+    runs: list[_ByteRange] = []
     for number in sorted(numbers, key=lambda n: _start(tensors[n])):
         tensor = tensors[number]
         start = _start(tensor)
@@ -158,7 +158,9 @@ def _overlapping(tensors: Sequence[torch.Tensor], numbers: list[int]) -> list[_R
             runs[-1].numbers.append(number)
         else:
             # Aligned, so that offsets are valid for every dtype in the run.
-            runs.append(_Run(start - start % 16 if len(numbers) > 1 else start, stop, [number]))
+            runs.append(
+                _ByteRange(start - start % 16 if len(numbers) > 1 else start, stop, [number])
+            )
     return runs
 
 
