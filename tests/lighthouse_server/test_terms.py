@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
-from torchft_svc.core.types import NO_QUORUM, Member, QuorumConfig
+from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.errors import NotLeader
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
-from torchft_svc.lighthouse_server.questions import Outcome
-from torchft_svc.rpc.outbox import Outbox
+from torchft_svc.proto import torchft_pb2 as pb
 
 LONG_S = 20.0
 
@@ -19,13 +19,18 @@ LONG_S = 20.0
 class Written(list[bytes]):
     """Takes what is written to a stream."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.welcomed = asyncio.Event()
+
     async def write(self, news: bytes) -> None:
         self.append(news)
+        self.welcomed.set()
 
 
-async def _none() -> AsyncIterator[None]:
+async def _hello_only() -> AsyncIterator[pb.SessionRequest]:
+    yield pb.SessionRequest(hello=pb.SessionHello(replica_id="b:1"))
     await asyncio.sleep(LONG_S)
-    yield
 
 
 def test_who_does_not_lead_any_more_publishes_nothing_and_forgets_everybody() -> None:
@@ -35,19 +40,22 @@ def test_who_does_not_lead_any_more_publishes_nothing_and_forgets_everybody() ->
         if leader != ["here:1"]:
             raise NotLeader(leader[0])
 
-    async def story() -> list[Outcome]:
-        driver = LighthouseDriver(QuorumConfig(), check_leads)
-        heard: list[Outcome] = []
-        waits, written = Outbox(), Written()
-        driver.open_session("other", "b:1", NO_QUORUM, waits)
+    async def lose_the_lease(waits: str) -> None:
+        """While one call ``waits`` and one session is open."""
+        driver, context = LighthouseDriver(QuorumConfig(min_replicas=2), check_leads), Written()
+        stream: Any = context
+        session = asyncio.create_task(driver.session("other", _hello_only(), stream))
+        waiting = asyncio.create_task(driver.quorum("job", Member(replica_id=waits), LONG_S))
+        await asyncio.wait_for(context.welcomed.wait(), LONG_S)
+        assert len(driver.status("")) == 2
         leader[0] = "there:1"
         # Its quorum would be published at once, if the lighthouse did not look again.
-        driver.ask("job", Member(replica_id="a:1"), LONG_S, heard.append)
-        assert driver.status("") == []
         with pytest.raises(NotLeader, match="there:1"):
-            await asyncio.wait_for(waits.exchange(_none(), lambda _: True, written), LONG_S)
+            await driver.quorum("job", Member(replica_id="c:1"), LONG_S)
+        assert driver.status("") == []
+        for each in (session, waiting):
+            with pytest.raises(NotLeader, match="there:1"):
+                await asyncio.wait_for(each, LONG_S)
         driver.close()
-        return heard
 
-    (told,) = asyncio.run(story())
-    assert isinstance(told, NotLeader)
+    asyncio.run(lose_the_lease("a:1"))

@@ -8,6 +8,8 @@ LOOKS_PER_TIMEOUT = 8
 # More often than a system's scheduler lets anybody run when it is busy, a look tells nothing; more
 # rarely, a shorter timeout than that of the heartbeats could end unnoticed.
 MIN_LOOK_S, MAX_LOOK_S = 0.02, 0.5
+# A sum of instants may be too small by as much; a look then would find nothing to do yet.
+ROUNDING_S = 1e-6
 
 
 def usual_look_s(heartbeat_timeout_s: float) -> float:
@@ -33,3 +35,12 @@ class PausableClock:
         if missed_s > self.look_s:  # less is what a busy machine does
             self.missed_s += missed_s
         return at - self.missed_s
+
+    def skip_to(self, at: float) -> None:
+        """Until ``at`` nobody had to look: nothing was missed."""
+        self._looked_at = at
+
+    def look_by(self, instant: float) -> float:
+        """When to call `now` next, as ``at``: when this clock shows ``instant`` at the latest."""
+        at = instant + self.missed_s + (ROUNDING_S if self.missed_s else 0.0)
+        return min(at, self._looked_at + self.look_s)

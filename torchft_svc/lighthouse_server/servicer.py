@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
+from torchft_svc.core.session_messages import Drain, Kill, Leave
 from torchft_svc.core.types import DEFAULT_JOB, MAX_REASON_LENGTH, check_name, check_text
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
-from torchft_svc.lighthouse_server.session import Session
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import JOB_KEY, drain_news, member_from_wire
+from torchft_svc.rpc.codec import JOB_KEY, member_from_wire
 from torchft_svc.rpc.codec_status import status_to_wire
 from torchft_svc.rpc.deadline import remaining_s
 from torchft_svc.rpc.health import ALWAYS_READY, Readiness
 from torchft_svc.rpc.serving import Service
 
-log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -37,14 +35,8 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
         return answer.SerializeToString()
 
     async def leave(request: pb.LighthouseLeaveRequest, context: Context) -> bytes:
-        check_name("replica_id", request.replica_id)
-        driver.leave(
-            _job(context),
-            request.replica_id,
-            _reason(request.reason, "it has left"),
-            between_steps=request.between_steps,
-            ends=request.ends,
-        )
+        leave = Leave(request.reason, request.between_steps, request.ends)
+        driver.leave(_job(context), request.replica_id, leave)
         return b""
 
     async def has_room(_: pb.LighthouseRoomRequest, context: Context) -> bytes:
@@ -53,14 +45,12 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
 
     async def kill(request: pb.LighthouseKillRequest, context: Context) -> bytes:
         reason = _reason(request.reason, "killed by an operator")
-        replica_id = driver.kill(_job(context), request.replica_id, reason)
-        log.warning("kill job=%s replica=%s: %s", _job(context), replica_id, reason)
+        driver.command(_job(context), request.replica_id, Kill(reason))
         return b""
 
     async def drain(request: pb.LighthouseDrainRequest, context: Context) -> bytes:
         reason = _reason(request.reason, "drained by an operator")
-        replica_id = driver.tell(_job(context), request.replica_id, drain_news(reason))
-        log.info("drain job=%s replica=%s: %s", _job(context), replica_id, reason)
+        driver.command(_job(context), request.replica_id, Drain(reason))
         return b""
 
     async def status(request: pb.LighthouseStatusRequest, context: Context) -> bytes:
@@ -71,7 +61,7 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
         return pb.AcceptLossResponse(committed_step=committed_step).SerializeToString()
 
     async def session(requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
-        await Session(driver, _job(context)).run(requests, context)
+        await driver.session(_job(context), requests, context)
 
     return Service(
         "LighthouseService",

@@ -11,18 +11,15 @@ from torchft_svc.core.assignment import assign
 from torchft_svc.core.group_orders import AnswerWorker
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import (
-    MAX_DURATION_MS,
     MAX_NAME_LENGTH,
     Member,
     Quorum,
     Vote,
     WorkerRequest,
-    check_step,
     one_line,
 )
-from torchft_svc.errors import QuorumFailed, TorchFTError
+from torchft_svc.errors import QuorumFailed
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.status import error_to_wire
 
 JOB_KEY = "torchft-job"
 
@@ -109,21 +106,10 @@ def answers(number: int) -> bytes:
     return pb.SessionNews(answers=number).SerializeToString()
 
 
-def welcome_news(min_interval_s: float) -> bytes:
-    """The first news of a session."""
-    welcome = pb.SessionWelcome(min_interval_ms=int(min_interval_s * 1000))
-    return pb.SessionNews(welcome=welcome).SerializeToString()
-
-
 def member_lost(replica_id: str, reason: str, quorum_id: int) -> bytes:
     """The news that a member of the last quorum is gone."""
     lost = pb.MemberLost(replica_id=replica_id, reason=reason, quorum_id=quorum_id)
     return pb.SessionNews(lost=lost).SerializeToString()
-
-
-def member_waiting(replica_id: str) -> bytes:
-    """The news that a group which is not in the last quorum asks for one."""
-    return pb.SessionNews(waiting=pb.MemberWaiting(replica_id=replica_id)).SerializeToString()
 
 
 def no_quorum_yet(reason: str) -> bytes:
@@ -163,12 +149,6 @@ def fit_for_logs(news: News) -> News:
     return news
 
 
-def refusal(error: TorchFTError, number: int) -> pb.SessionRefusal:
-    """``error`` as the answer to question ``number``."""
-    name, text = error_to_wire(error)
-    return pb.SessionRefusal(number=number, error=name, reason=text)
-
-
 _PHASES: dict[Phase, pb.Phase] = {
     Phase.IDLE: pb.PHASE_IDLE,
     Phase.QUORUM: pb.PHASE_WAITING,
@@ -199,16 +179,6 @@ def beat_to_wire(activity: Activity | None, now: float) -> pb.SessionBeat:
         step=activity.step,
         phase_ms=max(0, int((now - activity.since) * 1000)),
     )
-
-
-def beat_from_wire(message: pb.SessionBeat, now: float) -> Activity | None:
-    """None: the group does not tell what it does."""
-    phase = phase_from_wire(message.phase)
-    if phase is None:
-        return None
-    check_step(message.step)
-    phase_ms = min(max(0, message.phase_ms), MAX_DURATION_MS)  # it is told on
-    return Activity(phase, message.step, now - phase_ms / 1000)
 
 
 def quorum_from_wire(message: pb.Quorum) -> Quorum:

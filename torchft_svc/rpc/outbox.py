@@ -147,9 +147,13 @@ class Outbox:
         self._unread.taken(news)
         return news, more
 
-    async def end(self) -> None:
-        """End the stream in good order behind all that was told, and return when that is done."""
+    def finish(self) -> None:
+        """End the stream in good order behind all that was told."""
         self._ends.set()
+
+    async def end(self) -> None:
+        """The same, and return when that is done."""
+        self.finish()
         await self._ended.wait()
 
     async def exchange(

@@ -1,0 +1,514 @@
+"""The lighthouse's end of its sessions: who may say what, who is told what, and until when.
+
+Inputs are method calls with ``now``, the instant of a monotonic clock; each returns orders for the
+shell. Streams and calls are numbers of the shell's choice, each used once. What `Lighthouse`
+decides is put into messages here; shells only carry them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+
+from torchft_svc.core.activity import Activity
+from torchft_svc.core.lighthouse import Lighthouse
+from torchft_svc.core.lighthouse_orders import (
+    AnswerQuorum,
+    RefuseRequest,
+    ReportEviction,
+    ReportHang,
+    ReportLeftHealing,
+    ReportLoss,
+)
+from torchft_svc.core.lighthouse_orders import Order as Decided
+from torchft_svc.core.overview import JobStatus
+from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
+from torchft_svc.core.session_messages import (
+    Beat,
+    Drain,
+    Hello,
+    Kill,
+    Leave,
+    Lost,
+    NewcomerWaits,
+    News,
+    NoQuorumYet,
+    Question,
+    Refusal,
+    SessionMessage,
+    Welcome,
+    Withdrawal,
+)
+from torchft_svc.core.session_orders import (
+    EndStream,
+    Order,
+    Orders,
+    Publish,
+    RefuseCall,
+    ReportAcceptedLoss,
+    ReportCommand,
+    ReportPause,
+    ReportStandstill,
+    Send,
+)
+from torchft_svc.core.types import Member, QuorumConfig, check_name
+from torchft_svc.errors import DeadlineExceeded, RequestRefused, TorchFTError, Unreachable
+
+# Ids count from the milliseconds since 2025: a restarted lighthouse is above the one before.
+ID_EPOCH_S = 1_735_689_600
+# Each lighthouse has a remainder of its own: two that a job has come apart to give out other ids,
+# which tell the halves from each other when they meet. Ids stay below 2**53 for 69 years.
+ID_STRIDE = 4096
+# A manager whose link breaks again and again has some that are not noticed to be cut off.
+MAX_SESSIONS_PER_GROUP = 8
+# Groups wait for one another in every step; what lasts longer than this, people want to know.
+REPORT_PAUSE_AFTER_S = 2.0
+# Telling ten thousand groups takes longer than the others may be kept waiting: who is not told in
+# one look is told in the next.
+MAX_TOLD_PER_LOOK = 1000
+# What changes all the time is no other reason.
+_FOR_HOW_LONG = re.compile(r" since \d+ s\b")
+
+
+def first_quorum_id(wall_s: float, remainder: int) -> int:
+    """An id that no earlier lighthouse has given out, if the clock has not gone back since."""
+    return max(0, int((wall_s - ID_EPOCH_S) * 1000)) * ID_STRIDE + remainder
+
+
+_Key = tuple[str, str]  # job and replica id
+
+
+@dataclass(slots=True)
+class _Session:
+    stream: int
+    job: str
+    replica_id: str
+    number: int = 0  # of its last question
+    caller: int | None = None  # as which that waits
+
+    @property
+    def key(self) -> _Key:
+        return self.job, self.replica_id
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """An open question: of a session, or of a unary ``call``."""
+
+    job: str
+    timeout_s: float
+    expires_at: float
+    session: _Session | None = None
+    call: int = 0
+
+
+@dataclass(slots=True)
+class _Pause:
+    """A job in which callers wait, each with the reason that it was told."""
+
+    since: float
+    look_at: float
+    waiting: dict[int, str] = field(default_factory=dict)
+    reported: str = ""
+
+
+class LighthouseSessions:
+    """All sessions and unary calls of one lighthouse, above its decisions.
+
+    A group is alive as long as one of its sessions is open: one that was cut off may not be noticed
+    for seconds, while its manager has opened the next; and without a token anybody can open one
+    under the id of a living group. None of them takes the group's news from the others.
+    """
+
+    def __init__(self, config: QuorumConfig, first_id: int, now: float) -> None:
+        self._config = config
+        self.clock = PausableClock(usual_look_s(config.heartbeat_timeout_s), now)
+        self._reported_missed_s = 0.0
+        self._callers = itertools.count()
+        self._begin_term(first_id, now)
+
+    def _begin_term(self, first_id: int, at: float) -> None:
+        self.lighthouse = Lighthouse(
+            self._config, first_id, ID_STRIDE, ids_per_s=1000 * ID_STRIDE, now=at
+        )
+        self._sessions: dict[int, _Session] = {}  # by stream
+        # The streams that lead to a group, the one that was silent the longest first.
+        self._streams: dict[_Key, dict[int, None]] = {}
+        self._asked: dict[int, _Asked] = {}  # by caller
+        self._calls: dict[int, int] = {}  # the callers of unary calls
+        # When to look for questions that have expired; may be too early, never too late. A timer
+        # for each would cost as much as its answer, and nearly all are answered.
+        self._expiry_at = math.inf
+        self._pauses: dict[str, _Pause] = {}  # by job, the one to be looked at next first
+
+    # -- inputs: sessions ------------------------------------------------------------------------
+
+    def opened(self, stream: int, job: str, hello: Hello, now: float) -> Orders:
+        """A stream has begun with ``hello``.
+
+        Raises:
+            RequestRefused: this group cannot have a session; the stream has to end.
+        """
+        at = self._time(now)
+        replica_id, last = hello.replica_id, hello.last
+        is_past = self.lighthouse.is_past(job, replica_id, last)
+        orders = self._translate(self.lighthouse.opened(job, replica_id, last, at))
+        self._sessions[stream] = session = _Session(stream, job, replica_id)
+        streams = self._streams.setdefault(session.key, {})
+        streams[stream] = None
+        if len(streams) > MAX_SESSIONS_PER_GROUP:
+            orders += self._end_most_silent(session.key, at)
+        orders.append(Send((stream,), Welcome(self.lighthouse.beat_interval_s(job))))
+        if is_past:
+            lost = Lost(replica_id, "its session had ended", last.quorum_id)
+            orders.append(Send((stream,), lost))
+        return self._finish(orders)
+
+    def _end_most_silent(self, key: _Key, at: float) -> list[Order]:
+        silent = self._sessions.pop(next(iter(self._streams[key])))
+        del self._streams[key][silent.stream]
+        others = f"{silent.replica_id!r} has {MAX_SESSIONS_PER_GROUP} others"
+        error = RequestRefused(f"{others}, this one was silent the longest")
+        return [*self._withdraw(silent, at), EndStream(silent.stream, error)]
+
+    def received(self, stream: int, message: SessionMessage, now: float) -> Orders:
+        """A message has come over ``stream``; nothing happens if that has ended.
+
+        Raises:
+            RequestRefused: it breaks the protocol; the stream has to end.
+        """
+        session = self._sessions.get(stream)
+        if session is None:
+            return ()
+        at = self._time(now)
+        if isinstance(message, Beat):
+            orders = self._beat(session.job, session.replica_id, message, at)
+            streams = self._streams[session.key]
+            if len(streams) > 1:
+                streams[stream] = streams.pop(stream)
+        elif isinstance(message, Question):
+            orders = self._ask(session, message, at)
+        elif isinstance(message, Withdrawal):
+            is_last = message.number == session.number  # or it has been overtaken
+            orders = self._withdraw(session, at) if is_last else []
+        else:
+            orders = self._leave(session, message, at)
+        return self._finish(orders)
+
+    def closed(self, stream: int, now: float, error: TorchFTError | None = None) -> Orders:
+        """A stream has ended, maybe with ``error``; its group is gone if it has no other.
+
+        If it has, those show by their beats whether it lives.
+        """
+        session = self._sessions.pop(stream, None)
+        if session is None:
+            return ()
+        at = self._time(now)
+        orders = self._withdraw(session, at)
+        if self._forget(session):
+            is_refused = error is not None and not isinstance(error, Unreachable)
+            reason = f"its session was refused: {error}" if is_refused else "its session ended"
+            gone = self.lighthouse.leave(session.job, session.replica_id, reason, at)
+            orders += self._translate(gone)
+        return self._finish(orders)
+
+    def _ask(self, session: _Session, question: Question, at: float) -> list[Order]:
+        member = question.member
+        if member.replica_id != session.replica_id:
+            raise RequestRefused(
+                f"the session of {session.replica_id!r} cannot ask for {member.replica_id[:64]!r}"
+            )
+        orders = self._withdraw(session, at)
+        session.number = question.number
+        asked = _Asked(session.job, question.timeout_s, at + question.timeout_s, session)
+        session.caller = self._open(asked, at)
+        return orders + self._request(session.caller, asked, member, at)
+
+    def _leave(self, session: _Session, leave: Leave, at: float) -> list[Order]:
+        """The group is out before its stream ends; a question gets its answer or its error."""
+        leave.check()
+        del self._sessions[session.stream]
+        self._forget(session)
+        orders = self._gone(session.job, session.replica_id, leave, at)
+        return [*orders, *self._withdraw(session, at), EndStream(session.stream)]
+
+    def _forget(self, session: _Session) -> bool:
+        """It leads to its group no more; whether no other does."""
+        streams = self._streams[session.key]
+        del streams[session.stream]
+        if not streams:
+            del self._streams[session.key]
+        return not streams
+
+    # -- inputs: unary calls ---------------------------------------------------------------------
+
+    def called(self, call: int, job: str, member: Member, timeout_s: float, now: float) -> Orders:
+        """Unary ``call`` waits for a quorum with ``member``; it is answered once."""
+        at = self._time(now)
+        asked = _Asked(job, timeout_s, at + timeout_s, call=call)
+        self._calls[call] = caller = self._open(asked, at)
+        return self._finish(self._request(caller, asked, member, at))
+
+    def cancelled(self, call: int, now: float) -> Orders:
+        """Nobody waits for unary ``call`` any more; nothing, if it was answered."""
+        caller = self._calls.get(call)
+        if caller is None:
+            return ()
+        return self._finish(self._withdraw_caller(caller, self._time(now)))
+
+    def heartbeat(self, job: str, replica_id: str, now: float) -> Orders:
+        """A sign of life without a session.
+
+        Raises:
+            RequestRefused: there can be no such group.
+        """
+        return self._finish(self._beat(job, replica_id, Beat(), self._time(now)))
+
+    def left(self, job: str, replica_id: str, leave: Leave, now: float) -> Orders:
+        """A group without a session is gone, and says so.
+
+        Raises:
+            RequestRefused: there can be no such group, or reason.
+        """
+        check_name("replica_id", replica_id)
+        leave.check()
+        return self._finish(self._gone(job, replica_id, leave, self._time(now)))
+
+    # -- inputs: operators, the election, time ---------------------------------------------------
+
+    def commanded(self, job: str, name: str, command: Kill | Drain, now: float) -> Orders:
+        """An operator kills or drains the group with this replica id or name.
+
+        Raises:
+            RequestRefused: there is no such group, or it has no session to be told over.
+        """
+        self._time(now)
+        replica_id = self.lighthouse.find(job, name)
+        streams = tuple(self._streams.get((job, replica_id), ()))
+        if not streams:
+            raise RequestRefused(
+                f"{replica_id!r} has no session with this lighthouse, it only sends heartbeats: "
+                "it cannot receive commands, so ask its manager instead"
+            )
+        if isinstance(command, Kill):
+            self.lighthouse.killed(job, replica_id, f"killed: {command.reason}")
+        return self._finish([Send(streams, command), ReportCommand(job, replica_id, command)])
+
+    def loss_accepted(self, job: str, now: float) -> Orders:
+        """An operator lets the next quorum of ``job`` lose committed steps.
+
+        Raises:
+            RequestRefused: none is held back for that reason.
+        """
+        at = self._time(now)
+        committed_step = self.lighthouse.committed_step(job)
+        orders = self._translate(self.lighthouse.accept_loss(job, at))
+        return self._finish([ReportAcceptedLoss(job, committed_step), *orders])
+
+    def term_ended(self, error: TorchFTError, first_id: int, now: float) -> Orders:
+        """Another lighthouse leads: all who are here are told, and forgotten."""
+        orders: list[Order] = [RefuseCall(call, error) for call in self._calls]
+        orders += [EndStream(stream, error) for stream in self._sessions]
+        self._begin_term(first_id, self._time(now))
+        return self._finish(orders)
+
+    def tick(self, now: float) -> Orders:
+        """Time has passed; call it at `next_deadline`, or more often."""
+        at = self._time(now)
+        orders = self._expire(at)
+        while self._pauses:
+            job, pause = next(iter(self._pauses.items()))
+            if pause.look_at > at:
+                break
+            orders += self._look_at_pause(job, pause, at)
+        due_at = self.lighthouse.next_deadline()
+        if due_at is not None and due_at <= at:
+            orders += self._translate(self.lighthouse.tick(at))
+        return self._finish(orders)
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        """When to `tick`, on the clock of ``now``; may be too early, never too late."""
+        at = self._due_at()
+        return None if at == math.inf else self.clock.look_by(at)
+
+    def _due_at(self) -> float:
+        due_at = self.lighthouse.next_deadline()
+        at = self._expiry_at if due_at is None else min(due_at, self._expiry_at)
+        for pause in self._pauses.values():
+            return min(at, pause.look_at)  # the first one
+        return at
+
+    def status(self, job: str, now: float) -> list[JobStatus]:
+        """What people want to know of ``job``, or of all (empty).
+
+        Raises:
+            RequestRefused: there is no such job.
+        """
+        return self.lighthouse.status(job, self._time(now))
+
+    # -- the rules -------------------------------------------------------------------------------
+
+    def _time(self, now: float) -> float:
+        """The time of the decisions, which stands still with this process."""
+        if self._due_at() == math.inf:
+            self.clock.skip_to(now)  # nobody was there to be heard
+        return self.clock.now(now)
+
+    def _finish(self, orders: list[Order]) -> Orders:
+        missed_s = self.clock.missed_s - self._reported_missed_s
+        if missed_s:
+            self._reported_missed_s = self.clock.missed_s
+            orders.insert(0, ReportStandstill(missed_s))
+        return tuple(orders)
+
+    def _beat(self, job: str, replica_id: str, beat: Beat, at: float) -> list[Order]:
+        doing = None
+        if beat.phase is not None:
+            doing = Activity(beat.phase, beat.step, at - beat.lasts_s)
+        return self._translate(self.lighthouse.heartbeat(job, replica_id, at, doing))
+
+    def _gone(self, job: str, replica_id: str, leave: Leave, at: float) -> list[Order]:
+        gone = self.lighthouse.leave(
+            job,
+            replica_id,
+            leave.reason or "it has left",
+            at,
+            between_steps=leave.between_steps,
+            ends=leave.ends,
+        )
+        return self._translate(gone)
+
+    def _open(self, asked: _Asked, at: float) -> int:
+        """A question waits from now on; as which caller."""
+        caller = next(self._callers)
+        self._asked[caller] = asked
+        self._expiry_at = min(self._expiry_at, asked.expires_at)
+        pause = self._pauses.get(asked.job)
+        if pause is None:
+            pause = self._pauses[asked.job] = _Pause(at, at + REPORT_PAUSE_AFTER_S)
+        pause.waiting[caller] = ""
+        return caller
+
+    def _close(self, caller: int) -> _Asked | None:
+        """It waits no more; None: it did not."""
+        asked = self._asked.pop(caller, None)
+        if asked is None:
+            return None
+        if asked.session is not None:
+            asked.session.caller = None
+        else:
+            del self._calls[asked.call]
+        pause = self._pauses[asked.job]
+        del pause.waiting[caller]
+        if not pause.waiting:
+            del self._pauses[asked.job]
+        return asked
+
+    def _request(self, caller: int, asked: _Asked, member: Member, at: float) -> list[Order]:
+        try:
+            return self._translate(self.lighthouse.request(asked.job, member, caller, at))
+        except RequestRefused as error:
+            return self._refuse(caller, error)
+
+    def _refuse(self, caller: int, error: TorchFTError) -> list[Order]:
+        asked = self._close(caller)
+        if asked is None:
+            return []
+        if asked.session is None:
+            return [RefuseCall(asked.call, error)]
+        session = asked.session
+        return [Send((session.stream,), Refusal(session.number, error))]
+
+    def _withdraw(self, session: _Session, at: float) -> list[Order]:
+        return [] if session.caller is None else self._withdraw_caller(session.caller, at)
+
+    def _withdraw_caller(self, caller: int, at: float) -> list[Order]:
+        asked = self._close(caller)
+        assert asked is not None
+        return self._translate(self.lighthouse.withdraw(asked.job, caller, at))
+
+    def _expire(self, at: float) -> list[Order]:
+        """Refuse those whose time is up, and say what they waited for."""
+        if at < self._expiry_at:
+            return []
+        expired = {key: asked for key, asked in self._asked.items() if asked.expires_at <= at}
+        # Before they are withdrawn, which changes the reasons.
+        whys = {asked.job: self.lighthouse.why(asked.job, at) for asked in expired.values()}
+        orders: list[Order] = []
+        for caller, asked in expired.items():
+            if caller not in self._asked:
+                continue  # the one before was withdrawn, which made a quorum of the others
+            error = DeadlineExceeded("quorum", asked.timeout_s, whys[asked.job])
+            orders += self._refuse(caller, error)
+            orders += self._translate(self.lighthouse.withdraw(asked.job, caller, at))
+        open_until = (asked.expires_at for asked in self._asked.values())
+        self._expiry_at = min(open_until, default=math.inf)
+        return orders
+
+    def _look_at_pause(self, job: str, pause: _Pause, at: float) -> list[Order]:
+        """Say why a job stands still, in the log and to who waits, when that has changed."""
+        orders: list[Order] = []
+        why = self.lighthouse.why(job, at)
+        reason = _FOR_HOW_LONG.sub("", why)
+        if reason != pause.reported:
+            pause.reported = reason
+            orders.append(ReportPause(job, at - pause.since, why))
+        untold = (caller for caller, told in pause.waiting.items() if told != reason)
+        callers = list(islice(untold, MAX_TOLD_PER_LOOK))
+        pause.waiting.update(dict.fromkeys(callers, reason))
+        sessions = (self._asked[caller].session for caller in callers)
+        if streams := tuple(each.stream for each in sessions if each is not None):
+            orders.append(Send(streams, NoQuorumYet(reason)))
+        pause.look_at = at + REPORT_PAUSE_AFTER_S
+        self._pauses[job] = self._pauses.pop(job)
+        return orders
+
+    def _translate(self, decided: Iterable[Decided]) -> list[Order]:
+        """What the lighthouse has decided, as messages to those whom it concerns."""
+        orders: list[Order] = []
+        for each in decided:
+            if isinstance(each, AnswerQuorum):
+                orders.append(self._publish(each))
+            elif isinstance(each, RefuseRequest):
+                orders += self._refuse(each.caller, each.error)
+            elif isinstance(each, ReportLoss | ReportEviction):
+                orders.append(each)
+                if isinstance(each, ReportEviction) or not each.between_steps:
+                    lost = Lost(each.replica_id, each.reason, each.quorum_id)
+                    orders += self._tell(each.job, each.told, lost)
+            elif isinstance(each, ReportHang):
+                orders.append(each)
+                if each.kill:
+                    hang = f"{each.phase.value} in step {each.step} for {each.for_s:.1f} s"
+                    orders += self._tell(each.job, (each.replica_id,), Kill(f"it hangs: {hang}"))
+            elif isinstance(each, ReportLeftHealing):
+                orders.append(each)
+            else:
+                told = self.lighthouse.quorum_left(each.job)
+                orders += self._tell(each.job, told, NewcomerWaits(each.replica_id))
+        return orders
+
+    def _publish(self, decided: AnswerQuorum) -> Publish:
+        answers, calls = [], []
+        for caller in decided.callers:
+            asked = self._close(caller)
+            if asked is None:
+                continue
+            if asked.session is not None:
+                answers.append((asked.session.stream, asked.session.number))
+            else:
+                calls.append(asked.call)
+        return Publish(decided, tuple(answers), tuple(calls))
+
+    def _tell(self, job: str, replica_ids: Iterable[str], news: News) -> list[Order]:
+        """Tell those of the groups that have a session."""
+        streams = tuple(
+            stream for each in replica_ids for stream in self._streams.get((job, each), ())
+        )
+        return [Send(streams, news)] if streams else []

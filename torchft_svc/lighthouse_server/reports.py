@@ -1,0 +1,112 @@
+"""What a lighthouse writes in its log: the sentences of its reports."""
+
+from __future__ import annotations
+
+import logging
+
+from torchft_svc.core.lighthouse_orders import (
+    AnswerQuorum,
+    ReportEviction,
+    ReportHang,
+    ReportLeftHealing,
+    ReportLoss,
+)
+from torchft_svc.core.session_messages import Kill
+from torchft_svc.core.session_orders import (
+    Report,
+    ReportAcceptedLoss,
+    ReportCommand,
+    ReportPause,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Reports:
+    """``max_jobs``: of which the last quorum is remembered, so that a change can be told."""
+
+    def __init__(self, max_jobs: int) -> None:
+        self._max_jobs = max_jobs
+        self._quorum_ids: dict[str, int] = {}  # the last one logged, by job
+
+    def write(self, report: Report) -> None:
+        """One line."""
+        if isinstance(report, ReportLoss):
+            how, level = ("left", logging.INFO) if report.is_orderly else ("lost", logging.WARNING)
+            told = (how, report.job, report.replica_id, report.reason)
+            log.log(level, "group %s job=%s replica=%s: %s", *told)
+        elif isinstance(report, ReportEviction):
+            told = ("left out", report.job, report.replica_id, report.reason)
+            log.warning("group %s job=%s replica=%s: %s", *told)
+        elif isinstance(report, ReportHang):
+            log.warning(
+                "group hangs job=%s replica=%s phase=%s step=%d for %.1f s",
+                report.job,
+                report.replica_id,
+                report.phase.value,
+                report.step,
+                report.for_s,
+            )
+        elif isinstance(report, ReportLeftHealing):
+            log.warning(
+                "group left out job=%s replica=%s: it has been healing for %.1f s, and has to "
+                "start again: raise --heal-timeout-ms, or repair its link",
+                report.job,
+                report.replica_id,
+                report.for_s,
+            )
+        elif isinstance(report, ReportPause):
+            log.warning("no quorum job=%s for %.0f s: %s", report.job, report.for_s, report.why)
+        elif isinstance(report, ReportCommand):
+            command = report.command
+            what, level = "drain", logging.INFO
+            if isinstance(command, Kill):
+                what, level = "kill", logging.WARNING
+            told = (what, report.job, report.replica_id, command.reason)
+            log.log(level, "%s job=%s replica=%s: %s", *told)
+        elif isinstance(report, ReportAcceptedLoss):
+            told_step = (report.job, report.committed_step)
+            log.warning("loss accepted by an operator job=%s step=%d", *told_step)
+        else:
+            log.warning(
+                "this process did not run for %.1f s, for which no group is blamed", report.for_s
+            )
+
+    def published(self, decided: AnswerQuorum) -> None:
+        """A quorum, if it is another one, and what is odd about it."""
+        job, quorum = decided.job, decided.quorum
+        if decided.lost_from is not None and decided.begins_anew:
+            log.info(
+                "job begins anew job=%s at step %d: it had finished after step %d",
+                job,
+                quorum.max_step,
+                decided.lost_from,
+            )
+        elif decided.lost_from is not None:
+            log.warning(
+                "job went back job=%s from step %d to step %d: no group has the newer state",
+                job,
+                decided.lost_from,
+                quorum.max_step,
+            )
+        for member in quorum.participants:
+            if member.doubted_step:
+                log.warning(
+                    "step not believed job=%s replica=%s: it reports step %d, the job is at step "
+                    "%d; it has to heal (--on-step-jump follow lets the job follow it)",
+                    job,
+                    member.replica_id,
+                    member.doubted_step,
+                    quorum.max_step,
+                )
+        if self._quorum_ids.pop(job, None) != quorum.quorum_id:
+            log.info(
+                "quorum changed job=%s id=%d step=%d groups=%d",
+                job,
+                quorum.quorum_id,
+                quorum.max_step,
+                len(quorum.participants),
+            )
+        self._quorum_ids[job] = quorum.quorum_id
+        if len(self._quorum_ids) > self._max_jobs:  # of jobs that ended, forget the oldest
+            del self._quorum_ids[next(iter(self._quorum_ids))]

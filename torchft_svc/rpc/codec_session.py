@@ -1,0 +1,102 @@
+"""Between the messages of a lighthouse session on the wire and their values."""
+
+from __future__ import annotations
+
+from torchft_svc.core.session_messages import (
+    Beat,
+    Drain,
+    Hello,
+    Kill,
+    Leave,
+    Lost,
+    NewcomerWaits,
+    News,
+    NoQuorumYet,
+    Question,
+    Refusal,
+    SessionMessage,
+    Welcome,
+    Withdrawal,
+)
+from torchft_svc.core.types import MAX_DURATION_MS, LastQuorum, check_step
+from torchft_svc.errors import RequestRefused
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.codec import (
+    drain_news,
+    kill_news,
+    member_from_wire,
+    member_lost,
+    no_quorum_yet,
+    phase_from_wire,
+)
+from torchft_svc.rpc.deadline import MAX_WAIT_S
+from torchft_svc.rpc.parsing import is_of_a_newer_kind
+from torchft_svc.rpc.status import error_to_wire
+
+
+def hello_from_wire(request: pb.SessionRequest | None) -> Hello:
+    """The first message of a stream (None: none came).
+
+    Raises:
+        RequestRefused: it is another one.
+    """
+    if request is None:
+        raise RequestRefused("a session begins with a hello; none came")
+    if request.WhichOneof("kind") != "hello":
+        raise RequestRefused("a session begins with a hello")
+    hello = request.hello
+    return Hello(hello.replica_id, LastQuorum(hello.last_quorum_id, hello.last_max_step))
+
+
+def session_message_from_wire(request: pb.SessionRequest) -> SessionMessage | None:
+    """None: only a newer version knows what it is, and does not need it here.
+
+    Raises:
+        RequestRefused: it has no place behind the first message, or is out of bounds.
+    """
+    kind = request.WhichOneof("kind")
+    if kind == "beat":
+        return beat_from_wire(request.beat)
+    if kind == "question":
+        question = request.question
+        timeout_s = min(max(question.timeout_ms, 0) / 1000, MAX_WAIT_S)
+        return Question(question.number, member_from_wire(question.requester), timeout_s)
+    if kind == "withdrawal":
+        return Withdrawal(request.withdrawal.number)
+    if kind == "leave":
+        leave = request.leave
+        return Leave(leave.reason, leave.between_steps, leave.ends)
+    if kind is None and is_of_a_newer_kind(request):
+        return None
+    raise RequestRefused(f"a session does not accept {kind or 'an empty message'}")
+
+
+def beat_from_wire(message: pb.SessionBeat) -> Beat:
+    phase = phase_from_wire(message.phase)
+    if phase is None:
+        return Beat()
+    check_step(message.step)
+    phase_ms = min(max(0, message.phase_ms), MAX_DURATION_MS)  # it is told on
+    return Beat(phase, message.step, phase_ms / 1000)
+
+
+def session_news_to_wire(news: News) -> bytes:
+    """Encoded, for all sessions that are told the same."""
+    if isinstance(news, Lost):
+        return member_lost(news.replica_id, news.reason, news.quorum_id)
+    if isinstance(news, NoQuorumYet):
+        return no_quorum_yet(news.reason)
+    if isinstance(news, Kill):
+        return kill_news(news.reason)
+    if isinstance(news, Drain):
+        return drain_news(news.reason)
+    if isinstance(news, Welcome):
+        welcome = pb.SessionWelcome(min_interval_ms=int(news.min_interval_s * 1000))
+        return pb.SessionNews(welcome=welcome).SerializeToString()
+    if isinstance(news, NewcomerWaits):
+        waiting = pb.MemberWaiting(replica_id=news.replica_id)
+        return pb.SessionNews(waiting=waiting).SerializeToString()
+    assert isinstance(news, Refusal)
+    name, text = error_to_wire(news.error)
+    refusal = pb.SessionRefusal(number=news.number, error=name, reason=text)
+    return pb.SessionNews(refusal=refusal).SerializeToString()
