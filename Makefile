@@ -7,14 +7,20 @@ DEMO_FLAGS ?=
 SEED ?= 0
 MINUTES ?= 10
 SECONDS ?= 60
+# Tests mostly wait, so a few processes run them; those of one file share fixtures, and one process.
+PARALLEL ?= -n 3 --dist loadfile
 
-.PHONY: demo test check proto proto-check bench soak soak-rounds sim programs chaos clean
+.PHONY: demo test quick check proto proto-check bench soak soak-rounds sim programs chaos clean
 
 demo: $(READY)
 	$(BIN)/python -m demo $(DEMO_FLAGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
+
+# The core, rpc and all units: what starts no process. The simulator is left to `make test`.
+quick: $(READY)
+	$(BIN)/python -m pytest -q -m "not processes" --ignore tests/sim $(PARALLEL)
 
 check: $(READY) proto-check
 	$(BIN)/ruff format --check .

@@ -1,5 +1,5 @@
-"""Fails a test that leaves a process or a thread behind, whoever wrote it; and keeps luck out: a
-stall of the machine fails no test, and examples are the same in every run."""
+"""Rules for every test: it leaves no process and no thread behind, it is marked `processes` if it
+starts one, a stall of the machine does not fail it, and its random examples are always the same."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import gc
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -23,6 +24,7 @@ from hypothesis import settings
 from support.bounds import again_if_late
 from support.running import lives
 
+from torchft_svc.client.process.fork_server import ForkServer
 from torchft_svc.rpc import deadline
 
 # What a test has asked to end gets so long to be gone, on a machine that may stall.
@@ -33,16 +35,33 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Inherited by all that a test starts: it is found again even after its parent has died.
 _MARK = "TORCHFT_TEST_SESSION"
-# multiprocessing keeps these for the whole session on purpose, and the package its own process that
-# others are forked from, with the thread that hears it; so do the tests. What is forked from them
-# looks like them.
+# These run until the session ends: multiprocessing's own process, and the fork servers of the
+# package and of the tests. Their forks have the same command line, but another parent.
 _SESSION_WIDE = (
     "multiprocessing.resource_tracker",
     "isolated.fork_server_main",
     "support.fork_server_main",
 )
-# Nor have these threads an owner: operations that were abandoned may last until their timeout.
+# Threads that nobody joins: those of fork servers, and of abandoned operations until their timeout.
 _OWNERLESS = ("torchft-fork-server", "torchft-abandoned")
+
+_STARTED_BEFORE = pytest.StashKey[int]()
+# What has started a process so far: audit events of this process, and its fork servers.
+_started: list[str] = []
+
+
+def _note_start(event: str, _: object = None) -> None:
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+        _started.append(event)
+
+
+def _noted_fork(fork_server: ForkServer, request: bytes, *descriptors: int) -> int:
+    _started.append("a fork server")
+    return _fork(fork_server, request, *descriptors)
+
+
+sys.addaudithook(_note_start)
+_fork, ForkServer.fork = ForkServer.fork, _noted_fork  # type: ignore[method-assign]
 
 # `--hypothesis-profile=explore` draws others, and remembers those that fail.
 settings.register_profile("explore", deadline=None)
@@ -77,9 +96,24 @@ def early_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline, "MAX_MARGIN_S", 10.0)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the first fixture, which may be one that other tests share."""
+    item.stash[_STARTED_BEFORE] = len(_started)
+
+
+@pytest.fixture(autouse=True)
+def _marked_if_it_starts_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`make quick` leaves out what has the marker: such tests take long on a busy machine."""
+    yield
+    more = _started[request.node.stash[_STARTED_BEFORE] :]
+    if more and request.node.get_closest_marker("processes") is None:
+        pytest.fail(f"it starts processes ({', '.join(set(more))}): mark it with `processes`")
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left(_mark_processes: str) -> Iterator[None]:
-    """Looks at processes only where one was started: the usual test pays microseconds."""
+    """Processes are looked at only where one was started: most tests pay microseconds."""
     threads, children, reaped = set(threading.enumerate()), _children(), _reaped()
     known = _marked(_mark_processes) if children else set()
     yield
@@ -89,7 +123,7 @@ def _nothing_is_left(_mark_processes: str) -> Iterator[None]:
 
 
 def _check_threads(before: set[threading.Thread]) -> None:
-    """Daemon threads are libraries' business, except ours, which have owners that join them."""
+    """Daemon threads belong to libraries, except ours, which have owners that join them."""
     deadline = time.monotonic() + ENDING_S
     left: list[threading.Thread] = []
     for thread in set(threading.enumerate()) - before:

@@ -117,6 +117,7 @@ def test_nobody_else_reads_the_environment() -> None:
     assert readers == ["env.py"]
 
 
+@pytest.mark.processes
 def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, torchft_svc; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -119,6 +119,7 @@ def fresh(script: str) -> str:
     return result.stdout.strip()
 
 
+@pytest.mark.processes
 def test_services_and_the_core_never_import_torch() -> None:
     imports = "\n".join(
         f"import {name}"
@@ -129,6 +130,7 @@ def test_services_and_the_core_never_import_torch() -> None:
     assert told == "[]"
 
 
+@pytest.mark.processes
 def test_the_core_imports_neither_grpc_nor_asyncio() -> None:
     imports = "\n".join(f"import {name}" for name in modules() if ".core" in name)
     told = fresh(
@@ -137,6 +139,7 @@ def test_the_core_imports_neither_grpc_nor_asyncio() -> None:
     assert told == "[]"
 
 
+@pytest.mark.processes
 def test_importing_starts_no_thread_and_configures_no_logging() -> None:
     imports = "\n".join(f"import {name}" for name in modules())
     told = fresh(

@@ -105,6 +105,7 @@ print(google.protobuf.__version__)
 @pytest.mark.parametrize(
     "name", ["torchft_pb2.py", "torchft_pb2.pyi", "etcd_pb2.py", "etcd_pb2.pyi"]
 )
+@pytest.mark.processes
 def test_the_generated_code_is_fresh(name: str, tmp_path: Path) -> None:
     """When this falls: `make proto`."""
     well_known = Path(grpc_tools.__file__).parent / "_proto"
@@ -178,6 +179,7 @@ def test_news_of_a_loss_is_passed_on_as_it_came() -> None:
 
 
 @pytest.mark.parametrize("major", [6, 7])
+@pytest.mark.processes
 def test_the_generated_code_loads_with_protobuf(major: int, tmp_path: Path) -> None:
     path = [str(ROOT)]
     if not google.protobuf.__version__.startswith(f"{major}."):

@@ -38,6 +38,7 @@ def test_ratios_are_those_to_the_public_release_and_to_the_package_before() -> N
     assert not any("before_wall_ratio" in row for row in rows[1:])
 
 
+@pytest.mark.processes
 def test_a_child_is_read_line_by_line_and_its_failure_has_its_last_words() -> None:
     code = "import sys; print(input()); print('next'); sys.exit('went wrong')"
     with Child([sys.executable, "-c", code]) as child:
@@ -47,6 +48,7 @@ def test_a_child_is_read_line_by_line_and_its_failure_has_its_last_words() -> No
             child.read_line(20.0)
 
 
+@pytest.mark.processes
 def test_a_silent_child_is_given_up_and_ended() -> None:
     with Child([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
         with pytest.raises(ChildError, match="said nothing"):

@@ -78,9 +78,10 @@ def test_a_joiner_that_is_not_believed_adds_nothing_to_the_first_step(house: Pro
             assert_identical(everybody)
 
 
-def test_a_joiner_whose_heal_fails_takes_nothing_over_either(house: Process) -> None:
+def test_a_joiner_whose_heal_fails_takes_nothing_over_either() -> None:
     transport = Unreliable(num_failures=2)
     with (
+        lighthouse_process("--min-replicas=1", "--join-timeout-ms=2000") as house,
         trainers(house.address, 1) as members,
         restored(house, FAR, checkpoint_transport=transport) as late,
     ):

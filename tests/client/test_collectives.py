@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.collective_calls import NAMES, Calls, expected
-from support.meeting_place import MeetingPlace
+from support.meeting_place import MeetingPlace, marked
 from support.training import together
 from torch.distributed import HashStore
 
@@ -67,7 +67,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=marked(KINDS))
 def members(request: pytest.FixtureRequest) -> Iterator[list[ProcessGroup]]:
     groups = [KINDS[request.param]() for _ in range(NUM_MEMBERS)]
     MeetingPlace().configure(*groups)

@@ -6,12 +6,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from support.bounds import check
-from support.training import lighthouse, make_manager, together
+from support.training import TIMEOUT, lighthouse, make_manager, together
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,8 +24,8 @@ from torchft_svc.errors import RequestRefused
 class Group:
     """A manager, a model, and its parallel wrapper; every group begins with the same weights."""
 
-    def __init__(self, address: str, name: str) -> None:
-        self.manager = make_manager(address, name, init_sync=False)
+    def __init__(self, address: str, name: str, timeout: timedelta = TIMEOUT) -> None:
+        self.manager = make_manager(address, name, init_sync=False, timeout=timeout)
 
     def wrap(self, build: Callable[[], nn.Module], **options: Any) -> None:
         torch.manual_seed(7)
@@ -54,9 +55,11 @@ class Group:
 def make() -> Iterator[Callable[..., list[Group]]]:
     with lighthouse(min_replicas=2) as address, contextlib.ExitStack() as stack:
 
-        def make(build: Callable[[], nn.Module], **options: Any) -> list[Group]:
+        def make(
+            build: Callable[[], nn.Module], timeout: timedelta = TIMEOUT, **options: Any
+        ) -> list[Group]:
             stack.close()  # another attempt's
-            groups = [Group(address, name) for name in "ab"]
+            groups = [Group(address, name, timeout) for name in "ab"]
             for group in groups:
                 stack.enter_context(group.manager)
                 group.wrap(build, **options)
@@ -396,7 +399,7 @@ def test_an_exception_in_the_backward_pass_that_is_caught_discards_the_step(
 def test_an_interrupt_while_the_sums_are_waited_for_discards_the_step(
     make: Callable[..., list[Group]],
 ) -> None:
-    a, b = make(mlp)
+    a, b = make(mlp, timeout=timedelta(seconds=2))  # for which the other one waits in vain
     came = threading.Event()
 
     def interrupts(phase: Any, step: int) -> None:

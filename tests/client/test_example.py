@@ -29,6 +29,7 @@ ORDER = (
 )
 
 
+@pytest.mark.processes
 def test_the_example_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 2)
     criterion = nn.CrossEntropyLoss()
@@ -59,6 +60,7 @@ def test_the_example_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
         manager.shutdown()
 
 
+@pytest.mark.processes
 def test_the_readmes_example_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,6 +111,7 @@ def test_without_a_quorum_nothing_is_summed() -> None:
         assert a.manager._runtime.deps.pg.errored() is not None, "the other hears of it at once"
 
 
+@pytest.mark.processes
 def test_all_groups_go_back_to_the_first_when_it_is_back() -> None:
     """Whoever starts now asks the first one: staying away would leave him alone there."""
     address = steady_address()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.collective_calls import NAMES, Calls
 from support.endings import running
-from support.meeting_place import MeetingPlace
+from support.meeting_place import MeetingPlace, marked
 from support.running import eventually
 from support.training import DEADLINE_S, TIMEOUT, lighthouse, together
 
@@ -37,7 +37,7 @@ KINDS: dict[str, Callable[[], ProcessGroup]] = {
 }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=marked(KINDS))
 def groups(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[ProcessGroup]]:
     """Three, as they would be in three processes."""
     groups = [KINDS[request.param]() for _ in range(3)]

@@ -13,6 +13,8 @@ from support.training import DEADLINE_S, Trainer, lighthouse, together, trainers
 
 from torchft_svc.errors import DeadlineExceeded
 
+pytestmark = pytest.mark.processes
+
 _context = multiprocessing.get_context("fork")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.bounds import check
-from support.meeting_place import MeetingPlace
+from support.meeting_place import MeetingPlace, marked
 from support.running import TESTS, environment
 from support.training import together
 from support.warm import Warm
@@ -45,7 +45,7 @@ def place() -> MeetingPlace:
     return MeetingPlace()
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=marked(KINDS))
 def groups(request: pytest.FixtureRequest) -> Iterator[list[ProcessGroup]]:
     groups = [KINDS[request.param]() for _ in range(3)]
     if request.param == "baby":  # its processes take their time to start, but not in the test

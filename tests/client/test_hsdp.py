@@ -24,6 +24,7 @@ from support.sharded_groups import LIMIT_S, heal_part_by_part, pause_a_worker
         ("fsdp+tp", 4),
     ],
 )
+@pytest.mark.processes
 def test_i3_a_sharded_group_heals_part_by_part(
     tmp_path: Path, layout: str, num_workers: int
 ) -> None:

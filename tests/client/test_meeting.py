@@ -101,6 +101,7 @@ def test_a_service_that_is_no_store_is_said_to_be_none(group: ProcessGroupGloo) 
 
 
 @pytest.mark.parametrize("connected", [False, True])
+@pytest.mark.processes
 def test_the_host_of_a_store_is_frozen(
     group: ProcessGroupGloo, connected: bool, short_calls: None
 ) -> None:
@@ -125,6 +126,7 @@ def test_the_host_of_a_store_is_frozen(
         eventually(lambda: "torchft-store" not in {each.name for each in threading.enumerate()})
 
 
+@pytest.mark.processes
 def test_what_is_given_up_too_often_is_made_to_end() -> None:
     """A connection to a store that stays frozen is cut, and its thread ends."""
     uninterruptible._abandoned.clear()
@@ -158,6 +160,7 @@ def test_an_attempt_has_a_deadline() -> None:
     may_end.set()
 
 
+@pytest.mark.processes
 def test_idle_connections_do_not_keep_members_from_meeting(group: ProcessGroupGloo) -> None:
     """Torch's server looks up the name of each, so whoever comes later waits for that."""
     other = ProcessGroupGloo(TIMEOUT)

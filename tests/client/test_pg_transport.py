@@ -36,7 +36,9 @@ TIMEOUT = timedelta(seconds=10)
 SOON_S = 2.0
 
 
-@pytest.fixture(params=[ProcessGroupGloo, ProcessGroupBabyGloo])
+@pytest.fixture(
+    params=[ProcessGroupGloo, pytest.param(ProcessGroupBabyGloo, marks=pytest.mark.processes)]
+)
 def pair(request: pytest.FixtureRequest) -> Iterator[list[ProcessGroup]]:
     groups = [request.param(TIMEOUT) for _ in range(2)]
     MeetingPlace().configure(*groups)

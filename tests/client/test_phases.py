@@ -38,6 +38,7 @@ def lighthouse() -> Iterator[Process]:
         yield process
 
 
+@pytest.mark.processes
 def test_a_step_that_stands_still_is_reported_once_with_its_phase(lighthouse: Process) -> None:
     with Trainer(lighthouse.address, "a", 0) as trainer:
         trainer.steps(2)
@@ -53,6 +54,7 @@ def test_a_step_that_stands_still_is_reported_once_with_its_phase(lighthouse: Pr
     assert [told.count(f" phase=training step={step} for ") for step in (2, 23)] == [1, 1]
 
 
+@pytest.mark.processes
 def test_a_pause_between_two_steps_is_no_hang(lighthouse: Process) -> None:
     with Trainer(lighthouse.address, "idle", 0) as idle:
         idle.steps(2)
@@ -113,6 +115,7 @@ def lives(hung: Program, status: int | None) -> bool:
     return status is not None and hung.process.poll() is None
 
 
+@pytest.mark.processes
 def test_a_group_that_waits_to_join_is_counted_until_the_next_quorum() -> None:
     with lighthouse_process() as lighthouse, Trainer(lighthouse.address, "a", 0) as a:
         a.steps(2)

@@ -17,6 +17,7 @@ WITHIN_S = 120.0
 
 @pytest.mark.timeout(4 * WITHIN_S)
 @pytest.mark.parametrize("wrapper", ["ours", "torch's"])
+@pytest.mark.processes
 def test_i3_groups_that_start_at_different_times(tmp_path: Path, wrapper: str) -> None:
     """One waits for a second, a third comes late, one is killed and comes back.
 

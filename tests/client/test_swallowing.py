@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from support.bounds import check
 from support.collective_calls import NAMES, Calls
-from support.meeting_place import MeetingPlace
+from support.meeting_place import MeetingPlace, marked
 from support.running import eventually
 from support.training import TIMEOUT, Trainer, assert_identical, lighthouse, together, trainers
 
@@ -35,7 +35,7 @@ SOON = timedelta(milliseconds=50)
 KEPT = {("broadcast", 0), ("send_and_recv", 0), ("reduce", 1)}
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=marked(KINDS))
 def members(request: pytest.FixtureRequest) -> Iterator[list[ErrorSwallowingProcessGroupWrapper]]:
     groups = [ErrorSwallowingProcessGroupWrapper(KINDS[request.param](TIMEOUT)) for _ in range(2)]
     MeetingPlace().configure(*groups)
@@ -126,7 +126,7 @@ def waits(manager: Manager) -> threading.Event:
     return long_wait
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=marked(KINDS))
 def pair(request: pytest.FixtureRequest) -> Iterator[list[Trainer]]:
     """Two groups that have trained a step; ``inner`` of each can be told to fail."""
     made: list[FakeProcessGroupWrapper] = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from support.meeting_place import MeetingPlace
+from support.meeting_place import MeetingPlace, marked
 from support.training import together
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +22,7 @@ from .test_collectives import KINDS
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=marked(KINDS))
 def pair(request: pytest.FixtureRequest) -> Iterator[list[ProcessGroup]]:
     """Two members, both known by name to torch's world of this process alone."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

@@ -137,6 +137,7 @@ def test_who_comes_before_the_worker_in_whose_place_it_is_was_missed_gets_its_li
         assert after.next_order() == ("drain", "so that it is heard")
 
 
+@pytest.mark.processes
 def test_a_worker_that_reads_late_still_hears_that_it_is_killed(
     lighthouse: LighthouseServer,
 ) -> None:

@@ -8,6 +8,8 @@ import pytest
 from support.running import Process, line_to, manager_process
 from support.scripted import Script
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def script() -> Iterator[Script]:

@@ -117,6 +117,7 @@ def test_the_lighthouses_refusal_reaches_every_worker_with_its_reason(
                 raise Late(f"it was asked too late: {reason}")
 
 
+@pytest.mark.processes
 def test_the_next_quorum_waits_for_a_lighthouse_that_restarts() -> None:
     """Trap: reconnecting after a blip backs off longer than the heartbeat timeout."""
     with (
@@ -138,6 +139,7 @@ def test_the_next_quorum_waits_for_a_lighthouse_that_restarts() -> None:
         assert after.replica_ids == before.replica_ids, "the group is the same one"
 
 
+@pytest.mark.processes
 def test_a_question_keeps_its_place_when_the_connection_is_cut() -> None:
     """The group is out at once, and back before the others have asked; its worker hears nothing."""
     with (
@@ -168,6 +170,7 @@ def test_a_question_keeps_its_place_when_the_connection_is_cut() -> None:
         assert asked.result().replica_ids == after.replica_ids == before.replica_ids
 
 
+@pytest.mark.processes
 def test_a_lighthouse_that_restarts_does_not_begin_anew_with_newcomers() -> None:
     """While the group that it had forgotten is in a long step, which its session tells."""
     with (
@@ -189,6 +192,7 @@ def test_a_lighthouse_that_restarts_does_not_begin_anew_with_newcomers() -> None
             assert [each.step for each in asked.result().quorum.participants] == [8, 3]
 
 
+@pytest.mark.processes
 def test_a_worker_that_was_restarted_is_not_held_to_what_its_group_knew() -> None:
     """Its manager lives on beside it, but the state of that step is lost."""
     with (
@@ -203,6 +207,7 @@ def test_a_worker_that_was_restarted_is_not_held_to_what_its_group_knew() -> Non
             assert answer.max_step == 3
 
 
+@pytest.mark.processes
 def test_a_restarted_worker_that_gives_up_too_early_asks_again() -> None:
     """Its manager still says goodbye for the one before to a lighthouse that does not answer."""
     with (
@@ -231,6 +236,7 @@ def test_retries_ask_again_after_a_failed_quorum(nowhere: str) -> None:
         assert time.monotonic() - began_at > 1.2 * CONNECT_S
 
 
+@pytest.mark.processes
 def test_a_group_whose_lighthouse_never_answers_leaves_within_its_deadline(
     black_hole: str,
 ) -> None:
@@ -242,6 +248,7 @@ def test_a_group_whose_lighthouse_never_answers_leaves_within_its_deadline(
     check("a manager starts and ends", time.monotonic() - began_at, 5)
 
 
+@pytest.mark.processes
 def test_a_group_that_has_to_end_does_not_wait_for_a_lighthouse_that_is_gone(nowhere: str) -> None:
     with (
         manager_process(nowhere, "--connect-timeout-ms=60000") as manager,
@@ -255,6 +262,7 @@ def test_a_group_that_has_to_end_does_not_wait_for_a_lighthouse_that_is_gone(now
             asked.result(LONG.total_seconds())
 
 
+@pytest.mark.processes
 def test_a_frozen_lighthouse_is_noticed_and_back_when_it_thaws() -> None:
     with (
         lighthouse_process() as lighthouse,

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
+from typing import Any
 
+import pytest
 from torch.distributed import TCPStore
 
 from support.running import eventually
 from support.training import together
 from torchft_svc.client import ProcessGroup
+
+# Kinds of groups whose collectives run in a process of their own, as tests call them.
+_ISOLATED = ("baby", "isolated")
+
+
+def marked(kinds: Iterable[str]) -> list[Any]:
+    """Kinds of groups as parameters of a fixture; `processes` where they start some."""
+    return [
+        pytest.param(kind, marks=pytest.mark.processes) if kind in _ISOLATED else kind
+        for kind in kinds
+    ]
 
 
 class MeetingPlace:

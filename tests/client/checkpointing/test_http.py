@@ -213,6 +213,7 @@ def test_shutdown_ends_a_receiver_that_waits(source: HTTPTransport[Any]) -> None
             asked.result(20)
 
 
+@pytest.mark.processes
 def test_the_import_starts_no_thread(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     names = "[thread.name for thread in threading.enumerate()]"

@@ -200,6 +200,7 @@ def test_an_extra_source_keeps_nothing_that_is_one_chunk(site: Site) -> None:
 
 
 @pytest.mark.parametrize("dead", [0, 1], ids=["assigned", "extra"])
+@pytest.mark.processes
 def test_a_source_that_is_killed_half_way_is_replaced_by_the_others(site: Site, dead: int) -> None:
     script = str(SCRIPTS / "checkpoint_source.py")
     flags = ["--floats", str(NUM_FLOATS), "--chunk-bytes", str(CHUNK_BYTES)]
