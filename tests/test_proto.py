@@ -44,10 +44,10 @@ SHARED = {
     },
     "ManagerQuorumResponse": {
         "quorum_id": (1, "INT64"),
-        "address": (2, "STRING"),
+        "recover_src_manager_address": (2, "STRING"),
         "store_address": (3, "STRING"),
         "max_step": (4, "INT64"),
-        "max_rank": (5, "INT64"),
+        "max_replica_rank": (5, "INT64"),
         "max_world_size": (6, "INT64"),
         "replica_rank": (7, "INT64"),
         "replica_world_size": (8, "INT64"),
@@ -139,7 +139,7 @@ def test_what_is_repeated_and_what_may_be_absent() -> None:
         return found
 
     assert pb.Quorum(participants=[pb.QuorumMember()]).participants
-    assert field("ManagerQuorumResponse", "max_rank").has_presence
+    assert field("ManagerQuorumResponse", "max_replica_rank").has_presence
     assert field("ManagerQuorumRequest", "init_sync").has_presence
     assert not field("ManagerQuorumResponse", "max_world_size").has_presence
     assert field("Quorum", "created").message_type.full_name == "google.protobuf.Timestamp"

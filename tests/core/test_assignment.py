@@ -43,11 +43,11 @@ def test_the_part_of_a_member_that_is_up_to_date() -> None:
         max_replica_rank=1,
         max_world_size=2,
         store_address="a:2",
-        heal_source=None,
-        heal_source_address="",
-        heal_targets=(3,),
-        extra_source_addresses=(),
-        extra_targets=(1, 4),
+        recover_src_replica_rank=None,
+        recover_src_manager_address="",
+        recover_dst_replica_ranks=(3,),
+        recover_extra_src_manager_addresses=(),
+        recover_extra_dst_replica_ranks=(1, 4),
         commit_failures=3,
         replica_ids=("a", "b", "c", "d", "e"),
     )
@@ -62,11 +62,11 @@ def test_the_part_of_a_member_that_is_behind() -> None:
         max_replica_rank=None,
         max_world_size=2,
         store_address="c:2",
-        heal_source=0,
-        heal_source_address="a:1",
-        heal_targets=(),
-        extra_source_addresses=("c:1",),
-        extra_targets=(),
+        recover_src_replica_rank=0,
+        recover_src_manager_address="a:1",
+        recover_dst_replica_ranks=(),
+        recover_extra_src_manager_addresses=("c:1",),
+        recover_extra_dst_replica_ranks=(),
         commit_failures=3,
         replica_ids=("a", "b", "c", "d", "e"),
     )
@@ -80,15 +80,18 @@ def test_who_heals_from_whom(group_rank: int, plan: dict[int, int]) -> None:
     assert heal_plan(5, [0, 2], group_rank, from_one=False) == plan
     for init_sync in (True, False):
         parts = [assign(MIXED, name, group_rank, init_sync) for name in "abcde"]
-        assert {part.replica_rank: part.heal_source for part in parts} == {0: None, 2: None} | plan
+        assert {part.replica_rank: part.recover_src_replica_rank for part in parts} == {
+            0: None,
+            2: None,
+        } | plan
 
 
 @pytest.mark.parametrize("group_rank", [0, 1, 2, 5])
 def test_at_step_0_all_take_one_and_the_same_state(group_rank: int) -> None:
     parts = [assign(AT_START, name, group_rank) for name in "abc"]
-    assert [part.heal_source for part in parts] == [None, 0, 0]
-    assert [part.heal_source_address for part in parts] == ["", "a:1", "a:1"]
-    assert [part.heal_targets for part in parts] == [(1, 2), (), ()]
+    assert [part.recover_src_replica_rank for part in parts] == [None, 0, 0]
+    assert [part.recover_src_manager_address for part in parts] == ["", "a:1", "a:1"]
+    assert [part.recover_dst_replica_ranks for part in parts] == [(1, 2), (), ()]
     assert [part.max_replica_rank for part in parts] == [0, 1, 2]
     assert {part.store_address for part in parts} == {f"{'abc'[group_rank % 3]}:2"}
 
@@ -96,14 +99,14 @@ def test_at_step_0_all_take_one_and_the_same_state(group_rank: int) -> None:
 def test_at_step_0_without_init_sync_nobody_heals() -> None:
     for name in "abc":
         part = assign(AT_START, name, 0, init_sync=False)
-        assert (part.heal_source, part.heal_targets) == (None, ())
+        assert (part.recover_src_replica_rank, part.recover_dst_replica_ranks) == (None, ())
 
 
 def test_i3_a_group_that_was_left_out_heals_though_its_step_is_the_same() -> None:
     # a committed step 6 and was frozen; b had discarded it, and did it again alone.
     parts = [assign(joined("a", "b", "c", steps=(6, 6, 5), joining="a"), name, 0) for name in "abc"]
-    assert [part.heal_source for part in parts] == [1, None, 1]
-    assert [part.heal_targets for part in parts] == [(), (0, 2), ()]
+    assert [part.recover_src_replica_rank for part in parts] == [1, None, 1]
+    assert [part.recover_dst_replica_ranks for part in parts] == [(), (0, 2), ()]
     assert [part.max_replica_rank for part in parts] == [None, 0, None]
     assert {part.max_world_size for part in parts} == {1}
     assert {part.store_address for part in parts} == {"b:2"}
@@ -111,11 +114,11 @@ def test_i3_a_group_that_was_left_out_heals_though_its_step_is_the_same() -> Non
 
 def test_groups_that_join_count_where_no_other_is_as_far() -> None:
     parts = [assign(joined("a", "b", steps=(6, 5), joining="a"), name, 0) for name in "ab"]
-    assert [part.heal_source for part in parts] == [None, 0]
+    assert [part.recover_src_replica_rank for part in parts] == [None, 0]
     at_start = [
         assign(joined("a", "b", steps=(0, 0), joining="b"), name, 0, False) for name in "ab"
     ]
-    assert [part.heal_source for part in at_start] == [None, None]
+    assert [part.recover_src_replica_rank for part in at_start] == [None, None]
     assert [part.max_world_size for part in at_start] == [2, 2]
 
 
@@ -127,7 +130,11 @@ def joined(*names: str, steps: tuple[int, ...], joining: str) -> Quorum:
 def test_alone_nobody_heals() -> None:
     part = assign(quorum(1, member("a")), "a", 3)
     assert (part.replica_rank, part.max_replica_rank, part.max_world_size) == (0, 0, 1)
-    assert (part.heal_source, part.heal_targets, part.store_address) == (None, (), "a:2")
+    assert (part.recover_src_replica_rank, part.recover_dst_replica_ranks, part.store_address) == (
+        None,
+        (),
+        "a:2",
+    )
 
 
 def test_stores_are_spread_over_those_that_are_up_to_date() -> None:
@@ -211,16 +218,22 @@ def check_healing(seen: Quorum, parts: list[Assignment], init_sync: bool) -> Non
     top = max(each.step for each in members)
     current = {rank for rank, each in enumerate(members) if each in seen.up_to_date}
     pairs = {
-        (part.heal_source, part.replica_rank) for part in parts if part.heal_source is not None
+        (part.recover_src_replica_rank, part.replica_rank)
+        for part in parts
+        if part.recover_src_replica_rank is not None
     }
-    assert pairs == {(part.replica_rank, target) for part in parts for target in part.heal_targets}
+    assert pairs == {
+        (part.replica_rank, target) for part in parts for target in part.recover_dst_replica_ranks
+    }
     extras = {
-        (address, part.replica_rank) for part in parts for address in part.extra_source_addresses
+        (address, part.replica_rank)
+        for part in parts
+        for address in part.recover_extra_src_manager_addresses
     }
     assert extras == {
         (members[part.replica_rank].address, target)
         for part in parts
-        for target in part.extra_targets
+        for target in part.recover_extra_dst_replica_ranks
     }
     healing = {target for _, target in pairs}
     if top == 0:
@@ -228,8 +241,8 @@ def check_healing(seen: Quorum, parts: list[Assignment], init_sync: bool) -> Non
         return
     assert healing == set(range(len(members))) - current
     for part in parts:
-        if part.heal_source is not None:
-            sources = [part.heal_source_address, *part.extra_source_addresses]
+        if part.recover_src_replica_rank is not None:
+            sources = [part.recover_src_manager_address, *part.recover_extra_src_manager_addresses]
             assert len(sources) == min(MAX_HEAL_SOURCES, len(current))
             assert set(sources) <= {members[rank].address for rank in current}
     assert all(members[source or 0].step == top for source, _ in pairs)
@@ -241,27 +254,30 @@ def check_healing(seen: Quorum, parts: list[Assignment], init_sync: bool) -> Non
 def test_four_groups_at_most_serve_one_that_heals_and_it_begins_at_its_own_source() -> None:
     seen = quorum(7, *(member(name, 5) for name in "abcdef"), member("g", 1))
     part = assign(seen, "g", group_rank=4)
-    assert part.heal_source_address == "e:1"
-    assert part.extra_source_addresses == ("f:1", "a:1", "b:1")
-    assert [assign(seen, name, 4).extra_targets for name in "abcdef"] == [
+    assert part.recover_src_manager_address == "e:1"
+    assert part.recover_extra_src_manager_addresses == ("f:1", "a:1", "b:1")
+    assert [assign(seen, name, 4).recover_extra_dst_replica_ranks for name in "abcdef"] == [
         (6,), (6,), (), (), (), (6,)
     ]  # fmt: skip
 
 
 def test_at_the_start_nobody_but_the_primary_serves() -> None:
     parts = [assign(AT_START, name, group_rank=1) for name in "abc"]
-    assert all(part.extra_source_addresses == part.extra_targets == () for part in parts)
+    assert all(
+        part.recover_extra_src_manager_addresses == part.recover_extra_dst_replica_ranks == ()
+        for part in parts
+    )
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=BUSY)
 @given(seen=quorums, group_ranks=st.integers(1, 6))
 def test_the_ranks_of_one_group_load_different_sources(seen: Quorum, group_ranks: int) -> None:
     parts = [assign(seen, seen.participants[0].replica_id, rank) for rank in range(group_ranks)]
-    if parts[0].heal_source is not None and seen.max_step > 0:
-        sources = {part.heal_source for part in parts}
+    if parts[0].recover_src_replica_rank is not None and seen.max_step > 0:
+        sources = {part.recover_src_replica_rank for part in parts}
         assert len(sources) == min(group_ranks, parts[0].max_world_size)
     else:
-        assert len({part.heal_source for part in parts}) == 1
+        assert len({part.recover_src_replica_rank for part in parts}) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.core.barriers import QUORUM, asks, in_round, request, vote
+from support.core.barriers import QUORUM, asks, in_round, request, told, vote
 from support.core.scenes import Refused, plain
 
 from torchft_svc.core.ended import MAX_MISSED
@@ -37,12 +37,12 @@ def test_the_group_asks_once_all_workers_have() -> None:
     assert group.why() == "group rank 1 of 3 workers has not asked for a quorum"
     assert group.quorum_requested(request(1), 12) == (asks(),)
     assert group.why() == "the lighthouse has not answered yet"
-    assert group.quorum_formed(1, QUORUM) == (
-        AnswerWorker(10, request(2), QUORUM, 1),
-        AnswerWorker(11, request(0), QUORUM, 1),
-        AnswerWorker(12, request(1), QUORUM, 1),
+    assert group.quorum_formed(1, QUORUM, "a") == (
+        told(10, request(2), 1),
+        told(11, request(0), 1),
+        told(12, request(1), 1),
     )
-    assert group.quorum_formed(1, QUORUM) == ()
+    assert group.quorum_formed(1, QUORUM, "a") == ()
 
 
 def test_the_group_speaks_for_all_its_workers() -> None:
@@ -62,7 +62,7 @@ def test_workers_at_different_steps_ask_as_one_that_is_behind(steps: tuple[int, 
     for rank, step in enumerate(steps):
         orders = group.quorum_requested(request(rank, step), 10 + rank)
     assert orders == (asks(step=5),)
-    answers = group.quorum_formed(1, QUORUM)
+    answers = group.quorum_formed(1, QUORUM, "a")
     assert [order.caller for order in answers if isinstance(order, AnswerWorker)] == [10, 11, 12]
     # Whose heal fails again votes at its own step.
     for rank, step in enumerate(steps[:2]):
@@ -81,10 +81,10 @@ def test_workers_at_different_steps_that_nobody_can_mend_all_get_the_error(
         group.quorum_requested(request(rank, step), 10 + rank)
     places = ", ".join(f"rank {rank} at step {step}" for rank, step in enumerate(steps))
     sentence = f"the workers of this group are at different steps: {places}"
-    assert plain(group.quorum_formed(1, QUORUM)) == [
+    assert plain(group.quorum_formed(1, QUORUM, "a")) == [
         Refused(who, "RequestRefused", sentence) for who in (10, 11, 12)
     ]
-    assert group.quorum_formed(1, QUORUM) == ()
+    assert group.quorum_formed(1, QUORUM, "a") == ()
     for rank in range(3):
         orders = group.quorum_requested(request(rank, step=6), 13 + rank)
     assert orders == (asks(2, step=6),)
@@ -107,9 +107,9 @@ def test_an_outcome_of_an_earlier_round_changes_nothing() -> None:
     group.quorum_requested(request(0), 10)
     assert group.withdrawn(10) == (StopAsking(1),)
     assert group.quorum_requested(request(0), 11) == (asks(2),)
-    assert group.quorum_formed(1, QUORUM) == ()
+    assert group.quorum_formed(1, QUORUM, "a") == ()
     assert group.quorum_failed(1, QuorumFailed("late")) == ()
-    assert group.quorum_formed(2, QUORUM) == (AnswerWorker(11, request(0), QUORUM, 2),)
+    assert group.quorum_formed(2, QUORUM, "a") == (told(11, request(0), 2),)
 
 
 def test_a_worker_that_gives_up_releases_the_others() -> None:
@@ -128,7 +128,7 @@ def test_a_worker_that_gives_up_while_the_lighthouse_is_asked() -> None:
     group.quorum_requested(request(1), 11)
     sentence = "no quorum: group rank 0 gave up waiting"
     assert plain(group.withdrawn(10)) == [StopAsking(1), Refused(11, "QuorumFailed", sentence)]
-    assert group.quorum_formed(1, QUORUM) == ()
+    assert group.quorum_formed(1, QUORUM, "a") == ()
 
 
 SUPERSEDED = "no quorum: a newer call of group rank 0 has taken the place of this one"
@@ -142,7 +142,7 @@ def test_a_repeated_request_takes_the_place_of_the_first() -> None:
     group.quorum_requested(request(1), 12)
     again = group.quorum_requested(request(0, worker_id="x"), 13)
     assert plain(again) == [Refused(11, "QuorumFailed", SUPERSEDED)]
-    answers = group.quorum_formed(1, QUORUM)
+    answers = group.quorum_formed(1, QUORUM, "a")
     assert {order.caller for order in answers if isinstance(order, AnswerWorker)} == {12, 13}
 
 
@@ -155,7 +155,7 @@ def test_a_repeated_request_for_another_step_is_not_mixed_in() -> None:
         StopAsking(1),
         asks(2, step=5),
     ]
-    assert group.quorum_formed(1, QUORUM) == ()
+    assert group.quorum_formed(1, QUORUM, "a") == ()
 
 
 def test_a_repeated_request_that_says_something_new_is_asked_anew() -> None:
@@ -166,7 +166,7 @@ def test_a_repeated_request_that_says_something_new_is_asked_anew() -> None:
         StopAsking(1),
         asks(2, step=6, commit_failures=2),
     ]
-    assert group.quorum_formed(1, QUORUM) == ()
+    assert group.quorum_formed(1, QUORUM, "a") == ()
 
 
 def test_two_workers_with_one_rank() -> None:
@@ -199,7 +199,7 @@ def test_a_restarted_worker_makes_another_incarnation() -> None:
         group.quorum_requested(request(0, worker_id=ids[0]), 2 * round_)
         orders = group.quorum_requested(request(1, worker_id=ids[1]), 2 * round_ + 1)
         assert orders == (asks(round_, new_incarnation=restarted),)
-        group.quorum_formed(round_, QUORUM)
+        group.quorum_formed(round_, QUORUM, "a")
 
 
 def test_a_restart_is_not_forgotten_when_the_barrier_fails() -> None:
@@ -222,7 +222,7 @@ def trains(*, attached: bool = True, worker_id: str = "x") -> Group:
     if attached:
         group.attached(0, worker_id)
     group.quorum_requested(request(0, worker_id=worker_id), 10)
-    group.quorum_formed(1, QUORUM)
+    group.quorum_formed(1, QUORUM, "a")
     return group
 
 
@@ -357,7 +357,7 @@ def test_a_worker_that_dies_while_the_lighthouse_is_asked() -> None:
         Refused(10, "QuorumFailed", f"no quorum: {gone}"),
         LeaveLighthouse(gone),
     ]
-    assert group.quorum_formed(1, QUORUM) == ()
+    assert group.quorum_formed(1, QUORUM, "a") == ()
     again = group.quorum_requested(request(0, worker_id="y"), 11)
     assert again == (asks(2, new_incarnation=True),)
 
@@ -367,7 +367,7 @@ def test_a_worker_whose_line_broke_comes_back_as_another_incarnation() -> None:
     group = Group(1)
     group.attached(0, "x")
     group.quorum_requested(request(0, worker_id="x"), 10)
-    group.quorum_formed(1, QUORUM)
+    group.quorum_formed(1, QUORUM, "a")
     group.detached(0, "x", "its connection ended")
     group.attached(0, "x")
     again = group.quorum_requested(request(0, worker_id="x"), 11)
@@ -474,9 +474,9 @@ def test_a_question_whose_answer_was_lost_is_answered_again(fails: bool) -> None
         group.quorum_failed(1, error)
         assert plain(group.quorum_requested(numbered(0, 1), 12)) == [refused(12, error)]
     else:
-        group.quorum_formed(1, QUORUM)
+        group.quorum_formed(1, QUORUM, "a")
         again = group.quorum_requested(numbered(0, 1), 12)
-        assert again == (AnswerWorker(12, numbered(0, 1), QUORUM, 1),)
+        assert again == (told(12, numbered(0, 1), 1),)
         assert group.voted(vote(1, worker_id="w1"), 13) == ()
         both = (AnswerVote(13, True), AnswerVote(14, True))
         assert group.voted(vote(0, worker_id="w0"), 14) == both
@@ -486,11 +486,11 @@ def test_an_answer_that_was_lost_is_told_also_when_the_round_is_over() -> None:
     """Its fellow has begun a step with that answer, and waits for it."""
     group = asked_in_time()
     group.quorum_requested(numbered(0, 1), 10)
-    group.quorum_formed(1, QUORUM)
+    group.quorum_formed(1, QUORUM, "a")
     group.detached(0, "w0", "its line broke")
     group.attached(0, "w0")
     again = group.quorum_requested(numbered(0, 1), 12)
-    assert again == (AnswerWorker(12, numbered(0, 1), QUORUM, 1),)
+    assert again == (told(12, numbered(0, 1), 1),)
     over = CommitFailed("group rank 0 is gone: its line broke")
     for rank in (0, 1):
         late = group.voted(vote(rank, round=1, worker_id=f"w{rank}"), 20 + rank)
@@ -534,7 +534,7 @@ def test_the_next_life_of_a_group_does_not_miss_the_one_before() -> None:
     """All workers were started anew, and one has asked before the old ones' ends are heard of."""
     group = asked_in_time()
     group.quorum_requested(numbered(0, 1), 10)
-    group.quorum_formed(1, QUORUM)
+    group.quorum_formed(1, QUORUM, "a")
     old = "w"
     for life in ("x", "y", "new"):
         group.quorum_requested(request(1, worker_id=f"{life}1", question=1), 12)

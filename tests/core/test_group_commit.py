@@ -77,7 +77,7 @@ def test_a_late_vote_does_not_count_in_the_next_round() -> None:
     group.quorum_requested(request(1), 32)
     with pytest.raises(RequestRefused, match=NOTHING):
         group.voted(vote(1, round=1), 31)
-    group.quorum_formed(2, QUORUM)
+    group.quorum_formed(2, QUORUM, "a")
     with pytest.raises(RequestRefused, match="belongs to round 1, this is round 2"):
         group.voted(vote(1, round=1), 33)
     assert group.voted(vote(1, round=2), 34) == ()

@@ -100,7 +100,7 @@ def test_it_finishes_the_step_that_it_is_in() -> None:
     group = Group(1)
     (ask,) = group.quorum_requested(request(0), 1)
     assert isinstance(ask, AskLighthouse)
-    group.quorum_formed(ask.round, quorum(1, member("a", 3)))
+    group.quorum_formed(ask.round, quorum(1, member("a", 3)), "a")
     assert group.drain("preempted") == ()
     (answer,) = group.voted(Vote(group_rank=0, step=3, should_commit=True, worker_id="w"), 2)
     assert answer.should_commit  # type: ignore[union-attr]
@@ -112,7 +112,7 @@ def test_a_quorum_that_is_on_its_way_is_honoured() -> None:
     (ask,) = group.quorum_requested(request(0), 1)
     assert isinstance(ask, AskLighthouse)
     assert left(group.drain("preempted")) == []
-    (answer,) = group.quorum_formed(ask.round, quorum(1, member("a", 3)))
+    (answer,) = group.quorum_formed(ask.round, quorum(1, member("a", 3)), "a")
     assert isinstance(answer, AnswerWorker)
     assert left(group.quorum_requested(request(0), 2)) == [2]
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.core.scenes import member, quorum
 
+from torchft_svc.core.assignment import assign
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     AnswerVote,
@@ -170,7 +171,7 @@ class Barriers(RuleBasedStateMachine):
         number = self.last_round - late
         seen = quorum(number, member("a", max_step))
         waiting = dict(self.asking)
-        orders = self.group.quorum_formed(number, seen)
+        orders = self.group.quorum_formed(number, seen, "a")
         if self.question is None or late:
             assert orders == ()
             return
@@ -183,7 +184,9 @@ class Barriers(RuleBasedStateMachine):
             assert not self.asking, "every rank gets the error"
             return
         assert len(answers) == len(orders)
-        assert {(each.quorum, each.round) for each in answers} == {(seen, number)}
+        for each in answers:
+            part = assign(seen, "a", each.request.group_rank, each.request.init_sync)
+            assert (each.assignment, each.round) == (part, number)
         assert {each.caller: each.request for each in answers} == waiting
         self.question = None
         self.votes, self.decisions, self.over = {}, set(), False
@@ -370,7 +373,7 @@ class Lockstep(RuleBasedStateMachine):
             self.carry_out(
                 self.group.quorum_failed(self.number, QuorumFailed("no route"))
                 if fails
-                else self.group.quorum_formed(self.number, quorum(self.number, member("a", 5)))
+                else self.group.quorum_formed(self.number, quorum(self.number, member("a", 5)), "a")
             )
 
     @rule()

@@ -59,7 +59,7 @@ def test_i3_a_step_that_grew_with_a_heal_shows_no_commit() -> None:
 def test_only_the_first_round_of_a_manager_takes_up_older_votes(old_round: int) -> None:
     group = successor(1)
     group.quorum_requested(request(0), 10)
-    group.quorum_formed(40, QUORUM)
+    group.quorum_formed(40, QUORUM, "a")
     with pytest.raises(RequestRefused, match=f"belongs to round {old_round}, this is round 40"):
         group.voted(vote(0, round=old_round), 11)
 

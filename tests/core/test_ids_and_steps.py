@@ -347,7 +347,7 @@ def test_doubt_at_the_first_step_nobody_begins_with_the_weights_of_one_that_is_n
     (order,) = scene.take()
     for group_rank in (0, 1):
         parts = [assign(order.quorum, each, group_rank) for each in "abc"]
-        assert [part.heal_source for part in parts] == [1, None, 1]
+        assert [part.recover_src_replica_rank for part in parts] == [1, None, 1]
         assert {part.store_address for part in parts} <= {"b:2", "c:2"}
 
 

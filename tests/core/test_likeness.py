@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.core.scenes import Scene, config, formed
 
-from torchft_svc.core.group import group_layout
+from torchft_svc.core.likeness import group_layout
 from torchft_svc.core.types import MAX_LAYOUT_LENGTH
 from torchft_svc.errors import RequestRefused
 

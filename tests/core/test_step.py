@@ -360,7 +360,7 @@ def test_participation(
     num_wanted: int | None,
     expected: tuple[int | None, int],
 ) -> None:
-    fields = ("replica_rank", "replica_world_size", "max_rank", "max_world_size")
+    fields = ("replica_rank", "replica_world_size", "max_replica_rank", "max_world_size")
     where = Standing(**dict(zip(fields, standing, strict=True)))  # type: ignore[arg-type]
     rank, num = expected
     assert participation(where, heals_first=heals_first, num_wanted=num_wanted) == Participation(

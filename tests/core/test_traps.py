@@ -159,7 +159,7 @@ def test_trap_only_the_last_rank_s_step_and_failures_are_forwarded() -> None:
     group = Group(2)
     group.quorum_requested(WorkerRequest(group_rank=0, step=4), 1)
     group.quorum_requested(WorkerRequest(group_rank=1, step=5), 2)
-    told = plain(group.quorum_formed(1, quorum(1, member("a", 4))))
+    told = plain(group.quorum_formed(1, quorum(1, member("a", 4)), "a"))
     assert [(order.caller, order.error) for order in told] == [
         (1, "RequestRefused"),
         (2, "RequestRefused"),

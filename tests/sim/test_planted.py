@@ -215,13 +215,12 @@ def a_healed_step_counts_at_once(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(StepMachine, "form", form)
 
 
-def veterans_are_remembered_for_ever(plant: pytest.MonkeyPatch) -> None:
+def the_dead_are_remembered_for_ever(plant: pytest.MonkeyPatch) -> None:
     real = Membership.gone
 
     def gone(self: Any, replica_id: str) -> int | None:
-        before = self._num_veterans
         caller = real(self, replica_id)
-        self._num_veterans = before
+        self._ahead.add(replica_id)
         return caller
 
     plant.setattr(Membership, "gone", gone)
@@ -452,7 +451,7 @@ PLANTS: dict[Plant, int] = {
     who_comes_late_waits_for_those_that_have_gone_on: 690,
     what_holds_up_a_worker_is_ignored: 5015,
     a_healed_step_counts_at_once: 77,
-    veterans_are_remembered_for_ever: 4,
+    the_dead_are_remembered_for_ever: 4,
     the_dead_are_awaited: 17,
     stragglers_are_awaited_for_ever: 11,
     who_asks_again_has_a_new_patience: 630,

@@ -20,11 +20,14 @@ class Assignment:
     """One worker's part in a quorum.
 
     ``max_replica_rank`` and ``max_world_size`` are the group's index (None: it is behind) and the
-    number of groups at ``max_step``. ``heal_source`` is the replica rank to fetch the state from
-    (None: nothing to heal), ``heal_targets`` are those that fetch it from here. The state is the
-    same in all groups that are up to date, so a part of it may come from others, too:
-    ``extra_source_addresses`` in the order of preference; ``extra_targets`` are those that may
-    fetch a part from here.
+    number of groups at ``max_step``. ``recover_src_*`` name the group to fetch the state from
+    (None and empty: nothing to heal), ``recover_dst_replica_ranks`` are those that fetch it from
+    here. The state is the same in all groups that are up to date, so a part of it may come from
+    others, too: ``recover_extra_src_manager_addresses`` in the order of preference;
+    ``recover_extra_dst_replica_ranks`` are those that may fetch a part from here.
+
+    The fields have these names on the wire (`ManagerQuorumResponse`) and in the client's
+    `QuorumResult`, too.
     """
 
     quorum_id: int
@@ -34,13 +37,17 @@ class Assignment:
     max_replica_rank: int | None
     max_world_size: int
     store_address: str
-    heal_source: int | None
-    heal_source_address: str
-    heal_targets: tuple[int, ...]
-    extra_source_addresses: tuple[str, ...]
-    extra_targets: tuple[int, ...]
+    recover_src_replica_rank: int | None
+    recover_src_manager_address: str
+    recover_dst_replica_ranks: tuple[int, ...]
+    recover_extra_src_manager_addresses: tuple[str, ...]
+    recover_extra_dst_replica_ranks: tuple[int, ...]
     commit_failures: int
     replica_ids: tuple[str, ...]
+
+    @property
+    def heal(self) -> bool:
+        return self.recover_src_replica_rank is not None
 
 
 def check_answer(asked: Member, answer: Quorum, *, ids_grow: bool) -> None:
@@ -88,13 +95,17 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool = T
         max_replica_rank=current.index(replica_rank) if replica_rank in current else None,
         max_world_size=len(current),
         store_address=store,
-        heal_source=source,
-        heal_source_address="" if source is None else members[source].address,
-        heal_targets=tuple(sorted(key for key, value in sources.items() if value == replica_rank)),
-        extra_source_addresses=tuple(
+        recover_src_replica_rank=source,
+        recover_src_manager_address="" if source is None else members[source].address,
+        recover_dst_replica_ranks=tuple(
+            sorted(key for key, value in sources.items() if value == replica_rank)
+        ),
+        recover_extra_src_manager_addresses=tuple(
             members[rank].address for rank in extras.get(replica_rank, ())
         ),
-        extra_targets=tuple(sorted(key for key, ranks in extras.items() if replica_rank in ranks)),
+        recover_extra_dst_replica_ranks=tuple(
+            sorted(key for key, ranks in extras.items() if replica_rank in ranks)
+        ),
         commit_failures=commit_failures,
         replica_ids=tuple(member.replica_id for member in members),
     )

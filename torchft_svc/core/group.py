@@ -16,8 +16,7 @@ held until the worker is gone, which makes the other its successor, or shows tha
 
 from __future__ import annotations
 
-import hashlib
-
+from torchft_svc.core.assignment import assign
 from torchft_svc.core.ended import EndedBarrier, EndedQuestion, Missed
 from torchft_svc.core.group_orders import (
     AnswerVote,
@@ -29,7 +28,8 @@ from torchft_svc.core.group_orders import (
     RefuseWorker,
     StopAsking,
 )
-from torchft_svc.core.types import MAX_LAYOUT_LENGTH, Quorum, Vote, WorkerRequest
+from torchft_svc.core.likeness import group_layout
+from torchft_svc.core.types import Quorum, Vote, WorkerRequest
 from torchft_svc.errors import (
     CommitFailed,
     ConfigError,
@@ -38,9 +38,6 @@ from torchft_svc.errors import (
     RequestRefused,
     TorchFTError,
 )
-
-# Of a digest in hexadecimal: nobody meets another one by chance.
-DIGEST_LENGTH = 16
 
 
 class Group:
@@ -63,7 +60,7 @@ class Group:
         self._steps: frozenset[int] = frozenset()  # that a vote in this round may name
         self._decision: bool | None = None
         self._ended: EndedBarrier | None = None  # nobody has been told another quorum since
-        self._formed: Quorum | None = None  # that the workers were told last
+        self._formed: tuple[Quorum, str] | None = None  # told last, and the group's id in it
         self._ended_questions: dict[int, EndedQuestion] = {}  # the last one of each group rank
         self._missed: dict[int, Missed] = {}  # by group ranks that have still to be told
         self._workers: dict[int, str] = {}
@@ -259,8 +256,8 @@ class Group:
             return (*orders, self._leave(), *self._end_workers(self._drain_reason))
         return (*orders, self._ask())
 
-    def quorum_formed(self, round_: int, quorum: Quorum) -> tuple[Order, ...]:
-        """The lighthouse has answered the question of ``round_``.
+    def quorum_formed(self, round_: int, quorum: Quorum, replica_id: str) -> tuple[Order, ...]:
+        """The lighthouse has answered the question of ``round_``, in which the group has this id.
 
         Workers may be at different steps after a heal that failed for some of them. Then the group
         has asked as one that is behind, and all its workers heal again. If it is not behind,
@@ -273,15 +270,15 @@ class Group:
         if self._is_torn(steps, quorum.max_step):
             self._asking = False
             return tuple(self._fail_barrier(_different_steps(self._requests)))
-        answers = [
-            AnswerWorker(caller, request, quorum, round_)
+        answers: list[Order] = [
+            _answer_worker(caller, request, quorum, replica_id, round_)
             for request, caller in self._requests.values()
         ]
         self._note_ended_questions(None)
         newest = max(life for _, life in self._lives.values())
         self._lives = {rank: (each.worker_id, newest) for rank, (each, _) in self._requests.items()}
         self._steps = frozenset({*steps, quorum.max_step})
-        self._formed = quorum
+        self._formed = quorum, replica_id
         self._ended = None
         self._asking = False
         self._requests = {}
@@ -515,7 +512,7 @@ class Group:
                 return RefuseWorker(caller, ended.error)
             # Also if the round is over by now, which it learns when it votes.
             assert self._formed is not None
-            return AnswerWorker(caller, request, self._formed, self._round)
+            return _answer_worker(caller, request, *self._formed, self._round)
         missed = self._missed.get(rank)
         if missed is None or not request.question:
             return None
@@ -556,22 +553,21 @@ class Group:
         )
 
 
+def _answer_worker(
+    caller: int, request: WorkerRequest, quorum: Quorum, replica_id: str, round_: int
+) -> AnswerWorker | RefuseWorker:
+    try:
+        part = assign(quorum, replica_id, request.group_rank, request.init_sync)
+    except QuorumFailed as error:
+        return RefuseWorker(caller, error)
+    return AnswerWorker(caller, request, part, round_)
+
+
 def _answer_late(vote: Vote, caller: int, ended: EndedBarrier) -> AnswerVote | RefuseWorker:
     """A worker that votes no was not in a barrier that said yes: it is new, and had no quorum."""
     if ended.decision is None:
         return RefuseWorker(caller, CommitFailed(ended.reason))
     return AnswerVote(caller, ended.decision and vote.should_commit)
-
-
-def group_layout(layouts: list[str]) -> str:
-    """What a group tells of its workers' ``layouts``, in order of group rank."""
-    if not all(layouts):
-        return ""
-    if len(set(layouts)) == 1:
-        return layouts[0]
-    digest = hashlib.sha256("\n".join(layouts).encode()).hexdigest()[:DIGEST_LENGTH]
-    tail = f"; on all {len(layouts)} workers {digest}"
-    return layouts[0][: MAX_LAYOUT_LENGTH - len(tail)] + tail
 
 
 def _different_steps(requests: dict[int, tuple[WorkerRequest, int]]) -> RequestRefused:

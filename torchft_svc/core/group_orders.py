@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchft_svc.core.types import Quorum, WorkerRequest
+from torchft_svc.core.assignment import Assignment
+from torchft_svc.core.types import WorkerRequest
 from torchft_svc.errors import TorchFTError
 
 
@@ -53,11 +54,11 @@ class LeaveLighthouse:
 
 @dataclass(frozen=True, slots=True)
 class AnswerWorker:
-    """Send ``quorum`` to the worker, as seen by its group rank."""
+    """Tell the worker its part in a quorum, and the round to vote in."""
 
     caller: int
     request: WorkerRequest
-    quorum: Quorum
+    assignment: Assignment
     round: int
 
 

@@ -6,12 +6,16 @@ Q21).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 from torchft_svc.core.membership import Membership
 from torchft_svc.core.names import stable_name
-from torchft_svc.core.types import Member
+from torchft_svc.core.types import MAX_LAYOUT_LENGTH, Member
 from torchft_svc.errors import RequestRefused
+
+# Of a digest in hexadecimal: nobody meets another one by chance.
+DIGEST_LENGTH = 16
 
 
 class Likeness:
@@ -50,6 +54,17 @@ class Likeness:
                 raise RequestRefused(why_unlike(asker, other))
         self._accepted = told
         return misfits
+
+
+def group_layout(layouts: list[str]) -> str:
+    """What a group tells of its workers' ``layouts``, in order of group rank."""
+    if not all(layouts):
+        return ""
+    if len(set(layouts)) == 1:
+        return layouts[0]
+    digest = hashlib.sha256("\n".join(layouts).encode()).hexdigest()[:DIGEST_LENGTH]
+    tail = f"; on all {len(layouts)} workers {digest}"
+    return layouts[0][: MAX_LAYOUT_LENGTH - len(tail)] + tail
 
 
 def why_unlike(asker: Member, other: Member) -> str:

@@ -318,7 +318,7 @@ class Round(Generic[Part]):
             Standing(
                 replica_rank=quorum.replica_rank,
                 replica_world_size=quorum.replica_world_size,
-                max_rank=quorum.max_replica_rank,
+                max_replica_rank=quorum.max_replica_rank,
                 max_world_size=quorum.max_world_size,
             ),
             heals_first=self.heals_first,

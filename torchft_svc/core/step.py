@@ -90,11 +90,11 @@ class Participation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """A group's place in a quorum; ``max_rank`` is its index among the groups at ``max_step``."""
+    """A group's place in a quorum; ``max_replica_rank``: among the groups at ``max_step``."""
 
     replica_rank: int
     replica_world_size: int
-    max_rank: int | None
+    max_replica_rank: int | None
     max_world_size: int
 
 
@@ -106,7 +106,7 @@ def participation(
     ``heals_first``: the groups behind are healed before the step, so all contribute; else only
     those at ``max_step`` do. ``num_wanted``: how many may contribute at most, the rest are spares.
     """
-    rank, num = standing.max_rank, standing.max_world_size
+    rank, num = standing.max_replica_rank, standing.max_world_size
     if heals_first:
         rank, num = standing.replica_rank, standing.replica_world_size
     if num_wanted is not None and num > num_wanted:

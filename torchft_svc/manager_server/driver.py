@@ -293,10 +293,7 @@ class ManagerDriver:
     def _answer_worker(self, order: AnswerWorker) -> None:
         # Noted here, because a worker that takes the interpreter's lock and keeps it tells nothing.
         self._note(order.request.group_rank, Phase.TRAINING, order.request.step)
-        try:
-            self._answer(order.caller, worker_answer(order, self._link.replica_id))
-        except TorchFTError as error:
-            self._refuse(order.caller, error)
+        self._answer(order.caller, worker_answer(order))
 
     def _refuse(self, caller: int, error: TorchFTError) -> None:
         waiting = self._answers.pop(caller, None)
@@ -310,7 +307,7 @@ class ManagerDriver:
 
     def _told(self, round_: int, outcome: Quorum | TorchFTError) -> None:
         if isinstance(outcome, Quorum):
-            self._carry_out(self._core.quorum_formed(round_, outcome))
+            self._carry_out(self._core.quorum_formed(round_, outcome, self._link.replica_id))
         else:
             log.info("error for the workers: %s", outcome)  # who say it, or raise it
             self._carry_out(self._core.quorum_failed(round_, outcome))

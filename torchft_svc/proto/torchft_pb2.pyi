@@ -392,12 +392,12 @@ class ManagerQuorumRequest(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_server_addr: _Optional[str] = ..., shrink_only: bool = ..., commit_failures: _Optional[int] = ..., init_sync: bool = ..., worker_id: _Optional[str] = ..., draining: bool = ..., unhealed: bool = ..., last_quorum_id: _Optional[int] = ..., layout: _Optional[str] = ..., step_quorum_id: _Optional[int] = ..., question: _Optional[int] = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
-    __slots__ = ("quorum_id", "address", "store_address", "max_step", "max_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "recover_src_replica_rank", "recover_dst_replica_ranks", "commit_failures", "replica_ids", "round", "recover_extra_src_addresses", "recover_extra_dst_replica_ranks")
+    __slots__ = ("quorum_id", "recover_src_manager_address", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "recover_src_replica_rank", "recover_dst_replica_ranks", "commit_failures", "replica_ids", "round", "recover_extra_src_manager_addresses", "recover_extra_dst_replica_ranks")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RECOVER_SRC_MANAGER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_FIELD_NUMBER: _ClassVar[int]
-    MAX_RANK_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
     MAX_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
     REPLICA_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -407,13 +407,13 @@ class ManagerQuorumResponse(_message.Message):
     COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
     REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    RECOVER_EXTRA_SRC_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    RECOVER_EXTRA_SRC_MANAGER_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     RECOVER_EXTRA_DST_REPLICA_RANKS_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
-    address: str
+    recover_src_manager_address: str
     store_address: str
     max_step: int
-    max_rank: int
+    max_replica_rank: int
     max_world_size: int
     replica_rank: int
     replica_world_size: int
@@ -423,9 +423,9 @@ class ManagerQuorumResponse(_message.Message):
     commit_failures: int
     replica_ids: _containers.RepeatedScalarFieldContainer[str]
     round: int
-    recover_extra_src_addresses: _containers.RepeatedScalarFieldContainer[str]
+    recover_extra_src_manager_addresses: _containers.RepeatedScalarFieldContainer[str]
     recover_extra_dst_replica_ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, quorum_id: _Optional[int] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., round: _Optional[int] = ..., recover_extra_src_addresses: _Optional[_Iterable[str]] = ..., recover_extra_dst_replica_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., round: _Optional[int] = ..., recover_extra_src_manager_addresses: _Optional[_Iterable[str]] = ..., recover_extra_dst_replica_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CheckpointAddressRequest(_message.Message):
     __slots__ = ("rank",)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from torchft_svc.core.activity import Activity
-from torchft_svc.core.assignment import assign
 from torchft_svc.core.group_orders import AnswerWorker
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import (
@@ -225,29 +225,11 @@ def vote_from_wire(message: pb.ShouldCommitRequest) -> Vote:
     )
 
 
-def worker_answer(answer: AnswerWorker, replica_id: str) -> bytes:
-    """What worker ``answer.request.group_rank`` of group ``replica_id`` has to do.
-
-    Raises:
-        QuorumFailed: the quorum was formed without this group.
-    """
-    request = answer.request
-    part = assign(answer.quorum, replica_id, request.group_rank, request.init_sync)
+def worker_answer(answer: AnswerWorker) -> bytes:
+    """What the worker has to do: the fields of an `Assignment` have the same names on the wire."""
+    part = answer.assignment
     return pb.ManagerQuorumResponse(
-        quorum_id=part.quorum_id,
-        address=part.heal_source_address,
-        store_address=part.store_address,
-        max_step=part.max_step,
-        max_rank=part.max_replica_rank,
-        max_world_size=part.max_world_size,
-        replica_rank=part.replica_rank,
-        replica_world_size=part.replica_world_size,
-        heal=part.heal_source is not None,
-        recover_src_replica_rank=part.heal_source,
-        recover_dst_replica_ranks=part.heal_targets,
-        commit_failures=part.commit_failures,
-        replica_ids=part.replica_ids,
+        heal=part.heal,
         round=answer.round,
-        recover_extra_src_addresses=part.extra_source_addresses,
-        recover_extra_dst_replica_ranks=part.extra_targets,
+        **{each.name: getattr(part, each.name) for each in fields(part)},
     ).SerializeToString()

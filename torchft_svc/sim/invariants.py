@@ -105,8 +105,8 @@ class Agreement:
         me = part.replica_ids[part.replica_rank]
         steps = agreed.steps
         must(part.max_step == max(steps.values()), "I2", f"max_step is {part.max_step}")
-        if part.heal_source is not None:
-            source = part.replica_ids[part.heal_source]
+        if part.recover_src_replica_rank is not None:
+            source = part.replica_ids[part.recover_src_replica_rank]
             must(source != me, "I2", f"{me} heals from itself")
             must(
                 steps[source] == part.max_step,
@@ -114,9 +114,13 @@ class Agreement:
                 f"{me} heals from {source}, which is at {steps[source]} of {part.max_step}",
             )
         behind = steps[me] < part.max_step
-        must(not behind or part.heal_source is not None, "I2", f"{me} is behind and does not heal")
+        must(
+            not behind or part.recover_src_replica_rank is not None,
+            "I2",
+            f"{me} is behind and does not heal",
+        )
         healing = agreed.healing.setdefault(group_rank, {})
-        healing[part.replica_rank] = (part.heal_source, part.heal_targets)
+        healing[part.replica_rank] = (part.recover_src_replica_rank, part.recover_dst_replica_ranks)
         if len(healing) == len(part.replica_ids):
             for rank, (source_rank, _) in healing.items():
                 if source_rank is not None:

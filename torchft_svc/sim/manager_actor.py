@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchft_svc.core.activity import Activity, WorkerActivities
-from torchft_svc.core.assignment import Assignment, assign
+from torchft_svc.core.assignment import Assignment
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     OWNER_SILENCE_S,
@@ -38,22 +38,6 @@ class Part(Assignment):
     """What a worker is told: its part in a quorum, and the round to vote in."""
 
     round: int
-
-    @property
-    def heal(self) -> bool:
-        return self.heal_source is not None
-
-    @property
-    def recover_src_replica_rank(self) -> int | None:
-        return self.heal_source
-
-    @property
-    def recover_dst_replica_ranks(self) -> tuple[int, ...]:
-        return self.heal_targets
-
-    @property
-    def recover_extra_dst_replica_ranks(self) -> tuple[int, ...]:
-        return self.extra_targets
 
 
 WorkerAnswer = Part | bool | TorchFTError
@@ -85,6 +69,7 @@ class ManagerActor:
         self.core = Group(group_world_size, FIRST_ROUND - int(process.world.now * 1000))
         self._activities = WorkerActivities()
         self.link = link(self._hear, self._told, self._activities.slowest)
+        self._formed: Quorum | None = None  # the last one that the group was told
         self._callers = itertools.count()
         self._replies: dict[int, Reply] = {}
         self._deadlines: dict[int, float] = {}
@@ -218,19 +203,17 @@ class ManagerActor:
     def _told(self, round_: int, outcome: Outcome) -> None:
         if isinstance(outcome, Quorum):
             self._invariants.progress.told(self.link.replica_id, outcome)
-            self._carry_out(self.core.quorum_formed(round_, outcome))
+            self._formed = outcome
+            self._carry_out(self.core.quorum_formed(round_, outcome, self.link.replica_id))
         else:
             self._carry_out(self.core.quorum_failed(round_, outcome))
 
     def _answer_worker(self, order: AnswerWorker) -> None:
         request = order.request
         self.hear_phase(request.group_rank, Phase.TRAINING, request.step)
-        try:
-            part = assign(order.quorum, self.link.replica_id, request.group_rank, request.init_sync)
-        except TorchFTError as error:
-            self._end(order.caller, error)
-            return
-        self._invariants.agreement.assigned(self._job, order.quorum, part, request.group_rank)
+        part = order.assignment
+        assert self._formed is not None
+        self._invariants.agreement.assigned(self._job, self._formed, part, request.group_rank)
         fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
         self._end(order.caller, Part(**fields, round=order.round))
 

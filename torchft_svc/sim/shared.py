@@ -75,9 +75,9 @@ class Shared:
                 latency_s = self.network.latency(process)
                 offers.process.after(latency_s, offers.fetch, part.max_step, receive)
 
-        source = self.managers.get(part.heal_source_address)
+        source = self.managers.get(part.recover_src_manager_address)
         if source is None or source.process.is_dead:
-            receive(Unreachable("manager", part.heal_source_address, "it is gone"))
+            receive(Unreachable("manager", part.recover_src_manager_address, "it is gone"))
         else:
             source.process.after(self.network.latency(process), ask, source)
 

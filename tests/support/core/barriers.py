@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from support.core.scenes import member, quorum
+from torchft_svc.core.assignment import assign
 from torchft_svc.core.group import Group
-from torchft_svc.core.group_orders import (
-    AskLighthouse,
-)
+from torchft_svc.core.group_orders import AnswerWorker, AskLighthouse
 from torchft_svc.core.types import Vote, WorkerRequest
 
 QUORUM = quorum(3, member("a", 5), member("b", 7))
@@ -22,6 +21,11 @@ def vote(group_rank: int, yes: bool = True, step: int = 5, **fields: Any) -> Vot
     return Vote(group_rank=group_rank, step=step, should_commit=yes, **fields)
 
 
+def told(caller: int, asked: WorkerRequest, round_: int) -> AnswerWorker:
+    """The part of this worker of group "a" in QUORUM."""
+    return AnswerWorker(caller, asked, assign(QUORUM, "a", asked.group_rank), round_)
+
+
 def asks(round_: int = 1, step: int = 5, **fields: Any) -> AskLighthouse:
     fields = {"shrink_only": False, "commit_failures": 0, "new_incarnation": False, **fields}
     return AskLighthouse(round=round_, step=step, **fields)
@@ -32,5 +36,5 @@ def in_round(world_size: int, round_: int = 1) -> Group:
     group = Group(world_size, first_round=round_)
     for rank in range(world_size):
         group.quorum_requested(request(rank), 10 + rank)
-    group.quorum_formed(round_, QUORUM)
+    group.quorum_formed(round_, QUORUM, "a")
     return group

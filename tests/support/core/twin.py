@@ -164,11 +164,13 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) ->
         max_replica_rank=up_to_date.index(me) if me in up_to_date else None,
         max_world_size=len(up_to_date),
         store_address=host.store_address,
-        heal_source=source_of.get(me),
-        heal_source_address=ordered[source_of[me]].address if me in source_of else "",
-        heal_targets=tuple(targets),
-        extra_source_addresses=tuple(ordered[i].address for i in extras.get(me, [])),
-        extra_targets=tuple(i for i in range(len(ordered)) if me in extras.get(i, [])),
+        recover_src_replica_rank=source_of.get(me),
+        recover_src_manager_address=ordered[source_of[me]].address if me in source_of else "",
+        recover_dst_replica_ranks=tuple(targets),
+        recover_extra_src_manager_addresses=tuple(ordered[i].address for i in extras.get(me, [])),
+        recover_extra_dst_replica_ranks=tuple(
+            i for i in range(len(ordered)) if me in extras.get(i, [])
+        ),
         commit_failures=max(member.commit_failures for member in ordered),
         replica_ids=tuple(ids),
     )

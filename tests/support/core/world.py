@@ -437,6 +437,9 @@ def check_i2_agreement(quorum: Quorum) -> None:
         assert [part.replica_rank for part in parts] == list(range(len(parts))), "I2"
         assert len({(part.replica_ids, part.store_address, part.max_step) for part in parts}) == 1
         for part in parts:
-            if part.heal_source is not None:
-                assert part.replica_rank in parts[part.heal_source].heal_targets, "I2"
-                assert parts[part.heal_source].max_replica_rank is not None
+            if part.recover_src_replica_rank is not None:
+                assert (
+                    part.replica_rank
+                    in parts[part.recover_src_replica_rank].recover_dst_replica_ranks
+                ), "I2"
+                assert parts[part.recover_src_replica_rank].max_replica_rank is not None
