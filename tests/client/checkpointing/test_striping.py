@@ -147,7 +147,7 @@ def test_all_sources_keep_what_is_missing_when_they_go_on(site: Site) -> None:
 def test_an_extra_source_keeps_nothing_for_long_for_who_did_not_come(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served, "EXTRAS_PATIENCE_S", 0.3)
+    monkeypatch.setattr(served, "EXTRAS_TIMEOUT_S", 0.3)
     first, extra = site.add(), site.add()
     for source in (first, extra):
         source.disallow_checkpoint()

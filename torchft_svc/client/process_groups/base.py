@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchft_svc.client.process_groups.members import Loss, Members, news_of
+from torchft_svc.client.process_groups.members import Loss, Members, describe_loss
 from torchft_svc.client.process_groups.operations import OLDER_NAMES
 from torchft_svc.client.process_groups.recording.flight import FlightLog, Record
 from torchft_svc.client.process_groups.recording.recorder import FlightRecorder
@@ -223,11 +223,11 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _give_up_record(self) -> None:
         """End the record because the operations under way are given up."""
-        self._end_record(news_of(self._loss, self._quorum_id) or "given up")
+        self._end_record(describe_loss(self._loss, self._quorum_id) or "given up")
 
     def _leave_record(self) -> None:
         """End the record because other members follow; write it only if a present one is gone."""
-        lost = news_of(self._loss, self._quorum_id)
+        lost = describe_loss(self._loss, self._quorum_id)
         self._end_record(lost or "another quorum", only_if_broken=not lost)
 
     def _end_record(self, reason: str, *, only_if_broken: bool = False) -> None:
@@ -235,12 +235,12 @@ class ProcessGroup(dist.ProcessGroup):
         flight, self._flight = self._flight, None
         if flight is None or self._recorder is None:
             return
-        self._look()
+        self._update_record()
         snapshot = flight.snapshot()
         if not (only_if_broken and snapshot.is_complete):
             self._recorder.write(snapshot, reason)
 
-    def _look(self) -> None:
+    def _update_record(self) -> None:
         """Note which of the recorded collectives have ended."""
 
     def register(self, name: str) -> None:

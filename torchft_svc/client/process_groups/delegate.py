@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 # Works are kept for `abort`; above this number, completed ones are dropped.
 _MAX_TRACKED_WORKS = 64
 # Longest wait for the lock; a launch holds it for less, unless it is stuck.
-_LOOK_S = 0.05
+_LOCK_S = 0.05
 # One call without arguments.
 _ONCE: tuple[tuple[()]] = ((),)
 
@@ -137,8 +137,8 @@ class DelegatingProcessGroup(ProcessGroup):
         self.abort()
         self._last_store.drop()
 
-    def _look(self) -> None:
-        if self._lock.acquire(timeout=_LOOK_S):
+    def _update_record(self) -> None:
+        if self._lock.acquire(timeout=_LOCK_S):
             try:
                 self._works = [work for work in self._works if not self._is_over(work)]
             finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torchft_svc.errors import MemberLost
 
-# A member that left in good order has sent everything; what it sent arrives within this time.
+# A member that left regularly has sent all its data, which arrives within this time.
 LOSS_GRACE_S = 0.1
 
 
@@ -27,7 +27,7 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A member of quorum ``quorum_id`` is gone; collectives are given up at ``final_at``."""
+    """A member of quorum ``quorum_id`` is gone; collectives are aborted at ``final_at``."""
 
     quorum_id: int
     final_at: float
@@ -35,14 +35,14 @@ class Loss:
 
     @classmethod
     def now(cls, quorum_id: int, reason: str) -> Loss:
-        """It has just been told."""
+        """The loss of a member that has just been reported."""
         return cls(quorum_id, time.monotonic() + LOSS_GRACE_S, MemberLost(reason))
 
     def is_final(self) -> bool:
-        """Whether the moment of grace is over."""
+        """Whether the grace period is over."""
         return time.monotonic() >= self.final_at
 
 
-def news_of(loss: Loss | None, quorum_id: int | None) -> str:
-    """Which member of quorum ``quorum_id`` is gone, and why; empty: none, as far as is known."""
+def describe_loss(loss: Loss | None, quorum_id: int | None) -> str:
+    """Which member of quorum ``quorum_id`` is gone, and why; empty if none is known to be."""
     return str(loss.error) if loss is not None and loss.quorum_id == quorum_id else ""

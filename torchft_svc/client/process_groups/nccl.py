@@ -153,12 +153,12 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         return comm is not None and not comm.left and bool(work.is_completed())
 
     def _watch(self, comm: _Communicator) -> None:
-        """Call `_look_in_time` at the deadline of the oldest operation."""
+        """Call `_check_deadline` at the deadline of the oldest operation."""
         if not comm.watched and comm.pending:
             comm.watched = True
-            self._timer.call_at(comm.pending[0][0], lambda: self._look_in_time(comm))
+            self._timer.call_at(comm.pending[0][0], lambda: self._check_deadline(comm))
 
-    def _look_in_time(self, comm: _Communicator) -> None:
+    def _check_deadline(self, comm: _Communicator) -> None:
         with self._lock:
             comm.watched = False
             comm.forget_completed()

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 # The longest single wait inside torch, which cannot be interrupted.
 _SLICE_S = 0.1
 # How long one thread polls for a key of another worker, before another thread continues.
-_LOOKS_S = 0.5
+_POLL_FOR_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class _SharedKeys:
         Raises:
             DeadlineExceeded: the key is missing at ``deadline``, ``timeout_s`` after the start.
         """
-        while not call_store(lambda: self._comes(key, deadline), self._where):
+        while not call_store(lambda: self._arrives(key, deadline), self._where):
             if time.monotonic() > deadline:
                 reason = (
                     "the worker with rank 0 has not published the address of the group's manager"
@@ -256,8 +256,8 @@ class _SharedKeys:
                 raise DeadlineExceeded("joining the replica group", timeout_s, reason)
         return self.read(key)
 
-    def _comes(self, key: str, deadline: float) -> bool:
-        until = min(deadline, time.monotonic() + _LOOKS_S)
+    def _arrives(self, key: str, deadline: float) -> bool:
+        until = min(deadline, time.monotonic() + _POLL_FOR_S)
         while not self._store.check([key]):
             if time.monotonic() > until:
                 return False

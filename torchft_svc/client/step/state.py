@@ -131,7 +131,7 @@ class StateRegistry:
         assert load is not None
         assert save is not None
         piece = _Piece(load, save)
-        self._look_at(key, piece)
+        self._check_piece(key, piece)
         self._pieces[key] = piece
 
     def check_with(self, check: Callable[[object], None]) -> None:
@@ -142,9 +142,9 @@ class StateRegistry:
         """
         self._check = check
         for key, piece in self._pieces.items():
-            self._look_at(key, piece)
+            self._check_piece(key, piece)
 
-    def _look_at(self, key: str, piece: _Piece) -> None:
+    def _check_piece(self, key: str, piece: _Piece) -> None:
         if self._check is None:
             return
         try:

@@ -32,7 +32,7 @@ from torchft_svc.errors import QuorumFailed, RequestRefused, TornState
 log = logging.getLogger(__name__)
 
 # Interval at which a wait cleans up abandoned process groups.
-_LOOK_S = 0.05
+_POLL_S = 0.05
 # The beginning of gloo's messages: the source file that raised.
 _GLOO = re.compile(r"\[[^\]]*gloo[^\]]*\]")
 _BETWEEN_STEPS = (Phase.IDLE, Phase.APPLYING)
@@ -201,7 +201,7 @@ class Stepper:
 
         It needs no deadline: all waits of the background thread have one.
         """
-        while self._runner is not None and not self._runner.ready.wait(_LOOK_S):
+        while self._runner is not None and not self._runner.ready.wait(_POLL_S):
             self._deps.pg.tidy()
             if self._task is None or self._task.done:
                 return  # the manager was shut down meanwhile
@@ -439,9 +439,9 @@ class Stepper:
         if reducers and not sums.launched and self.state.error is None:
             self._fail(RequestRefused(_NOTHING_REDUCED))
         if self._worker.has_connected and not self._averages.has_any:
-            self._look_for_unsummed(reducers)
+            self._warn_of_unsummed(reducers)
 
-    def _look_for_unsummed(self, reducers: list[Reducing]) -> None:
+    def _warn_of_unsummed(self, reducers: list[Reducing]) -> None:
         """Warn, once, about gradients that are not averaged, so that groups would differ."""
         summed = {id(each) for reducer in reducers for each in reducer.parameters}
         if self._has_warned or not all(reducer.parameters for reducer in reducers) or not summed:
@@ -468,7 +468,7 @@ class Stepper:
             self._deps.leave_members(error)
 
     def _wait_for_task(self) -> None:
-        while self._task is not None and not self._task.wait(_LOOK_S):
+        while self._task is not None and not self._task.wait(_POLL_S):
             self._deps.pg.tidy()
         if self._task is not None and self._task.error is not None:
             raise self._task.error

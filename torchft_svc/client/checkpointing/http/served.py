@@ -23,7 +23,7 @@ from torchft_svc.client.checkpointing.http.wire import MAX_VIEWS, Reading, diges
 MAX_RECEIVERS = 1024
 
 # A receiver contacts all of its sources as soon as it knows them.
-EXTRAS_PATIENCE_S = 5.0
+EXTRAS_TIMEOUT_S = 5.0
 
 
 class Gone(Exception):
@@ -35,14 +35,14 @@ class Offer:
     """What the owner of a state decides about serving it.
 
     ``num_receivers``: groups that will fetch it; ``num_extras``: groups that may fetch a part of
-    it, and announce that soon (`ServedState.admit`); ``patience_s``: how long the copies are kept
+    it, and announce that soon (`ServedState.admit`); ``idle_timeout_s``: how long copies are kept
     without progress.
     """
 
     step: int
     num_receivers: int
     chunk_bytes: int
-    patience_s: float
+    idle_timeout_s: float
     num_extras: int = 0
 
 
@@ -68,7 +68,7 @@ class ServedState:
         self._receivers: set[str] = set()
         self._extras: set[str] = set()
         self._num_extras = offer.num_extras
-        self._extras_until = clock() + EXTRAS_PATIENCE_S
+        self._extras_until = clock() + EXTRAS_TIMEOUT_S
         self._digests: dict[int, bytes] = {}
         self._num_reading_live = 0
         self._changed = threading.Condition()
@@ -92,13 +92,13 @@ class ServedState:
 
     def expires_at(self) -> float:
         """When to call `expire`; progress moves it to a later time."""
-        until = self._progress_at + self.offer.patience_s
+        until = self._progress_at + self.offer.idle_timeout_s
         return min(until, self._extras_until) if self._awaits_extras else until
 
     def expire(self) -> None:
         """Drop what is kept for receivers that did not arrive, or make no progress."""
         if not self._awaits_extras:
-            self.retire(f"no receiver fetched from it for {self.offer.patience_s:.3g} s")
+            self.retire(f"no receiver fetched from it for {self.offer.idle_timeout_s:.3g} s")
             return
         with self._changed:
             self._num_extras = len(self._extras)

@@ -162,7 +162,7 @@ class HTTPTransport(CheckpointTransport[T]):
             num_receivers=len(dst_ranks),
             num_extras=len(extras),
             chunk_bytes=chunk_bytes,
-            patience_s=self._timeout_s if timeout is None else _seconds(timeout),
+            idle_timeout_s=self._timeout_s if timeout is None else _seconds(timeout),
         )
         return ServedState(offer, described.description, described.memory)
 

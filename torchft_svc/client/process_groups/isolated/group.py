@@ -38,7 +38,7 @@ from torchft_svc.client.process_groups.rendezvous.failures import announce
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
 
 # How often a wait looks whether it is still wanted.
-_LOOK_S = 0.02
+_POLL_S = 0.02
 # The process' own error, which names the reason, should arrive before the deadline here.
 _ANSWER_GRACE_S = 2.0
 # Sending a command takes less, unless the process has stopped reading.
@@ -83,7 +83,7 @@ class IsolatedProcessGroup(ProcessGroup):
     def prepare(self) -> None:
         """See `ProcessGroup.prepare`; the fork server imports torch, which takes seconds."""
         FORK_SERVER.start()
-        while not FORK_SERVER.is_ready(_LOOK_S):
+        while not FORK_SERVER.is_ready(_POLL_S):
             self._check_meeting(None)
 
     def _configure(self, members: Members) -> None:
@@ -239,7 +239,7 @@ class IsolatedProcessGroup(ProcessGroup):
 
     def _await(self, event: threading.Event, timeout_s: float, quorum_id: int | None) -> None:
         deadline = time.monotonic() + timeout_s
-        while not event.wait(_LOOK_S):
+        while not event.wait(_POLL_S):
             self._check_meeting(quorum_id)
             if time.monotonic() > deadline:
                 raise DeadlineExceeded("configuring the process group", timeout_s)

@@ -162,8 +162,8 @@ def options_to_plain(value: Any) -> Any:
     # Not `torch.distributed`, which does not export all of them.
     if not (kind.endswith("Options") and hasattr(c10d, kind)):
         return value
-    told = ((name, getattr(value, name)) for name in _OPTION_FIELDS if hasattr(value, name))
-    return Options(kind, tuple(told))
+    fields = ((name, getattr(value, name)) for name in _OPTION_FIELDS if hasattr(value, name))
+    return Options(kind, tuple(fields))
 
 
 def options_from_plain(plain: Options) -> Any:

@@ -19,8 +19,8 @@ from torchft_svc.errors import PeerError, QuorumFailed, Unreachable
 
 _KEY = "failed"
 # A backend connects within milliseconds. After this time, check whether a member has failed.
-_PATIENCE_S = 0.25
-_LOOK_S = 0.1
+_DELAY_S = 0.25
+_POLL_S = 0.1
 # A sentence; this package writes none that is longer.
 _MAX_REASON_LENGTH = 1000
 
@@ -57,8 +57,8 @@ class FailureWatch:
 
     def __init__(self, store_addr: str) -> None:
         self._store_addr = store_addr
-        self._begins_at = time.monotonic() + _PATIENCE_S
-        self._looks = False
+        self._begins_at = time.monotonic() + _DELAY_S
+        self._is_checking = False
         self._closed = threading.Event()
         self._error: PeerError | None = None
 
@@ -66,8 +66,8 @@ class FailureWatch:
         """Raise if a member is known to have failed, or the store does not answer."""
         if self._error is not None:
             raise self._error
-        if not self._looks and time.monotonic() > self._begins_at:
-            self._looks = True
+        if not self._is_checking and time.monotonic() > self._begins_at:
+            self._is_checking = True
             start_uninterruptible(self._run, "torchft-failures")
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class FailureWatch:
     def _run(self) -> None:
         try:
             connection, store = _open(self._store_addr)
-            while not self._closed.wait(_LOOK_S):
+            while not self._closed.wait(_POLL_S):
                 connection.call(lambda: check_failures(store))
         except PeerError as error:
             self._error = error

@@ -18,10 +18,10 @@ from torchft_svc.client.process_groups.rendezvous.store_connection import LastSt
 from torchft_svc.errors import DeadlineExceeded
 
 # Members arrive within a few milliseconds of one another, or much later.
-_FIRST_LOOK_S = 0.001
-_LAST_LOOK_S = 0.02
+_FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.02
 # How long one thread polls for the members, before another one continues.
-_LOOKS_S = 0.25
+_POLL_FOR_S = 0.25
 # More keys are not ours, or cleaning has failed for long: listing them would take too long.
 _MAX_KEYS = 100_000
 _CLEANING_S = 1.0
@@ -56,11 +56,11 @@ def meet(
     store = PrefixStore(prefix, connection.store)
     missing = collections.deque(range(world_size))
 
-    def look() -> bool:
+    def poll() -> bool:
         store.set(_key(rank), _PRESENT)
-        return _all_come(store, missing, min(deadline, time.monotonic() + _LOOKS_S))
+        return _all_arrived(store, missing, min(deadline, time.monotonic() + _POLL_FOR_S))
 
-    while not connection.call(look, check):
+    while not connection.call(poll, check):
         check()
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
@@ -79,9 +79,9 @@ def tidy_store(last_store: LastStore, store_addr: str) -> None:
     last_store.start(lambda store: _forget_earlier(store, prefix))
 
 
-def _all_come(store: Store, missing: collections.deque[int], until: float) -> bool:
+def _all_arrived(store: Store, missing: collections.deque[int], until: float) -> bool:
     """Whether all have arrived by ``until``; removes the present ones from ``missing``."""
-    pause_s = _FIRST_LOOK_S
+    pause_s = _FIRST_PAUSE_S
     while True:
         while missing and store.check([_key(missing[0])]):
             missing.popleft()
@@ -91,7 +91,7 @@ def _all_come(store: Store, missing: collections.deque[int], until: float) -> bo
         if time.monotonic() > until:
             return False
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LAST_LOOK_S)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _key(rank: int) -> str:
