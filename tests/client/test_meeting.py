@@ -182,6 +182,7 @@ def test_idle_connections_do_not_keep_members_from_meeting(group: ProcessGroupGl
     other.shutdown()
 
 
+@pytest.mark.usefixtures("short_calls")
 def test_workers_of_a_group_whose_store_never_answers_say_so() -> None:
     with silent() as nowhere, lighthouse() as address:
         host, port = nowhere.split(":")

@@ -175,6 +175,7 @@ def test_a_withdrawn_question_does_not_get_into_the_next_quorum(
     assert [members(each.result()) for each in asked] == [["b:1", "c:1"]] * 2
 
 
+@pytest.mark.usefixtures("early_news")
 def test_who_waits_long_hears_why_and_when_that_changes(line: Line, session: RawSession) -> None:
     session.ask(1)
     assert next(session.news).no_quorum_yet.reason == "1 of at least 2 groups ask"
@@ -187,6 +188,7 @@ def test_who_waits_long_hears_why_and_when_that_changes(line: Line, session: Raw
         fellow.result()
 
 
+@pytest.mark.usefixtures("early_news")
 def test_who_comes_to_a_wait_that_is_known_hears_why_too(line: Line, session: RawSession) -> None:
     session.ask(1)
     why = next(session.news).no_quorum_yet.reason

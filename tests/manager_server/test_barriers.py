@@ -255,6 +255,7 @@ def test_not_only_the_last_arriving_ranks_failures_and_wishes_are_forwarded(
     assert (group.commit_failures, group.shrink_only, group.world_size) == (3, True, 2)
 
 
+@pytest.mark.usefixtures("early_news")
 def test_a_restarted_worker_makes_its_group_another_incarnation(workers: Workers) -> None:
     before = workers.ask_all()[0]
     workers.vote_all(0, True, True)
@@ -348,6 +349,7 @@ def ask_alone(client: ManagerClient, step: int) -> QuorumResult:
             time.sleep(RETRY_S)
 
 
+@pytest.mark.usefixtures("early_news")
 def test_the_first_worker_that_waits_hears_why() -> None:
     """Of its fellows while they have not asked, then what the lighthouse says."""
     told: list[queue.SimpleQueue[str]] = [queue.SimpleQueue(), queue.SimpleQueue()]

@@ -348,6 +348,7 @@ def undecided() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.usefixtures("early_news")
 def test_a_worker_that_waits_hears_what_is_known_of_the_lighthouse(
     nowhere: str, *, is_there: bool
 ) -> None:
