@@ -30,11 +30,11 @@ def training() -> Scene:
 def test_a_group_does_what_its_slowest_worker_does() -> None:
     workers = WorkerActivities()
     assert workers.slowest() is None
-    workers.told(0, Phase.TRAINING, 3, 10.0)
-    workers.told(1, Phase.TRAINING, 3, 11.0)
-    workers.told(0, Phase.VOTING, 3, 12.0)
+    workers.reported(0, Phase.TRAINING, 3, 10.0)
+    workers.reported(1, Phase.TRAINING, 3, 11.0)
+    workers.reported(0, Phase.VOTING, 3, 12.0)
     assert workers.slowest() == Activity(Phase.TRAINING, 3, 11.0)
-    workers.told(1, Phase.QUORUM, 3, 13.0)
+    workers.reported(1, Phase.QUORUM, 3, 13.0)
     assert workers.slowest() == Activity(Phase.QUORUM, 3, 13.0), "who votes waits for its fellows"
     workers.gone(1)
     assert workers.slowest() == Activity(Phase.VOTING, 3, 12.0)
@@ -44,16 +44,16 @@ def test_a_group_does_what_its_slowest_worker_does() -> None:
 def test_a_worker_that_is_held_up_counts_before_those_that_wait_for_it(phase: Phase) -> None:
     """In a collective of the group: to its manager they only train."""
     workers = WorkerActivities()
-    workers.told(0, Phase.TRAINING, 3, 10.0)
-    workers.told(1, phase, 3, 11.0)
+    workers.reported(0, Phase.TRAINING, 3, 10.0)
+    workers.reported(1, phase, 3, 11.0)
     assert workers.slowest() == Activity(phase, 3, 11.0)
-    workers.told(1, Phase.TRAINING, 3, 20.0)
+    workers.reported(1, Phase.TRAINING, 3, 20.0)
     assert workers.slowest() == Activity(Phase.TRAINING, 3, 10.0)
 
 
 def test_a_worker_that_asks_waits_for_the_slowest_of_its_group() -> None:
     workers = WorkerActivities()
-    workers.told(0, Phase.TRAINING, 3, 10.0)
+    workers.reported(0, Phase.TRAINING, 3, 10.0)
     workers.asks(1, 4, 11.0)
     assert workers.slowest() == Activity(Phase.TRAINING, 3, 10.0)
 
@@ -129,7 +129,7 @@ def test_nobody_hangs_where_no_timeout_is_set() -> None:
 
 def test_i7_the_dead_are_forgotten() -> None:
     watch = HangWatch(5.0)
-    watch.told("a:1", Activity(Phase.TRAINING, 1, 0.0), 0.0)
+    watch.reported("a:1", Activity(Phase.TRAINING, 1, 0.0), 0.0)
     assert watch.newly_hung(5.0) == [("a:1", Activity(Phase.TRAINING, 1, 0.0))]
     watch.gone("a:1")
     assert (watch.activity("a:1"), watch.is_hung("a:1")) == (None, False)

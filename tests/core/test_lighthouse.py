@@ -29,7 +29,7 @@ def test_the_living_others_of_the_last_quorum_are_told_of_a_loss() -> None:
     scene.beat("d")
     for replica_id in ("c", "d", "a"):
         scene.leave(replica_id)
-    told = [sorted(order.told) for order in scene.take()]
+    told = [sorted(order.recipients) for order in scene.take()]
     assert told == [["a", "b", "c"], [], ["a", "b"]], "and itself, if it can hear that"
 
 
@@ -37,7 +37,7 @@ def test_nobody_gives_a_step_up_for_a_group_that_has_finished_it() -> None:
     scene = formed("a", "b")
     (order,) = scene.house.leave(JOB, "a", "preempted", scene.now, between_steps=True)
     assert isinstance(order, ReportLoss)
-    assert (order.replica_id, order.between_steps, order.told) == ("a", True, ())
+    assert (order.replica_id, order.between_steps, order.recipients) == ("a", True, ())
 
 
 def test_of_many_that_die_at_once_a_few_are_told() -> None:
@@ -45,12 +45,12 @@ def test_of_many_that_die_at_once_a_few_are_told() -> None:
     scene = formed(*names)
     for name in names[4:]:
         scene.leave(name)
-    told = [set(order.told) - {order.replica_id} for order in scene.take()]
+    told = [set(order.recipients) - {order.replica_id} for order in scene.take()]
     assert [bool(others) for others in told] == [True] * MAX_LOSSES_TOLD + [False] * 2
     scene.ask_all(*names[:4], step=1)
     assert scene.take_quorums() == [(2, names[:4])]
     scene.leave(names[0])  # its fellows are in another step now
-    assert sorted(scene.take()[0].told) == names[:4]
+    assert sorted(scene.take()[0].recipients) == names[:4]
 
 
 def test_one_clock_serves_all_jobs() -> None:

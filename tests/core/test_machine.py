@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.core import twin
 from support.core.world import Group, World
 
-from torchft_svc.core.membership import AWAITED_MEMBERS, STATES, Part, State
+from torchft_svc.core.membership import AWAITED_MEMBERS, STATES, GroupState, Tenure
 from torchft_svc.core.types import QuorumConfig
 
 BUSY = [HealthCheck.too_slow]  # on a busy machine, slow is no sign of a fault
@@ -224,7 +224,7 @@ class Groups(RuleBasedStateMachine):
             if state is None:
                 continue
             members = state.members
-            if not members.groups[State.ASKING]:
+            if not members.groups[GroupState.ASKING]:
                 continue
             awaited = [key for each in AWAITED_MEMBERS for key in members.groups[each]]
             hung = {key for key in awaited if state.hangs.is_hung(key)}
@@ -248,19 +248,21 @@ class Groups(RuleBasedStateMachine):
             records = members._known
             assert waiting == {key for key, each in records.items() if each.caller is not None}
             assert members._replica_of == {records[key].caller: key for key in waiting}
-            assert sum(members._told_min_replicas.values()) == len(waiting)
+            assert sum(members._requested_min_replicas.values()) == len(waiting)
             for key, each in records.items():
-                assert each.state is STATES[each.conduct][each.part]
-                assert [at for at in State if key in members.groups[at]] == [each.state]
-                assert (each.part is Part.MEMBER) == (key in members.previous_ids)
+                assert each.state is STATES[each.conduct][each.tenure]
+                assert [at for at in GroupState if key in members.groups[at]] == [each.state]
+                assert (each.tenure is Tenure.MEMBER) == (key in members.previous_ids)
             assert sum(map(len, members.groups.values())) == len(living)
             assert members._ahead <= living
             num_bytes = sum(each.member.num_bytes for each in members._waiting.values())
             assert members._waiting_bytes == num_bytes
             assert set(state.held) <= living - waiting
             assert state.hangs.unheeded <= state.hangs._hung
-            if members.groups[State.EVICTED]:
-                assert members.groups[State.ASKING] or members.num_awaited, "a way for newcomers"
+            if members.groups[GroupState.EVICTED]:
+                assert members.groups[GroupState.ASKING] or members.num_awaited, (
+                    "a way for newcomers"
+                )
             assert state.hangs._hung <= state.hangs._groups.keys() <= living
 
     def teardown(self) -> None:

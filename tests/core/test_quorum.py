@@ -34,7 +34,7 @@ def view(
         straggling=set(straggling),
         previous=set(previous),
         committed_step=committed_step,
-        told_min_replicas=max((each.min_replicas for each, _ in asking), default=0),
+        requested_min_replicas=max((each.min_replicas for each, _ in asking), default=0),
         loss_accepted=loss_accepted,
     )
 

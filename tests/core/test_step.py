@@ -10,11 +10,11 @@ from torchft_svc.core.step import (
     MAX_FAILED_LOADS,
     MAX_MISFITS,
     TRANSITIONS,
-    Event,
     Participation,
     PendingHeal,
     Phase,
     Standing,
+    StepEvent,
     StepMachine,
     StepState,
     participation,
@@ -302,30 +302,30 @@ def in_phase(phase: Phase) -> StepMachine:
 
 
 ACTIONS = {
-    Event.STARTED: lambda machine: machine.start(),
-    Event.QUORUM_FORMED: lambda machine: machine.form(TWO),
-    Event.HEAL_PLANNED: lambda machine: machine.form(TWO, heal_to=7),
-    Event.QUORUM_FAILED: lambda machine: machine.fail_quorum(OOPS),
-    Event.STATE_RECEIVED: lambda machine: machine.receive_state(),
-    Event.HEAL_APPLIED: lambda machine: machine.apply_heal(1),
-    Event.HEAL_FAILED: lambda machine: machine.fail_heal(OOPS),
-    Event.VOTE_BEGAN: lambda machine: machine.begin_vote(),
-    Event.COMMITTED: lambda machine: machine.decide(True),
-    Event.DISCARDED: lambda machine: machine.decide(False),
-    Event.UPDATE_APPLIED: lambda machine: machine.end_update(),
-    Event.UPDATE_LOST: lambda machine: machine.lose_update(),
-    Event.RESTORED: lambda machine: machine.restore(3, 6),
+    StepEvent.STARTED: lambda machine: machine.start(),
+    StepEvent.QUORUM_FORMED: lambda machine: machine.form(TWO),
+    StepEvent.HEAL_PLANNED: lambda machine: machine.form(TWO, heal_to=7),
+    StepEvent.QUORUM_FAILED: lambda machine: machine.fail_quorum(OOPS),
+    StepEvent.STATE_RECEIVED: lambda machine: machine.receive_state(),
+    StepEvent.HEAL_APPLIED: lambda machine: machine.apply_heal(1),
+    StepEvent.HEAL_FAILED: lambda machine: machine.fail_heal(OOPS),
+    StepEvent.VOTE_BEGAN: lambda machine: machine.begin_vote(),
+    StepEvent.COMMITTED: lambda machine: machine.decide(True),
+    StepEvent.DISCARDED: lambda machine: machine.decide(False),
+    StepEvent.UPDATE_APPLIED: lambda machine: machine.end_update(),
+    StepEvent.UPDATE_LOST: lambda machine: machine.lose_update(),
+    StepEvent.RESTORED: lambda machine: machine.restore(3, 6),
 }
 # Only after a state was received; the stories above cover it.
-NEEDS_A_STORY = {Event.HEAL_APPLIED}
+NEEDS_A_STORY = {StepEvent.HEAL_APPLIED}
 
 
 @pytest.mark.parametrize(
     ("phase", "event"),
-    [pair for pair in itertools.product(Phase, Event) if pair[1] not in NEEDS_A_STORY],
+    [pair for pair in itertools.product(Phase, StepEvent) if pair[1] not in NEEDS_A_STORY],
     ids=lambda value: value.value,
 )
-def test_the_table(phase: Phase, event: Event) -> None:
+def test_the_table(phase: Phase, event: StepEvent) -> None:
     machine = in_phase(phase)
     before = machine.state
     if (phase, event) in TRANSITIONS:

@@ -69,7 +69,9 @@ def views(draw: st.DrawFn) -> JobView:
         straggling={name for name in names if states[name] == "late"},
         previous=before,
         committed_step=draw(st.integers(0, 4)),
-        told_min_replicas=max((each.member.min_replicas for each in waiting.values()), default=0),
+        requested_min_replicas=max(
+            (each.member.min_replicas for each in waiting.values()), default=0
+        ),
         loss_accepted=draw(st.sampled_from([False, False, True])),
         ahead={name for name in sorted(living) if draw(st.sampled_from([False, False, True]))},
         is_finished=draw(st.sampled_from([False, False, True])),
@@ -207,7 +209,7 @@ class Side:
         assert (view.previous, view.committed_step) == (expected.previous, expected.committed_step)
         assert view.num_veterans == expected.num_veterans
         assert state.members.previous == self.naive.previous
-        assert view.told_min_replicas == expected.told_min_replicas
+        assert view.requested_min_replicas == expected.requested_min_replicas
         assert view.loss_accepted == expected.loss_accepted
         if any(view.groups[each] for each in SILENT):
             assert view.first == expected.first

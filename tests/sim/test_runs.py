@@ -77,7 +77,7 @@ def test_a_drain_costs_nobody_a_step() -> None:
             Fault(at=12.0 + 3 * each, kind="drain", target=each, seconds=1.0, value=each % 2)
             for each in range(3)
         )
-        calm = dataclasses.replace(drawn, trainer=rules, config=config, told_min_replicas=0)
+        calm = dataclasses.replace(drawn, trainer=rules, config=config, requested_min_replicas=0)
         outcome = Fleet(dataclasses.replace(calm, faults=drains)).run()
         assert outcome.fell is None, describe(outcome)
         assert outcome.num_discards == 0, "\n".join(outcome.trace)

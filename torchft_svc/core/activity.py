@@ -44,7 +44,7 @@ class WorkerActivities:
         self._workers[group_rank] = Activity(Phase.QUORUM, step, now)
         self._held_up.discard(group_rank)
 
-    def told(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
+    def reported(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
         """A worker has changed to ``phase``, maybe through others back to the same one.
 
         `Phase.QUORUM` says that it waits for the gradients of other groups.
@@ -81,7 +81,7 @@ class HangWatch:
         self.unheeded: set[str] = set()
         self._look_at: float | None = None
 
-    def told(self, replica_id: str, activity: Activity, now: float) -> None:
+    def reported(self, replica_id: str, activity: Activity, now: float) -> None:
         """What a living group does."""
         self._groups[replica_id] = activity
         ends_at = self._hangs_at(activity)

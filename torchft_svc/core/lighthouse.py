@@ -24,7 +24,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportWaiting,
 )
 from torchft_svc.core.likeness import Likeness, why_unlike
-from torchft_svc.core.membership import Membership, State
+from torchft_svc.core.membership import GroupState, Membership
 from torchft_svc.core.overview import GoneGroup, History, JobStatus, Pause, describe
 from torchft_svc.core.quorum import (
     Formed,
@@ -106,7 +106,7 @@ class _Job:
         self.announcements.gone(replica_id)
         return self.members.gone(replica_id)
 
-    def mourners(self, replica_id: str) -> tuple[str, ...]:
+    def loss_recipients(self, replica_id: str) -> tuple[str, ...]:
         """Who is to be told that this group is lost, if it was in the last quorum: it and, unless
         they were told of enough others, its living fellows there."""
         if replica_id not in self.members.previous_ids:
@@ -122,7 +122,7 @@ class _Job:
         """
         if self.members.previous is None:
             return []
-        waiting = [key for key in asked if self.members.state(key) is State.JOINING]
+        waiting = [key for key in asked if self.members.state(key) is GroupState.JOINING]
         return self.announcements.of_newcomers(waiting, len(self.members.previous_ids))
 
 
@@ -182,7 +182,7 @@ class Lighthouse:
         orders = self._sign_of_life(state, member.replica_id, now)
         orders += _turn_away(state, misfits, member, now)
         state.members.seen(member.replica_id, now)
-        state.hangs.told(member.replica_id, Activity(Phase.QUORUM, member.step, now), now)
+        state.hangs.reported(member.replica_id, Activity(Phase.QUORUM, member.step, now), now)
         if not state.members.names.is_free_for(member.replica_id):
             held_before = state.held.pop(member.replica_id, None)
             if held_before is not None:
@@ -213,7 +213,7 @@ class Lighthouse:
         state = self._job(job, replica_id, now, last.quorum_id)
         orders = self._sign_of_life(state, replica_id, now)
         state.members.seen(replica_id, now)
-        state.members.told(replica_id, last)
+        state.members.reported(replica_id, last)
         return self._settle(job, state, orders, now)
 
     def heartbeat(
@@ -226,7 +226,7 @@ class Lighthouse:
         orders = self._sign_of_life(state, replica_id, now)
         state.members.seen(replica_id, now)
         if activity is not None:
-            state.hangs.told(replica_id, activity, now)
+            state.hangs.reported(replica_id, activity, now)
             is_new |= state.members.does(replica_id, activity, now)
             orders += self._heed_hangs(job, state, now, (replica_id,))
             self._wake(state.hangs.look_at())
@@ -453,7 +453,7 @@ class Lighthouse:
             how = _Departure(state.killed.pop(replica_id), how.between_steps, ends=True)
         quorum_id = state.members.last.quorum_id
         # The news would make its fellows give up a step that it has finished.
-        told = () if how.between_steps else state.mourners(replica_id)
+        told = () if how.between_steps else state.loss_recipients(replica_id)
         orders: list[Order] = [
             ReportLoss(
                 job, replica_id, how.reason, how.between_steps, how.is_orderly, quorum_id, told
@@ -488,7 +488,7 @@ class Lighthouse:
             state.spent_id = state.last_id
         for each in evicted:
             why, quorum_id = state.hangs.why(each, now), state.members.last.quorum_id
-            told = state.mourners(each)
+            told = state.loss_recipients(each)
             orders.append(ReportEviction(job, each, why, quorum_id, told))
         return orders
 

@@ -39,7 +39,7 @@ class ReportLoss:
     ``between_steps``: it left when it had finished its step, so its fellows lose nothing.
     ``is_orderly``: it left on purpose, and nothing is wrong with it.
     ``quorum_id``: of the job's last quorum (0: none yet); the group may come back into a later one.
-    ``told``: those of its fellows in that quorum that are to hear of it, and itself: if it was
+    ``recipients``: those of its peers in that quorum that are informed, and itself: if it was
     frozen, and moves again, what it does is in vain.
     """
 
@@ -49,7 +49,7 @@ class ReportLoss:
     between_steps: bool = False
     is_orderly: bool = False
     quorum_id: int = field(default=0, compare=False)
-    told: tuple[str, ...] = field(default=(), compare=False)
+    recipients: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +71,14 @@ class ReportHang:
 class ReportEviction:
     """``replica_id`` lives, but hangs: its quorum goes on without it.
 
-    ``quorum_id``: of that quorum. ``told``: who is to hear of it, the group itself among them.
+    ``quorum_id``: of that quorum. ``recipients``: who is informed, the group itself among them.
     """
 
     job: str
     replica_id: str
     reason: str
     quorum_id: int = field(default=0, compare=False)
-    told: tuple[str, ...] = field(default=(), compare=False)
+    recipients: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

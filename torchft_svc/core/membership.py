@@ -22,7 +22,7 @@ from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, Quorum
 GATHER_S = 2.0
 
 
-class State(enum.Enum):
+class GroupState(enum.Enum):
     """What a living group of a job is; a group that is gone is forgotten."""
 
     __hash__ = object.__hash__  # by identity: quick
@@ -38,7 +38,7 @@ class State(enum.Enum):
     EVICTED = "hangs while members of its quorum wait: nobody waits for it until it asks"
 
 
-class Part(enum.Enum):
+class Tenure(enum.Enum):
     """Which quorum of its job a group was in."""
 
     __hash__ = object.__hash__
@@ -63,18 +63,18 @@ class Conduct(enum.Enum):
 
 # All that a living group can be. Whether and until when it is waited for follows from its state:
 # see `torchft_svc.core.quorum.patience`.
-_M, _V, _N = Part.MEMBER, Part.VETERAN, Part.NEW
-STATES: dict[Conduct, dict[Part, State]] = {
-    Conduct.ASKS: {_M: State.ASKING, _V: State.JOINING, _N: State.JOINING},
-    Conduct.SILENT: {_M: State.AWAITED, _V: State.ABSENT, _N: State.NEWCOMER},
-    Conduct.HEALS: {_M: State.HEALING, _V: State.ABSENT, _N: State.NEWCOMER},
-    Conduct.HAS_HEALED: {_M: State.HEALED, _V: State.ABSENT, _N: State.NEWCOMER},
-    Conduct.LATE: {_M: State.STRAGGLING, _V: State.STRAGGLING, _N: State.STRAGGLING},
-    Conduct.HANGS: {_M: State.EVICTED},
+_M, _V, _N = Tenure.MEMBER, Tenure.VETERAN, Tenure.NEW
+STATES: dict[Conduct, dict[Tenure, GroupState]] = {
+    Conduct.ASKS: {_M: GroupState.ASKING, _V: GroupState.JOINING, _N: GroupState.JOINING},
+    Conduct.SILENT: {_M: GroupState.AWAITED, _V: GroupState.ABSENT, _N: GroupState.NEWCOMER},
+    Conduct.HEALS: {_M: GroupState.HEALING, _V: GroupState.ABSENT, _N: GroupState.NEWCOMER},
+    Conduct.HAS_HEALED: {_M: GroupState.HEALED, _V: GroupState.ABSENT, _N: GroupState.NEWCOMER},
+    Conduct.LATE: {_M: GroupState.STRAGGLING, _V: GroupState.STRAGGLING, _N: GroupState.STRAGGLING},
+    Conduct.HANGS: {_M: GroupState.EVICTED},
 }
 # Living members of the last quorum that have not asked, and may still be waited for.
-AWAITED_MEMBERS = (State.AWAITED, State.HEALING, State.HEALED)
-SILENT = (*AWAITED_MEMBERS, State.ABSENT, State.NEWCOMER)
+AWAITED_MEMBERS = (GroupState.AWAITED, GroupState.HEALING, GroupState.HEALED)
+SILENT = (*AWAITED_MEMBERS, GroupState.ABSENT, GroupState.NEWCOMER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ class GroupRecord:
     """
 
     seen_at: float
-    part: Part
-    state: State = State.NEWCOMER
+    tenure: Tenure
+    state: GroupState = GroupState.NEWCOMER
     caller: int | None = None
     num_bytes: int = 0
     gave_up: tuple[float, float] | None = None
@@ -137,7 +137,7 @@ class Gathering:
     num_groups: int = 0
     until: float | None = None
 
-    def heard(self, member: Member, now: float, join_timeout_s: float) -> Gathering:
+    def after_request(self, member: Member, now: float, join_timeout_s: float) -> Gathering:
         """The same after ``member`` has asked at ``now``."""
         if member.last_num_groups < 2:
             return self  # a newcomer, or one that was alone: there is nobody to come
@@ -156,23 +156,22 @@ class JobView:
     this lighthouse has published none yet, who tells that it was in the newest one. ``first``:
     since when the first of those that ask does, and when the first of those that have healed was
     done. ``heals`` are those of groups that have not asked since. ``num_veterans`` of the living
-    took part in a quorum of this job. ``told_min_replicas`` is the largest that those who wait tell
+    took part in a quorum of this job. ``requested_min_replicas`` is the largest of those who wait
     (0: none). ``loss_accepted``: an operator gave up the steps that those who wait do not have.
-    ``is_finished``: that step is the one of a run that has ended on purpose.
-    ``ahead`` tell of a quorum that is newer than the last one here: the job went on elsewhere. Who
-    tells that and is not to be believed is not among them.
-    ``gathering`` matters until this lighthouse has published a quorum.
+    ``is_finished``: that step is the one of a run that has ended on purpose. ``ahead`` report a
+    quorum that is newer than the last one here, because the job went on elsewhere, and are
+    believed. ``gathering`` matters until this lighthouse has published a quorum.
     """
 
     waiting: Mapping[str, Waiter]
-    groups: Mapping[State, Set[str]]
+    groups: Mapping[GroupState, Set[str]]
     living: Set[str]
     previous: Set[str]
-    first: Mapping[State, float]
+    first: Mapping[GroupState, float]
     heals: Mapping[str, Heal] = field(default_factory=dict)
     num_veterans: int = 0
     committed_step: int = 0
-    told_min_replicas: int = 0
+    requested_min_replicas: int = 0
     loss_accepted: bool = False
     is_finished: bool = False
     ahead: Set[str] = frozenset()
@@ -192,12 +191,12 @@ class Membership:
         self._waiting: dict[str, Waiter] = {}  # the requests of those that ask
         self._replica_of: dict[int, str] = {}  # by their callers
         # Derived from the records, or from the requests.
-        self.groups: dict[State, set[str]] = {state: set() for state in State}
+        self.groups: dict[GroupState, set[str]] = {state: set() for state in GroupState}
         self._num_veterans = 0
         self._waiting_bytes = 0  # in a quorum
-        self._told_min_replicas: Counter[int] = Counter()  # few different ones
+        self._requested_min_replicas: Counter[int] = Counter()  # few different ones
         # Not later than the first request of those that ask, or the first heal that was over.
-        self.first: dict[State, float] = {}
+        self.first: dict[GroupState, float] = {}
 
         self.names = Names()
         self._ahead: set[str] = set()  # living, tell of a newer quorum than the last one here
@@ -214,14 +213,14 @@ class Membership:
         group = self._known.get(replica_id)
         if group is None:
             self.names.came(replica_id)
-            group = self._known[replica_id] = GroupRecord(now, Part.NEW)
+            group = self._known[replica_id] = GroupRecord(now, Tenure.NEW)
             # A member was silent for too long, but is back.
             was_member = replica_id in self._previous_ids
-            self._take_part(replica_id, Part.MEMBER if was_member else Part.NEW)
+            self._take_part(replica_id, Tenure.MEMBER if was_member else Tenure.NEW)
         group.seen_at = now
         self._known.move_to_end(replica_id)
 
-    def told(self, replica_id: str, last: LastQuorum) -> None:
+    def reported(self, replica_id: str, last: LastQuorum) -> None:
         """A group that has been seen tells of the last quorum that it was in, maybe elsewhere.
 
         As long as none was published here, the newest that is told stands for it: newcomers do not
@@ -229,8 +228,8 @@ class Membership:
         """
         if not last.quorum_id:
             return
-        if self._known[replica_id].part is Part.NEW:
-            self._take_part(replica_id, Part.VETERAN)
+        if self._known[replica_id].tenure is Tenure.NEW:
+            self._take_part(replica_id, Tenure.VETERAN)
         self._note_ahead(replica_id, last.quorum_id)
         if self.previous is not None or last.quorum_id < self.last.quorum_id:
             return
@@ -242,7 +241,7 @@ class Membership:
             self.is_finished = False
             self._loss_accepted = False  # it was about an earlier step
         self._previous_ids.add(replica_id)
-        self._take_part(replica_id, Part.MEMBER)
+        self._take_part(replica_id, Tenure.MEMBER)
 
     def _note_ahead(self, replica_id: str, quorum_id: int) -> None:
         """It tells that it was in this quorum; if that is newer than the last one here, the job may
@@ -266,16 +265,18 @@ class Membership:
         self._waiting[replica_id] = Waiter(member, asked_at)
         group.num_bytes = member.num_bytes
         self._waiting_bytes += group.num_bytes
-        self._told_min_replicas[member.min_replicas] += 1
+        self._requested_min_replicas[member.min_replicas] += 1
         self._replica_of[caller] = replica_id
         group.caller, group.gave_up, group.left_out, group.heal = caller, None, None, None
         self._place(replica_id, group)
         if member.has_history:
             self._note_ahead(replica_id, member.seen_quorum_id)
-            if group.part is Part.NEW:
-                self._take_part(replica_id, Part.VETERAN)
+            if group.tenure is Tenure.NEW:
+                self._take_part(replica_id, Tenure.VETERAN)
         if self.previous is None:
-            self._gathering = self._gathering.heard(member, now, self._config.join_timeout_s)
+            self._gathering = self._gathering.after_request(
+                member, now, self._config.join_timeout_s
+            )
         if member.step >= self.committed_step:
             self._loss_accepted = False  # the newer state is back, there is nothing to give up
         return replaced
@@ -309,7 +310,7 @@ class Membership:
         """Whether it was taken for late because it had not told yet that it heals, or heals once
         more: with a session that breaks that is forgotten, and the next one does not begin with it.
         """
-        is_late = group.state is State.STRAGGLING and group.part is Part.MEMBER
+        is_late = group.state is GroupState.STRAGGLING and group.tenure is Tenure.MEMBER
         is_news = group.heal is None or group.heal.ended_at is not None
         return is_late and is_news and self._config.heal_timeout_s is not None
 
@@ -336,9 +337,10 @@ class Membership:
         To be called when somebody is gone: newcomers must not begin a second history while members
         of the first one hang.
         """
-        if not self.groups[State.EVICTED] or self.groups[State.ASKING] or self.num_awaited:
+        evicted = self.groups[GroupState.EVICTED]
+        if not evicted or self.groups[GroupState.ASKING] or self.num_awaited:
             return []
-        recalled = sorted(self.groups[State.EVICTED])
+        recalled = sorted(evicted)
         for replica_id in recalled:
             self._leave_out(replica_id, None)
         return recalled
@@ -360,7 +362,7 @@ class Membership:
         if caller is not None:
             self._take_request(replica_id, group)
         self._remove(replica_id, group.state)
-        self._num_veterans -= group.part is not Part.NEW
+        self._num_veterans -= group.tenure is not Tenure.NEW
         self.names.went(replica_id)
         self._ahead.discard(replica_id)
         if self.previous is None:
@@ -378,7 +380,7 @@ class Membership:
             assert group.caller is not None
             callers.append(group.caller)
             self._take_request(member.replica_id, group)
-            self._take_part(member.replica_id, Part.MEMBER)
+            self._take_part(member.replica_id, Tenure.MEMBER)
         self.previous = quorum
         self._ahead.clear()
         # Its step is lower than before only if that is accepted (rule Q7).
@@ -396,29 +398,29 @@ class Membership:
 
     def _place(self, replica_id: str, group: GroupRecord) -> None:
         """Something that is known of this group has changed."""
-        state = STATES[group.conduct][group.part]
+        state = STATES[group.conduct][group.tenure]
         if state is not group.state:
             self._remove(replica_id, group.state)
             group.state = state
         self.groups[state].add(replica_id)
-        if state is State.ASKING or state is State.JOINING:
+        if state is GroupState.ASKING or state is GroupState.JOINING:
             since = self._waiting[replica_id].asked_at
-        elif state is State.HEALED and group.heal and group.heal.ended_at is not None:
+        elif state is GroupState.HEALED and group.heal and group.heal.ended_at is not None:
             since = group.heal.ended_at
         else:
             return
         if since < self.first.get(state, math.inf):
             self.first[state] = since
 
-    def _remove(self, replica_id: str, state: State) -> None:
+    def _remove(self, replica_id: str, state: GroupState) -> None:
         self.groups[state].discard(replica_id)
         if not self.groups[state]:
             self.first.pop(state, None)
 
-    def _take_part(self, replica_id: str, part: Part) -> None:
+    def _take_part(self, replica_id: str, tenure: Tenure) -> None:
         group = self._known[replica_id]
-        self._num_veterans += (part is not Part.NEW) - (group.part is not Part.NEW)
-        group.part = part
+        self._num_veterans += (tenure is not Tenure.NEW) - (group.tenure is not Tenure.NEW)
+        group.tenure = tenure
         self._place(replica_id, group)
 
     def _end_quorum(self, replica_ids: Iterable[str]) -> None:
@@ -428,7 +430,7 @@ class Membership:
             if group is not None:
                 if group.left_out is not None:
                     group.left_out = Conduct.LATE
-                self._take_part(replica_id, Part.VETERAN)
+                self._take_part(replica_id, Tenure.VETERAN)
 
     def _leave_out(self, replica_id: str, why: Conduct | None) -> None:
         group = self._known[replica_id]
@@ -443,10 +445,10 @@ class Membership:
         waiter = self._waiting.pop(replica_id)
         self._waiting_bytes -= group.num_bytes
         group.num_bytes = 0
-        told = waiter.member.min_replicas
-        self._told_min_replicas[told] -= 1
-        if not self._told_min_replicas[told]:
-            del self._told_min_replicas[told]
+        wanted = waiter.member.min_replicas
+        self._requested_min_replicas[wanted] -= 1
+        if not self._requested_min_replicas[wanted]:
+            del self._requested_min_replicas[wanted]
         return waiter
 
     # -- what follows ----------------------------------------------------------------------------
@@ -462,14 +464,14 @@ class Membership:
             heals=self._heals(),
             num_veterans=self._num_veterans,
             committed_step=self.committed_step,
-            told_min_replicas=max(self._told_min_replicas, default=0),
+            requested_min_replicas=max(self._requested_min_replicas, default=0),
             loss_accepted=self._loss_accepted,
             is_finished=self.is_finished,
             ahead=self._believed_ahead() if self._ahead else self._ahead,
             gathering=self._gathering,
         )
 
-    def _first_of_all(self) -> dict[State, float]:
+    def _first_of_all(self) -> dict[GroupState, float]:
         """As `first`, but exact. It matters only if somebody is waited for."""
         if not any(self.groups[state] for state in SILENT):
             return self.first
@@ -478,9 +480,9 @@ class Membership:
             for state in self.first
         }
 
-    def _since(self, replica_id: str, state: State) -> float:
+    def _since(self, replica_id: str, state: GroupState) -> float:
         """A request waits, or a heal is over."""
-        if state is not State.HEALED:
+        if state is not GroupState.HEALED:
             return self._waiting[replica_id].asked_at
         heal = self._known[replica_id].heal
         assert heal is not None
@@ -543,7 +545,7 @@ class Membership:
         """Living members of the last quorum that neither ask nor were left out."""
         return sum(len(self.groups[state]) for state in AWAITED_MEMBERS)
 
-    def state(self, replica_id: str) -> State | None:
+    def state(self, replica_id: str) -> GroupState | None:
         """None: it is not alive."""
         group = self._known.get(replica_id)
         return group.state if group else None

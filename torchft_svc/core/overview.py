@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torchft_svc.core.activity import HangWatch
-from torchft_svc.core.membership import Membership, State
+from torchft_svc.core.membership import GroupState, Membership
 from torchft_svc.core.quorum import Formed, Waiting, Why
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Member, Quorum
@@ -245,7 +245,7 @@ def describe(
                 phase_s=max(0.0, now - doing.since) if doing else 0.0,
                 silent_s=silent_s,
                 hung=hangs.is_hung(replica_id),
-                left_out=members.state(replica_id) in (State.STRAGGLING, State.EVICTED),
+                left_out=members.state(replica_id) in (GroupState.STRAGGLING, GroupState.EVICTED),
             )
         )
     return JobStatus(

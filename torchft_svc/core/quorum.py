@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from torchft_svc.core.activity import HangWatch
 from torchft_svc.core.membership import (
     AWAITED_MEMBERS,
+    GroupState,
     JobView,
     Membership,
-    State,
 )
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Member, QuorumConfig
@@ -73,7 +73,7 @@ def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
     too_early = _before_all_are_here(view, config, now)
     if too_early is not None:
         return too_early
-    num_needed = view.told_min_replicas or config.min_replicas
+    num_needed = view.requested_min_replicas or config.min_replicas
     num_asking = len(view.waiting)
     if num_asking < num_needed:  # at a cold start, most decisions end here
         return Waiting(Why.TOO_FEW, num_asking=num_asking, num_needed=num_needed)
@@ -90,8 +90,8 @@ def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
 
 
 def patience(
-    groups: Mapping[State, Set[str]], first: Mapping[State, float], config: QuorumConfig
-) -> dict[State, float]:
+    groups: Mapping[GroupState, Set[str]], first: Mapping[GroupState, float], config: QuorumConfig
+) -> dict[GroupState, float]:
     """Until when groups that have not asked are waited for, by their state; for others, nobody is.
 
     ``first``: see `JobView`. For HEALED it is the time of those that have healed first.
@@ -102,21 +102,21 @@ def patience(
     member is left, deadlines count from the first request of anyone. Who straggles or was evicted
     is not waited for (rules Q4 and Q18).
     """
-    if groups[State.ASKING]:
-        since = first[State.ASKING]
+    if groups[GroupState.ASKING]:
+        since = first[GroupState.ASKING]
         until = {
-            State.AWAITED: since + config.join_timeout_s,
-            State.HEALING: since + config.healing_timeout_s,
+            GroupState.AWAITED: since + config.join_timeout_s,
+            GroupState.HEALING: since + config.healing_timeout_s,
         }
-        if groups[State.HEALED]:
-            until[State.HEALED] = _healed_until(since, first[State.HEALED], config)
+        if groups[GroupState.HEALED]:
+            until[GroupState.HEALED] = _healed_until(since, first[GroupState.HEALED], config)
         return until
     if any(groups[state] for state in AWAITED_MEMBERS):
         return dict.fromkeys(AWAITED_MEMBERS, math.inf)
-    since = first.get(State.JOINING, math.inf)
+    since = first.get(GroupState.JOINING, math.inf)
     return {
-        State.ABSENT: since + config.join_timeout_s,
-        State.NEWCOMER: since + config.newcomer_timeout_s,
+        GroupState.ABSENT: since + config.join_timeout_s,
+        GroupState.NEWCOMER: since + config.newcomer_timeout_s,
     }
 
 
@@ -138,11 +138,11 @@ def absent_deadlines(view: JobView, config: QuorumConfig) -> dict[str, float]:
     """Who is waited for, or was, each with the time until which it is (``inf``: while it lives)."""
     until = patience(view.groups, view.first, config)
     deadlines = {key: at for state, at in until.items() for key in view.groups[state]}
-    if view.groups[State.ASKING]:
-        for key in view.groups[State.HEALED]:
+    if view.groups[GroupState.ASKING]:
+        for key in view.groups[GroupState.HEALED]:
             healed_at = view.heals[key].ended_at
             assert healed_at is not None
-            deadlines[key] = _healed_until(view.first[State.ASKING], healed_at, config)
+            deadlines[key] = _healed_until(view.first[GroupState.ASKING], healed_at, config)
     return deadlines
 
 
@@ -309,4 +309,4 @@ def to_evict(members: Membership, hangs: HangWatch, candidates: Iterable[str]) -
 def _waits(members: Membership, hangs: HangWatch, replica_id: str) -> bool:
     doing = hangs.activity(replica_id)
     waits = doing is not None and doing.phase is Phase.QUORUM
-    return waits and members.state(replica_id) in (State.ASKING, *AWAITED_MEMBERS)
+    return waits and members.state(replica_id) in (GroupState.ASKING, *AWAITED_MEMBERS)

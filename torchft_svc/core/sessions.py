@@ -481,7 +481,7 @@ class LighthouseSessions:
                 orders.append(each)
                 if isinstance(each, ReportEviction) or not each.between_steps:
                     lost = Lost(each.replica_id, each.reason, each.quorum_id)
-                    orders += self._tell(each.job, each.told, lost)
+                    orders += self._tell(each.job, each.recipients, lost)
             elif isinstance(each, ReportHang):
                 orders.append(each)
                 if each.kill:

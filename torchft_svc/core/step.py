@@ -40,7 +40,7 @@ class Phase(enum.Enum):
     APPLYING = "applying"
 
 
-class Event(enum.Enum):
+class StepEvent(enum.Enum):
     """What can happen to a step."""
 
     STARTED = "started"
@@ -59,24 +59,24 @@ class Event(enum.Enum):
 
 
 # What may happen when, and where it leads; what is not here is refused and changes nothing.
-TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
-    (Phase.IDLE, Event.STARTED): Phase.QUORUM,
-    (Phase.IDLE, Event.RESTORED): Phase.IDLE,
-    (Phase.APPLYING, Event.RESTORED): Phase.IDLE,
-    (Phase.QUORUM, Event.QUORUM_FORMED): Phase.TRAINING,
-    (Phase.QUORUM, Event.HEAL_PLANNED): Phase.HEALING,
-    (Phase.QUORUM, Event.QUORUM_FAILED): Phase.TRAINING,
-    (Phase.HEALING, Event.STATE_RECEIVED): Phase.TRAINING,
-    (Phase.HEALING, Event.HEAL_FAILED): Phase.TRAINING,
-    (Phase.TRAINING, Event.HEAL_APPLIED): Phase.TRAINING,
-    (Phase.TRAINING, Event.HEAL_FAILED): Phase.TRAINING,
-    (Phase.TRAINING, Event.STARTED): Phase.QUORUM,
-    (Phase.TRAINING, Event.VOTE_BEGAN): Phase.VOTING,
-    (Phase.VOTING, Event.COMMITTED): Phase.APPLYING,
-    (Phase.VOTING, Event.DISCARDED): Phase.IDLE,
-    (Phase.APPLYING, Event.UPDATE_APPLIED): Phase.IDLE,
-    (Phase.APPLYING, Event.UPDATE_LOST): Phase.IDLE,
-    (Phase.IDLE, Event.UPDATE_LOST): Phase.IDLE,
+TRANSITIONS: dict[tuple[Phase, StepEvent], Phase] = {
+    (Phase.IDLE, StepEvent.STARTED): Phase.QUORUM,
+    (Phase.IDLE, StepEvent.RESTORED): Phase.IDLE,
+    (Phase.APPLYING, StepEvent.RESTORED): Phase.IDLE,
+    (Phase.QUORUM, StepEvent.QUORUM_FORMED): Phase.TRAINING,
+    (Phase.QUORUM, StepEvent.HEAL_PLANNED): Phase.HEALING,
+    (Phase.QUORUM, StepEvent.QUORUM_FAILED): Phase.TRAINING,
+    (Phase.HEALING, StepEvent.STATE_RECEIVED): Phase.TRAINING,
+    (Phase.HEALING, StepEvent.HEAL_FAILED): Phase.TRAINING,
+    (Phase.TRAINING, StepEvent.HEAL_APPLIED): Phase.TRAINING,
+    (Phase.TRAINING, StepEvent.HEAL_FAILED): Phase.TRAINING,
+    (Phase.TRAINING, StepEvent.STARTED): Phase.QUORUM,
+    (Phase.TRAINING, StepEvent.VOTE_BEGAN): Phase.VOTING,
+    (Phase.VOTING, StepEvent.COMMITTED): Phase.APPLYING,
+    (Phase.VOTING, StepEvent.DISCARDED): Phase.IDLE,
+    (Phase.APPLYING, StepEvent.UPDATE_APPLIED): Phase.IDLE,
+    (Phase.APPLYING, StepEvent.UPDATE_LOST): Phase.IDLE,
+    (Phase.IDLE, StepEvent.UPDATE_LOST): Phase.IDLE,
 }
 
 
@@ -184,7 +184,7 @@ class StepMachine:
         self.check_healable()
         self._check_hope()
         return self._move(
-            Event.STARTED,
+            StepEvent.STARTED,
             epoch=self.state.epoch + 1,
             error=None,
             pending_heal=None,
@@ -214,7 +214,7 @@ class StepMachine:
         """
         if heal_to is not None and not may_heal:
             self._move(
-                Event.QUORUM_FORMED, participation=participation, unhealed=True, settled=False
+                StepEvent.QUORUM_FORMED, participation=participation, unhealed=True, settled=False
             )
             self.latch(
                 RequestRefused(
@@ -224,7 +224,7 @@ class StepMachine:
             )
             return
         if heal_to is None:
-            self._move(Event.QUORUM_FORMED, participation=participation, unhealed=False)
+            self._move(StepEvent.QUORUM_FORMED, participation=participation, unhealed=False)
             try:
                 self.check_whole()
             except RequestRefused as error:
@@ -232,7 +232,7 @@ class StepMachine:
             return
         heal = PendingHeal(step=heal_to)
         self._move(
-            Event.HEAL_PLANNED,
+            StepEvent.HEAL_PLANNED,
             participation=participation,
             pending_heal=heal,
             unhealed=True,
@@ -241,12 +241,12 @@ class StepMachine:
 
     def fail_quorum(self, error: Exception) -> None:
         """There is no quorum in this step; it can only be discarded."""
-        self._move(Event.QUORUM_FAILED, error=self.state.error or error)
+        self._move(StepEvent.QUORUM_FAILED, error=self.state.error or error)
 
     def receive_state(self) -> None:
         """The healed state has arrived; it counts only once it is applied."""
         heal = self.state.pending_heal
-        self._move(Event.STATE_RECEIVED, pending_heal=heal and replace(heal, received=True))
+        self._move(StepEvent.STATE_RECEIVED, pending_heal=heal and replace(heal, received=True))
 
     def apply_heal(self, batches_committed: int, quorum_id: int = 0) -> None:
         """The healed weights are in place: from here on this worker is at their step."""
@@ -254,7 +254,7 @@ class StepMachine:
         if heal is None or not heal.received:
             raise RequestRefused("there is no healed state to apply")
         self._move(
-            Event.HEAL_APPLIED,
+            StepEvent.HEAL_APPLIED,
             step=heal.step,
             batches_committed=_counter("batches_committed", batches_committed),
             quorum_id=_counter("quorum_id", quorum_id),
@@ -271,7 +271,7 @@ class StepMachine:
         if isinstance(error, TornState):
             spoiled = f"a heal was not applied completely ({error})"
         self._move(
-            Event.HEAL_FAILED,
+            StepEvent.HEAL_FAILED,
             error=self.state.error or error,
             pending_heal=None,
             spoiled=spoiled,
@@ -293,7 +293,7 @@ class StepMachine:
         """This worker's vote: no error, and enough groups contributed."""
         if self.state.pending_heal is not None:
             raise RequestRefused("the healed state must be applied before the vote")
-        state = self._move(Event.VOTE_BEGAN)
+        state = self._move(StepEvent.VOTE_BEGAN)
         enough = state.participation.num_participants >= self._min_replica_size
         return state.error is None and enough
 
@@ -310,7 +310,7 @@ class StepMachine:
         state = self.state
         if committed:
             self._move(
-                Event.COMMITTED,
+                StepEvent.COMMITTED,
                 step=state.step + 1,
                 batches_committed=state.batches_committed + state.participation.num_participants,
                 quorum_id=quorum_id,
@@ -321,7 +321,7 @@ class StepMachine:
             return
         misfit = isinstance(state.error, OperationsDiffer) and state.error.is_misfit
         changes = {"failures": state.failures + 1, "misfits": state.misfits + misfit}
-        failures = self._move(Event.DISCARDED, **changes).failures
+        failures = self._move(StepEvent.DISCARDED, **changes).failures
         self._check_hope()
         if self._max_retries is not None and failures > self._max_retries:
             raise CommitFailed(
@@ -349,7 +349,7 @@ class StepMachine:
 
     def end_update(self) -> None:
         """The update of the last commit is in the weights."""
-        self._move(Event.UPDATE_APPLIED)
+        self._move(StepEvent.UPDATE_APPLIED)
 
     def lose_update(self, spoiled_by: str = "") -> None:
         """The update of the last commit is not in the weights, so the step does not count here.
@@ -367,19 +367,19 @@ class StepMachine:
         if spoiled_by:
             spoiled = f"the update to step {state.step} was not applied completely ({spoiled_by})"
             changes.update(spoiled=spoiled, unhealed=True)
-        self._move(Event.UPDATE_LOST, **changes)
+        self._move(StepEvent.UPDATE_LOST, **changes)
 
     def interrupt(self) -> None:
         """The call that voted has ended by an exception: nobody is going to apply an update."""
         if self.state.phase is Phase.VOTING:
-            self._move(Event.DISCARDED, failures=self.state.failures + 1)
+            self._move(StepEvent.DISCARDED, failures=self.state.failures + 1)
         elif self.state.phase is Phase.APPLYING:
             self.lose_update()
 
     def restore(self, step: int, batches_committed: int, quorum_id: int = 0) -> None:
         """Go on from a periodic checkpoint; only between two steps."""
         self._move(
-            Event.RESTORED,
+            StepEvent.RESTORED,
             spoiled="",
             step=_counter("step", step),
             batches_committed=_counter("batches_committed", batches_committed),
@@ -394,7 +394,7 @@ class StepMachine:
             return f"{num} groups contributed, min_replica_size is {self._min_replica_size}"
         return "another worker of the group voted against it"
 
-    def _move(self, event: Event, **changes: object) -> StepState:
+    def _move(self, event: StepEvent, **changes: object) -> StepState:
         """Take the table's transition together with ``changes``, or refuse."""
         phase = TRANSITIONS.get((self.state.phase, event))
         if phase is None:

@@ -143,7 +143,7 @@ class ManagerDriver:
     def _note(self, group_rank: int, phase: Phase, step: int) -> None:
         """Only of attached workers: others do not tell when it is over."""
         if group_rank in self._workers:
-            self._activities.told(group_rank, phase, step, self._clock.now(time.monotonic()))
+            self._activities.reported(group_rank, phase, step, self._clock.now(time.monotonic()))
 
     def beat(self) -> pb.SessionBeat:
         """A sign of life, with what the group does, if its workers tell."""

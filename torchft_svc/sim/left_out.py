@@ -21,7 +21,7 @@ def check_eviction(ledger: Ledger, out: ReportEviction, config: QuorumConfig, no
     """It hangs, and somebody else of its quorum waits for it, who is not left out himself."""
     who = out.replica_id
     must(who in _hung(ledger, config, now), "I5", f"{who} is left out: {ledger.doing.get(who)}")
-    must(who in out.told, "I5", f"{who} is left out, and does not hear of it")
+    must(who in out.recipients, "I5", f"{who} is left out, and does not hear of it")
     if who in ledger.previous:  # or that was published by an earlier lighthouse
         # Who was left out before, and called back since, may be the first one to go on.
         back = ledger.recalled & ledger.previous & ledger.who(Phase.QUORUM)

@@ -259,7 +259,7 @@ class LighthouseActor:
         if loss.between_steps:
             return
         self._invariants.discards.told_as_lost(loss.replica_id)
-        for peer in loss.told:
+        for peer in loss.recipients:
             session = self.sessions.get((loss.job, peer))
             if session is not None:
                 session.stream.to_client("lost", loss.replica_id, loss.quorum_id)
@@ -275,7 +275,7 @@ class LighthouseActor:
         self._trace.record("lighthouse", f"{out.replica_id} is left out: {out.reason}")
         self.liveness.evicted(out, self._world.now)
         self._invariants.ids.spent(out)
-        for each in out.told:
+        for each in out.recipients:
             session = self.sessions.get((out.job, each))
             if session is not None:
                 session.stream.to_client("lost", out.replica_id, out.quorum_id)

@@ -98,7 +98,7 @@ class ManagerActor:
     def hear_phase(self, group_rank: int, phase: Phase, step: int) -> None:
         """A worker does something else now."""
         if group_rank in self._news:
-            self._activities.told(group_rank, phase, step, self.process.world.now)
+            self._activities.reported(group_rank, phase, step, self.process.world.now)
 
     def drain(self, reason: str) -> None:
         """The group has to finish its step and end."""

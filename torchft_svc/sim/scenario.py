@@ -88,7 +88,7 @@ class Scenario:
     trainer: TrainerRules
     connect_timeout_s: float
     quorum_retries: int
-    told_min_replicas: int
+    requested_min_replicas: int
     unary_every: int  # each such group has no session; 0: none
     save_every: int
     start_spread_s: float
@@ -161,7 +161,7 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
         trainer=trainer,
         connect_timeout_s=min(quorum_s, chance.choice([1.0, 10.0])),
         quorum_retries=chance.choice([0, 0, 2]),
-        told_min_replicas=chance.choice([0, 0, 0, max(1, groups // (2 * jobs))]),
+        requested_min_replicas=chance.choice([0, 0, 0, max(1, groups // (2 * jobs))]),
         unary_every=chance.choice([0, 0, 0, 1, 3]),
         save_every=chance.choice([0, 1, 5]),
         start_spread_s=chance.choice([0.0, 0.1, 1.0 if is_large else 10.0]),

@@ -88,7 +88,7 @@ class Site:
             heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
             connect_timeout_s=self._scenario.connect_timeout_s,
             quorum_retries=self._scenario.quorum_retries,
-            min_replicas=self._scenario.told_min_replicas,
+            min_replicas=self._scenario.requested_min_replicas,
         )
 
         def link(

@@ -126,7 +126,7 @@ class Naive:
             straggling=set(self.stragglers),
             previous=self._before(),
             committed_step=self.newest.max_step,
-            told_min_replicas=max((each.member.min_replicas for each in asking), default=0),
+            requested_min_replicas=max((each.member.min_replicas for each in asking), default=0),
             loss_accepted=self.loss_accepted,
             ahead=self._believed(),
             gathering=self._gathering(),

@@ -9,13 +9,13 @@ import math
 from dataclasses import replace
 
 from torchft_svc.core.assignment import Assignment
-from torchft_svc.core.membership import Heal, JobView, State
+from torchft_svc.core.membership import GroupState, Heal, JobView
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 
 
 def waited_for(view: JobView, config: QuorumConfig) -> dict[str, float]:
     """Rules 3 and 4: who is waited for, and until when."""
-    left_out = view.groups[State.STRAGGLING] | view.groups[State.EVICTED]
+    left_out = view.groups[GroupState.STRAGGLING] | view.groups[GroupState.EVICTED]
     absent = [x for x in view.living if x not in view.waiting and x not in left_out]
     previous = view.previous
     members_that_ask = [view.waiting[x].asked_at for x in previous if x in view.waiting]
@@ -34,7 +34,10 @@ def waited_for(view: JobView, config: QuorumConfig) -> dict[str, float]:
                 result[replica_id] = math.inf
         else:
             timeout_s = config.join_timeout_s
-            if replica_id in view.groups[State.NEWCOMER] and config.startup_timeout_s is not None:
+            if (
+                replica_id in view.groups[GroupState.NEWCOMER]
+                and config.startup_timeout_s is not None
+            ):
                 timeout_s = config.startup_timeout_s
             result[replica_id] = min(w.asked_at for w in view.waiting.values()) + timeout_s
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
-from torchft_svc.core.membership import STATES, Conduct, Heal, JobView, Part, State, Waiter
+from torchft_svc.core.membership import STATES, Conduct, GroupState, Heal, JobView, Tenure, Waiter
 
 
 def job_view(
@@ -19,10 +19,10 @@ def job_view(
 ) -> JobView:
     """Each of ``living`` in its state; ``straggling`` were waited for in vain."""
     heals = heals or {}
-    groups: dict[State, set[str]] = {state: set() for state in State}
+    groups: dict[GroupState, set[str]] = {state: set() for state in GroupState}
     for key in living:
-        part = Part.VETERAN if key in veterans else Part.NEW
-        part = Part.MEMBER if key in previous else part
+        tenure = Tenure.VETERAN if key in veterans else Tenure.NEW
+        tenure = Tenure.MEMBER if key in previous else tenure
         conduct = Conduct.SILENT
         if key in waiting:
             conduct = Conduct.ASKS
@@ -30,12 +30,12 @@ def job_view(
             conduct = Conduct.LATE
         elif key in heals:
             conduct = Conduct.HEALS if heals[key].ended_at is None else Conduct.HAS_HEALED
-        groups[STATES[conduct][part]].add(key)
-    first: dict[State, float] = {}
+        groups[STATES[conduct][tenure]].add(key)
+    first: dict[GroupState, float] = {}
     for state, keys in groups.items():
-        if state in (State.ASKING, State.JOINING) and keys:
+        if state in (GroupState.ASKING, GroupState.JOINING) and keys:
             first[state] = min(waiting[key].asked_at for key in keys)
-        elif state is State.HEALED and keys:
+        elif state is GroupState.HEALED and keys:
             first[state] = min(float(heals[key].ended_at or 0.0) for key in keys)
     return JobView(
         waiting=waiting,
