@@ -34,7 +34,7 @@ def draw_picture(events: Sequence[Event], num_groups: int, path: Path) -> None:
         _draw_life(lives, [e for e in events if e.group == group], group, zero)
     _draw_kills(losses, events, zero)
     losses.set_ylabel("loss (nats per character)")
-    losses.set_title("Groups are killed and come back; the training goes on")
+    losses.set_title("Groups are killed and come back; training continues")
     losses.legend(loc="upper right")
     lives.set_yticks(range(num_groups), [f"group {group}" for group in range(num_groups)])
     lives.invert_yaxis()

@@ -81,7 +81,7 @@ def judge_stalls(run: Run) -> Verdict:
             last[life] = event.at
             if gap_s > MAX_STALL_S:
                 step = event.step
-                faults.append(f"group {event.group} stood still for {gap_s:.1f} s before {step}")
+                faults.append(f"group {event.group} stalled for {gap_s:.1f} s before {step}")
     proof = f"longest stall {max(longest.values(), default=0.0):.2f} s"
     return Verdict.of("no group stalls", faults, proof)
 

@@ -135,7 +135,7 @@ def test_accept_loss_lets_the_job_go_on(lighthouse: Process, line: Line) -> None
     assert (status, "lighthouse accept-loss" in text) == (0, True), text
     assert order("accept-loss", *where) == (
         0,
-        "job back goes on without its committed step 7",
+        "job back continues without its committed step 7",
     )
     assert members(waiting.result()) == ["b:1"]
     status, text = order("accept-loss", *where)

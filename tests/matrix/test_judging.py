@@ -74,7 +74,7 @@ def test_a_good_run_has_no_faults() -> None:
         ([*GOOD[:2], ended(1, 1.2, 1), *GOOD[4:]], "group 1 ended with status 1"),
         ([*GOOD[:2], ended(1, 1.2, 70), killed(1, 1.3), *GOOD[4:]], "ended with status 70"),
         (GOOD[:5], "no group finished"),
-        ([*GOOD[:4], commit(0, 2, 2.0 + MAX_STALL_S), finished(0, 30.0)], "stood still for"),
+        ([*GOOD[:4], commit(0, 2, 2.0 + MAX_STALL_S), finished(0, 30.0)], "stalled for"),
     ],
 )
 def test_what_is_broken_is_found(events: list[Event], told: str) -> None:

@@ -411,7 +411,7 @@ class LinkMachine:
         there waits for this group instead of training alone; its peers are not told then, for they
         would give the step up. A question that is here is asked again there.
         """
-        self._log("info", f"lighthouse {address} takes this group again, going back to it")
+        self._log("info", f"lighthouse {address} accepts this group again, returning to it")
         is_asking = self._question is not None and self._question.number > 0
         self._route.go_back(address)
         self._begin_again(f"it goes back to lighthouse {address}", now, between_steps=not is_asking)

@@ -73,7 +73,7 @@ from torchft_svc.rpc.security import Security
     "--on-step-regression",
     type=click.Choice(["auto", "hold", "warn"]),
     default="auto",
-    help="A quorum that would lose committed steps: hold it back, or warn and go on; "
+    help="A quorum that would lose committed steps: hold it back, or warn and continue; "
     "auto holds it back while any group of the job is left.",
 )
 @option(
@@ -94,8 +94,8 @@ from torchft_svc.rpc.security import Security
     "--on-hang",
     type=click.Choice(["report", "kill", "evict"]),
     default="report",
-    help="What to do with a group that has hung: only report it, end its processes, or go on "
-    "without it until it moves again.",
+    help="What to do with a group that has hung: only report it, end its processes, or "
+    "continue without it until it moves again.",
 )
 @option(
     "--max-jobs", type=int, default=1000, help="Largest number of jobs that are served at a time."

@@ -176,7 +176,7 @@ def accept_loss(lighthouse: str, job_id: str, security: Security) -> None:
     """
     request = pb.AcceptLossRequest()
     answer = ask("lighthouse", lighthouse, security, job_id, request, pb.AcceptLossResponse)
-    click.echo(f"job {job_id} goes on without its committed step {answer.committed_step}")
+    click.echo(f"job {job_id} continues without its committed step {answer.committed_step}")
 
 
 OPERATOR_COMMANDS = (status, drain, kill, accept_loss)

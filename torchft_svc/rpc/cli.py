@@ -75,7 +75,7 @@ def security_options(main: Callable[..., None]) -> Callable[..., None]:
     @option("--tls-key", help="The certificate's private key, PEM.  [env: TORCHFT_TLS_KEY]")
     @option(
         "--tls-ca",
-        help="CA that signs the others' certificates, PEM; a server then wants one from every "
+        help="CA that signs the others' certificates, PEM; a server then requires one from every "
         "caller (mutual TLS).  [env: TORCHFT_TLS_CA]",
     )
     @option(

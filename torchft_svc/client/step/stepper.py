@@ -515,7 +515,7 @@ class Stepper:
             if trains_others and not self._heals_first():
                 self.latch_error(_other_parameters(), self.state.epoch)
         except Exception as error:
-            log.exception("the healed state cannot be put in place")
+            log.exception("the healed state cannot be loaded")
             self._fail_heal(error)
             self.latch_error(error, self.state.epoch)
         except BaseException as error:

@@ -183,7 +183,7 @@ class CheckpointServer:
             if self._tls is None:  # a TLS handshake would block the thread that accepts
                 refuse(wire, BUSY, f"{MAX_CONNECTIONS} connections are open", close=True)
         except OSError as error:
-            log.debug("could not tell a peer that this worker is busy: %s", error)
+            log.debug("could not inform a peer that this worker is busy: %s", error)
         finally:
             wire.close()
 

@@ -59,7 +59,7 @@ class Head:
         """
         text = self.headers.get("content-length", "")
         if not (text.isascii() and text.isdigit() and len(text) < 19):
-            raise BadHead("a response does not tell its length")
+            raise BadHead("a response has no length")
         return int(text)
 
 
