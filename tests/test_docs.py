@@ -22,7 +22,10 @@ DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
 TREES = ("torchft_svc", "tests", "demo", "chaos", "benchmarks", "examples", "docs", "proto")
 # What was called so is called by its term of the glossary now.
-SYNONYMS = ("deeds?", "crews?", "lookout", "nursery", "graveyard", "strays?", "residents")
+SYNONYMS = [
+    *["deeds?", "crews?", "fellows?", "lookout", "nursery", "graveyard", "strays?", "residents"],
+    *["whereabouts", "outlook", "keeper"],
+]
 # What only the benchmarks read, and what stands for several.
 OTHER_SETTINGS = {"TORCHFT_PEER_PYTHON", "TORCHFT_TLS"}
 OTHER_FLAGS = {"--help", "--max-restarts", "--build", "--prefix", "--hypothesis-profile"} | {

@@ -15,7 +15,7 @@ from support.training import DEADLINE_S, Trainer, assert_identical, lighthouse, 
 
 from chaos.bounds import MANAGER_BACK_S
 from torchft_svc.errors import TorchFTError
-from torchft_svc.manager_server import life
+from torchft_svc.manager_server import liveness_pipe
 
 from .test_workers import workers
 
@@ -116,9 +116,9 @@ def test_a_manager_that_does_not_move_is_replaced(
         stuck = manager_of("a")
         stuck.suspend()
         stuck_at = time.monotonic()
-        monkeypatch.setattr(life, "SILENCE_S", 2 * life.SIGN_INTERVAL_S)
+        monkeypatch.setattr(liveness_pipe, "SILENCE_S", 2 * liveness_pipe.SIGN_INTERVAL_S)
         again_at = goes_on(group, until=4)
-        bound_s = 3 * life.SIGN_INTERVAL_S + MANAGER_BACK_S  # it looks once in an interval
+        bound_s = 3 * liveness_pipe.SIGN_INTERVAL_S + MANAGER_BACK_S  # it looks once in an interval
         check("a manager is stuck", again_at - stuck_at, bound_s)
         assert not lives(stuck)
 

@@ -105,7 +105,7 @@ def test_i5_a_worker_that_is_gone_is_an_error_for_the_others_at_once(address: st
         assert group[0].manager.current_step() == 1
 
 
-def test_i5_who_waits_for_a_group_that_hangs_hears_that_a_fellow_is_gone() -> None:
+def test_i5_who_waits_for_a_group_that_hangs_hears_that_a_peer_is_gone() -> None:
     """The other groups would let it wait: theirs hang, and NCCL's end tells nobody."""
     with (
         lighthouse(min_replicas=2) as address,
@@ -123,7 +123,7 @@ def test_i5_who_waits_for_a_group_that_hangs_hears_that_a_fellow_is_gone() -> No
                 assert not a[0].optimizer.step()
 
         together(waits, a[1].manager.shutdown)
-        check("a fellow is gone, with 30 s left,", time.monotonic() - began_at, 3.0)
+        check("a peer is gone, with 30 s left,", time.monotonic() - began_at, 3.0)
 
 
 def test_a_drained_worker_ends_though_nobody_can_answer_it(
@@ -139,7 +139,7 @@ def test_a_drained_worker_ends_though_nobody_can_answer_it(
             group[0].optimizer.step()
 
 
-def test_a_drained_worker_waits_for_fellows_that_have_not_heard_of_it(address: str) -> None:
+def test_a_drained_worker_waits_for_peers_that_have_not_heard_of_it(address: str) -> None:
     """Its question failed, but had not said that it has to end: they would wait for it for ever."""
     with workers(address, "a", 2) as group:
         together(*(worker.step for worker in group))

@@ -145,7 +145,7 @@ def test_a_closed_client_says_so(lighthouse: LighthouseServer, manager: ManagerS
 
 def test_closing_a_client_ends_a_call_under_way(lighthouse: LighthouseServer) -> None:
     outcome: list[BaseException] = []
-    with LighthouseClient(lighthouse.address(), LONG) as fellow:
+    with LighthouseClient(lighthouse.address(), LONG) as peer:
         client = LighthouseClient(lighthouse.address(), LONG)
 
         def wait() -> None:
@@ -156,7 +156,7 @@ def test_closing_a_client_ends_a_call_under_way(lighthouse: LighthouseServer) ->
 
         thread = threading.Thread(target=wait)
         thread.start()
-        eventually(fellow.status)  # the group that asks makes the job known
+        eventually(peer.status)  # the group that asks makes the job known
         client.close()
         thread.join(2 * LONG.total_seconds())
         assert not thread.is_alive()

@@ -35,7 +35,7 @@ def test_a_group_does_what_its_slowest_worker_does() -> None:
     workers.reported(0, Phase.VOTING, 3, 12.0)
     assert workers.slowest() == Activity(Phase.TRAINING, 3, 11.0)
     workers.reported(1, Phase.QUORUM, 3, 13.0)
-    assert workers.slowest() == Activity(Phase.QUORUM, 3, 13.0), "who votes waits for its fellows"
+    assert workers.slowest() == Activity(Phase.QUORUM, 3, 13.0), "who votes waits for its peers"
     workers.gone(1)
     assert workers.slowest() == Activity(Phase.VOTING, 3, 12.0)
 

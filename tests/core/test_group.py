@@ -483,7 +483,7 @@ def test_a_question_whose_answer_was_lost_is_answered_again(fails: bool) -> None
 
 
 def test_an_answer_that_was_lost_is_told_also_when_the_round_is_over() -> None:
-    """Its fellow has begun a step with that answer, and waits for it."""
+    """Its peer has begun a step with that answer, and waits for it."""
     group = asked_in_time()
     group.quorum_requested(numbered(0, 1), 10)
     group.quorum_formed(1, QUORUM, "a")

@@ -41,7 +41,7 @@ def test_it_leaves_when_all_workers_have_asked_whoever_was_told() -> None:
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
-def test_a_worker_whose_answer_was_lost_is_told_again_when_its_fellow_has_ended(
+def test_a_worker_whose_answer_was_lost_is_told_again_when_its_peer_has_ended(
     is_asked: bool,
 ) -> None:
     group = Group(2)

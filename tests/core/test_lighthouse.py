@@ -49,7 +49,7 @@ def test_of_many_that_die_at_once_a_few_are_told() -> None:
     assert [bool(others) for others in told] == [True] * MAX_LOSSES_TOLD + [False] * 2
     scene.ask_all(*names[:4], step=1)
     assert scene.take_quorums() == [(2, names[:4])]
-    scene.leave(names[0])  # its fellows are in another step now
+    scene.leave(names[0])  # its peers are in another step now
     assert sorted(scene.take()[0].recipients) == names[:4]
 
 

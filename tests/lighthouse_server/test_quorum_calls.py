@@ -185,8 +185,8 @@ def test_a_repeated_request_takes_the_place_of_the_first(line: Line) -> None:
     code, reason = failure(first)
     assert code is grpc.StatusCode.ABORTED
     assert reason == "a newer request of 'a:1' has taken the place of this one"
-    fellow = line.quorum("b:1", step=1)
-    assert members(fellow.result()) == members(second.result()) == ["a:1", "b:1"]
+    peer = line.quorum("b:1", step=1)
+    assert members(peer.result()) == members(second.result()) == ["a:1", "b:1"]
 
 
 def test_a_second_group_with_the_name_is_refused_at_once(line: Line) -> None:

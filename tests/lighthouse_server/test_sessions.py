@@ -60,10 +60,10 @@ def session(line: Line) -> Iterator[RawSession]:
 def test_an_answer_names_its_question(line: Line, session: RawSession) -> None:
     for number in (1, 2):
         session.ask(number)
-        fellow = line.quorum("b:1")
+        peer = line.quorum("b:1")
         news = next(session.news)
         assert (news.WhichOneof("kind"), news.answers) == ("quorum", number)
-        assert members(news) == members(fellow.result()) == ["a:1", "b:1"]
+        assert members(news) == members(peer.result()) == ["a:1", "b:1"]
 
 
 def test_who_is_back_after_its_session_broke_hears_that_it_is_out(
@@ -71,9 +71,9 @@ def test_who_is_back_after_its_session_broke_hears_that_it_is_out(
 ) -> None:
     """Its workers wait for sums that will not come. Who leaves knows that itself."""
     session.ask(1)
-    fellow = line.quorum("b:1")
+    peer = line.quorum("b:1")
     quorum = next(session.news).quorum
-    fellow.result()
+    peer.result()
     session.close()
     back = RawSession(line, last_quorum_id=quorum.quorum_id, last_max_step=0)
     lost = next(back.news).lost
@@ -110,18 +110,18 @@ def test_a_stranger_under_a_living_id_takes_no_news_from_the_group(
 ) -> None:
     """Nor is the group lost, because the stranger's session ends."""
     session.ask(1)
-    fellow = line.quorum("b:1")
+    peer = line.quorum("b:1")
     quorum_id = next(session.news).quorum.quorum_id
-    fellow.result()
+    peer.result()
     stranger = RawSession(line)
     if not stays:
         stranger.close()
     session.ask(2)
     line.await_askers("a:1")
-    fellow = line.quorum("b:1")
+    peer = line.quorum("b:1")
     news = next(session.news)
     assert (news.WhichOneof("kind"), news.quorum.quorum_id) == ("quorum", quorum_id)
-    fellow.result()
+    peer.result()
     _kill(line)
     assert next(session.news).kill.reason == "enough"
     if stays:
@@ -180,12 +180,12 @@ def test_who_waits_long_hears_why_and_when_that_changes(line: Line, session: Raw
     session.ask(1)
     assert next(session.news).no_quorum_yet.reason == "1 of at least 2 groups ask"
     session.send(beat={})
-    fellows = [line.quorum("b:1", min_replicas=3)]
+    peers = [line.quorum("b:1", min_replicas=3)]
     assert next(session.news).no_quorum_yet.reason == "2 of at least 3 groups ask"
-    fellows.append(line.quorum("c:1"))
+    peers.append(line.quorum("c:1"))
     assert members(next(session.news)) == ["a:1", "b:1", "c:1"]
-    for fellow in fellows:
-        fellow.result()
+    for peer in peers:
+        peer.result()
 
 
 @pytest.mark.usefixtures("early_news")

@@ -202,8 +202,8 @@ def test_two_workers_with_one_number_are_told_so(workers: Workers) -> None:
             "group rank 0 is taken: another worker with this rank already waits; "
             "give every worker of the group a rank of its own",
         )
-        fellow = line.ask_manager(rank=1, worker_id="two")
-        assert first.result().round == fellow.result().round
+        peer = line.ask_manager(rank=1, worker_id="two")
+        assert first.result().round == peer.result().round
 
 
 def test_a_wrong_step_in_a_vote_is_refused(workers: Workers) -> None:
@@ -242,10 +242,10 @@ def test_not_only_the_last_arriving_ranks_failures_and_wishes_are_forwarded(
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=2) as lighthouse,
         start_manager(lighthouse) as manager,
-        line_to(lighthouse.address()) as fellow,
+        line_to(lighthouse.address()) as peer,
         line_to(manager.address()) as line,
     ):
-        quorum = fellow.quorum("zzz:1")
+        quorum = peer.quorum("zzz:1")
         asked = []
         for rank in order:
             asked.append(line.ask_manager(rank=rank, worker_id=f"w{rank}", **told[rank]))
@@ -351,7 +351,7 @@ def ask_alone(client: ManagerClient, step: int) -> QuorumResult:
 
 @pytest.mark.usefixtures("early_news")
 def test_the_first_worker_that_waits_hears_why() -> None:
-    """Of its fellows while they have not asked, then what the lighthouse says."""
+    """Of its peers while they have not asked, then what the lighthouse says."""
     told: list[queue.SimpleQueue[str]] = [queue.SimpleQueue(), queue.SimpleQueue()]
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=2) as lighthouse,

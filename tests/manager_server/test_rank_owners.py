@@ -133,7 +133,7 @@ def test_a_stranger_does_not_shorten_the_patience_of_its_group() -> None:
         manager_process(lighthouse.address) as manager,
         ManagerClient(manager.address, LONG) as client,
         line_to(manager.address) as evil,
-        line_to(lighthouse.address) as fellow,
+        line_to(lighthouse.address) as peer,
     ):
         attach(client, 0)
         short = evil.ask_manager(rank=0, worker_id="evil", timeout_s=0.5)
@@ -143,7 +143,7 @@ def test_a_stranger_does_not_shorten_the_patience_of_its_group() -> None:
         thread = threading.Thread(target=lambda: answers.append(worker.asks()))
         thread.start()
         failure(short)
-        quorum = fellow.quorum("zzz:1", timeout_s=20)
+        quorum = peer.quorum("zzz:1", timeout_s=20)
         thread.join()
         assert answers[0].replica_world_size == len(quorum.result().quorum.participants) == 2
 

@@ -165,7 +165,7 @@ def one_yes_is_enough(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Group, "voted", voted)
 
 
-def a_dead_worker_s_fellows_are_not_told(plant: pytest.MonkeyPatch) -> None:
+def a_dead_worker_s_peers_are_not_told(plant: pytest.MonkeyPatch) -> None:
     real = Group._refuse_requests
 
     def refuse(self: Any, error: Any) -> Any:
@@ -442,7 +442,7 @@ PLANTS: dict[Plant, int] = {
     heal_from_the_wrong_source: 7,
     at_step_0_nobody_heals: 4,
     one_yes_is_enough: 0,
-    a_dead_worker_s_fellows_are_not_told: 0,
+    a_dead_worker_s_peers_are_not_told: 0,
     a_restarted_worker_goes_unnoticed: 17,
     a_discarded_step_counts: 9,
     an_error_is_forgotten: 18,

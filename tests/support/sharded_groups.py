@@ -93,9 +93,9 @@ def heal_part_by_part(folder: Path, layout: str, num_workers: int, device: str =
 
 
 def pause_a_worker(folder: Path, group_rank: int, *, as_a_whole: bool) -> None:
-    """One of two workers pauses before it asks for a quorum, for longer than its fellow waits.
+    """One of two workers pauses before it asks for a quorum, for longer than the other one waits.
 
-    The fellow goes on with the step, and waits for it in FSDP's collectives: assert that both train
+    The other goes on with the step, and waits for it in FSDP's collectives: assert that both train
     on, in the same processes.
     """
     quorum_timeout_s = 40.0 if as_a_whole else 3.0  # a frozen worker is missed after 4 s

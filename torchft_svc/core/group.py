@@ -226,7 +226,7 @@ class Group:
     def _enter_barrier(self, request: WorkerRequest, caller: int) -> tuple[Order, ...]:
         told = self._ended_workers.get(request.group_rank)
         if told and told[0] == request.worker_id and self._restarted:
-            # Its answer was lost, and a fellow that was told has ended: nobody else will ask.
+            # Its answer was lost, and a peer that was told has ended: nobody else will ask.
             return (RefuseWorker(caller, GroupLeft(told[1])),)
         waiting = self._requests.get(request.group_rank)
         late = self._answer_late_question(request, caller)

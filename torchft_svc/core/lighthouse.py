@@ -108,7 +108,7 @@ class _Job:
 
     def loss_recipients(self, replica_id: str) -> tuple[str, ...]:
         """Who is to be told that this group is lost, if it was in the last quorum: it and, unless
-        they were told of enough others, its living fellows there."""
+        they were told of enough others, its living peers there."""
         if replica_id not in self.members.previous_ids:
             return ()
         if not self.announcements.of_a_loss():
@@ -452,7 +452,7 @@ class Lighthouse:
         if replica_id in state.killed:
             how = _Departure(state.killed.pop(replica_id), how.between_steps, ends=True)
         quorum_id = state.members.last.quorum_id
-        # The news would make its fellows give up a step that it has finished.
+        # The news would make its peers give up a step that it has finished.
         told = () if how.between_steps else state.loss_recipients(replica_id)
         orders: list[Order] = [
             ReportLoss(

@@ -36,7 +36,7 @@ class RefuseRequest:
 class ReportLoss:
     """``replica_id`` is no longer alive, because of ``reason``.
 
-    ``between_steps``: it left when it had finished its step, so its fellows lose nothing.
+    ``between_steps``: it left when it had finished its step, so its peers lose nothing.
     ``is_orderly``: it left on purpose, and nothing is wrong with it.
     ``quorum_id``: of the job's last quorum (0: none yet); the group may come back into a later one.
     ``recipients``: those of its peers in that quorum that are informed, and itself: if it was

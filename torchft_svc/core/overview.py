@@ -226,19 +226,19 @@ def describe(
 ) -> JobStatus:
     """``held`` wait until an earlier incarnation is gone; ``why`` is asked by the caller."""
     previous = members.previous
-    fellows = {each.replica_id: each for each in previous.participants} if previous else {}
+    peers = {each.replica_id: each for each in previous.participants} if previous else {}
     askers = {each.replica_id: each for each in (*members.asking(), *held)}
     groups = []
     told = 0
     for replica_id, silent_s in members.silences(now):
-        known = askers.get(replica_id, fellows.get(replica_id, Member(replica_id=replica_id)))
+        known = askers.get(replica_id, peers.get(replica_id, Member(replica_id=replica_id)))
         doing = hangs.activity(replica_id)
         told = max(told, known.min_replicas)
         groups.append(
             GroupStatus(
                 replica_id=replica_id,
                 address=known.address,
-                in_quorum=replica_id in fellows,
+                in_quorum=replica_id in peers,
                 asking=replica_id in askers,
                 step=max(known.step, doing.step if doing else 0),
                 phase=doing.phase if doing else None,

@@ -56,7 +56,7 @@ class Member:
     ``step`` is 0 then.
     ``step_quorum_id``: in which quorum ``step`` was committed, be it before the checkpoint that was
     restored (0: not known).
-    ``unknown`` is what a newer client says about itself, encoded; its fellows get it as it came.
+    ``unknown`` is what a newer client says about itself, encoded; its peers get it as it came.
     """
 
     replica_id: str

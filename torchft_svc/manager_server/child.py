@@ -13,7 +13,7 @@ import time
 from torchft_svc.env import Environment, for_child
 from torchft_svc.errors import DeadlineExceeded, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.manager_server.life import LifeSigns
+from torchft_svc.manager_server.liveness_pipe import LivenessPipe
 from torchft_svc.rpc.cli import STOP_SIGNAL
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _READY = "manager listening on "
 class ManagerProcess:
     """A running child, which ends by itself when this process dies; leaving the block stops it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], address: str, signs: LifeSigns) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], address: str, signs: LivenessPipe) -> None:
         self._process = process
         self._signs = signs
         self.address = address
@@ -41,7 +41,7 @@ class ManagerProcess:
         """
         reading, writing = os.pipe()
         with contextlib.ExitStack() as undo:
-            signs = undo.enter_context(contextlib.closing(LifeSigns(reading)))
+            signs = undo.enter_context(contextlib.closing(LivenessPipe(reading)))
             try:
                 process = _spawn(config, writing)
             finally:
@@ -118,7 +118,7 @@ def _command(config: ManagerConfig, signs: int) -> list[str]:
         "job-id": config.job_id,
         "min-replicas": config.min_replicas,
         "owner-pid": os.getpid(),
-        "life-descriptor": signs,
+        "liveness-descriptor": signs,
         "log-level": log_level,
     }
     told = [f"--{name}={value}" for name, value in flags.items() if value is not None]

@@ -13,9 +13,9 @@ from torchft_svc.env import MANAGER_BIND_VARIABLE
 from torchft_svc.errors import UsageError
 from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.manager_server.life import show_life
+from torchft_svc.manager_server.liveness_pipe import write_signs
 from torchft_svc.manager_server.operator_commands import OPERATOR_COMMANDS
-from torchft_svc.manager_server.owner import end_owner, watch_owner
+from torchft_svc.manager_server.parent_watch import end_parent, watch_parent
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.cli import (
     MILLISECONDS,
@@ -100,7 +100,7 @@ log = logging.getLogger(__name__)
     default=None,
     help="End with this process; a Kill request ends it, too.",
 )
-@option("--life-descriptor", type=int, default=None, hidden=True)  # see `show_life`
+@option("--liveness-descriptor", type=int, default=None, hidden=True)  # see `write_signs`
 @log_level_option
 @security_options
 def main(
@@ -116,7 +116,7 @@ def main(
     job_id: str,
     min_replicas: int,
     owner_pid: int | None,
-    life_descriptor: int | None,
+    liveness_descriptor: int | None,
     log_level: str,
     security: Security,
 ) -> None:
@@ -140,19 +140,21 @@ def main(
     except UsageError as error:
         raise click.UsageError(str(error)) from None
     run(
-        lambda stop: _serve(config, stop, life_descriptor),
+        lambda stop: _serve(config, stop, liveness_descriptor),
         log_level,
         has_owner=owner_pid is not None,
         who=f"{replica_name} manager",
     )
 
 
-async def _serve(config: ManagerConfig, stop: asyncio.Event, life_descriptor: int | None) -> int:
+async def _serve(
+    config: ManagerConfig, stop: asyncio.Event, liveness_descriptor: int | None
+) -> int:
     with contextlib.ExitStack() as stack:
         if config.owner_pid is not None:
-            stack.enter_context(watch_owner(config.owner_pid, stop.set))
-        if life_descriptor is not None:
-            stack.callback(asyncio.create_task(show_life(life_descriptor)).cancel)
+            stack.enter_context(watch_parent(config.owner_pid, stop.set))
+        if liveness_descriptor is not None:
+            stack.callback(asyncio.create_task(write_signs(liveness_descriptor)).cancel)
         async with run_manager(config) as manager:
             say(f"manager listening on {manager.address}")
             ends = [asyncio.create_task(event.wait()) for event in (stop, manager.killed)]
@@ -164,5 +166,5 @@ async def _serve(config: ManagerConfig, stop: asyncio.Event, life_descriptor: in
         if not manager.killed.is_set():
             return 0
         if config.owner_pid is not None:
-            await end_owner(config.owner_pid, stop)
+            await end_parent(config.owner_pid, stop)
         return 1

@@ -24,7 +24,7 @@ from torchft_svc.core.types import check_not_empty
 from torchft_svc.env import Environment
 from torchft_svc.errors import AddressError, ConfigError, DeadlineExceeded, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.manager_server.keeper import ManagerKeeper
+from torchft_svc.manager_server.supervisor import ManagerSupervisor
 from torchft_svc.rpc.address import HostPort, advertised_host, parse_address, split_addresses
 
 log = logging.getLogger(__name__)
@@ -179,12 +179,12 @@ def _start_manager(
         min_replicas=options.min_replicas,
         security=options.security,
     )
-    keeper = ManagerKeeper(config, timeouts.connect_s, publish)
-    first = keeper.address
+    supervisor = ManagerSupervisor(config, timeouts.connect_s, publish)
+    first = supervisor.address
     assert first is not None, "it has just been started"
-    log.debug("manager of %s at %s, process %d", options.replica_name, first, keeper.pid)
-    kept = ManagerLocator(lambda: keeper.address, MANAGER_PATIENCE_S)
-    return GroupServices(first, kept, options.replica_name, keeper.close)
+    log.debug("manager of %s at %s, process %d", options.replica_name, first, supervisor.pid)
+    kept = ManagerLocator(lambda: supervisor.address, MANAGER_PATIENCE_S)
+    return GroupServices(first, kept, options.replica_name, supervisor.close)
 
 
 def _both(addr_name: str, addr: str | None, port_name: str, port: int | None) -> HostPort:

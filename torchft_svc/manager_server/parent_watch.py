@@ -1,4 +1,4 @@
-"""Notices at once that the process which started this one has died, or ends it (rule M2)."""
+"""Notices at once that the parent, which started this process, has died, or ends it (rule M2)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 
 # Where the system has no process descriptors (Linux before 5.3, macOS), ask this often.
 POLL_S = 0.2
-# An owner that is to be killed has so long to end by the news of it, and as long after SIGTERM. It
+# A parent that is to be killed has so long to end by the news of it, and as long after SIGTERM. It
 # may be unable to: no thread of it runs while a call into a library holds the interpreter's lock.
-OWNER_GRACE_S = 1.5
+PARENT_GRACE_S = 1.5
 
 
 @contextlib.contextmanager
-def watch_owner(pid: int, on_death: Callable[[], None]) -> Iterator[None]:
+def watch_parent(pid: int, on_death: Callable[[], None]) -> Iterator[None]:
     """Call ``on_death`` on the running event loop when process ``pid`` has ended.
 
-    A pipe would not do: forked children of the owner, such as DataLoader workers, hold its other
+    A pipe would not do: forked children of the parent, such as DataLoader workers, hold its other
     end open. A parent-death signal would not do either: it is bound to the thread that forked.
     """
     loop = asyncio.get_running_loop()
@@ -49,11 +49,11 @@ def watch_owner(pid: int, on_death: Callable[[], None]) -> Iterator[None]:
         os.close(descriptor)
 
 
-async def end_owner(pid: int, ended: asyncio.Event) -> None:
+async def end_parent(pid: int, ended: asyncio.Event) -> None:
     """SIGTERM, then SIGKILL, each unless ``ended`` is set soon after what came before."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(ended.wait(), OWNER_GRACE_S)
+            await asyncio.wait_for(ended.wait(), PARENT_GRACE_S)
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from torchft_svc.manager_server import life
-from torchft_svc.manager_server.life import LifeSigns, show_life
+from torchft_svc.manager_server import liveness_pipe
+from torchft_svc.manager_server.liveness_pipe import LivenessPipe, write_signs
 
 LOOK_S = 1 / 64
 LOOKS_TO_SILENCE = 8
@@ -18,14 +18,14 @@ LOOKS_TO_SILENCE = 8
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life, "_LOOK_S", LOOK_S)
-    monkeypatch.setattr(life, "SILENCE_S", LOOKS_TO_SILENCE * LOOK_S)
-    monkeypatch.setattr(life, "SIGN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(liveness_pipe, "_LOOK_S", LOOK_S)
+    monkeypatch.setattr(liveness_pipe, "SILENCE_S", LOOKS_TO_SILENCE * LOOK_S)
+    monkeypatch.setattr(liveness_pipe, "SIGN_INTERVAL_S", 0.0)
 
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """The owner's end, which `LifeSigns` closes, and the manager's."""
+    """The owner's end, which `LivenessPipe` closes, and the manager's."""
     reading, writing = os.pipe()
     yield reading, writing
     with contextlib.suppress(OSError):
@@ -45,7 +45,7 @@ def looks(reading: int, happens: Callable[[int], float] = lambda number: 0.0) ->
         at += LOOK_S + happens(num)
         return at
 
-    with contextlib.closing(LifeSigns(reading, clock)) as signs:
+    with contextlib.closing(LivenessPipe(reading, clock)) as signs:
         return signs.await_silence(lambda: False), num
 
 
@@ -72,7 +72,7 @@ def test_who_was_stopped_itself_blames_nobody(pipe: tuple[int, int]) -> None:
 
 def test_an_end_is_no_silence(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
-    with contextlib.closing(LifeSigns(reading)) as signs:
+    with contextlib.closing(LivenessPipe(reading)) as signs:
         assert not signs.await_silence(lambda: True)
         os.close(writing)
         assert not signs.await_silence(lambda: False)
@@ -82,7 +82,7 @@ def test_signs_of_life_wait_for_nobody(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
 
     async def story() -> None:
-        showing = asyncio.create_task(show_life(writing))
+        showing = asyncio.create_task(write_signs(writing))
         await asyncio.sleep(0)
         assert os.read(reading, 1) == b"."
         with contextlib.suppress(BlockingIOError):

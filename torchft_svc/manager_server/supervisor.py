@@ -1,4 +1,4 @@
-"""Keeps a trainer's manager running: one that dies or is stuck is replaced (rule M3)."""
+"""Supervises a trainer's manager: one that dies or stops responding is replaced (rule M3)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ STARTS_WINDOW_S = 60.0
 FIRST_PAUSE_S = 0.1
 
 
-class ManagerKeeper:
+class ManagerSupervisor:
     """A child process that is started again when it ends, or gives no sign of life; leaves nothing
     behind once closed.
 
-    ``on_move`` hears the address of each further one, on the keeper's thread, before `address`
+    ``on_move`` receives the address of each further one, on the thread of this, before `address`
     tells it.
 
     Raises:

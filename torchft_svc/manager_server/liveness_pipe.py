@@ -1,4 +1,4 @@
-"""How a manager shows the process that started it that it moves: a byte a second (rule M5).
+"""The pipe on which a manager shows its parent process that it runs: a byte a second (rule M5).
 
 A dead one is noticed by its end. One that is stopped, or whose event loop is stuck, would live on,
 and its group would neither train nor end.
@@ -23,8 +23,8 @@ _LOOK_S = 1.0
 _MANY = 4096
 
 
-async def show_life(descriptor: int) -> None:
-    """Write to the pipe until cancelled; an owner that does not read misses nothing."""
+async def write_signs(descriptor: int) -> None:
+    """Write to the pipe until cancelled; a parent that does not read misses nothing."""
     os.set_blocking(descriptor, False)
     while True:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
@@ -32,11 +32,11 @@ async def show_life(descriptor: int) -> None:
         await asyncio.sleep(SIGN_INTERVAL_S)
 
 
-class LifeSigns:
-    """The owner's end of the pipe, ``descriptor``, which this closes; for one thread.
+class LivenessPipe:
+    """The end of the parent: ``descriptor`` of the pipe, which this closes; for one thread.
 
-    The time in which the owner itself was stopped, or a library kept its interpreter's lock, is
-    nobody's silence. ``clock`` is monotonic seconds.
+    The time in which the parent itself was stopped, or a library kept its interpreter lock, is
+    not counted as silence. ``clock`` is monotonic seconds.
     """
 
     def __init__(self, descriptor: int, clock: Callable[[], float] = time.monotonic) -> None:
