@@ -24,7 +24,10 @@ from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import AnswerVote, AskLighthouse
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.membership import GroupState, JobView, Membership
+from torchft_svc.core.pausable_clock import PausableClock
 from torchft_svc.core.round import Round, WorkerCalls
+from torchft_svc.core.session_orders import EndStream
+from torchft_svc.core.sessions import LighthouseSessions
 from torchft_svc.core.step import Phase, StepMachine
 from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.sim.fleet import Fleet
@@ -423,6 +426,85 @@ def a_vote_names_the_round_before(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(WorkerCalls, "ballot", ballot)
 
 
+# -- the lighthouse's sessions -------------------------------------------------------------------
+
+
+def an_old_session_s_end_takes_its_group_out(plant: pytest.MonkeyPatch) -> None:
+    real = LighthouseSessions._forget
+    plant.setattr(LighthouseSessions, "_forget", lambda *args: real(*args) or True)
+
+
+def an_answer_has_another_question_s_number(plant: pytest.MonkeyPatch) -> None:
+    real = LighthouseSessions._publish
+
+    def publish(self: Any, decided: Any) -> Any:
+        order = real(self, decided)
+        wrong = tuple((stream, number - 1) for stream, number in order.answers)
+        return dataclasses.replace(order, answers=wrong)
+
+    plant.setattr(LighthouseSessions, "_publish", publish)
+
+
+def questions_never_expire(plant: pytest.MonkeyPatch) -> None:
+    def expire(self: Any, at: float) -> list[Any]:
+        self._expiry_at = math.inf
+        return []
+
+    plant.setattr(LighthouseSessions, "_expire", expire)
+
+
+def the_question_of_a_stream_that_has_ended_stays(plant: pytest.MonkeyPatch) -> None:
+    real = LighthouseSessions.closed
+
+    def closed(self: Any, stream: int, now: float, error: Any = None) -> Any:
+        if stream in self._sessions:
+            self._sessions[stream].caller = None
+        return real(self, stream, now, error)
+
+    plant.setattr(LighthouseSessions, "closed", closed)
+
+
+def a_standstill_of_the_lighthouse_counts(plant: pytest.MonkeyPatch) -> None:
+    def now(self: Any, at: float) -> float:
+        self.skip_to(at)
+        return at
+
+    plant.setattr(PausableClock, "now", now)
+
+
+def who_waits_is_not_told_why(plant: pytest.MonkeyPatch) -> None:
+    real = LighthouseSessions._look_at_pause
+    plant.setattr(LighthouseSessions, "_look_at_pause", lambda *args: real(*args)[:1])
+
+
+def news_come_over_the_newest_session_alone(plant: pytest.MonkeyPatch) -> None:
+    real = LighthouseSessions._tell
+
+    def tell(self: Any, job: str, replica_ids: Any, news: Any) -> Any:
+        streams = dict(self._streams)
+        self._streams = {key: list(each)[-1:] for key, each in streams.items()}
+        try:
+            return real(self, job, replica_ids, news)
+        finally:
+            self._streams = streams
+
+    plant.setattr(LighthouseSessions, "_tell", tell)
+
+
+def nobody_hears_that_a_term_has_ended(plant: pytest.MonkeyPatch) -> None:
+    real = LighthouseSessions.term_ended
+    plant.setattr(LighthouseSessions, "term_ended", lambda *args: real(*args)[:0])
+
+
+def who_leaves_is_out_when_his_stream_has_ended(plant: pytest.MonkeyPatch) -> None:
+    """As a loss, which takes the others' step from them."""
+
+    def leave(self: Any, session: Any, leave: Any, at: float) -> Any:
+        return [EndStream(session.stream)]
+
+    plant.setattr(LighthouseSessions, "_leave", leave)
+
+
 # Each with the first seed of the search: near the first one that finds it.
 PLANTS: dict[Plant, int] = {
     changed_list_keeps_its_id: 66,
@@ -438,7 +520,7 @@ PLANTS: dict[Plant, int] = {
     a_survivor_counts_as_a_restart: 40,
     every_job_that_ends_has_finished: 0,
     who_is_far_ahead_is_believed: 60,
-    what_groups_tell_is_ignored: 65,
+    what_groups_tell_is_ignored: 320,
     heal_from_the_wrong_source: 7,
     at_step_0_nobody_heals: 4,
     one_yes_is_enough: 0,
@@ -476,6 +558,15 @@ PLANTS: dict[Plant, int] = {
     spoiled_weights_count: 20,
     who_is_told_to_end_trains_on: 3,
     a_vote_names_the_round_before: 0,
+    an_old_session_s_end_takes_its_group_out: 116,
+    an_answer_has_another_question_s_number: 0,
+    questions_never_expire: 0,
+    the_question_of_a_stream_that_has_ended_stays: 0,
+    a_standstill_of_the_lighthouse_counts: 1880,
+    who_waits_is_not_told_why: 0,
+    news_come_over_the_newest_session_alone: 116,
+    nobody_hears_that_a_term_has_ended: 472,
+    who_leaves_is_out_when_his_stream_has_ended: 15,
 }
 
 

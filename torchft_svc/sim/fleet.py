@@ -14,7 +14,7 @@ from torchft_svc.sim.invariants import (
 )
 from torchft_svc.sim.lighthouse_actor import LighthouseActor
 from torchft_svc.sim.network import MEAN_LATENCY_S, Network
-from torchft_svc.sim.scenario import LIGHTHOUSE_FAULTS, Fault, Scenario
+from torchft_svc.sim.scenario import Fault, Scenario
 from torchft_svc.sim.shared import Shared
 from torchft_svc.sim.site import Saved, Site
 from torchft_svc.sim.sums import Sums
@@ -116,12 +116,14 @@ class Fleet:
     def _happen(self, fault: Fault) -> None:
         self.trace.record("FAULT", str(fault).split("s  ", 1)[1])
         concerned = [self.sites[fault.target % len(self.sites)]]
-        for site in self.sites if fault.kind in LIGHTHOUSE_FAULTS else concerned:
+        for site in self.sites if fault.is_for_all else concerned:
             self.invariants.hangs.trouble(site.name, fault.seconds)
         if fault.kind == "lighthouse_crash":
             self.lighthouse.crash(fault.seconds, fault.value * 100.0)
         elif fault.kind == "lighthouse_freeze":
             self._stop([self.lighthouse.process], fault.seconds)
+        elif fault.kind == "lighthouse_term":
+            self.lighthouse.end_term(fault.seconds)
         elif fault.kind == "accept_loss":
             self._accept_losses()
         elif fault.kind == "crash_all":
@@ -202,6 +204,10 @@ class Fleet:
         if site.manager is not None:
             self.network.break_streams(site.manager.process.name)
 
+    def _half_open(self, site: Site, fault: Fault) -> None:
+        if site.manager is not None:
+            self.network.half_open(site.manager.process.name)
+
     def _reset_worker(self, site: Site, fault: Fault) -> None:
         for worker in site.workers[int(fault.value * 2) :]:
             if not (worker.process.is_dead or worker.process.is_frozen):
@@ -236,7 +242,7 @@ class Fleet:
             lighthouse.thawed_at == 0.0 or lighthouse.thawed_at + SLACK_S < self.world.now
         )
         if has_read_all and not (lighthouse.is_dead or lighthouse.is_frozen):
-            self.lighthouse.liveness.check_memory(self.lighthouse.core, self.lighthouse.alive())
+            self.lighthouse.checks.check_memory()
         for site in sites:
             if site.manager is not None:
                 self.invariants.bounds.check(site.manager.core, site.group_world_size)
@@ -252,7 +258,7 @@ class Fleet:
     def _explain(self) -> None:
         """Nobody may stand still: who is held back has been let through by now."""
         for job, num_workers in self._num_workers.items():
-            why = self.lighthouse.core.why(job, self.world.now)
+            why = self.lighthouse.core.lighthouse.why(job, self.world.now)
             _, count = self.shared.together.get(job, ((0, 0), 0))
             quiet_s = self.world.now - self._scenario.quiet_at
             must(

@@ -311,13 +311,20 @@ class Waits:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._open: dict[object, tuple[float, Process, str]] = {}
+        self._open: dict[object, tuple[float, Process, str, float]] = {}
         self._due: list[tuple[float, int, object]] = []
         self._num_begun = 0
 
-    def begin(self, key: object, process: Process, what: str, timeout_s: float) -> None:
-        at = self._world.now + timeout_s + SLACK_S
-        self._open[key] = (at, process, what)
+    def begin(
+        self,
+        key: object,
+        process: Process,
+        what: str,
+        timeout_s: float,
+        slack_s: float = SLACK_S,
+    ) -> None:
+        at = self._world.now + timeout_s + slack_s
+        self._open[key] = (at, process, what, process.stopped_s)
         self._num_begun += 1
         heapq.heappush(self._due, (at, self._num_begun, key))
 
@@ -334,15 +341,20 @@ class Waits:
             wait = self._open.get(key)
             if wait is None:
                 continue
-            _at, process, what = wait
+            at, process, what, stopped_s = wait
             if process.is_dead:
                 del self._open[key]
+                continue
+            until = at + process.stopped_s - stopped_s  # a process that is stopped does nothing
+            if until > self._world.now:
+                self._num_begun += 1
+                heapq.heappush(self._due, (until, self._num_begun, key))
                 continue
             if process.is_frozen or process.thawed_at + SLACK_S > self._world.now:
                 self._num_begun += 1
                 heapq.heappush(self._due, (self._world.now + SLACK_S, self._num_begun, key))
                 continue
-            must(False, "I5", f"{process.name} still waits for {what}, {SLACK_S:g} s too late")
+            must(False, "I5", f"{process.name} still waits for {what}, and is late")
 
 
 class Hangs:

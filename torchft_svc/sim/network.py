@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from torchft_svc.errors import TorchFTError
 from torchft_svc.sim.world import Process, World
 
 MEAN_LATENCY_S = 0.0005
@@ -17,6 +18,8 @@ MEAN_LATENCY_S = 0.0005
 MIN_KEEPALIVE_S, MAX_KEEPALIVE_S = 5.0, 10.0
 # How long a connection may take, as `torchft_svc.rpc.channel` has it.
 CONNECT_TIMEOUT_S = 1.0
+
+Reason = str | TorchFTError  # why a stream has ended; an error is what the server has said
 
 
 class Network:
@@ -97,6 +100,11 @@ class Network:
                 end.last_arrival = self.world.now
             stream.end("the connection was reset")
 
+    def half_open(self, name: str) -> None:
+        """The same, but the servers' ends notice nothing until their keepalive times out."""
+        for stream in list(self._streams.get(name, ())):
+            stream.lose_client()
+
 
 class End:
     """One end of a stream: where its messages arrive, and the news that it has ended."""
@@ -104,7 +112,7 @@ class End:
     def __init__(self, process: Process, on_message: Callable[..., None], on_end: Any) -> None:
         self.process = process
         self.on_message = on_message
-        self.on_end: Callable[[str], None] = on_end
+        self.on_end: Callable[[Reason], None] = on_end
         self.is_open = True
         self.last_arrival = 0.0
 
@@ -119,6 +127,7 @@ class Stream:
         self._held: deque[tuple[End, tuple[Any, ...]]] = deque()
         self._silences = 0
         self._broke_in_silence = False
+        self._is_half_open = False
 
     def send(self, to: End, *message: Any) -> None:
         """Whoever sends over a broken stream learns it from `End.on_end`."""
@@ -135,7 +144,7 @@ class Stream:
     def to_server(self, *message: Any) -> None:
         self.send(self.ends[1], *message)
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: Reason) -> None:
         """Both ends hear of it, after what was sent before."""
         for end in self.ends:
             self._deliver(end, None, reason)
@@ -145,11 +154,23 @@ class Stream:
         """The client wants no more of it; the server hears of it."""
         client, server = self.ends
         client.is_open = False
+        if self._is_half_open:
+            return
         if self._network.is_cut(self.name):
             self._broke_in_silence = True
             return
         self._deliver(server, None, "it was cancelled")
         self._network.forget(self)
+
+    def lose_client(self) -> None:
+        """Only the client hears that the connection is gone; its messages still arrive."""
+        self._is_half_open = True
+        client, server = self.ends
+        client.last_arrival = server.process.world.now
+        self._deliver(client, None, "the connection was reset")
+        self._network.forget(self)
+        patience_s = client.process.chance.uniform(MIN_KEEPALIVE_S, MAX_KEEPALIVE_S)
+        server.process.after(patience_s, self._deliver, server, None, "the keepalive timed out")
 
     def on_death(self, end: End) -> Callable[[], None]:
         """What to do when the process at ``end`` dies: its system tells the other end."""
@@ -182,14 +203,14 @@ class Stream:
             end.is_open = False
             end.on_end("the keepalive timed out")
 
-    def _deliver(self, to: End, message: tuple[Any, ...] | None, reason: str = "") -> None:
+    def _deliver(self, to: End, message: tuple[Any, ...] | None, reason: Reason = "") -> None:
         at = max(
             to.last_arrival, to.process.world.now + self._network.latency(self.ends[0].process)
         )
         to.last_arrival = at
         to.process.after(at - to.process.world.now, self._arrive, to, message, reason)
 
-    def _arrive(self, to: End, message: tuple[Any, ...] | None, reason: str) -> None:
+    def _arrive(self, to: End, message: tuple[Any, ...] | None, reason: Reason) -> None:
         if not to.is_open:
             return
         if message is None:

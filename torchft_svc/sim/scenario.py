@@ -30,6 +30,8 @@ LIGHTHOUSE_FAULTS = {
     "crash_all": 0.3,
     "accept_loss": 0.5,
 }
+# Of the lighthouse's sessions, as often as `NUMS_OF_BROKEN_SESSIONS`.
+SESSION_FAULTS = ("half_open", "half_open", "half_open", "lighthouse_term")
 MAX_FAULTS, MAX_FAULTS_OF_LARGE = 30, 6
 # The longest that a fault lasts, and the time in which faults begin, in seconds.
 MAX_DOWN_S, FAULTS_END_S = 8.0, 20.0
@@ -41,6 +43,8 @@ MEAN_COPY_S, LONG_COPY_S = 0.05, 1.0
 NUMS_OF_BROKEN_LINES = (0, 0, 3, 20)
 # How often a run gives occasion to leave out who hangs, and to wait for who heals.
 MAX_OCCASIONS = 3
+# How often a session breaks without the lighthouse's notice, or its term ends.
+NUMS_OF_BROKEN_SESSIONS = (0, 0, 2, 10)
 # How often programs raise in an update, or put off what they have to heal.
 NUMS_OF_ODD_STEPS = (0, 0, 0, 4)
 LARGE = 200  # above this many groups, a run is about the number
@@ -71,8 +75,13 @@ class Fault:
     seconds: float
     value: float
 
+    @property
+    def is_for_all(self) -> bool:
+        """Whether it concerns all groups."""
+        return self.kind in LIGHTHOUSE_FAULTS or self.kind == "lighthouse_term"
+
     def __str__(self) -> str:
-        whom = "" if self.kind in LIGHTHOUSE_FAULTS else f" of group {self.target}"
+        whom = "" if self.is_for_all else f" of group {self.target}"
         return f"{self.at:10.4f} s  {self.kind}{whom} for {self.seconds:.2f} s ({self.value:.3f})"
 
 
@@ -209,6 +218,7 @@ def _draw_patience(chance: random.Random, scenario: Scenario, is_large: bool) ->
     is_lockstep = scenario.group_world_size > 1 and chance.random() < 0.5
     for _ in range(0 if is_large else chance.choice(NUMS_OF_ODD_STEPS)):
         more += _draw_odd_steps(chance, scenario.num_groups)
+    more += _draw_broken_sessions(chance, scenario.num_groups, is_large)
     faults = sorted((*scenario.faults, *more), key=lambda fault: fault.at)
     return replace(
         scenario, config=config, trainer=trainer, is_lockstep=is_lockstep, faults=tuple(faults)
@@ -260,6 +270,20 @@ def _draw_odd_steps(chance: random.Random, num_groups: int) -> list[Fault]:
         crash = Fault(at=at - 0.1, kind="crash", target=targets[0], seconds=0.02, value=value)
         faults.append(crash)
     return faults
+
+
+def _draw_broken_sessions(chance: random.Random, num_groups: int, is_large: bool) -> list[Fault]:
+    """Sessions break and the lighthouse does not notice, or its term ends."""
+    return [
+        Fault(
+            at=chance.uniform(0.0, FAULTS_END_S),
+            kind=chance.choice(SESSION_FAULTS),
+            target=chance.randrange(num_groups),
+            seconds=chance.choice([0.02, 0.3, 2.0]),
+            value=chance.random(),
+        )
+        for _ in range(0 if is_large else chance.choice(NUMS_OF_BROKEN_SESSIONS))
+    ]
 
 
 def _draw_broken_heals(chance: random.Random, num_groups: int) -> list[Fault]:

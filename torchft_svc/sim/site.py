@@ -233,7 +233,7 @@ class Site:
     def drain(self, by_signal: bool) -> None:
         """SIGTERM to one of its workers, or an operator command at the lighthouse."""
         if not by_signal:
-            self._lighthouse.tell(self.job, self.name, "drain")
+            self._lighthouse.drain(self.job, self.name)
             return
         alive = [worker for worker in self.workers if not worker.process.is_dead]
         if alive:

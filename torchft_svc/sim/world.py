@@ -81,6 +81,8 @@ class Process:
         self.is_dead = False
         self.is_frozen = False
         self.thawed_at = 0.0
+        self.stopped_s = 0.0  # so far, without the time of a stop that lasts
+        self._frozen_at = 0.0
         self.backlog: deque[Event] = deque()
         self.on_death: list[Action] = []
 
@@ -100,7 +102,8 @@ class Process:
 
     def freeze(self) -> None:
         """SIGSTOP."""
-        self.is_frozen = True
+        if not self.is_frozen:
+            self.is_frozen, self._frozen_at = True, self.world.now
 
     def thaw(self) -> None:
         """SIGCONT: what has come meanwhile happens now, in its order."""
@@ -108,6 +111,7 @@ class Process:
             return
         self.is_frozen = False
         self.thawed_at = self.world.now
+        self.stopped_s += self.world.now - self._frozen_at
         while self.backlog:
             self.world.plan(0.0, self.backlog.popleft())
 

@@ -1,0 +1,251 @@
+"""Checks one life of a lighthouse: notes what it hears, and looks at what it orders then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchft_svc.core.activity import Activity
+from torchft_svc.core.lighthouse_orders import (
+    AnswerQuorum,
+    ReportEviction,
+    ReportHang,
+    ReportLeftHealing,
+    ReportLoss,
+)
+from torchft_svc.core.names import stable_name
+from torchft_svc.core.session_messages import Beat, Leave, Lost, News, NoQuorumYet, Question
+from torchft_svc.core.session_orders import Report, ReportAcceptedLoss
+from torchft_svc.core.sessions import REPORT_PAUSE_AFTER_S, LighthouseSessions
+from torchft_svc.core.types import QuorumConfig
+from torchft_svc.sim.invariants import SLACK_S, Invariants, must
+from torchft_svc.sim.liveness import LOOK_S, Key, LivenessChecks
+from torchft_svc.sim.trace import Trace
+from torchft_svc.sim.world import Process
+
+# What a lighthouse may count of each time in which its process was stopped, in heartbeat timeouts.
+COUNTED_OF_A_STOP = 0.5
+# The world's timers are exact, and an answer at a deadline comes in that moment.
+TIMER_SLACK_S = 0.01
+# Who waits is told why by then: jobs are looked at in turns, and somebody may have come just after.
+MAX_UNTOLD_S = 2 * REPORT_PAUSE_AFTER_S + LOOK_S
+
+
+class Client:
+    """What is known of a group's stream: whose it is, and which question it has asked."""
+
+    def __init__(self) -> None:
+        self.key: Key = ("", "")
+        self.number_asked = 0
+
+    @property
+    def question(self) -> tuple[Client, int]:
+        """Names the question that it has asked."""
+        return self, self.number_asked
+
+
+class LighthouseChecks:
+    """All times are of the lighthouse's clock, which stands still with its process."""
+
+    def __init__(
+        self,
+        config: QuorumConfig,
+        core: LighthouseSessions,
+        process: Process,
+        invariants: Invariants,
+        trace: Trace,
+    ) -> None:
+        self._config = config
+        self._core = core
+        self._process = process
+        self._invariants = invariants
+        self._trace = trace
+        self._sessions: set[Client] = set()
+        self._waiting: set[Client] = set()
+        self._heard_at: dict[Key, float] = {}
+        self._heard_awake_at: dict[Key, float] = {}
+        self._asked_at: dict[Client, float] = {}  # of those that do not know what they wait for
+        self._untold: set[Client] = set()  # who has to be told of a loss at once
+        self._liveness = LivenessChecks(config)
+
+    @property
+    def _now(self) -> float:
+        return self._process.world.now - self._core.clock.missed_s
+
+    @property
+    def _awake_at(self) -> float:
+        """As the process's own time, whatever the core takes it for."""
+        return self._process.world.now - self._process.stopped_s
+
+    # -- what comes in ---------------------------------------------------------------------------
+
+    def opened(self, client: Client) -> None:
+        self._sessions.add(client)
+        self._heard(client.key)
+        self._invariants.progress.opened(*client.key)
+
+    def beat(self, client: Client, beat: Beat) -> None:
+        self._heard(client.key)
+        if beat.phase is not None:
+            doing = Activity(beat.phase, beat.step, self._now - beat.lasts_s)
+            self._liveness.does(client.key, doing)
+
+    def asked(self, client: Client, question: Question) -> None:
+        """It withdraws the question before."""
+        self.withdrew(client)
+        client.number_asked = question.number
+        self._waiting.add(client)
+        member, timeout_s = question.member, question.timeout_s
+        what = member.replica_id
+        self._invariants.waits.begin(
+            client.question, self._process, what, timeout_s, slack_s=TIMER_SLACK_S
+        )
+        if client in self._sessions:
+            self._asked_at[client] = self._now
+        self._heard(client.key)
+        self._invariants.progress.asked(client.key[0], member, lambda: self._has_rival(*client.key))
+        self._liveness.asked(client.key, member, self._now)
+
+    def withdrew(self, client: Client, number: int | None = None) -> None:
+        """Nobody waits for ``number``, or whatever it has asked."""
+        if client in self._waiting and number in (None, client.number_asked):
+            self._forget(client)
+            self._invariants.waits.end(client.question)
+            self._liveness.withdrew(client.key, self._now)
+
+    def left(self, client: Client, leave: Leave) -> None:
+        self._sessions.discard(client)
+        if leave.between_steps:
+            self._invariants.discards.left(client.key[1])
+        self._invariants.progress.gone(*client.key)
+
+    def closed(self, client: Client) -> None:
+        """Without another session, its group is gone."""
+        self.withdrew(client)
+        if client in self._sessions:
+            self._sessions.remove(client)
+            if all(each.key != client.key for each in self._sessions):
+                self._invariants.progress.gone(*client.key)
+
+    def term_ended(self) -> None:
+        """Nobody waits over a session any more; calls are refused."""
+        for client in self._waiting & self._sessions:
+            self.withdrew(client)
+
+    def _heard(self, key: Key) -> None:
+        self._heard_at[key] = self._now
+        self._heard_awake_at[key] = self._awake_at
+        self._liveness.heard(key)
+
+    # -- what goes out ---------------------------------------------------------------------------
+
+    def told(self, clients: Sequence[Client], news: News) -> None:
+        """The same to each."""
+        if isinstance(news, Lost):
+            self._untold.difference_update(clients)
+        elif isinstance(news, NoQuorumYet):
+            for client in clients:
+                self._asked_at.pop(client, None)
+
+    def fed(self) -> None:
+        """All orders of an input were carried out."""
+        must(not self._untold, "I5", lambda: f"{len(self._untold)} sessions miss a loss")
+
+    def refused(self, client: Client, number: int) -> None:
+        self._answered(client, number)
+        if all(each.key != client.key for each in self._waiting):
+            self._liveness.withdrew(client.key, self._now)
+
+    def published(self, decided: AnswerQuorum, told: Sequence[tuple[Client, int]]) -> None:
+        """``told``: who hears it, each as the answer to this question."""
+        quorum = decided.quorum
+        self._trace.record(
+            "lighthouse",
+            f"quorum {quorum.quorum_id} at step {quorum.max_step}: "
+            + ", ".join(f"{each.replica_id}@{each.step}" for each in quorum.participants),
+        )
+        self._invariants.ids.published(decided.job, quorum)
+        self._invariants.progress.published(decided)
+        self._liveness.published(decided.job, quorum, self._heard_at, self._now)
+        for client, number in told:
+            self._answered(client, number)
+        hears = sorted(client.key for client, _ in told)
+        members = [(decided.job, each.replica_id) for each in quorum.participants]
+        must(hears == members, "I5", f"the answer for {members[:4]} goes to {hears[:4]}")
+
+    def reported(self, report: Report) -> None:
+        if isinstance(report, ReportLoss):
+            self._lost(report)
+        elif isinstance(report, ReportHang):
+            self._trace.record("lighthouse", f"{report.replica_id} hangs: {report.phase.value}")
+            self._invariants.hangs.reported(report)
+        elif isinstance(report, ReportEviction):
+            self._trace.record("lighthouse", f"{report.replica_id} is left out: {report.reason}")
+            self._must_hear(report)
+            self._liveness.evicted(report, self._now)
+            self._invariants.ids.spent(report)
+        elif isinstance(report, ReportLeftHealing):
+            self._liveness.left_healing(report, self._now)
+        elif isinstance(report, ReportAcceptedLoss):
+            self._invariants.progress.accepted(report.job)
+            self._trace.record("lighthouse", f"the loss of {report.job} is accepted")
+
+    def _answered(self, client: Client, number: int) -> None:
+        what = "the lighthouse answers a question"
+        self._invariants.waits.answered((client, number), what)
+        self._forget(client)
+
+    def _forget(self, client: Client) -> None:
+        self._waiting.discard(client)
+        self._asked_at.pop(client, None)
+
+    def _lost(self, loss: ReportLoss) -> None:
+        self._trace.record("lighthouse", f"{loss.replica_id} is out: {loss.reason}")
+        self._invariants.progress.lost(loss)
+        key = (loss.job, loss.replica_id)
+        if loss.reason.startswith("its session ended"):
+            others = [each for each in self._sessions if each.key == key]
+            must(not others, "I5", f"{key} is out, and has another session")
+        if not loss.between_steps:
+            self._must_hear(loss)
+        self._heard_at.pop(key, None)
+        heard_at = self._heard_awake_at.pop(key, self._awake_at)
+        if "no sign of life" in loss.reason:
+            silent_s, limit_s = self._awake_at - heard_at, self._config.heartbeat_timeout_s
+            least_s = limit_s * (1 - COUNTED_OF_A_STOP * bool(self._process.stopped_s))
+            must(silent_s + 1e-6 >= least_s, "I5", f"{key} is dead after {silent_s:.2f} s")
+        self._liveness.gone(key, self._now)
+        if all(job != loss.job for job, _ in self._heard_at):
+            self._liveness.over(loss.job)
+        if not loss.between_steps:
+            self._invariants.discards.told_as_lost(loss.replica_id)
+
+    def _must_hear(self, lost: ReportLoss | ReportEviction) -> None:
+        """Over all of their sessions: nobody knows which one is read."""
+        keys = {(lost.job, each) for each in lost.recipients}
+        self._untold |= {each for each in self._sessions if each.key in keys}
+
+    # -- what is looked at -----------------------------------------------------------------------
+
+    def look(self) -> None:
+        """At whom it waits for."""
+        self._liveness.look(self._core.lighthouse, self._alive(), self._now)
+        for client, at in self._asked_at.items():
+            waits_s = self._now - at
+            must(waits_s <= MAX_UNTOLD_S, "I5", f"{client.key} is not told why it waits")
+
+    def check_memory(self) -> None:
+        """At whom it remembers."""
+        self._liveness.check_memory(self._core.lighthouse, self._alive())
+
+    def _alive(self) -> set[Key]:
+        """The groups that have a session, or were heard of in time."""
+        since = self._now - self._config.heartbeat_timeout_s - SLACK_S
+        heard = (key for key, at in self._heard_at.items() if at >= since)
+        return {*heard, *(client.key for client in self._sessions)}
+
+    def _has_rival(self, job: str, replica_id: str) -> bool:
+        name = stable_name(replica_id)
+        return any(
+            (where, stable_name(who)) == (job, name) and who != replica_id
+            for where, who in self._alive()
+        )
