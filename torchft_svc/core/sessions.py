@@ -95,7 +95,7 @@ class _Session:
         return self.job, self.replica_id
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Asked:
     """An open question: of a session, or of a unary ``call``."""
 
@@ -334,15 +334,13 @@ class LighthouseSessions:
 
     def next_deadline(self) -> float | None:
         """When to `tick`, on the clock of ``now``; may be too early, never too late."""
-        at = self._due_at()
-        return None if at == math.inf else self.clock.look_by(at)
-
-    def _due_at(self) -> float:
+        at = self._expiry_at
         due_at = self.lighthouse.next_deadline()
-        at = self._expiry_at if due_at is None else min(due_at, self._expiry_at)
-        for pause in self._pauses.values():
-            return min(at, pause.look_at)  # the first one
-        return at
+        if due_at is not None and due_at < at:
+            at = due_at
+        if self._pauses:
+            at = min(at, next(iter(self._pauses.values())).look_at)
+        return None if at == math.inf else self.clock.look_by(at)
 
     def status(self, job: str, now: float) -> list[JobStatus]:
         """What people want to know of ``job``, or of all (empty).
@@ -356,7 +354,7 @@ class LighthouseSessions:
 
     def _time(self, now: float) -> float:
         """The time of the decisions, which stands still with this process."""
-        if self._due_at() == math.inf:
+        if not self._asked and self.lighthouse.next_deadline() is None:
             self.clock.skip_to(now)  # nobody was there to be heard
         return self.clock.now(now)
 

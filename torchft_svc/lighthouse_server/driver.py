@@ -97,7 +97,8 @@ class LighthouseDriver:
             self._feed(lambda now: self._core.called(call, job, member, timeout_s, now))
             return await answer
         finally:
-            self._feed_last(lambda now: self._core.cancelled(call, now))
+            if not answer.done() or answer.cancelled():
+                self._feed_last(lambda now: self._core.cancelled(call, now))
             del self._calls[call]
 
     def heartbeat(self, job: str, replica_id: str) -> float:
