@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from subprocess import Popen
 
 import psutil
 
@@ -46,7 +47,7 @@ class Child:
         self._partial = b""
         # Several children write at the same time; what they say is shown only if one fails.
         self._errors = _anonymous_file() if quiet else None
-        self._process = subprocess.Popen(
+        self._process = Popen(
             self.command,
             cwd=root,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},

@@ -27,7 +27,7 @@ def run_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     Its processes have imported torch before they are started.
     """
     monkeypatch.delenv(PEER_VARIABLE, raising=False)
-    monkeypatch.setattr("benchmarks.processes.subprocess.Popen", Warm)
+    monkeypatch.setattr("benchmarks.processes.Popen", Warm)
 
     def run(benchmark: Command, *flags: str) -> tuple[str, dict[str, Any]]:
         json_file = tmp_path / "results" / "result.json"
