@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from torchft_svc.core.types import WorkerRequest
@@ -65,3 +66,49 @@ class Missed:
             if number >= question:
                 return error
         return None
+
+
+class EndedBarriers:
+    """The quorum barriers of one group that are over, by group rank."""
+
+    def __init__(self) -> None:
+        self._questions: dict[int, EndedQuestion] = {}  # the last one of each worker
+        self._missed: dict[int, Missed] = {}  # of workers that have still to learn of them
+
+    def note(self, requests: Collection[WorkerRequest], error: TorchFTError | None) -> None:
+        """These were answered: with the quorum (``error`` is None), or not."""
+        for each in requests:
+            self._questions[each.group_rank] = EndedQuestion(each.worker_id, each.question, error)
+
+    def failed(
+        self, requests: Collection[WorkerRequest], absent: Mapping[int, str], error: TorchFTError
+    ) -> None:
+        """The barrier of ``requests`` has failed, also for the ``absent`` workers."""
+        self.note(requests, error)
+        number = max(request.question for request in requests)
+        for rank, worker_id in absent.items():
+            missed = self._missed.get(rank)
+            if missed is None or missed.worker_id != worker_id:
+                missed = self._missed[rank] = Missed(worker_id)
+            missed.failed.append((number, error))
+
+    def repeated(self, request: WorkerRequest) -> EndedQuestion | None:
+        """The question that ``request`` is once more, if it is."""
+        ended = self._questions.get(request.group_rank)
+        return ended if ended is not None and ended.is_repeated_by(request) else None
+
+    def missed(self, request: WorkerRequest) -> TorchFTError | None:
+        """Why the barrier failed that ``request`` comes too late for; None if it does for none."""
+        rank = request.group_rank
+        missed = self._missed.get(rank)
+        if missed is None or not request.question:
+            return None
+        if missed.worker_id != request.worker_id:
+            del self._missed[rank]
+            return None
+        error = missed.next_error(request.question)
+        if not missed.failed:
+            del self._missed[rank]
+        if error is not None:
+            self.note([request], error)
+        return error

@@ -17,7 +17,7 @@ held until the worker is gone, which makes the other its successor, or shows tha
 from __future__ import annotations
 
 from torchft_svc.core.assignment import assign
-from torchft_svc.core.ended import EndedBarrier, EndedQuestion, Missed
+from torchft_svc.core.ended import EndedBarrier, EndedBarriers
 from torchft_svc.core.group_orders import (
     AnswerVote,
     AnswerWorker,
@@ -61,8 +61,7 @@ class Group:
         self._decision: bool | None = None
         self._ended: EndedBarrier | None = None  # nobody has been told another quorum since
         self._formed: tuple[Quorum, str] | None = None  # told last, and the group's id in it
-        self._ended_questions: dict[int, EndedQuestion] = {}  # the last one of each group rank
-        self._missed: dict[int, Missed] = {}  # by group ranks that have still to be told
+        self._over = EndedBarriers()
         self._workers: dict[int, str] = {}
         self._lives: dict[int, tuple[str, int]] = {}  # each rank's worker, and the life it is of
         self._attached: dict[int, str] = {}
@@ -274,7 +273,7 @@ class Group:
             _answer_worker(caller, request, quorum, replica_id, round_)
             for request, caller in self._requests.values()
         ]
-        self._note_ended_questions(None)
+        self._over.note([request for request, _ in self._requests.values()], None)
         newest = max(life for _, life in self._lives.values())
         self._lives = {rank: (each.worker_id, newest) for rank, (each, _) in self._requests.items()}
         self._steps = frozenset({*steps, quorum.max_step})
@@ -487,44 +486,27 @@ class Group:
         """End the quorum barrier, if there is one, for those that wait and those still to come."""
         if not self._requests:
             return []
-        self._note_ended_questions(error)
-        number = max(request.question for request, _ in self._requests.values())
-        for rank in range(self.world_size):
-            worker_id = self._attached.get(rank) or self._workers.get(rank)
-            if rank in self._requests or not worker_id:
-                continue  # a worker that was never there has begun no step
-            missed = self._missed.get(rank)
-            if missed is None or missed.worker_id != worker_id:
-                missed = self._missed[rank] = Missed(worker_id)
-            missed.failed.append((number, error))
+        absent = {
+            rank: worker_id
+            for rank in range(self.world_size)
+            if rank not in self._requests
+            and (worker_id := self._attached.get(rank) or self._workers.get(rank))
+        }  # a worker that was never there has begun no step
+        self._over.failed([request for request, _ in self._requests.values()], absent, error)
         return self._refuse_requests(error)
-
-    def _note_ended_questions(self, error: TorchFTError | None) -> None:
-        for rank, (request, _) in self._requests.items():
-            self._ended_questions[rank] = EndedQuestion(request.worker_id, request.question, error)
 
     def _answer_late_question(self, request: WorkerRequest, caller: int) -> Order | None:
         """What a worker is told that comes to a barrier which is over; None if it is not."""
-        rank = request.group_rank
-        ended = self._ended_questions.get(rank)
-        if ended is not None and ended.is_repeated_by(request):
+        ended = self._over.repeated(request)
+        if ended is not None:
             if ended.error is not None:
                 return RefuseWorker(caller, ended.error)
             # Also if the round is over by now, which it learns when it votes.
             assert self._formed is not None
             return _answer_worker(caller, request, *self._formed, self._round)
-        missed = self._missed.get(rank)
-        if missed is None or not request.question:
-            return None
-        if missed.worker_id != request.worker_id:
-            del self._missed[rank]
-            return None
-        error = missed.next_error(request.question)
-        if not missed.failed:
-            del self._missed[rank]
+        error = self._over.missed(request)
         if error is None:
             return None
-        self._ended_questions[rank] = EndedQuestion(request.worker_id, request.question, error)
         self._meet(request)
         return RefuseWorker(caller, error)
 
