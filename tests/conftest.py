@@ -25,8 +25,7 @@ from support.bounds import again_if_late
 from support.running import lives
 
 from torchft_svc.client.process.fork_server import ForkServer
-from torchft_svc.core import sessions
-from torchft_svc.manager_server import driver
+from torchft_svc.core import manager, sessions
 from torchft_svc.rpc import deadline
 
 # What a test has asked to end gets so long to be gone, on a machine that may stall.
@@ -102,8 +101,8 @@ def early_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 def early_news(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services of this process tell after 0.2 s what they tell after 2 s, or do after 5 s."""
     monkeypatch.setattr(sessions, "REPORT_PAUSE_AFTER_S", 0.2)
-    monkeypatch.setattr(driver, "TELL_WHY_AFTER_S", 0.2)
-    monkeypatch.setattr(driver, "OWNER_SILENCE_S", 0.2)
+    monkeypatch.setattr(manager, "TELL_WHY_AFTER_S", 0.2)
+    monkeypatch.setattr(manager, "OWNER_SILENCE_S", 0.2)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -37,8 +37,8 @@ from torchft_svc.coordination import (
     ManagerClient,
     ManagerServer,
 )
+from torchft_svc.core import manager as manager_core
 from torchft_svc.errors import GroupLeft, Unreachable
-from torchft_svc.manager_server import driver
 from torchft_svc.testing.proxy import Proxy
 
 LONG = timedelta(seconds=10)
@@ -101,7 +101,7 @@ def test_the_lighthouses_refusal_reaches_every_worker_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is asked to refuse before the manager's own deadline; here, long before that."""
-    monkeypatch.setattr(driver, "ANSWER_MARGIN_S", BUSY_S)
+    monkeypatch.setattr(manager_core, "ANSWER_MARGIN_S", BUSY_S)
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=3) as lighthouse,
         start_manager(lighthouse.address(), connect_timeout=LONG) as manager,

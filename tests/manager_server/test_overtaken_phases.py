@@ -33,11 +33,11 @@ def test_who_waits_for_a_quorum_does_not_do_what_it_did_before(before: pb.Attach
             request = WorkerRequest(group_rank=0, step=5, worker_id="w")
             asking = asyncio.create_task(driver.quorum(request, 60.0))
             await asyncio.sleep(0)  # it waits for the other worker now
-            driver.hear_phase(0, before)
+            driver.receive_phase(0, before)
             assert driver.beat().phase == pb.PHASE_WAITING
             asking.cancel()
             await asyncio.wait([asking])
-            driver.hear_phase(0, before)
+            driver.receive_phase(0, before)
             assert driver.beat().phase == before.phase
 
     asyncio.run(story())

@@ -23,6 +23,7 @@ from torchft_svc.core import round as core_round
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import AnswerVote, AskLighthouse
 from torchft_svc.core.lighthouse import Lighthouse
+from torchft_svc.core.manager import GroupManager
 from torchft_svc.core.membership import GroupState, JobView, Membership
 from torchft_svc.core.pausable_clock import PausableClock
 from torchft_svc.core.round import Round, WorkerCalls
@@ -505,6 +506,17 @@ def who_leaves_is_out_when_his_stream_has_ended(plant: pytest.MonkeyPatch) -> No
     plant.setattr(LighthouseSessions, "_leave", leave)
 
 
+# -- a group's manager ---------------------------------------------------------------------------
+
+
+def who_gives_up_still_asks(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(GroupManager, "withdraw", lambda self, caller, now: ())
+
+
+def a_worker_that_is_gone_is_not_missed(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(GroupManager, "detach", lambda self, *what, **how: ())
+
+
 # Each with the first seed of the search: near the first one that finds it.
 PLANTS: dict[Plant, int] = {
     changed_list_keeps_its_id: 66,
@@ -567,6 +579,8 @@ PLANTS: dict[Plant, int] = {
     news_come_over_the_newest_session_alone: 116,
     nobody_hears_that_a_term_has_ended: 472,
     who_leaves_is_out_when_his_stream_has_ended: 15,
+    who_gives_up_still_asks: 4,
+    a_worker_that_is_gone_is_not_missed: 0,
 }
 
 

@@ -46,8 +46,8 @@ async def attach(
     reason, ends = "its process ended, or does not answer", False
     goodbyes: list[pb.AttachDetach] = []
     try:
-        hear = functools.partial(_hear, driver, group_rank, goodbyes)
-        await outbox.exchange(requests, hear, context)
+        receive = functools.partial(_receive, driver, group_rank, goodbyes)
+        await outbox.exchange(requests, receive, context)
         for goodbye in goodbyes:
             ends = not goodbye.failure
             reason = "it has shut down" if ends else f"it ends with {goodbye.failure}"
@@ -59,7 +59,7 @@ async def attach(
         driver.detach(group_rank, worker_id, outbox, reason, ends=ends)
 
 
-def _hear(
+def _receive(
     driver: ManagerDriver,
     group_rank: int,
     goodbyes: list[pb.AttachDetach],
@@ -76,7 +76,7 @@ def _hear(
         goodbyes.append(message.detach)
         return False
     if kind == "phase":
-        driver.hear_phase(group_rank, message.phase)
+        driver.receive_phase(group_rank, message.phase)
     elif kind is not None or not is_of_a_newer_kind(message):
         raise RequestRefused(f"an attachment does not accept {kind or 'an empty message'}")
     return True

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torchft_svc.core.manager import WorkerNews
 from torchft_svc.core.round import RETRY_S, WorkerCalls
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Vote, WorkerRequest
 from torchft_svc.errors import TorchFTError
 from torchft_svc.sim.call import Call, Enter
-from torchft_svc.sim.manager_actor import ManagerActor, News, Part, Reply, WorkerAnswer
+from torchft_svc.sim.manager_actor import ManagerActor, OnNews, Part, Reply, WorkerAnswer
 from torchft_svc.sim.network import Network
 from torchft_svc.sim.shared import Home
 from torchft_svc.sim.world import Process
@@ -19,13 +20,20 @@ class LineActor:
     """What a worker says to whichever manager its group has now; ``on_news`` is what it hears."""
 
     def __init__(
-        self, process: Process, home: Home, group_rank: int, network: Network, on_news: News
+        self,
+        process: Process,
+        home: Home,
+        group_rank: int,
+        network: Network,
+        on_news: OnNews,
+        on_cut: Callable[[], None],
     ) -> None:
         self._process = process
         self._home = home
         self._group_rank = group_rank
         self._network = network
         self._on_news = on_news
+        self._on_cut = on_cut
         self._arrives_at = 0.0  # what was said last: nothing overtakes it
         self._calls = WorkerCalls(process.name)
         self._call: Call | None = None  # the last one
@@ -42,7 +50,7 @@ class LineActor:
 
     def end(self) -> None:
         """The manager is dead, or the way to it."""
-        self._hear("cut")
+        self._process.after(self._network.latency(self._process), self._on_cut)
 
     def tell_phase(self, phase: Phase, step: int) -> None:
         """What the worker does from now on."""
@@ -129,9 +137,9 @@ class LineActor:
 
     def _attached(self, manager: ManagerActor) -> None:
         try:
-            manager.attach(self._group_rank, self._process.name, self._hear)
+            manager.attach(self._group_rank, self._process.name, self._receive)
         except TorchFTError:
             self._process.after(RETRY_S, self.attach)
 
-    def _hear(self, kind: str, *what: object) -> None:
-        self._process.after(self._network.latency(self._process), self._on_news, kind, *what)
+    def _receive(self, news: WorkerNews) -> None:
+        self._process.after(self._network.latency(self._process), self._on_news, news)

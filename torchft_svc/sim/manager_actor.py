@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torchft_svc.core.activity import Activity, WorkerActivities
+from torchft_svc.core.activity import Activity
 from torchft_svc.core.assignment import Assignment
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
-    OWNER_SILENCE_S,
     AnswerVote,
     AnswerWorker,
-    AskLighthouse,
-    AwaitOwner,
     LeaveLighthouse,
-    Order,
     RefuseWorker,
     StopAsking,
 )
+from torchft_svc.core.manager import (
+    AskLink,
+    End,
+    GroupManager,
+    Order,
+    OwnGroupLost,
+    TellWorkers,
+    WorkerNews,
+)
+from torchft_svc.core.session_messages import Lost
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Quorum, Vote, WorkerRequest
-from torchft_svc.errors import CommitFailed, DeadlineExceeded, TorchFTError
+from torchft_svc.errors import CommitFailed, TorchFTError
 from torchft_svc.sim.invariants import Invariants, must
 from torchft_svc.sim.link_actor import LinkActor, Outcome
 from torchft_svc.sim.trace import Trace
-from torchft_svc.sim.world import Process
+from torchft_svc.sim.world import Event, Process
 
-ANSWER_MARGIN_S = 0.05
 FIRST_ROUND = 1 << 40
 
 
@@ -42,7 +48,8 @@ class Part(Assignment):
 
 WorkerAnswer = Part | bool | TorchFTError
 Reply = Callable[[WorkerAnswer], None]
-News = Callable[..., None]  # the kind of news, and what it tells
+OnNews = Callable[[WorkerNews], None]
+OnLinkNews = Callable[..., None]  # the kind of news, and what it tells
 OnOutcome = Callable[[int, Outcome], None]  # of a round
 # How long the workers have to end by themselves when they are told to.
 KILL_NEWS_S = 0.5
@@ -56,7 +63,7 @@ class ManagerActor:
         process: Process,
         job: str,
         group_world_size: int,
-        link: Callable[[News, OnOutcome, Callable[[], Activity | None]], LinkActor],
+        link: Callable[[OnLinkNews, OnOutcome, Callable[[], Activity | None]], LinkActor],
         on_killed: Callable[[], None],
         shared: tuple[Invariants, Trace],
     ) -> None:
@@ -65,28 +72,31 @@ class ManagerActor:
         self._group = process.name.partition("/")[0]
         self._on_killed = on_killed
         self._invariants, self._trace = shared
+        now = process.world.now
         # Each life begins far from the others; here it is always below the one before.
-        self.core = Group(group_world_size, FIRST_ROUND - int(process.world.now * 1000))
-        self._activities = WorkerActivities()
-        self.link = link(self._hear, self._told, self._activities.slowest)
-        self._formed: Quorum | None = None  # the last one that the group was told
-        self._callers = itertools.count()
+        group = Group(group_world_size, FIRST_ROUND - int(now * 1000))
+        self.core = GroupManager(group, now, look_s=math.inf)
+        self.link = link(self._hear, self._told, self.core.activity)
         self._replies: dict[int, Reply] = {}
-        self._deadlines: dict[int, float] = {}
         self._rounds: dict[int, int] = {}  # by the callers that vote
         self._askers: dict[int, str] = {}  # the workers that ask, by caller
-        self._news: dict[int, News] = {}
+        self._workers: dict[int, tuple[str, OnNews]] = {}  # by group rank
+        self._formed: Quorum | None = None  # the last one
+        self._timer: Event | None = None
+        self._armed_for = math.inf
 
     # -- what workers say ------------------------------------------------------------------------
 
-    def attach(self, group_rank: int, worker_id: str, on_news: News) -> None:
-        self.core.attached(group_rank, worker_id)
-        self._news[group_rank] = on_news
+    def attach(self, group_rank: int, worker_id: str, on_news: OnNews) -> None:
+        orders = self.core.attach(group_rank, worker_id)
+        self._workers[group_rank] = (worker_id, on_news)
+        self._carry_out(orders)
 
     def detach(self, group_rank: int, worker_id: str, reason: str) -> None:
-        self._news.pop(group_rank, None)
-        self._activities.gone(group_rank)
-        orders = self.core.detached(group_rank, worker_id, reason)
+        if self._workers.get(group_rank, ("",))[0] != worker_id:
+            return
+        del self._workers[group_rank]
+        orders = self.core.detach(group_rank, worker_id, reason, self.process.world.now)
         self._carry_out(orders)
         # Workers of a later life of the group do not miss one of a life before.
         told_all = not orders or all(
@@ -97,90 +107,60 @@ class ManagerActor:
 
     def hear_phase(self, group_rank: int, phase: Phase, step: int) -> None:
         """A worker does something else now."""
-        if group_rank in self._news:
-            self._activities.reported(group_rank, phase, step, self.process.world.now)
+        self.core.receive_phase(group_rank, phase, step, self.process.world.now)
 
     def drain(self, reason: str) -> None:
         """The group has to finish its step and end."""
-        self._tell_workers("drain")
-        self._carry_out(self.core.drain(reason))
+        self._carry_out(self.core.drain(reason, self.process.world.now))
 
     def quorum(self, request: WorkerRequest, timeout_s: float, reply: Reply) -> int:
         """The caller's number, to cancel the call by."""
-        is_own = self.core.belongs_to(request.group_rank, request.worker_id)
-        if is_own and request.group_rank in self._news:
-            self._activities.asks(request.group_rank, request.step, self.process.world.now)
-
-        def enter(caller: int) -> Sequence[Order]:
-            self._askers[caller] = request.worker_id
-            return self.core.quorum_requested(request, caller)
-
-        return self._wait("quorum", timeout_s, reply, enter)
+        caller, orders = self.core.ask(request, timeout_s, self.process.world.now)
+        self._askers[caller] = request.worker_id
+        self._wait(caller, "quorum", timeout_s, reply)
+        self._carry_out(orders)
+        return caller
 
     def vote(self, vote: Vote, timeout_s: float, reply: Reply) -> int:
         """The caller's number, to cancel the call by."""
-
-        identity = self._invariants.identity
-
-        def enter(caller: int) -> Sequence[Order]:
-            self._rounds[caller] = vote.round
-            if vote.should_commit:
-                identity.voted_yes(self._group, vote.round, vote.group_rank)
-            return self.core.voted(vote, caller)
-
-        return self._wait("commit vote", timeout_s, reply, enter)
+        if vote.should_commit:
+            self._invariants.identity.voted_yes(self._group, vote.round, vote.group_rank)
+        caller, orders = self.core.vote(vote, timeout_s, self.process.world.now)
+        self._rounds[caller] = vote.round
+        self._wait(caller, "commit vote", timeout_s, reply)
+        self._carry_out(orders)
+        return caller
 
     def cancel(self, caller: int) -> None:
         """The worker gave up waiting, or its connection ended."""
         if caller in self._replies:
             self._end(caller, CommitFailed("cancelled"))
-            self._carry_out(self.core.withdrawn(caller))
+            self._carry_out(self.core.withdraw(caller, self.process.world.now))
 
-    def _wait(
-        self,
-        action: str,
-        timeout_s: float,
-        reply: Reply,
-        enter: Callable[[int], Sequence[Order]],
-    ) -> int:
-        caller = next(self._callers)
+    def _wait(self, caller: int, action: str, timeout_s: float, reply: Reply) -> None:
         self._replies[caller] = reply
-        self._deadlines[caller] = self.process.world.now + timeout_s
         self._invariants.waits.begin((self, caller), self.process, action, timeout_s)
-        self.process.after(timeout_s, self._expire, caller, action, timeout_s)
-        try:
-            self._carry_out(enter(caller))
-        except TorchFTError as error:
-            self._end(caller, error)
-        return caller
-
-    def _expire(self, caller: int, action: str, timeout_s: float) -> None:
-        if caller in self._replies:
-            self._end(caller, DeadlineExceeded(action, timeout_s, self.core.why(caller)))
-            self._carry_out(self.core.withdrawn(caller))
 
     def _end(self, caller: int, answer: WorkerAnswer) -> None:
         """Answer and forget."""
         self._invariants.waits.answered((self, caller), "a manager answers a worker")
-        del self._deadlines[caller]
         self._askers.pop(caller, None)
         round_ = self._rounds.pop(caller, 0)
         if answer is True:
-            self._invariants.identity.decided(self._group, round_, self.core.world_size)
+            size = self.core.group.world_size
+            self._invariants.identity.decided(self._group, round_, size)
         self._replies.pop(caller)(answer)
 
     # -- orders ----------------------------------------------------------------------------------
 
     def _carry_out(self, orders: Sequence[Order]) -> None:
         for order in orders:
-            if isinstance(order, AskLighthouse):
-                self._ask(order)
+            if isinstance(order, AskLink):
+                self.link.ask(order.question, order.timeout_s)
             elif isinstance(order, StopAsking):
                 self.link.withdraw(order.round)
             elif isinstance(order, LeaveLighthouse):
                 self._trace.record(self.process.name, f"leaves: {order.reason}")
-                if not order.between_steps:
-                    self._tell_workers("lost", self.link.replica_id, self.link.seen_quorum_id)
                 self.link.leave(order.reason, order.between_steps, order.ends)
             elif isinstance(order, AnswerWorker):
                 self._answer_worker(order)
@@ -188,48 +168,61 @@ class ManagerActor:
                 self._end(order.caller, order.should_commit)
             elif isinstance(order, RefuseWorker):
                 self._end(order.caller, order.error)
-            elif isinstance(order, AwaitOwner):
-                self.process.after(OWNER_SILENCE_S, self._look_at_owner, order)
+            elif isinstance(order, TellWorkers):
+                self._tell_workers(order)
+            elif isinstance(order, End):
+                self.process.after(KILL_NEWS_S, self._on_killed)
+        self._arm()
 
-    def _look_at_owner(self, order: AwaitOwner) -> None:
-        self._carry_out(self.core.owner_was_silent(order.group_rank, order.number))
+    def _arm(self) -> None:
+        """One timer, for whatever is over next; one that comes too early does no harm."""
+        deadline = self.core.next_deadline()
+        if self._armed_for <= deadline < math.inf:
+            return
+        if self._timer is not None:
+            self._timer.cancelled = True
+        self._timer, self._armed_for = None, deadline
+        if deadline < math.inf:
+            in_s = max(0.0, deadline - self.process.world.now)
+            self._timer = self.process.after(in_s, self._tick)
 
-    def _ask(self, order: AskLighthouse) -> None:
-        now = self.process.world.now
-        timeout_s = min(self._deadlines[each] for each in self.core.askers())
-        timeout_s -= now + ANSWER_MARGIN_S
-        self.link.ask(order, timeout_s)
+    def _tick(self) -> None:
+        self._armed_for = math.inf
+        self._carry_out(self.core.tick(self.process.world.now))
 
     def _told(self, round_: int, outcome: Outcome) -> None:
+        replica_id = self.link.replica_id
         if isinstance(outcome, Quorum):
-            self._invariants.progress.told(self.link.replica_id, outcome)
             self._formed = outcome
-            self._carry_out(self.core.quorum_formed(round_, outcome, self.link.replica_id))
-        else:
-            self._carry_out(self.core.quorum_failed(round_, outcome))
+            self._invariants.progress.told(replica_id, outcome)
+        self._carry_out(self.core.outcome(round_, outcome, replica_id, self.process.world.now))
 
     def _answer_worker(self, order: AnswerWorker) -> None:
-        request = order.request
-        self.hear_phase(request.group_rank, Phase.TRAINING, request.step)
         part = order.assignment
         assert self._formed is not None
-        self._invariants.agreement.assigned(self._job, self._formed, part, request.group_rank)
+        agreement = self._invariants.agreement
+        agreement.assigned(self._job, self._formed, part, order.request.group_rank)
         fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
         self._end(order.caller, Part(**fields, round=order.round))
 
+    def _tell_workers(self, order: TellWorkers) -> None:
+        news = order.news
+        if isinstance(news, OwnGroupLost):
+            news = Lost(self.link.replica_id, news.reason, self.link.seen_quorum_id)
+        for group_rank in order.group_ranks:
+            self._workers[group_rank][1](news)
+
     # -- news ------------------------------------------------------------------------------------
 
-    def _hear(self, kind: str, *what: object) -> None:
+    def _hear(self, kind: str, *what: Any) -> None:
+        """From the lighthouse."""
         if kind == "drain":
             self.drain("the lighthouse says so")
-            return
-        self._tell_workers(kind, *what)
-        if kind == "kill":
-            self.process.after(KILL_NEWS_S, self._on_killed)
-
-    def _tell_workers(self, kind: str, *what: object) -> None:
-        for tell in list(self._news.values()):
-            tell(kind, *what)
+        elif kind == "kill":
+            self._carry_out(self.core.kill("the lighthouse says so"))
+        elif kind == "lost":
+            replica_id, quorum_id = what
+            self._carry_out(self.core.tell(Lost(replica_id, "it is gone", quorum_id)))
 
 
 def _life(worker_id: str) -> int:

@@ -8,7 +8,7 @@ from torchft_svc.core.activity import Activity
 from torchft_svc.core.link_types import LinkConfig
 from torchft_svc.sim.lighthouse_actor import LighthouseActor
 from torchft_svc.sim.link_actor import LinkActor, LinkSite
-from torchft_svc.sim.manager_actor import ManagerActor, News, OnOutcome
+from torchft_svc.sim.manager_actor import ManagerActor, OnLinkNews, OnOutcome
 from torchft_svc.sim.offers import Fetched
 from torchft_svc.sim.scenario import Scenario
 from torchft_svc.sim.shared import Shared
@@ -92,7 +92,7 @@ class Site:
         )
 
         def link(
-            on_news: News, on_outcome: OnOutcome, activity: Callable[[], Activity | None]
+            on_news: OnLinkNews, on_outcome: OnOutcome, activity: Callable[[], Activity | None]
         ) -> LinkActor:
             listeners = (on_news, on_outcome, activity)
             return LinkActor(process, self._shared.network, site, config, *listeners)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchft_svc.core.manager import WorkerNews
 from torchft_svc.core.peers import LoseMember
 from torchft_svc.core.round import (
     AskDecision,
@@ -27,6 +28,7 @@ from torchft_svc.core.round import (
     Warn,
     WorkerRules,
 )
+from torchft_svc.core.session_messages import Drain, Kill, Lost
 from torchft_svc.core.step import Phase, StepMachine, StepState
 from torchft_svc.errors import (
     Drained,
@@ -79,7 +81,7 @@ class WorkerActor:
         self.puts_heals_off_until = 0.0  # `start_quorum(allow_heal=False)`
         self.loses_update: str | None = None  # the next one ends by an exception, or by what spoils
         self._num_commits_draining = 0
-        self.line = LineActor(process, home, group_rank, shared.network, self._hear)
+        self.line = LineActor(process, home, group_rank, shared.network, self._receive, self._cut)
         self._seat: Seat | None = None  # its process group
         self._step = _Step(epoch=0)
         self._actions: dict[type, Callable[[_Step, Any], None]] = {
@@ -330,17 +332,14 @@ class WorkerActor:
         self.round.drain(reason)
         self.line.ask_to_drain(reason)
 
-    def _hear(self, kind: str, *what: Any) -> None:
-        if kind == "lost":
-            replica_id, quorum_id = what
-            self._lose(self.round.peers.lost(replica_id, "it is gone", quorum_id))
-        elif kind == "cut":
-            self._lose(self.round.peers.cut())
-        elif kind == "drain":
-            self.round.drain("its manager says so")
-        elif kind == "kill":
+    def _receive(self, news: WorkerNews) -> None:
+        if isinstance(news, Lost):
+            self._lose(self.round.peers.lost(news.replica_id, news.reason, news.quorum_id))
+        elif isinstance(news, Drain):
+            self.round.drain(news.reason)
+        elif isinstance(news, Kill):
             self.process.kill()
-            self.home.worker_failed("it was told to")
+            self.home.worker_failed(news.reason)
 
     # -- the decision ----------------------------------------------------------------------------
 
@@ -431,6 +430,9 @@ class WorkerActor:
         if self._rules.tells_phases:
             state = self.machine.state
             self.line.tell_phase(phase or state.phase, state.step)
+
+    def _cut(self) -> None:
+        self._lose(self.round.peers.cut())
 
     def _lose(self, order: LoseMember | None) -> None:
         if order is not None:

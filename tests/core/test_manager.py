@@ -1,0 +1,221 @@
+"""Tests of a group's manager: until when calls wait, and which news its workers receive."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from support.core.barriers import QUORUM, request, vote
+
+from torchft_svc.core.activity import Activity
+from torchft_svc.core.group import Group
+from torchft_svc.core.group_orders import (
+    OWNER_SILENCE_S,
+    AnswerVote,
+    AnswerWorker,
+    LeaveLighthouse,
+    RefuseWorker,
+    StopAsking,
+)
+from torchft_svc.core.manager import (
+    ANSWER_MARGIN_S,
+    AskLink,
+    End,
+    GroupManager,
+    ManagerOver,
+    OwnGroupLost,
+    TellWorkers,
+)
+from torchft_svc.core.session_messages import Drain, Kill, Lost, NoQuorumYet
+from torchft_svc.core.step import Phase
+from torchft_svc.core.types import WorkerRequest
+from torchft_svc.errors import DeadlineExceeded, QuorumFailed, RequestRefused
+
+FAILED = QuorumFailed("nobody else is there")
+
+
+def manager(world_size: int = 1, attached: int = 0) -> GroupManager:
+    """At 100 s; the first ``attached`` workers have a stream."""
+    made = GroupManager(Group(world_size, first_round=7), 100.0)
+    for rank in range(attached):
+        assert made.attach(rank, f"w{rank}") == ()
+    return made
+
+
+def asks(rank: int, **fields: object) -> WorkerRequest:
+    return request(rank, worker_id=f"w{rank}", **fields)
+
+
+# -- calls ---------------------------------------------------------------------------------------
+
+
+def test_the_lighthouse_is_asked_within_the_first_deadline_of_those_that_ask() -> None:
+    made = manager(2)
+    assert made.ask(asks(0), 10.0, 100.0) == (0, ())
+    caller, orders = made.ask(asks(1), 60.0, 104.0)
+    (ask,) = orders
+    assert caller == 1
+    assert isinstance(ask, AskLink)
+    assert (ask.question.round, ask.timeout_s) == (7, pytest.approx(6.0 - ANSWER_MARGIN_S))
+    answers = made.outcome(7, QUORUM, "a", 105.0)
+    assert [type(each) for each in answers] == [AnswerWorker, AnswerWorker]
+    assert made.next_deadline() == math.inf
+    assert made.withdraw(caller, 106.0) == (), "it is answered"
+
+
+def test_a_call_ends_at_its_deadline_for_all_of_its_barrier() -> None:
+    made = manager(2)
+    made.ask(asks(0), 10.0, 100.0)
+    assert made.next_deadline() == 110.0
+    assert made.tick(109.9) == ()
+    (refusal,) = made.tick(110.0)
+    assert isinstance(refusal, RefuseWorker)
+    assert str(refusal.error) == str(
+        DeadlineExceeded("quorum", 10.0, "group rank 1 of 2 workers has not asked for a quorum")
+    )
+    assert made.next_deadline() == math.inf
+
+
+def test_a_vote_ends_at_its_deadline() -> None:
+    made = manager(2)
+    for rank in range(2):
+        made.ask(asks(rank), 10.0, 100.0)
+    made.outcome(7, QUORUM, "a", 101.0)
+    caller, orders = made.vote(vote(0, worker_id="w0"), 5.0, 102.0)
+    assert orders == ()
+    assert made.next_deadline() == 107.0
+    refusals = made.tick(107.0)
+    assert [each.caller for each in refusals if isinstance(each, RefuseWorker)] == [caller]
+    assert isinstance(refusals[0], RefuseWorker)
+    assert isinstance(refusals[0].error, DeadlineExceeded)
+
+
+def test_all_votes_are_answered_at_once() -> None:
+    made = manager(1)
+    made.ask(asks(0), 10.0, 100.0)
+    made.outcome(7, QUORUM, "a", 101.0)
+    assert made.vote(vote(0, worker_id="w0"), 5.0, 102.0) == (1, (AnswerVote(1, True),))
+
+
+def test_what_the_barriers_refuse_is_an_answer() -> None:
+    caller, orders = manager(1).ask(asks(5), 10.0, 100.0)
+    (refusal,) = orders
+    assert isinstance(refusal, RefuseWorker)
+    assert refusal.caller == caller
+    assert isinstance(refusal.error, RequestRefused)
+
+
+def test_who_gives_up_lets_the_lighthouse_be_told() -> None:
+    made = manager(1)
+    caller, _ = made.ask(asks(0), 10.0, 100.0)
+    assert made.withdraw(caller, 101.0) == (StopAsking(7),)
+    assert made.outcome(7, FAILED, "a", 102.0) == ()
+
+
+def test_an_error_of_the_lighthouse_reaches_every_worker() -> None:
+    made = manager(1)
+    caller, _ = made.ask(asks(0), 10.0, 100.0)
+    assert made.outcome(7, FAILED, "a", 101.0) == (RefuseWorker(caller, FAILED),)
+
+
+def test_the_successor_of_a_silent_worker_is_let_in_after_a_while() -> None:
+    made = manager(1)
+    made.ask(asks(0), 10.0, 100.0)
+    made.outcome(7, QUORUM, "a", 101.0)
+    _, orders = made.ask(request(0, worker_id="new"), 60.0, 102.0)
+    assert orders == ()
+    assert made.next_deadline() == 102.0 + OWNER_SILENCE_S
+    (ask,) = made.tick(102.0 + OWNER_SILENCE_S)
+    assert isinstance(ask, AskLink)
+    assert ask.question.new_incarnation
+
+
+# -- what workers do -----------------------------------------------------------------------------
+
+
+def test_only_attached_workers_tell_what_the_group_does() -> None:
+    made = manager(2, attached=1)
+    made.receive_phase(0, Phase.TRAINING, 3, 101.0)
+    made.receive_phase(1, Phase.VOTING, 3, 101.0)
+    assert made.activity() == Activity(Phase.TRAINING, 3, 101.0)
+
+
+def test_a_question_overtakes_the_phases_before_it_and_its_answer_is_training() -> None:
+    made = manager(1, attached=1)
+    made.ask(asks(0, step=4), 10.0, 100.0)
+    made.receive_phase(0, Phase.APPLYING, 3, 100.1)
+    assert made.activity() == Activity(Phase.QUORUM, 4, 100.0)
+    made.outcome(7, QUORUM, "a", 100.2)
+    assert made.activity() == Activity(Phase.TRAINING, 4, 100.2)
+
+
+def test_a_pause_of_the_process_lasts_no_time() -> None:
+    made = manager(1, attached=1)
+    made.receive_phase(0, Phase.TRAINING, 3, 100.0)
+    assert made.awake_now(160.0) == pytest.approx(100.0 + made.look_s)
+
+
+# -- news ----------------------------------------------------------------------------------------
+
+
+def test_news_go_to_those_that_are_attached() -> None:
+    loss = Lost("b:1", "killed", 9)
+    assert manager(2).tell(loss) == ()
+    assert manager(2, attached=2).tell(loss) == (TellWorkers((0, 1), loss),)
+
+
+def test_a_worker_that_is_gone_lets_the_group_leave_and_the_others_hear_of_it() -> None:
+    made = manager(2, attached=2)
+    tell, leave = made.detach(1, "w1", "it died", 101.0)
+    reason = "group rank 1 is gone: it died"
+    assert tell == TellWorkers((0,), OwnGroupLost(reason))
+    assert leave == LeaveLighthouse(reason)
+
+
+def test_an_order_to_end_reaches_workers_that_attach_later_until_all_are_gone() -> None:
+    made = manager(2, attached=1)
+    assert made.drain("SIGTERM", 101.0) == (TellWorkers((0,), Drain("SIGTERM")),)
+    assert made.attach(1, "w1") == (TellWorkers((1,), Drain("SIGTERM")),)
+    made.detach(0, "w0", "it has shut down", 102.0, ends=True)
+    made.detach(1, "w1", "it has shut down", 102.0, ends=True)
+    assert made.attach(0, "next") == ()
+
+
+def test_a_group_that_is_killed_ends_once_and_says_why_it_leaves() -> None:
+    made = manager(1, attached=1)
+    assert made.kill("by hand") == (TellWorkers((0,), Kill("by hand")), End())
+    assert made.kill("again") == (TellWorkers((0,), Kill("again")),)
+    assert made.kill_reason == "killed: by hand"
+    orders = made.detach(0, "w0", "it died", 101.0)
+    assert orders == (LeaveLighthouse("killed: by hand", ends=True),)
+    assert made.attach(0, "w1") == (TellWorkers((0,), Kill("again")),), "it has to end as well"
+
+
+def test_a_manager_that_ends_says_whether_its_owner_meant_to() -> None:
+    made = manager(2, attached=2)
+    over = "the process of group rank 0, which had started it,"
+    assert made.over() == (TellWorkers((0, 1), ManagerOver(f"{over} stops or is dead")),)
+    assert made.is_over
+    made.detach(0, "w0", "it has shut down", 101.0, ends=True)
+    assert made.over() == (TellWorkers((1,), ManagerOver(f"{over} has shut down")),)
+
+
+def test_the_first_worker_that_waits_is_told_what_for() -> None:
+    made = manager(2, attached=2)
+    assert made.tell_why("late", 101.0) == (), "nobody asks"
+    made.ask(asks(1), 60.0, 100.0)
+    made.look_s = math.inf
+    assert made.tell_why("", 100.4) == ()
+    times = [100.0 + 0.4 * each for each in range(1, 6)]
+    told = [made.tell_why("", at) for at in times][-1]
+    missing = "group rank 0 of 2 workers has not asked for a quorum"
+    assert told == (TellWorkers((1,), NoQuorumYet(missing)),)
+    made.ask(asks(0), 60.0, 102.1)
+    assert made.tell_why("b is slow", 102.2) == (TellWorkers((0,), NoQuorumYet("b is slow")),)
+
+
+def test_a_refused_attachment_changes_nothing() -> None:
+    made = manager(1)
+    with pytest.raises(RequestRefused):
+        made.attach(1, "w1")
+    assert made.tell(Kill("x")) == ()

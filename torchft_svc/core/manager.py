@@ -1,0 +1,330 @@
+"""Decides what a group's manager tells its workers: answers to their calls, and news (rule M7).
+
+The barriers are `Group`'s. Here is what stands around them: until when a call waits, what each
+worker is doing, and which news its workers receive. Inputs carry ``now`` (monotonic seconds) and
+return orders; one timer, for `GroupManager.next_deadline`, calls `GroupManager.tick`.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torchft_svc.core import group_orders
+from torchft_svc.core.activity import Activity, WorkerActivities
+from torchft_svc.core.group import Group
+from torchft_svc.core.group_orders import (
+    OWNER_SILENCE_S,
+    AnswerVote,
+    AnswerWorker,
+    AskLighthouse,
+    AwaitOwner,
+    LeaveLighthouse,
+    RefuseWorker,
+    StopAsking,
+)
+from torchft_svc.core.pausable_clock import MAX_LOOK_S, PausableClock
+from torchft_svc.core.session_messages import Drain, Kill, Lost, NewcomerWaits, NoQuorumYet
+from torchft_svc.core.step import Phase
+from torchft_svc.core.types import Quorum, Vote, WorkerRequest
+from torchft_svc.errors import DeadlineExceeded, TorchFTError
+
+# The lighthouse's answer, or its reason, must still reach the workers within their own deadlines.
+ANSWER_MARGIN_S = 0.05
+# Groups wait for one another in every step; who waits for longer than this is told what for.
+TELL_WHY_AFTER_S = 2.0
+
+
+# -- news, besides what the lighthouse tells -------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OwnGroupLost:
+    """This group leaves its last quorum, because of ``reason``.
+
+    The lighthouse tells the other groups. Those that hang let the workers that are left here wait
+    for their sums, and NCCL does so in any case.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerOver:
+    """The manager ends, and no other will come."""
+
+    reason: str
+
+
+WorkerNews = Lost | NewcomerWaits | NoQuorumYet | Kill | Drain | OwnGroupLost | ManagerOver
+
+
+# -- orders ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TellWorkers:
+    """Send ``news`` to the attached workers with these group ranks."""
+
+    group_ranks: tuple[int, ...]
+    news: WorkerNews
+
+
+@dataclass(frozen=True, slots=True)
+class AskLink:
+    """Ask the lighthouse ``question``, within ``timeout_s``; then `GroupManager.outcome`."""
+
+    question: AskLighthouse
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """When the workers have been sent their last news, end the group."""
+
+
+Order = (
+    TellWorkers
+    | AskLink
+    | StopAsking
+    | LeaveLighthouse
+    | AnswerWorker
+    | AnswerVote
+    | RefuseWorker
+    | End
+)
+Orders = tuple[Order, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a worker that waits; ``asking_rank``: who waits for a quorum by it."""
+
+    action: str
+    timeout_s: float
+    deadline: float
+    asking_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Silence:
+    """When the owner of a group rank counts as dead, unless it shows itself."""
+
+    until: float
+    order: AwaitOwner
+
+
+class GroupManager:
+    """A group's manager, as its workers see it; ``group`` is to be changed by this alone.
+
+    ``look_s``: `tick` comes at least as often, and a longer time without it is a pause of this
+    process, in which nobody was silent (infinite: there are no pauses).
+    """
+
+    def __init__(self, group: Group, now: float, look_s: float = MAX_LOOK_S) -> None:
+        self.group = group
+        self.is_over = False  # this manager ends, and so do its workers' streams
+        self.kill_reason: str | None = None  # this group ends because of it
+        self.look_s = look_s
+        self._clock = PausableClock(look_s, now)  # of the activities and questions
+        self._activities = WorkerActivities()
+        self._callers = itertools.count()
+        self._calls: dict[int, _Call] = {}
+        self._silences: collections.deque[_Silence] = collections.deque()
+        self._attached: set[int] = set()
+        self._num_asking: collections.Counter[int] = collections.Counter()  # by group rank
+        self._asked_at = 0.0  # since when some worker waits for a quorum, if one does
+        self._last_command: WorkerNews | None = None
+        self._leader_ends = False  # group rank 0 has ended on purpose
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def ask(self, request: WorkerRequest, timeout_s: float, now: float) -> tuple[int, Orders]:
+        """A worker asks for the quorum: the number of its call, and what follows."""
+        rank, asking_rank = request.group_rank, None
+        if self.group.belongs_to(rank, request.worker_id):
+            at = self._clock.now(now)
+            if not self._num_asking:
+                self._asked_at = at
+            if rank in self._attached:  # others do not tell when it is over
+                self._activities.asks(rank, request.step, at)
+            self._num_asking[rank] += 1
+            asking_rank = rank
+        caller = next(self._callers)
+        self._calls[caller] = _Call("quorum", timeout_s, now + timeout_s, asking_rank)
+        try:
+            orders: Sequence[group_orders.Order] = self.group.quorum_requested(request, caller)
+        except TorchFTError as error:
+            orders = (RefuseWorker(caller, error),)
+        return caller, self._follow(orders, now)
+
+    def vote(self, vote: Vote, timeout_s: float, now: float) -> tuple[int, Orders]:
+        """A worker votes: the number of its call, and what follows."""
+        caller = next(self._callers)
+        self._calls[caller] = _Call("commit vote", timeout_s, now + timeout_s)
+        try:
+            orders: Sequence[group_orders.Order] = self.group.voted(vote, caller)
+        except TorchFTError as error:
+            orders = (RefuseWorker(caller, error),)
+        return caller, self._follow(orders, now)
+
+    def withdraw(self, caller: int, now: float) -> Orders:
+        """The worker gave up waiting, or its connection ended; nothing, if it was answered."""
+        if not self._ends(caller):
+            return ()
+        return self._follow(self.group.withdrawn(caller), now)
+
+    def outcome(
+        self, round_: int, outcome: Quorum | TorchFTError, replica_id: str, now: float
+    ) -> Orders:
+        """The lighthouse has answered the question of ``round_``, in which the group has this id,
+        or there is no answer."""
+        if isinstance(outcome, Quorum):
+            return self._follow(self.group.quorum_formed(round_, outcome, replica_id), now)
+        return self._follow(self.group.quorum_failed(round_, outcome), now)
+
+    def _ends(self, caller: int) -> bool:
+        """Whether the call was still waiting."""
+        call = self._calls.pop(caller, None)
+        rank = call.asking_rank if call else None
+        if rank is not None:
+            self._num_asking[rank] -= 1
+            if not self._num_asking[rank]:
+                del self._num_asking[rank]
+        return call is not None
+
+    # -- workers ---------------------------------------------------------------------------------
+
+    def attach(self, group_rank: int, worker_id: str) -> Orders:
+        """A worker has opened its stream, over which it receives news from now on.
+
+        Raises:
+            RequestRefused: the rank does not exist, or belongs to another worker.
+        """
+        self.group.attached(group_rank, worker_id)
+        self._attached.add(group_rank)
+        if self._last_command is None:
+            return ()
+        return (TellWorkers((group_rank,), self._last_command),)
+
+    def detach(
+        self, group_rank: int, worker_id: str, reason: str, now: float, *, ends: bool = False
+    ) -> Orders:
+        """The worker's stream has ended, and it has no other one. ``ends``: its program ends on
+        purpose."""
+        self._attached.discard(group_rank)
+        self._activities.gone(group_rank)
+        if group_rank == 0:
+            self._leader_ends = ends
+        if not self._attached and self.kill_reason is None:
+            self._last_command = None  # whoever comes after those that were told begins anew
+        return self._follow(self.group.detached(group_rank, worker_id, reason, ends=ends), now)
+
+    def receive_phase(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
+        """An attached worker does something else now."""
+        is_overtaken = group_rank in self._num_asking  # by the question, whose answer comes first
+        if not is_overtaken:
+            self._note(group_rank, phase, step, now)
+
+    def _note(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
+        """Only of attached workers: others do not tell when it is over."""
+        if group_rank in self._attached:
+            self._activities.reported(group_rank, phase, step, self._clock.now(now))
+
+    def activity(self) -> Activity | None:
+        """What the group does (None: its workers do not tell), on the clock of `awake_now`."""
+        return self._activities.slowest()
+
+    def awake_now(self, now: float) -> float:
+        """``now``, less the pauses of this process."""
+        return self._clock.now(now)
+
+    # -- news ------------------------------------------------------------------------------------
+
+    def tell(self, news: WorkerNews) -> Orders:
+        """Every attached worker is told."""
+        return (TellWorkers(tuple(sorted(self._attached)), news),) if self._attached else ()
+
+    def kill(self, reason: str) -> Orders:
+        """The group has to end at once: every worker is told, also one that attaches later."""
+        self._last_command = Kill(reason)
+        is_first = self.kill_reason is None
+        self.kill_reason = self.kill_reason or f"killed: {reason}"
+        return (*self.tell(Kill(reason)), *([End()] if is_first else []))
+
+    def drain(self, reason: str, now: float) -> Orders:
+        """The group has to finish its step and end: every worker is told, also one that attaches
+        later."""
+        self._last_command = Drain(reason)
+        told = self.tell(Drain(reason))
+        return (*told, *self._follow(self.group.drain(reason), now))
+
+    def over(self) -> Orders:
+        """This manager ends, and there will be no other: nobody need look for one."""
+        self.is_over = True
+        how = "has shut down" if self._leader_ends else "stops or is dead"
+        reason = f"the process of group rank 0, which had started it, {how}"
+        return self.tell(ManagerOver(reason))
+
+    # -- time ------------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float:
+        """When `tick` has to be called; infinite: not because of anything that waits."""
+        calls = (call.deadline for call in self._calls.values())
+        silences = (silence.until for silence in self._silences)
+        return min(itertools.chain(calls, silences), default=math.inf)
+
+    def tick(self, now: float) -> Orders:
+        """What is over by ``now``."""
+        orders: list[Order] = []
+        expired = [who for who, call in self._calls.items() if call.deadline <= now]
+        for caller in expired:
+            call = self._calls.get(caller)
+            if call is None:  # answered by what came before
+                continue
+            late = DeadlineExceeded(call.action, call.timeout_s, self.group.why(caller))
+            self._ends(caller)
+            orders.append(RefuseWorker(caller, late))
+            orders += self._follow(self.group.withdrawn(caller), now)
+        while self._silences and self._silences[0].until <= now:
+            silence = self._silences.popleft()
+            rank, number = silence.order.group_rank, silence.order.number
+            orders += self._follow(self.group.owner_was_silent(rank, number), now)
+        return tuple(orders)
+
+    def tell_why(self, lighthouse_says: str, now: float) -> Orders:
+        """After `look_s`, to one worker of the group: it would be the same line in each log."""
+        first = min(self._num_asking.keys() & self._attached, default=None)
+        if self._clock.now(now) - self._asked_at < TELL_WHY_AFTER_S or first is None:
+            return ()
+        reason = lighthouse_says if self.group.is_asking else self.group.why()
+        return (TellWorkers((first,), NoQuorumYet(reason)),)
+
+    def _follow(self, orders: Sequence[group_orders.Order], now: float) -> Orders:
+        """``orders`` of the group, completed."""
+        completed: list[Order] = []
+        for order in orders:
+            if isinstance(order, AskLighthouse):
+                deadline = min(self._calls[caller].deadline for caller in self.group.askers())
+                completed.append(AskLink(order, deadline - now - ANSWER_MARGIN_S))
+            elif isinstance(order, AwaitOwner):
+                self._silences.append(_Silence(now + OWNER_SILENCE_S, order))
+            elif isinstance(order, LeaveLighthouse):
+                if not order.between_steps:
+                    completed += self.tell(OwnGroupLost(order.reason))
+                if self.kill_reason is not None:  # of which the worker that is gone has died
+                    order = replace(order, reason=self.kill_reason, ends=True)
+                completed.append(order)
+            elif not isinstance(order, (AnswerWorker, AnswerVote, RefuseWorker)):
+                completed.append(order)
+            elif self._ends(order.caller):
+                if isinstance(order, AnswerWorker):
+                    # Noted here, because a worker that takes the interpreter's lock and keeps it
+                    # tells nothing.
+                    request = order.request
+                    self._note(request.group_rank, Phase.TRAINING, request.step, now)
+                completed.append(order)
+        return tuple(completed)
