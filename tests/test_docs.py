@@ -24,7 +24,7 @@ TREES = ("torchft_svc", "tests", "demo", "chaos", "benchmarks", "examples", "doc
 # What was called so is called by its term of the glossary now.
 SYNONYMS = [
     *["deeds?", "crews?", "fellows?", "lookout", "nursery", "graveyard", "strays?", "residents"],
-    *["whereabouts", "outlook", "keeper"],
+    *["whereabouts", "outlook", "keeper", "books"],
 ]
 # What only the benchmarks read, and what stands for several.
 OTHER_SETTINGS = {"TORCHFT_PEER_PYTHON", "TORCHFT_TLS"}

@@ -1,6 +1,6 @@
 """What workers and groups are doing, since when, and which of them have hung (rule Q17).
 
-``now`` and ``since`` are monotonic seconds of whoever keeps these books.
+``now`` and ``since`` are monotonic seconds on the clock of the caller.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A world of replica groups around one lighthouse, which follow the protocol, die, hang and return.
 
-The world keeps its own books from what it did and what it was told, and checks every order against
+The world keeps its own ledger from what it did and what it was told, and checks every order against
 them as it arrives: I1, I2, I4 and that nobody is answered twice (I5).
 """
 
@@ -69,7 +69,7 @@ class Group:
 
 
 @dataclass
-class JobBooks:
+class JobLedger:
     """What has been published for one job; the last quorum is what this lighthouse knows of it."""
 
     last_id: int = 0
@@ -91,7 +91,7 @@ class World:
     house: Lighthouse = field(init=False)
     groups: dict[tuple[str, str], Group] = field(default_factory=dict)
     seen_at: dict[tuple[str, str], int] = field(default_factory=dict)
-    books: dict[str, JobBooks] = field(default_factory=dict)
+    ledger: dict[str, JobLedger] = field(default_factory=dict)
     greeted: set[tuple[str, str]] = field(default_factory=set)  # have a session
     callers: int = 0
     asked_by: dict[int, Group] = field(default_factory=dict)  # callers not yet told
@@ -118,12 +118,12 @@ class World:
         if key in self.greeted:
             return
         self.greeted.add(key)
-        books = self.books.setdefault(group.job, JobBooks())
+        ledger = self.ledger.setdefault(group.job, JobLedger())
         if group.last.quorum_id:
-            books.took_part.add(group.replica_id)
-            if not books.has_published:
-                books.is_finished &= group.last <= books.last
-                books.last = max(books.last, group.last)
+            ledger.took_part.add(group.replica_id)
+            if not ledger.has_published:
+                ledger.is_finished &= group.last <= ledger.last
+                ledger.last = max(ledger.last, group.last)
         self.live(group)
         self.carry_out(self.house.opened(group.job, group.replica_id, group.last, self.now))
 
@@ -141,10 +141,10 @@ class World:
         group.quorum, group.asked = None, group.request(shrink_only)
         waits = Activity(Phase.QUORUM, group.asked.step, self.now)
         self.beats[group.job, group.replica_id] = waits
-        books = self.books.setdefault(group.job, JobBooks())
-        books.evicted.discard(group.replica_id)
+        ledger = self.ledger.setdefault(group.job, JobLedger())
+        ledger.evicted.discard(group.replica_id)
         if group.asked.has_history:
-            books.took_part.add(group.replica_id)
+            ledger.took_part.add(group.replica_id)
         self.live(group)
         orders = self.house.request(group.job, group.asked, self.callers, self.now)
         if replaced is not None:
@@ -181,7 +181,7 @@ class World:
         del self.groups[job, replica_id]
         if noticed:
             if ends and (job, replica_id) in self.seen_at:
-                self.books.setdefault(job, JobBooks()).remaining.discard(replica_id)
+                self.ledger.setdefault(job, JobLedger()).remaining.discard(replica_id)
             orders = self.house.leave(job, replica_id, "its session ended", self.now, ends=ends)
             self.carry_out(orders)
 
@@ -199,7 +199,7 @@ class World:
 
         Whoever died unnoticed still asks.
         """
-        books = self.books.get(job, JobBooks())
+        ledger = self.ledger.get(job, JobLedger())
         callers = set(self.house._jobs[job].members._replica_of) if job in self.house._jobs else ()
         asking = [self.asked_by[caller] for caller in callers]
         why = self.house.why(job, self.now)
@@ -209,31 +209,31 @@ class World:
             return
         policy = self.config.on_step_regression
         assert policy != "warn", "nothing is held back"
-        newest = [each for each in asking if each.step >= books.last.max_step]
+        newest = [each for each in asking if each.step >= ledger.last.max_step]
         shrinks = any(each.asked and each.asked.shrink_only for each in asking)
         assert asking, "nobody asks"
         assert "alive, but has not asked" not in why, "the newer state may come"
         assert not newest or shrinks, "the newer state is here"
-        books.loss_accepted = True
+        ledger.loss_accepted = True
         self.carry_out(orders)
 
     def restart_lighthouse(self) -> None:
         """Everything is forgotten, every call is broken; its ids begin above any before."""
-        first_id = max((books.last_id for books in self.books.values()), default=0)
+        first_id = max((ledger.last_id for ledger in self.ledger.values()), default=0)
         self.house = Lighthouse(self.config, first_id)
         self.seen_at.clear()
         self.greeted.clear()
         self.hangs_told.clear()
         self.left_healing.clear()
-        for books in self.books.values():
-            books.last = NO_QUORUM
-            books.has_published = False
-            books.remaining.clear()
-            books.is_finished = False
-            books.loss_accepted = False
-            books.took_part.clear()
-            books.announced.clear()
-            books.evicted.clear()
+        for ledger in self.ledger.values():
+            ledger.last = NO_QUORUM
+            ledger.has_published = False
+            ledger.remaining.clear()
+            ledger.is_finished = False
+            ledger.loss_accepted = False
+            ledger.took_part.clear()
+            ledger.announced.clear()
+            ledger.evicted.clear()
         self.asked_by.clear()
         for group in self.groups.values():
             group.caller = group.asked = None
@@ -281,12 +281,12 @@ class World:
             assert self.now - seen_at >= self.config.heartbeat_timeout_s, "rule Q8"
         self.hangs_told.pop((order.job, order.replica_id), None)  # if it comes back, it is news
         self.left_healing.discard((order.job, order.replica_id))
-        books = self.books.get(order.job, JobBooks())
-        books.took_part.discard(order.replica_id)
-        books.announced.discard(order.replica_id)
-        books.evicted.discard(order.replica_id)
+        ledger = self.ledger.get(order.job, JobLedger())
+        ledger.took_part.discard(order.replica_id)
+        ledger.announced.discard(order.replica_id)
+        ledger.evicted.discard(order.replica_id)
         if not self.living(order.job):
-            books.is_finished |= books.last_id > 0 and not books.remaining
+            ledger.is_finished |= ledger.last_id > 0 and not ledger.remaining
 
     def hang(self, order: ReportHang) -> None:
         told = self.hangs_told.setdefault((order.job, order.replica_id), set())
@@ -300,18 +300,18 @@ class World:
     def evict(self, order: ReportEviction) -> None:
         """It hangs, and a member of the same quorum has said last that it asks, or waits."""
         assert self.config.on_hang == "evict"
-        assert order.quorum_id == self.books[order.job].last.quorum_id
+        assert order.quorum_id == self.ledger[order.job].last.quorum_id
         doing = self.beats[order.job, order.replica_id]
         assert doing.phase is Phase.TRAINING
         assert self.now - doing.since >= (self.config.hang_timeout_s or math.inf)
-        books = self.books[order.job]
-        assert order.replica_id not in books.evicted, "told once"
+        ledger = self.ledger[order.job]
+        assert order.replica_id not in ledger.evicted, "told once"
         before, living = self.members_before(order.job), self.living(order.job)
         assert order.replica_id in before & living
         said = {each: self.beats.get((order.job, each)) for each in before & living}
         waiting = {each for each, doing in said.items() if doing and doing.phase is Phase.QUORUM}
-        assert waiting - books.evicted, "nobody waits for it"
-        books.evicted.add(order.replica_id)
+        assert waiting - ledger.evicted, "nobody waits for it"
+        ledger.evicted.add(order.replica_id)
 
     def leave_healing(self, order: ReportLeftHealing) -> None:
         """Told once, of a living group that was waited for in vain."""
@@ -321,19 +321,19 @@ class World:
 
     def members_before(self, job: str) -> set[str]:
         """Of the last quorum: published here, or told by those who were in it elsewhere."""
-        books = self.books[job]
-        if books.has_published:
-            return {key for key, _, _ in books.lists[books.last_id]}
-        newest = books.last.quorum_id
+        ledger = self.ledger[job]
+        if ledger.has_published:
+            return {key for key, _, _ in ledger.lists[ledger.last_id]}
+        newest = ledger.last.quorum_id
         groups = [group for group in self.groups.values() if group.job == job]
         return {each.replica_id for each in groups if each.last.quorum_id == newest > 0}
 
     def announce(self, order: ReportWaiting) -> None:
-        books = self.books[order.job]  # there is a quorum to be told
-        assert order.replica_id not in {key for key, _, _ in books.lists[books.last_id]}
-        assert order.replica_id not in books.announced, "told once"
+        ledger = self.ledger[order.job]  # there is a quorum to be told
+        assert order.replica_id not in {key for key, _, _ in ledger.lists[ledger.last_id]}
+        assert order.replica_id not in ledger.announced, "told once"
         assert order.replica_id in {each.replica_id for each in self.asked_by.values()}
-        books.announced.add(order.replica_id)
+        ledger.announced.add(order.replica_id)
 
     def refuse(self, order: RefuseRequest) -> None:
         asker = self.asked_by.pop(order.caller)  # fails if the caller has been told before
@@ -347,15 +347,15 @@ class World:
 
     def publish(self, order: AnswerQuorum) -> None:
         self.num_quorums += 1
-        books = self.books.setdefault(order.job, JobBooks())
-        if books.evicted:  # nobody begins a second history while they hang
+        ledger = self.ledger.setdefault(order.job, JobLedger())
+        if ledger.evicted:  # nobody begins a second history while they hang
             goes_on = {each.replica_id for each in order.quorum.participants}
             assert goes_on & self.members_before(order.job)
-            assert order.quorum.quorum_id > books.last_id, "they were told that the last is over"
-            books.evicted.clear()
-        self.check_doubts(order, books)
-        self.check_i1_ids(order, books)
-        self.check_i4_progress(order, books)
+            assert order.quorum.quorum_id > ledger.last_id, "they were told that the last is over"
+            ledger.evicted.clear()
+        self.check_doubts(order, ledger)
+        self.check_i1_ids(order, ledger)
+        self.check_i4_progress(order, ledger)
         assert len(set(order.callers)) == len(order.callers) == len(order.quorum.participants)
         living = self.living(order.job)
         for caller, each in zip(order.callers, order.quorum.participants, strict=True):
@@ -373,24 +373,24 @@ class World:
             group.last = LastQuorum(order.quorum.quorum_id, order.quorum.max_step)
         check_i2_agreement(order.quorum)
 
-    def check_i1_ids(self, order: AnswerQuorum, books: JobBooks) -> None:
+    def check_i1_ids(self, order: AnswerQuorum, ledger: JobLedger) -> None:
         """Ids grow when the list changes or a commit failed, and name one list only."""
         quorum_id = order.quorum.quorum_id
         places = [each.place for each in order.quorum.participants]
         failed = any(each.commit_failures for each in order.quorum.participants)
-        is_same = books.lists.get(books.last_id) == places and not failed
-        assert quorum_id >= books.last_id
+        is_same = ledger.lists.get(ledger.last_id) == places and not failed
+        assert quorum_id >= ledger.last_id
         if not is_same:
-            assert quorum_id > books.last_id, "I1"
-        assert books.lists.setdefault(quorum_id, places) == places, "I1"
-        books.last_id = quorum_id
-        books.announced.clear()
+            assert quorum_id > ledger.last_id, "I1"
+        assert ledger.lists.setdefault(quorum_id, places) == places, "I1"
+        ledger.last_id = quorum_id
+        ledger.announced.clear()
 
-    def check_doubts(self, order: AnswerQuorum, books: JobBooks) -> None:
+    def check_doubts(self, order: AnswerQuorum, ledger: JobLedger) -> None:
         """Who is not believed is more than a step ahead, and a living member does not say so; and
         a lighthouse that has published believes nobody else who is, but from elsewhere."""
         before = self.members_before(order.job) & self.living(order.job)
-        limit = books.last.max_step + 1
+        limit = ledger.last.max_step + 1
         tells = {
             each.replica_id: each.doubted_step or each.step for each in order.quorum.participants
         }
@@ -402,32 +402,32 @@ class World:
             if each.doubted_step:
                 assert each.doubted_step > limit
                 assert witnesses
-            elif each.step > limit and books.has_published and witnesses:
+            elif each.step > limit and ledger.has_published and witnesses:
                 group = self.groups.get((order.job, each.replica_id))
-                assert group is None or group.seen_quorum_id > books.last.quorum_id
+                assert group is None or group.seen_quorum_id > ledger.last.quorum_id
 
-    def check_i4_progress(self, order: AnswerQuorum, books: JobBooks) -> None:
+    def check_i4_progress(self, order: AnswerQuorum, ledger: JobLedger) -> None:
         """The committed step never goes back, unless the policy accepts it and the loss is told."""
         max_step, living = order.quorum.max_step, self.living(order.job)
         askers = [each for each in self.asked_by.values() if each.job == order.job]
         if not any(each.min_replicas for each in askers):
             assert len(order.callers) >= self.config.min_replicas
         assert len(order.callers) >= max(each.min_replicas for each in order.quorum.participants)
-        if max_step < books.last.max_step:
-            assert order.lost_from == books.last.max_step, "I4: a loss is told"
-            policy = "warn" if books.loss_accepted else self.config.on_step_regression
-            assert policy != "hold" or books.is_finished, "I4"
+        if max_step < ledger.last.max_step:
+            assert order.lost_from == ledger.last.max_step, "I4: a loss is told"
+            policy = "warn" if ledger.loss_accepted else self.config.on_step_regression
+            assert policy != "hold" or ledger.is_finished, "I4"
             if policy != "warn":
-                assert not books.took_part & living, "I4: a group of the job is alive"
-            assert order.begins_anew == books.is_finished
+                assert not ledger.took_part & living, "I4: a group of the job is alive"
+            assert order.begins_anew == ledger.is_finished
         else:
             assert order.lost_from is None
             assert not order.begins_anew
-        books.last, books.has_published = LastQuorum(order.quorum.quorum_id, max_step), True
-        books.loss_accepted = books.is_finished = False
-        books.remaining = {each.replica_id for each in order.quorum.participants}
-        books.took_part &= living
-        books.took_part |= {each.replica_id for each in order.quorum.participants}
+        ledger.last, ledger.has_published = LastQuorum(order.quorum.quorum_id, max_step), True
+        ledger.loss_accepted = ledger.is_finished = False
+        ledger.remaining = {each.replica_id for each in order.quorum.participants}
+        ledger.took_part &= living
+        ledger.took_part |= {each.replica_id for each in order.quorum.participants}
 
 
 def check_i2_agreement(quorum: Quorum) -> None:
