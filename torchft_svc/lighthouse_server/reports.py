@@ -32,12 +32,14 @@ class Reports:
     def write(self, report: Report) -> None:
         """One line."""
         if isinstance(report, ReportLoss):
-            how, level = ("left", logging.INFO) if report.is_orderly else ("lost", logging.WARNING)
-            told = (how, report.job, report.replica_id, report.reason)
-            log.log(level, "group %s job=%s replica=%s: %s", *told)
+            whose = report.job, report.replica_id, report.reason
+            if report.is_orderly:  # texts of their own: the limit of lines goes by the text
+                log.info("group left job=%s replica=%s: %s", *whose)
+            else:
+                log.warning("group lost job=%s replica=%s: %s", *whose)
         elif isinstance(report, ReportEviction):
-            told = ("left out", report.job, report.replica_id, report.reason)
-            log.warning("group %s job=%s replica=%s: %s", *told)
+            whose = report.job, report.replica_id, report.reason
+            log.warning("group left out job=%s replica=%s: %s", *whose)
         elif isinstance(report, ReportHang):
             log.warning(
                 "group hangs job=%s replica=%s phase=%s step=%d for %.1f s",
