@@ -515,8 +515,11 @@ class Lighthouse:
         else:
             self._wake(state.members.next_death())
             self._wake(state.hangs.look_at())
-            for at in (look, state.members.gathers_until or 0.0):
-                self._wake(at if now < at < math.inf else None)
+            if now < look < math.inf:
+                self._wake(look)
+            gathers_until = state.members.gathers_until
+            if gathers_until is not None and now < gathers_until:
+                self._wake(gathers_until)
         return tuple(orders)
 
     def _decide(self, job: str, state: _Job, orders: list[Order], now: float) -> Formed | Waiting:

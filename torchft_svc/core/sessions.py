@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -70,8 +69,6 @@ REPORT_PAUSE_AFTER_S = 2.0
 # Telling ten thousand groups takes longer than the others may be kept waiting: who is not told in
 # one look is told in the next.
 MAX_TOLD_PER_LOOK = 1000
-# What changes all the time is no other reason.
-_FOR_HOW_LONG = re.compile(r" since \d+ s\b")
 
 
 def first_quorum_id(wall_s: float, remainder: int) -> int:
@@ -452,11 +449,11 @@ class LighthouseSessions:
     def _look_at_pause(self, job: str, pause: _Pause, at: float) -> list[Order]:
         """Say why a job stands still, in the log and to who waits, when that has changed."""
         orders: list[Order] = []
-        why = self.lighthouse.why(job, at)
-        reason = _FOR_HOW_LONG.sub("", why)
+        why = self.lighthouse.pause(job, at)
+        reason = why.sentence(with_durations=False)  # what changes all the time is no other one
         if reason != pause.reported:
             pause.reported = reason
-            orders.append(ReportPause(job, at - pause.since, why))
+            orders.append(ReportPause(job, at - pause.since, why.sentence()))
         untold = (caller for caller, told in pause.waiting.items() if told != reason)
         callers = list(islice(untold, MAX_TOLD_PER_LOOK))
         pause.waiting.update(dict.fromkeys(callers, reason))
