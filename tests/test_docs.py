@@ -207,3 +207,11 @@ def test_no_synonym_of_a_term_is_used() -> None:
     ]
     assert not found
     assert not [path for path in texts if pattern.search(path.name)]
+
+
+def test_the_functions_that_contributing_names_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    code = "\n".join(sources("torchft_svc", "tests").values())
+    named = [name for name in quoted(text) if re.fullmatch(r"\w+\(\)", name)]
+    assert len(named) > 5
+    assert not [name for name in named if f"def {name[:-2]}(" not in code]
