@@ -302,9 +302,9 @@ class _Welcomed(Listeners):
 
     welcomed: threading.Event = field(default_factory=threading.Event)
 
-    def hear(self, news: pb.AttachNews) -> None:
+    def receive(self, news: pb.AttachNews) -> None:
         self.welcomed.set()
-        super().hear(news)
+        super().receive(news)
 
 
 def attach(client: ManagerClient, group_rank: int, **wanted: Callable[..., None]) -> None:

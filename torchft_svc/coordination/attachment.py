@@ -1,4 +1,4 @@
-"""A worker's open line to its manager: it proves the worker's life, and brings news."""
+"""A worker's open stream to its manager, which proves that it lives, and brings news."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ JOIN_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listeners:
-    """Who hears which news; called on the thread that reads them, so none may wait for long.
+    """Who receives which news; called on the thread that reads them: none may wait for long.
 
     ``on_loss``: a member of the last quorum is dead or has left (replica id, reason, id of that
     quorum). ``on_kill``: this worker has to end at once, ``on_drain``: when its step is finished
     (the reason). ``on_waiting``: a group waits to join the last quorum (replica id).
     ``on_no_quorum``: this worker has asked for a quorum and waits, because of that (empty: not
     known); called again and again, and of all workers of a group that wait only for the first.
-    ``on_over``: the manager ends, and there will be no other (the reason). ``on_cut``: the line has
-    ended, so that the group is out of its quorum: its manager is gone, or takes this worker for
+    ``on_over``: the manager ends, and there will be no other (the reason). ``on_cut``: the stream
+    has ended, so that the group is out of its quorum: its manager is gone, or takes this worker for
     gone.
     """
 
@@ -45,7 +45,7 @@ class Listeners:
     on_over: Callable[[str], None] = lambda reason: None
     on_cut: Callable[[], None] = lambda: None
 
-    def hear(self, news: pb.AttachNews) -> None:
+    def receive(self, news: pb.AttachNews) -> None:
         fit_for_logs(news)
         kind = news.WhichOneof("kind")
         if kind == "lost":
@@ -65,8 +65,8 @@ class Listeners:
 class Attachment:
     """Reads news on a thread of its own, ``torchft-news``; opened again when it breaks.
 
-    ``channel`` tells the one to use, whenever the line is opened; ``on_break`` hears, on that
-    thread, that the manager could not be reached.
+    ``channel`` tells the one to use, whenever the stream is opened; ``on_break`` is called on that
+    thread if the manager cannot be reached.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Attachment:
                 outgoing.tell(self._phase)
             try:
                 self._read(outgoing)
-                self._hear_end()
+                self._cut()
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     return  # an older manager: this worker goes without news
@@ -128,24 +128,24 @@ class Attachment:
                     told = one_line(error.details() or "")
                     log.error("the manager does not trust this worker: %s", told)
                     return  # asking again would not help
-                self._hear_break(error)
+                self._broke(error)
             except ValueError:  # the channel was closed, because the manager is elsewhere now
                 self._failing = True
             self._closing.wait(backoff.pause_s())
             backoff.tried(failed=self._failing)
 
-    def _hear_break(self, error: grpc.RpcError) -> None:
+    def _broke(self, error: grpc.RpcError) -> None:
         if not self._failing and not self._closing.is_set():
             level = logging.DEBUG if self._is_over else logging.WARNING
             log.log(level, "no stream to the manager: %s", one_line(error.details() or ""))
-            self._hear_end()
+            self._cut()
         self._failing = True
         # Refused: a worker that had this rank before may be dead, and not be missed yet.
         is_refused = error.code() is grpc.StatusCode.INVALID_ARGUMENT
         if not is_refused and not self._closing.is_set():
             self._on_break()
 
-    def _hear_end(self) -> None:
+    def _cut(self) -> None:
         if not self._closing.is_set():
             self._listeners.on_cut()
 
@@ -161,6 +161,6 @@ class Attachment:
             for news in self._stream:
                 self._failing = False
                 self._is_over = news.WhichOneof("kind") == "over"
-                self._listeners.hear(news)
+                self._listeners.receive(news)
         finally:
             outgoing.end()  # or the thread that sends would wait for more

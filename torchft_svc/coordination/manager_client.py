@@ -41,7 +41,7 @@ class ManagerLocator:
 
 
 class ManagerClient(Client):
-    """A worker's line to the manager of its group, or of another group.
+    """A worker's client of the manager of its group, or of another group.
 
     With ``locator`` it follows a manager that is started anew: the call that could not reach
     it fails, the next one goes where it is then.
@@ -74,7 +74,7 @@ class ManagerClient(Client):
         self._connect()
 
     def attach(self, group_rank: int, listeners: Listeners) -> None:
-        """Keep a line to the manager open, until `close`; ``listeners`` hear what comes over it.
+        """Keep a stream to the manager open, until `close`; ``listeners`` receive its news.
 
         While it is open the manager knows that this worker lives; when it breaks, the group's other
         workers are told.
@@ -85,7 +85,7 @@ class ManagerClient(Client):
             self._metadata,
             group_rank,
             self._calls.worker_id,
-            dataclasses.replace(listeners, on_over=self._hear_over),
+            dataclasses.replace(listeners, on_over=self._receive_over),
             self._lost_contact,
         )
 
@@ -121,7 +121,7 @@ class ManagerClient(Client):
         if addr is not None:
             self._move(addr)
 
-    def _hear_over(self, reason: str) -> None:
+    def _receive_over(self, reason: str) -> None:
         log.info("the manager at %s ends for good: %s", self._addr, reason)
         self._over = self._addr
 

@@ -1,4 +1,4 @@
-"""What a worker says on its line to the manager."""
+"""What a worker sends on its stream to the manager."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class Peers(Generic[Part]):
         return LoseMember(self.quorum.quorum_id, str(loss))
 
     def cut(self) -> LoseMember | None:
-        """The line to the manager has ended, so this group is out of its last quorum.
+        """The stream to the manager has ended, so this group is out of its last quorum.
 
         What it waits for will not come, and not every backend notices that its peers have left.
         """

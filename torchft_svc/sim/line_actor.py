@@ -1,4 +1,4 @@
-"""A worker's line to its manager in a simulated world: its calls, what it tells, and the news."""
+"""A worker's calls and stream to its manager in a simulated world, and the news."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchft_svc.sim.world import Process
 
 
 class LineActor:
-    """What a worker says to whichever manager its group has now; ``on_news`` is what it hears."""
+    """What a worker sends to whichever manager its group has now; ``on_news`` receives its news."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class LineActor:
         return manager.process.name if manager else ""
 
     def attach(self) -> None:
-        """Open the line, again for each new manager."""
+        """Open the stream, again for each new manager."""
         self._say(self._attached)
 
     def end(self) -> None:
@@ -54,7 +54,7 @@ class LineActor:
 
     def tell_phase(self, phase: Phase, step: int) -> None:
         """What the worker does from now on."""
-        self._say(lambda manager: manager.hear_phase(self._group_rank, phase, step))
+        self._say(lambda manager: manager.receive_phase(self._group_rank, phase, step))
 
     def ask_to_drain(self, reason: str) -> None:
         """The worker was told to end."""
@@ -120,7 +120,7 @@ class LineActor:
             self._call.break_off()
 
     def _detached(self, manager: ManagerActor) -> None:
-        manager.detach(self._group_rank, self._process.name, "its line broke")
+        manager.detach(self._group_rank, self._process.name, "its stream broke")
 
     def _say(self, what: Callable[[ManagerActor], None]) -> None:
         manager = self._home.manager

@@ -105,7 +105,7 @@ class ManagerActor:
         )
         must(told_all, "I5", f"{self.process.name}: {worker_id} is gone, and others still wait")
 
-    def hear_phase(self, group_rank: int, phase: Phase, step: int) -> None:
+    def receive_phase(self, group_rank: int, phase: Phase, step: int) -> None:
         """A worker does something else now."""
         self.core.receive_phase(group_rank, phase, step, self.process.world.now)
 

@@ -278,7 +278,7 @@ class WorkerActor:
             return
         if self.is_broken:
             self.is_broken = False
-            self._hear_error(QuorumFailed("an exception in a collective"), step)
+            self._latch_error(QuorumFailed("an exception in a collective"), step)
         seat = self._seat
         broken = seat.error if seat is not None else QuorumFailed("no process group")
         if broken is not None or not self.round.may_reduce:
@@ -304,7 +304,7 @@ class WorkerActor:
         if step.expiry is not None:
             step.expiry.cancelled = True
         if isinstance(result, PeerError):
-            self._hear_error(result, step)
+            self._latch_error(result, step)
         else:
             step.result = result
         if not step.is_fetching:
@@ -324,7 +324,7 @@ class WorkerActor:
             lambda: self._end(QuorumFailed("a worker of this group is gone")),
         )
 
-    def _hear_error(self, error: PeerError, step: _Step) -> None:
+    def _latch_error(self, error: PeerError, step: _Step) -> None:
         self._carry_out(step, self.round.broke(error, step.epoch))
 
     def drain(self, reason: str) -> None:

@@ -99,7 +99,7 @@ class SharedRound:
         self._lose(order)
 
     def cut(self) -> None:
-        """The line to the manager has ended: this group is out of its last quorum."""
+        """The stream to the manager has ended: this group is out of its last quorum."""
         with self._lock:
             order = self._round.peers.cut()
         self._lose(order)
