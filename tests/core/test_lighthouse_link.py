@@ -14,12 +14,13 @@ from torchft_svc.core.lighthouse_link import (
     LEAVE_TIMEOUT_S,
     MAX_LOOK_AGE_S,
     MAX_WANTED_INTERVAL_S,
-    NEWCOMER_PAUSE_S,
     REFUSAL_GRACE_S,
     WELCOME_TIMEOUT_S,
     LinkMachine,
 )
 from torchft_svc.core.link_types import (
+    NEWCOMER_PAUSE_S,
+    NEWCOMER_SHARE,
     AnswerAsker,
     Close,
     ConfirmLeft,
@@ -552,6 +553,14 @@ def test_f4_a_newcomer_waits_where_the_others_may_be_elsewhere() -> None:
     assert link.probed("b") == []
     assert without_beats(link.until(NEWCOMER_PAUSE_S - 0.01)) == []
     (asked,) = without_beats(link.until(NEWCOMER_PAUSE_S))
+    assert isinstance(asked, SendQuestion)
+
+
+def test_f4_a_newcomer_with_little_time_waits_for_less() -> None:
+    link = Link("a", "b").opened()
+    link.ask(NEWCOMER, timeout_s=2.0)
+    link.probed("b")
+    (asked,) = without_beats(link.until(2.0 * NEWCOMER_SHARE))
     assert isinstance(asked, SendQuestion)
 
 

@@ -23,10 +23,12 @@ from torchft_svc.core import round as core_round
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import AnswerVote, AskLighthouse
 from torchft_svc.core.lighthouse import Lighthouse
+from torchft_svc.core.lighthouse_link import LinkMachine
 from torchft_svc.core.manager import GroupManager
 from torchft_svc.core.membership import GroupState, JobView, Membership
 from torchft_svc.core.pausable_clock import PausableClock
 from torchft_svc.core.round import Round, WorkerCalls
+from torchft_svc.core.route import Route
 from torchft_svc.core.session_orders import EndStream
 from torchft_svc.core.sessions import LighthouseSessions
 from torchft_svc.core.step import Phase, StepMachine
@@ -517,6 +519,45 @@ def a_worker_that_is_gone_is_not_missed(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(GroupManager, "detach", lambda self, *what, **how: ())
 
 
+def a_restarted_group_keeps_its_replica_id(plant: pytest.MonkeyPatch) -> None:
+    real = LinkMachine._begin_incarnation
+
+    def begin(self: Any) -> None:
+        before = getattr(self, "_me", None)
+        real(self)
+        if before is not None:
+            self._me.replica_id = before.replica_id
+
+    plant.setattr(LinkMachine, "_begin_incarnation", begin)
+
+
+def no_beats_are_sent(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(LinkMachine, "_beat", lambda self, connection, now: None)
+
+
+def a_session_that_broke_is_not_opened_again(plant: pytest.MonkeyPatch) -> None:
+    real = LinkMachine._lose
+
+    def lose(self: Any, error: Any, now: float) -> None:
+        real(self, error, now)
+        if self._me.was_open:
+            self._me.retry_at = math.inf
+
+    plant.setattr(LinkMachine, "_lose", lose)
+
+
+def nobody_goes_back_to_an_earlier_lighthouse(plant: pytest.MonkeyPatch) -> None:
+    real = LinkMachine.probed
+    plant.setattr(
+        LinkMachine, "probed", lambda self, number, takers, now: real(self, number, (), now)
+    )
+
+
+def whoever_is_refused_by_one_that_does_not_lead_stays(plant: pytest.MonkeyPatch) -> None:
+    real = Route.go_on
+    plant.setattr(Route, "go_on", lambda self, leader="": bool(leader) or real(self))
+
+
 # Each with the first seed of the search: near the first one that finds it.
 PLANTS: dict[Plant, int] = {
     changed_list_keeps_its_id: 66,
@@ -565,6 +606,11 @@ PLANTS: dict[Plant, int] = {
     who_puts_its_heal_off_votes_yes: 70,
     an_update_that_was_lost_counts: 19,
     an_update_that_was_spoiled_counts_as_lost: 15,
+    a_restarted_group_keeps_its_replica_id: 4,
+    no_beats_are_sent: 2,
+    a_session_that_broke_is_not_opened_again: 2,
+    nobody_goes_back_to_an_earlier_lighthouse: 0,
+    whoever_is_refused_by_one_that_does_not_lead_stays: 2,
     who_has_missed_a_quorum_keeps_its_connections: 0,
     who_is_behind_contributes: 0,
     spoiled_weights_count: 20,

@@ -63,9 +63,6 @@ LOG_AGAIN_S = 5.0
 # when it comes (F4): not older than the time that a lighthouse which is new to a job lets its
 # groups gather (Q11). One look after the other at one that is silent is never older.
 MAX_LOOK_AGE_S = 2 * LOOK_BACK_S
-# So long after it is connected a newcomer asks, where the job may be at another lighthouse (F4): by
-# then all groups that are there have looked back, and have moved.
-NEWCOMER_PAUSE_S = 2 * LOOK_BACK_S + 0.5
 
 _LEFT = "this group has left the lighthouse"
 
@@ -129,7 +126,7 @@ class LinkMachine:
         accepted.
         """
         self._withdraw()
-        self._question = LinkQuestion(ask, now + timeout_s, self.config.quorum_retries)
+        self._question = LinkQuestion(ask, now + timeout_s, timeout_s, self.config.quorum_retries)
         if ask.new_incarnation:
             self._last = NO_QUORUM
             self._begin_again("a worker of the group was restarted", now)
@@ -268,8 +265,8 @@ class LinkMachine:
                 found.append(question.again_at)
             elif not question.number and self.state in (LinkState.PAUSED, LinkState.OPENING):
                 found.append(question.gives_up_at)
-            elif connection is not None and connection.opened_at + NEWCOMER_PAUSE_S > now:
-                found.append(connection.opened_at + NEWCOMER_PAUSE_S)
+            elif connection is not None and question.settles_at(connection) > now:
+                found.append(question.settles_at(connection))
         return min(found)
 
     def tick(self, now: float) -> None:
@@ -428,7 +425,7 @@ class LinkMachine:
         """Whether the job is at this lighthouse, as far as can be known, or will be here (F4)."""
         if not self._has_looked(connection, now):
             return False
-        if not self._is_newcomer(question) or now >= connection.opened_at + NEWCOMER_PAUSE_S:
+        if not self._is_newcomer(question) or now >= question.settles_at(connection):
             return True
         others = self._others(connection)
         if others and connection.has_rivals is None:

@@ -17,6 +17,11 @@ from torchft_svc.errors import TorchFTError, Unauthorized
 
 # A heartbeat is worthless when it is late; the next one is a new chance.
 BEAT_TIMEOUT_S = 1.0
+# So long after it is connected a newcomer asks, where the job may be at another lighthouse (F4): by
+# then all groups that are there have looked back, and have moved. But it does not spend more than
+# this share of its question's time: groups that start over and over have to meet.
+NEWCOMER_PAUSE_S = 2 * LOOK_BACK_S + 0.5
+NEWCOMER_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +79,20 @@ class LinkConnection:
 class LinkQuestion:
     ask: AskLighthouse
     deadline: float
+    timeout_s: float  # when it was asked last
     retries_left: int
     gives_up_at: float = 0.0  # unless it is with a lighthouse by then
     number: int = 0  # under which it is with the lighthouse (0: it is not)
     member: Member | None = None
     sent_at: float = 0.0
     held: Quorum | None = None  # until it is known that the others are not elsewhere
-    timeout_s: float = 0.0
     expires_at: float = math.inf
     again_at: float = -math.inf
     distrust: Unauthorized | None = None  # what to tell at ``again_at``
+
+    def settles_at(self, connection: LinkConnection) -> float:
+        """When a newcomer asks it, where the job may be at another lighthouse."""
+        return connection.opened_at + min(NEWCOMER_PAUSE_S, self.timeout_s * NEWCOMER_SHARE)
 
 
 @dataclass(slots=True)

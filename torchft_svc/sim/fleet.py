@@ -12,7 +12,7 @@ from torchft_svc.sim.invariants import (
     Invariants,
     must,
 )
-from torchft_svc.sim.lighthouse_actor import LighthouseActor
+from torchft_svc.sim.lighthouses import Lighthouses
 from torchft_svc.sim.network import MEAN_LATENCY_S, Network
 from torchft_svc.sim.scenario import Fault, Scenario
 from torchft_svc.sim.shared import Shared
@@ -54,14 +54,14 @@ class Fleet:
         policy = scenario.config.on_step_regression
         self.invariants = Invariants(self.world, scenario.is_clock_honest, policy)
         self.trace = Trace(self.world)
-        self.lighthouse = LighthouseActor(
-            self.world, self.network, scenario.config, self.invariants, self.trace
+        self.lighthouses = Lighthouses(
+            self.world, self.network, scenario, self.invariants, self.trace
         )
         sums = Sums(self.network, self.invariants)
         self.shared = Shared(self.network, sums, self.invariants, self.trace)
         self.checkpoints: dict[str, Saved] = {}
         self.sites = [
-            Site(number, self.world, self.lighthouse, self.shared, scenario, self.checkpoints)
+            Site(number, self.world, self.lighthouses, self.shared, scenario, self.checkpoints)
             for number in range(scenario.num_groups)
         ]
         self._num_workers = Counter(
@@ -118,13 +118,11 @@ class Fleet:
         concerned = [self.sites[fault.target % len(self.sites)]]
         for site in self.sites if fault.is_for_all else concerned:
             self.invariants.hangs.trouble(site.name, fault.seconds)
-        if fault.kind == "lighthouse_crash":
-            self.lighthouse.crash(fault.seconds, fault.value * 100.0)
-        elif fault.kind == "lighthouse_freeze":
-            self._stop([self.lighthouse.process], fault.seconds)
-        elif fault.kind == "lighthouse_term":
-            self.lighthouse.end_term(fault.seconds)
-        elif fault.kind == "accept_loss":
+        if not fault.is_for_all:
+            self.lighthouses.splits.trouble(concerned[0].name, fault.seconds)
+        if self.lighthouses.happen(fault):
+            return
+        if fault.kind == "accept_loss":
             self._accept_losses()
         elif fault.kind == "crash_all":
             for site in self.sites:
@@ -134,7 +132,8 @@ class Fleet:
 
     def _accept_losses(self) -> None:
         for job in sorted({site.job for site in self.sites}):
-            self.lighthouse.accept_loss(job)
+            for lighthouse in self.lighthouses:
+                lighthouse.accept_loss(job)
 
     def _crash(self, site: Site, fault: Fault) -> None:
         site.crash(fault.seconds)
@@ -197,10 +196,12 @@ class Fleet:
 
     def _cut_off(self, names: list[str], seconds: float) -> None:
         for name in names:
+            self.lighthouses.splits.unreachable(name.partition("/")[0], seconds)
             self.network.cut(name)
             self.world.process("nature").after(seconds, self.network.mend, name)
 
     def _reset(self, site: Site, fault: Fault) -> None:
+        self.lighthouses.splits.unreachable(site.name, 0.0)
         if site.manager is not None:
             self.network.break_streams(site.manager.process.name)
 
@@ -220,6 +221,7 @@ class Fleet:
     def _lag(self, site: Site, fault: Fault) -> None:
         last_s = LONG_WAY * LAG_FACTOR * fault.value * MEAN_LATENCY_S  # what was sent at its end
         self.invariants.hangs.trouble(site.name, fault.seconds + last_s)
+        self.lighthouses.splits.unreachable(site.name, fault.seconds + last_s)
         for process in site.processes():
             self.network.set_lag(process.name, LAG_FACTOR * fault.value)
             nature = self.world.process("nature")
@@ -235,17 +237,17 @@ class Fleet:
             self._check_memory([self.sites[number % len(self.sites)]])
 
     def _check_memory(self, sites: list[Site]) -> None:
-        """Of the lighthouse, and of the managers of these groups."""
-        self.invariants.bounds.check(self.lighthouse.core, len(self.sites))
-        lighthouse = self.lighthouse.process
-        has_read_all = (
-            lighthouse.thawed_at == 0.0 or lighthouse.thawed_at + SLACK_S < self.world.now
-        )
-        if has_read_all and not (lighthouse.is_dead or lighthouse.is_frozen):
-            self.lighthouse.checks.check_memory()
+        """Of the lighthouses, and of the managers of these groups."""
+        for lighthouse in self.lighthouses:
+            self.invariants.bounds.check(lighthouse.core, len(self.sites))
+            process = lighthouse.process
+            has_read_all = process.thawed_at == 0.0 or process.thawed_at + SLACK_S < self.world.now
+            if has_read_all and not (process.is_dead or process.is_frozen):
+                lighthouse.checks.check_memory()
         for site in sites:
             if site.manager is not None:
                 self.invariants.bounds.check(site.manager.core, site.group_world_size)
+                self.invariants.bounds.check(site.manager.link.machine, len(self.sites))
 
     def _is_together(self) -> bool:
         """All workers of each job have committed one step of one quorum."""
@@ -258,7 +260,9 @@ class Fleet:
     def _explain(self) -> None:
         """Nobody may stand still: who is held back has been let through by now."""
         for job, num_workers in self._num_workers.items():
-            why = self.lighthouse.core.lighthouse.why(job, self.world.now)
+            why = "; ".join(
+                each.core.lighthouse.why(job, self.world.now) for each in self.lighthouses
+            )
             _, count = self.shared.together.get(job, ((0, 0), 0))
             quiet_s = self.world.now - self._scenario.quiet_at
             must(

@@ -6,6 +6,7 @@ trust.
 
 from __future__ import annotations
 
+import copy
 import heapq
 import math
 from collections.abc import Callable, Collection, Iterator
@@ -453,6 +454,7 @@ class Invariants:
     """All of them, over one run."""
 
     def __init__(self, world: World, is_clock_honest: bool, policy: str) -> None:
+        self._is_clock_honest, self._policy = is_clock_honest, policy
         self.ids = Ids(is_clock_honest)
         self.agreement = Agreement()
         self.identity = Identity()
@@ -461,3 +463,18 @@ class Invariants:
         self.hangs = Hangs(world)
         self.discards = Discards()
         self.bounds = Bounds()
+        self._lighthouses: list[Invariants] = []
+
+    def of_lighthouse(self) -> Invariants:
+        """The same checks, with their own ledgers of what one lighthouse does."""
+        its_own = copy.copy(self)
+        its_own.ids = Ids(self._is_clock_honest)
+        its_own.progress = Progress(self._policy)
+        its_own.discards = Discards()
+        self._lighthouses.append(its_own)
+        return its_own
+
+    def told(self, replica_id: str, quorum: Quorum) -> None:
+        """A group has got this answer."""
+        for each in self._lighthouses:
+            each.progress.told(replica_id, quorum)

@@ -58,6 +58,8 @@ class LighthouseActor:
         config: QuorumConfig,
         invariants: Invariants,
         trace: Trace,
+        name: str,
+        clock_skew_s: float,
     ) -> None:
         self._world = world
         self._network = network
@@ -66,9 +68,10 @@ class LighthouseActor:
         self._trace = trace
         self._numbers = itertools.count()  # of streams and calls
         self._num_lives = 0
-        self.clock_skew_s = 0.0
-        self._leads = True
-        self.process = world.process("lighthouse")
+        self._name = name
+        self.clock_skew_s = clock_skew_s
+        self.leads = True
+        self.process = world.process(name)
         self._begin()
 
     def _first_id(self) -> int:
@@ -99,32 +102,32 @@ class LighthouseActor:
         self.clock_skew_s -= clock_back_s
         self.process.kill()
         self._num_lives += 1
-        following = self._world.process(f"lighthouse {self._num_lives + 1}")
+        following = self._world.process(f"{self._name} {self._num_lives + 1}")
         following.after(down_s, self._come_back)
         self._next = following
 
     def _come_back(self) -> None:
-        self.process, self._leads = self._next, True
+        self.process, self.leads = self._next, True
         self._begin()
         self._trace.record("lighthouse", "is back")
 
     def end_term(self, seconds: float) -> None:
         """It loses the election; ``seconds`` later it is elected again."""
-        if self.process.is_dead or not self._leads:
+        if self.process.is_dead or not self.leads:
             return
-        self._leads = False
+        self.leads = False
         over, first_id = NotLeader(""), self._first_id()
         self.feed(lambda now: self.core.term_ended(over, first_id, now), self.checks.term_ended)
         self.checks = self._new_checks()
         self.process.after(seconds, self._lead)
 
     def _lead(self) -> None:
-        self._leads = True
+        self.leads = True
         self._trace.record("lighthouse", "leads again")
 
     def accept(self, stream: Stream) -> End | None:
         """The server's end of a new stream, if somebody listens."""
-        if self.process.is_dead or not self._leads:
+        if self.process.is_dead or not self.leads:
             return None
         connection = Connection(self, stream, next(self._numbers))
         self._connections[connection.number] = connection

@@ -31,13 +31,26 @@ Outcome = Quorum | TorchFTError
 Input = Callable[[LinkMachine, float], object]
 
 
+class OnQuorum(Protocol):
+    """Hears of each quorum that a group takes, and at which lighthouse."""
+
+    def __call__(
+        self, job: str, group: str, host: str, quorum: Quorum, is_newcomer: bool, /
+    ) -> None: ...
+
+
 class Server(Protocol):
     """What a link has to know of a simulated lighthouse."""
 
-    process: Process
+    @property
+    def process(self) -> Process:
+        """Of now."""
 
     def accept(self, stream: Stream) -> End | None:
         """The server's end of a new stream, if somebody listens."""
+
+    def takes_groups(self) -> bool:
+        """Whether it would take a group now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +61,7 @@ class LinkSite:
     name: str
     has_sessions: bool
     lighthouses: Mapping[str, Server]
+    on_quorum: OnQuorum
 
 
 @dataclass(slots=True)
@@ -80,6 +94,8 @@ class LinkActor:
         self._num_incarnations = 0
         self._contacts: dict[int, _Contact] = {}
         self._timer: Event | None = None
+        self._host = ""  # that it is connected to
+        self._is_newcomer = True  # as it told in its last question
         draw = process.chance.random
         self.machine = LinkMachine(config, self._new_replica_id, draw, address=process.name)
         self._tell(lambda machine, now: machine.start(now))
@@ -138,12 +154,15 @@ class LinkActor:
         elif isinstance(order, Probe):
             self._probe(order)
         elif isinstance(order, AnswerAsker):
+            if isinstance(order.outcome, Quorum):
+                site = self._site
+                site.on_quorum(site.job, site.name, self._host, order.outcome, self._is_newcomer)
             self._on_outcome(order.round, order.outcome)
         elif isinstance(order, SendQuestion | SendWithdrawal | SendBeat | SendLeave):
             self._send(order, self._contacts[order.connection])
 
     def _connect(self, order: Connect) -> None:
-        number = order.connection
+        number, self._host = order.connection, order.address
         end = End(self._process, partial(self._hear, number), partial(self._ended, order))
         stream = self._network.connect(end, self._site.lighthouses[order.address].accept)
         if stream is None:
@@ -161,6 +180,8 @@ class LinkActor:
         if isinstance(order, SendBeat):
             self._beat(order, contact)
         elif isinstance(order, SendQuestion):
+            member = order.member
+            self._is_newcomer = not (member.has_history or member.last_num_groups)
             contact.stream.to_server("question", order.number, order.member, order.timeout_s)
         elif isinstance(order, SendWithdrawal):
             contact.stream.to_server("withdrawal", order.number)
@@ -204,7 +225,7 @@ class LinkActor:
 
         def ask(address: str, server: Server) -> None:
             back_s = self._network.latency(self._process)
-            self._process.after(back_s, hear, address, not server.process.is_dead)
+            self._process.after(back_s, hear, address, server.takes_groups())
 
         for address in order.addresses:
             server, way_s = self._site.lighthouses[address], self._network.latency(self._process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torchft_svc.core.types import QuorumConfig
@@ -30,6 +31,8 @@ LIGHTHOUSE_FAULTS = {
     "crash_all": 0.3,
     "accept_loss": 0.5,
 }
+# They are not among those that each run has its own rates for.
+LATER_LIGHTHOUSE_FAULTS = ("lighthouse_term", "change_leader", "clock_jump")
 # Of the lighthouse's sessions, as often as `NUMS_OF_BROKEN_SESSIONS`.
 SESSION_FAULTS = ("half_open", "half_open", "half_open", "lighthouse_term")
 MAX_FAULTS, MAX_FAULTS_OF_LARGE = 30, 6
@@ -47,6 +50,9 @@ MAX_OCCASIONS = 3
 NUMS_OF_BROKEN_SESSIONS = (0, 0, 2, 10)
 # How often programs raise in an update, or put off what they have to heal.
 NUMS_OF_ODD_STEPS = (0, 0, 0, 4)
+LIST_RATE = 0.35  # of runs with several lighthouses
+MIN_JOIN_TIMEOUT_S = 5.0  # there: far more than a look back
+MAX_SKEW_S = 50.0
 LARGE = 200  # above this many groups, a run is about the number
 
 
@@ -78,7 +84,7 @@ class Fault:
     @property
     def is_for_all(self) -> bool:
         """Whether it concerns all groups."""
-        return self.kind in LIGHTHOUSE_FAULTS or self.kind == "lighthouse_term"
+        return self.kind in LIGHTHOUSE_FAULTS or self.kind in LATER_LIGHTHOUSE_FAULTS
 
     def __str__(self) -> str:
         whom = "" if self.is_for_all else f" of group {self.target}"
@@ -102,6 +108,9 @@ class Scenario:
     save_every: int
     start_spread_s: float
     is_clock_honest: bool
+    num_lighthouses: int
+    is_elected: bool  # of several lighthouses only one answers, and the others name it
+    clock_skews_s: tuple[float, ...]  # of the lighthouses' wall clocks
     is_lockstep: bool  # the workers of a group meet in a collective of their own in each step
     faults: tuple[Fault, ...]
 
@@ -175,6 +184,9 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
         save_every=chance.choice([0, 1, 5]),
         start_spread_s=chance.choice([0.0, 0.1, 1.0 if is_large else 10.0]),
         is_clock_honest=is_clock_honest,
+        num_lighthouses=1,
+        is_elected=False,
+        clock_skews_s=(0.0,),
         is_lockstep=False,
         faults=_draw_faults(chance, groups, is_clock_honest, is_large),
     )
@@ -219,10 +231,59 @@ def _draw_patience(chance: random.Random, scenario: Scenario, is_large: bool) ->
     for _ in range(0 if is_large else chance.choice(NUMS_OF_ODD_STEPS)):
         more += _draw_odd_steps(chance, scenario.num_groups)
     more += _draw_broken_sessions(chance, scenario.num_groups, is_large)
-    faults = sorted((*scenario.faults, *more), key=lambda fault: fault.at)
-    return replace(
-        scenario, config=config, trainer=trainer, is_lockstep=is_lockstep, faults=tuple(faults)
+    scenario = replace(
+        scenario,
+        config=config,
+        trainer=trainer,
+        is_lockstep=is_lockstep,
+        faults=_in_order((*scenario.faults, *more)),
     )
+    return scenario if is_large else _draw_lists(chance, scenario)
+
+
+def _in_order(faults: Iterable[Fault]) -> tuple[Fault, ...]:
+    return tuple(sorted(faults, key=lambda fault: fault.at))
+
+
+def _draw_lists(chance: random.Random, scenario: Scenario) -> Scenario:
+    """Several lighthouses, in some runs, with moves between them; and clocks that jump."""
+    more: list[Fault] = []
+    if chance.random() < LIST_RATE:
+        number, is_elected = chance.choice([2, 2, 3]), chance.random() < 0.4
+        config = scenario.config
+        if not is_elected:  # else groups are left out before they have looked back
+            join_timeout_s = max(config.join_timeout_s, MIN_JOIN_TIMEOUT_S)
+            heal_timeout_s = config.heal_timeout_s and max(config.heal_timeout_s, join_timeout_s)
+            config = replace(config, join_timeout_s=join_timeout_s, heal_timeout_s=heal_timeout_s)
+        for _ in range(chance.randint(0, MAX_OCCASIONS)):
+            more += _draw_moves(chance, scenario.num_groups, is_elected)
+        scenario = replace(scenario, config=config, num_lighthouses=number, is_elected=is_elected)
+    skews_s = [0.0] * scenario.num_lighthouses
+    if not scenario.is_clock_honest:
+        skews_s = [chance.uniform(-MAX_SKEW_S, MAX_SKEW_S) for _ in skews_s]
+        for _ in range(chance.randint(0, MAX_OCCASIONS)):
+            at, target = chance.uniform(0.0, FAULTS_END_S), chance.randrange(scenario.num_groups)
+            value = chance.random()
+            more.append(Fault(at=at, kind="clock_jump", target=target, seconds=0.0, value=value))
+    faults = _in_order((*scenario.faults, *more))
+    return replace(scenario, clock_skews_s=tuple(skews_s), faults=faults)
+
+
+def _draw_moves(chance: random.Random, num_groups: int, is_elected: bool) -> list[Fault]:
+    """The first lighthouse is away for a while; as it comes back, something happens to a group."""
+    at, away_s = chance.uniform(1.0, FAULTS_END_S), chance.choice([1.0, 3.0, MAX_DOWN_S])
+    kind = chance.choice(["lighthouse_crash", "lighthouse_crash", "lighthouse_freeze"])
+    if is_elected and chance.random() < 0.5:
+        kind = "change_leader"
+    faults = [Fault(at=at, kind=kind, target=0, seconds=away_s, value=0.0)]
+    for target in chance.sample(range(num_groups), chance.choice([1, 1, max(1, num_groups // 2)])):
+        kind = chance.choice(["freeze", "freeze", "cut", "cut_manager", "crash", "crash"])
+        began_at = at + away_s + chance.uniform(-2.0, 0.5)
+        seconds = chance.choice([0.3, 2.0, 4.0, MAX_DOWN_S])
+        faults.append(
+            Fault(at=began_at, kind=kind, target=target, seconds=seconds, value=chance.random())
+        )
+    return faults
 
 
 def _draw_hangs(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torchft_svc.core.activity import Activity
 from torchft_svc.core.link_types import LinkConfig
-from torchft_svc.sim.lighthouse_actor import LighthouseActor
+from torchft_svc.sim.lighthouses import Lighthouses
 from torchft_svc.sim.link_actor import LinkActor, LinkSite
 from torchft_svc.sim.manager_actor import ManagerActor, OnLinkNews, OnOutcome
 from torchft_svc.sim.offers import Fetched
@@ -35,7 +35,7 @@ class Site:
         self,
         number: int,
         world: World,
-        lighthouse: LighthouseActor,
+        lighthouses: Lighthouses,
         shared: Shared,
         scenario: Scenario,
         checkpoints: dict[str, Saved],
@@ -47,7 +47,7 @@ class Site:
         self.workers: list[WorkerActor] = []
         self.collective: GroupCollective | None = None
         self._world = world
-        self._lighthouse = lighthouse
+        self._lighthouses = lighthouses
         self._shared = shared
         self._scenario = scenario
         self._checkpoints = checkpoints
@@ -79,7 +79,8 @@ class Site:
             job=self.job,
             name=self.name,
             has_sessions=not (every and int(self.name[1:]) % every == 0),
-            lighthouses={"lighthouse": self._lighthouse},
+            lighthouses=self._lighthouses.hosts,
+            on_quorum=self._lighthouses.splits.took,
         )
         config = LinkConfig(
             lighthouses=tuple(site.lighthouses),
@@ -233,7 +234,8 @@ class Site:
     def drain(self, by_signal: bool) -> None:
         """SIGTERM to one of its workers, or an operator command at the lighthouse."""
         if not by_signal:
-            self._lighthouse.drain(self.job, self.name)
+            for each in self._lighthouses:
+                each.drain(self.job, self.name)
             return
         alive = [worker for worker in self.workers if not worker.process.is_dead]
         if alive:

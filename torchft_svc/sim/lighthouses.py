@@ -1,0 +1,248 @@
+"""The lighthouses of a simulated world: who leads, and whether a list splits a job (rule F4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torchft_svc.core.types import Quorum
+from torchft_svc.errors import NotLeader
+from torchft_svc.sim.invariants import Invariants, must
+from torchft_svc.sim.lighthouse_actor import LighthouseActor
+from torchft_svc.sim.network import MAX_KEEPALIVE_S, End, Network, Stream
+from torchft_svc.sim.scenario import Fault, Scenario
+from torchft_svc.sim.trace import Trace
+from torchft_svc.sim.world import Process, World
+
+# How long an elected leader may be dead or frozen before another one is elected.
+LEASE_S = 2.0
+# A group finds a lighthouse that has answered for so long, if nothing was wrong meanwhile.
+KNOWN_AFTER_S = 4.0
+# A newcomer whose questions have less time does not wait for the others for long enough.
+PATIENT_S = 10.0
+MAX_CLOCK_JUMP_S = 400.0  # half of it, back or ahead
+
+
+class Lighthouses:
+    """In the order of the list that all managers have."""
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        scenario: Scenario,
+        invariants: Invariants,
+        trace: Trace,
+    ) -> None:
+        self._world = world
+        self._nature = world.process("election")
+        self.is_elected = scenario.is_elected
+        names = [f"lighthouse{number or ''}" for number in range(scenario.num_lighthouses)]
+        self.leader = names[0]  # if there is an election
+        self.hosts: dict[str, Host] = {}  # by their addresses
+        # With election only one of them answers: to the groups it is one that restarts.
+        one = invariants.of_lighthouse() if self.is_elected else None
+        for name, skew_s in zip(names, scenario.clock_skews_s, strict=True):
+            view = one or invariants.of_lighthouse()
+            traced = _Named(world, trace, name)
+            actor = LighthouseActor(world, network, scenario.config, view, traced, name, skew_s)
+            self.hosts[name] = Host(name, actor, self)
+        self.splits = Splits(world, self, scenario.trainer.quorum_s >= PATIENT_S)
+
+    def __iter__(self) -> Iterator[LighthouseActor]:
+        return (host.actor for host in self.hosts.values())
+
+    def leads(self, name: str) -> bool:
+        """Whether lighthouse ``name`` answers as far as the election goes."""
+        return not self.is_elected or self.leader == name
+
+    def happen(self, fault: Fault) -> bool:
+        """A fault; False if it is none of a lighthouse."""
+        host = list(self.hosts.values())[fault.target % len(self.hosts)]
+        if fault.kind == "lighthouse_crash":
+            self.crash(host, fault.seconds, fault.value * 100.0)
+        elif fault.kind == "lighthouse_freeze":
+            self.freeze(host, fault.seconds)
+        elif fault.kind == "lighthouse_term":
+            self.end_term(host, fault.seconds)
+        elif fault.kind == "change_leader":
+            self.change_leader()
+        elif fault.kind == "clock_jump":
+            host.actor.clock_skew_s += (fault.value - 0.5) * MAX_CLOCK_JUMP_S
+        else:
+            return False
+        return True
+
+    def crash(self, host: Host, down_s: float, clock_back_s: float) -> None:
+        if not host.actor.process.is_dead:
+            host.actor.crash(down_s, clock_back_s)
+            host.is_away_for(down_s)
+            self._miss(host, down_s)
+
+    def freeze(self, host: Host, seconds: float) -> None:
+        host.is_away_for(seconds)
+        host.actor.process.freeze()
+        self._nature.after(seconds, host.actor.process.thaw)
+        self._miss(host, seconds)
+
+    def end_term(self, host: Host, seconds: float) -> None:
+        """It takes no group for a while, as one that loses its election and wins the next."""
+        host.is_away_for(seconds)
+        host.actor.end_term(seconds)
+
+    def change_leader(self) -> None:
+        """The leader steps down: its sessions end."""
+        if self.is_elected:
+            self._elect(self.hosts[self.leader])
+
+    def _miss(self, host: Host, seconds: float) -> None:
+        if self.is_elected and host.name == self.leader and seconds > LEASE_S:
+            self._nature.after(LEASE_S, self._elect, host)
+
+    def _elect(self, before: Host) -> None:
+        """Another one that can answer; it begins with empty hands, as the one before will."""
+        if before.name != self.leader:
+            return
+        able = [each for each in self.hosts.values() if each is not before and each.is_up]
+        if not able:
+            if not before.is_up:
+                self._nature.after(LEASE_S, self._elect, before)
+            return
+        self.leader = able[0].name
+        for each in (before, able[0]):
+            if not each.actor.process.is_dead:
+                each.actor.process.thaw()
+                each.actor.crash(0.0, 0.0)
+
+
+class Host:
+    """One lighthouse as managers find it: it may refuse them, because another one leads."""
+
+    def __init__(self, name: str, actor: LighthouseActor, among: Lighthouses) -> None:
+        self.name = name
+        self.actor = actor
+        self._among = among
+        self.up_since = 0.0  # or will be up from then on
+
+    @property
+    def process(self) -> Process:
+        """Of now; another one when it comes back."""
+        return self.actor.process
+
+    @property
+    def is_up(self) -> bool:
+        return not (self.process.is_dead or self.process.is_frozen)
+
+    def is_away_for(self, seconds: float) -> None:
+        self.up_since = max(self.up_since, self.process.world.now + seconds)
+
+    def takes_groups(self) -> bool:
+        """Whether it would take a group now."""
+        return self._among.leads(self.name) and self.actor.leads and not self.process.is_dead
+
+    def accept(self, stream: Stream) -> End | None:
+        """The server's end of a new stream, if somebody listens."""
+        if self.takes_groups() or self.process.is_dead:
+            return self.actor.accept(stream)
+        refusal = NotLeader(self._among.leader if self._among.is_elected else "")
+        return End(self.process, lambda *_: stream.end(refusal), lambda reason: None)
+
+
+@dataclass(slots=True)
+class _Taken:
+    """The last quorum that a group has taken."""
+
+    at: float
+    host: str
+    group: str
+    names: frozenset[str]  # of its members
+
+
+@dataclass(slots=True)
+class Splits:
+    """Two parts of a job never train at two lighthouses at once (rule F4)."""
+
+    _world: World
+    _among: Lighthouses
+    _has_time: bool  # newcomers may wait for as long as they like
+    _troubled_until: dict[str, float] = field(default_factory=dict)
+    _unreachable_until: dict[str, float] = field(default_factory=dict)
+    _taken: dict[str, dict[str, _Taken]] = field(default_factory=dict)
+    num_moves: int = 0
+
+    def trouble(self, group: str, seconds: float) -> None:
+        """Something is the matter with it, for so long."""
+        _extend(self._troubled_until, group, self._world.now + seconds)
+
+    def unreachable(self, group: str, seconds: float) -> None:
+        """It hears nothing, or late, for so long.
+
+        If that does not break its session, it takes an earlier lighthouse for silent for a while.
+        """
+        known_s = KNOWN_AFTER_S if seconds > MAX_KEEPALIVE_S else 0.0
+        _extend(self._unreachable_until, group, self._world.now + seconds - known_s)
+
+    def took(self, job: str, group: str, host: str, quorum: Quorum, is_newcomer: bool) -> None:
+        """``group`` trains in ``quorum``, which it has got at lighthouse ``host``."""
+        if self._among.is_elected or len(self._among.hosts) == 1:
+            return
+        names = frozenset(each.replica_id.partition(":")[0] for each in quorum.participants)
+        groups = self._taken.setdefault(job, {})
+        before = groups.get(group)
+        if before is not None and before.host != host:
+            self.num_moves += 1
+        order = list(self._among.hosts)
+        for other in groups.values():
+            if other.host == host or other.group in names or group in other.names:
+                continue
+            if order.index(other.host) < order.index(host):
+                self._check_later(group, host, other)
+            elif is_newcomer and self._has_time:
+                self._check_newcomer(group, host, other)
+        groups[group] = _Taken(self._world.now, host, group, names)
+
+    def _check_later(self, group: str, host: str, other: _Taken) -> None:
+        """The others are at an earlier lighthouse, which this group could have found."""
+        was_unreachable = self._is_recent(self._unreachable_until, group)
+        is_known = self._is_up(other.host) and not was_unreachable
+        must(
+            not is_known or self._is_old(other),
+            "F4",
+            f"{group} trains at {host}, and {other.group} at {other.host}",
+        )
+
+    def _check_newcomer(self, group: str, host: str, other: _Taken) -> None:
+        """The others are at a later one, from which they could have come."""
+        is_well = not self._is_recent(self._troubled_until, other.group)
+        is_up = self._among.hosts[other.host].is_up
+        must(
+            not (is_well and is_up) or self._is_old(other),
+            "F4",
+            f"the newcomer {group} begins at {host}, while {other.group} trains at {other.host}",
+        )
+
+    def _is_up(self, host: str) -> bool:
+        at = self._among.hosts[host]
+        return at.is_up and self._world.now - at.up_since > KNOWN_AFTER_S
+
+    def _is_old(self, taken: _Taken) -> bool:
+        return self._world.now - taken.at > KNOWN_AFTER_S
+
+    def _is_recent(self, until: dict[str, float], group: str) -> bool:
+        return until.get(group, -KNOWN_AFTER_S) + KNOWN_AFTER_S > self._world.now
+
+
+def _extend(until: dict[str, float], group: str, at: float) -> None:
+    until[group] = max(until.get(group, 0.0), at)
+
+
+class _Named(Trace):
+    """A trace that tells one lighthouse from the others."""
+
+    def __init__(self, world: World, trace: Trace, name: str) -> None:
+        super().__init__(world)
+        self._trace = trace
+        self._name = name
+
+    def record(self, who: str, what: str) -> None:
+        self._trace.record(self._name if who == "lighthouse" else who, what)
