@@ -28,7 +28,6 @@ from torchft_svc.core.manager import GroupManager
 from torchft_svc.core.membership import GroupState, JobView, Membership
 from torchft_svc.core.pausable_clock import PausableClock
 from torchft_svc.core.round import Round, WorkerCalls
-from torchft_svc.core.route import Route
 from torchft_svc.core.session_orders import EndStream
 from torchft_svc.core.sessions import LighthouseSessions
 from torchft_svc.core.step import Phase, StepMachine
@@ -553,11 +552,6 @@ def nobody_goes_back_to_an_earlier_lighthouse(plant: pytest.MonkeyPatch) -> None
     )
 
 
-def whoever_is_refused_by_one_that_does_not_lead_stays(plant: pytest.MonkeyPatch) -> None:
-    real = Route.go_on
-    plant.setattr(Route, "go_on", lambda self, leader="": bool(leader) or real(self))
-
-
 # Each with the first seed of the search: near the first one that finds it.
 PLANTS: dict[Plant, int] = {
     changed_list_keeps_its_id: 66,
@@ -610,7 +604,6 @@ PLANTS: dict[Plant, int] = {
     no_beats_are_sent: 2,
     a_session_that_broke_is_not_opened_again: 2,
     nobody_goes_back_to_an_earlier_lighthouse: 0,
-    whoever_is_refused_by_one_that_does_not_lead_stays: 2,
     who_has_missed_a_quorum_keeps_its_connections: 0,
     who_is_behind_contributes: 0,
     spoiled_weights_count: 20,
