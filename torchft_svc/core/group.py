@@ -392,6 +392,11 @@ class Group:
         """The callers that wait in the quorum barrier."""
         return [caller for _, caller in self._requests.values()]
 
+    def is_held(self, caller: int) -> bool:
+        """Whether ``caller`` is not in the barrier yet: the worker that its rank belongs to may
+        still live."""
+        return any(held == caller for _, held in self._heirs.values())
+
     def why(self, caller: int | None = None) -> str:
         """What this group waits for, or ``caller``, whose question may be held."""
         for rank, (_, held) in self._heirs.items():

@@ -16,7 +16,7 @@ from typing import Any
 from torchft_svc.core.assignment import Assignment
 from torchft_svc.core.lighthouse_orders import AnswerQuorum, ReportEviction, ReportHang, ReportLoss
 from torchft_svc.core.step import StepState
-from torchft_svc.core.types import Member, Quorum
+from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum
 from torchft_svc.sim.world import Process, World
 
 # A timer of the world is exact; what it starts may still need a few messages.
@@ -221,15 +221,15 @@ class Progress:
         """A group has got this answer."""
         self._told[replica_id] = (quorum.quorum_id, quorum.max_step)
 
-    def opened(self, job: str, replica_id: str) -> None:
-        """A group has a session with the lighthouse, and can tell what it knows."""
-        if replica_id in self._told:
-            quorum_id, max_step = self._told[replica_id]
+    def opened(self, job: str, replica_id: str, last: LastQuorum) -> None:
+        """A group has a session with the lighthouse, and has told what it knew when it connected:
+        it may be elsewhere by now, if the lighthouse was frozen meanwhile."""
+        if last != NO_QUORUM:
             took_part = self._took_part.setdefault(job, set())
-            if not took_part and quorum_id > self._last_ids.get(job, 0):
+            if not took_part and last.quorum_id > self._last_ids.get(job, 0):
                 self._committed.pop(job, None)
             took_part.add(replica_id)
-            self._heard[job] = max(self._heard.get(job, 0), max_step)
+            self._heard[job] = max(self._heard.get(job, 0), last.max_step)
 
     def asked(self, job: str, member: Member, has_rival: Callable[[], bool]) -> None:
         """A group asks, maybe as another incarnation of the one that has told.

@@ -281,7 +281,7 @@ class Connection(Client):
             hello = Hello(replica_id, last)
             self._lighthouse.feed(
                 lambda now: self._core.opened(self.number, job, hello, now),
-                lambda: checks.opened(self),
+                lambda: checks.opened(self, last),
             )
             return
         self.is_unary = True

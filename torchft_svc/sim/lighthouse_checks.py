@@ -16,7 +16,7 @@ from torchft_svc.core.names import stable_name
 from torchft_svc.core.session_messages import Beat, Leave, Lost, News, NoQuorumYet, Question
 from torchft_svc.core.session_orders import Report, ReportAcceptedLoss
 from torchft_svc.core.sessions import REPORT_PAUSE_AFTER_S, LighthouseSessions
-from torchft_svc.core.types import QuorumConfig
+from torchft_svc.core.types import LastQuorum, QuorumConfig
 from torchft_svc.sim.invariants import SLACK_S, Invariants, must
 from torchft_svc.sim.liveness import LOOK_S, Key, LivenessChecks
 from torchft_svc.sim.trace import Trace
@@ -78,10 +78,10 @@ class LighthouseChecks:
 
     # -- what comes in ---------------------------------------------------------------------------
 
-    def opened(self, client: Client) -> None:
+    def opened(self, client: Client, last: LastQuorum) -> None:
         self._sessions.add(client)
         self._heard(client.key)
-        self._invariants.progress.opened(*client.key)
+        self._invariants.progress.opened(*client.key, last)
 
     def beat(self, client: Client, beat: Beat) -> None:
         self._heard(client.key)

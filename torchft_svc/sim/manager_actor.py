@@ -98,9 +98,11 @@ class ManagerActor:
         del self._workers[group_rank]
         orders = self.core.detach(group_rank, worker_id, reason, self.process.world.now)
         self._carry_out(orders)
-        # Workers of a later life of the group do not miss one of a life before.
+        # Workers of a later life of the group do not miss one of a life before, nor does one whose
+        # question is held: it asks as soon as the worker before it is known to be gone.
         told_all = not orders or all(
-            caller in self._askers and _life(self._askers[caller]) > _life(worker_id)
+            self.core.group.is_held(caller)
+            or (caller in self._askers and _life(self._askers[caller]) > _life(worker_id))
             for caller in self._replies
         )
         must(told_all, "I5", f"{self.process.name}: {worker_id} is gone, and others still wait")
