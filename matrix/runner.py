@@ -14,7 +14,7 @@ from chaos.bounds import allowance_s
 from chaos.cluster import Lighthouse
 from chaos.fleet import Fleet
 from chaos.fork_server import worker_server
-from demo.events import Committed, Discarded, Event, Exited, Killed
+from demo.events import Committed, Discarded, Event, Exited, Healed, Killed
 from matrix.program import Moment, Program
 from matrix.verdicts import Run
 
@@ -28,6 +28,9 @@ _PART_S = 40.0
 # So many steps all groups do together after everybody is back, and so many more to the end.
 _TOGETHER = 4
 _AHEAD = 15
+# Commits that were just written, or are just being made, are read by then.
+_SURELY_LOST_S = 3.0
+_LOSS_LOOK_S = 0.5
 # Steps that a worker discards without a commit in between; each takes a few hundredths of a second.
 _TOO_MANY = 100
 
@@ -80,16 +83,23 @@ class ProgramRunner:
             program=program,
             events=events,
             missed=missed,
+            is_lost=execution.is_lost,
             words={worker.options.life: worker.said() for worker in fleet.lives},
         )
 
 
 @dataclass(slots=True)
 class _Execution:
-    """One run of a program; `run` returns what did not happen in time, or nothing."""
+    """One run of a program; `run` returns what did not happen in time, or nothing.
+
+    ``is_lost``: the kills took all groups that had committed the newest step.
+    """
 
     program: Program
     fleet: Fleet
+    is_lost: bool = False
+    _look_at: float = 0.0
+    _lost_since: float | None = None
     _dead: set[int] = field(default_factory=set)  # groups that ended by themselves, with an error
 
     def run(self) -> str:
@@ -99,8 +109,8 @@ class _Execution:
         for is_over, what in self._parts():
             if not self._wait(is_over):
                 return what
-            if self._dead:
-                return ""  # its exit status says it all
+            if self._dead or self.is_lost:
+                return ""  # which says it all
         return ""
 
     def _parts(self) -> Iterator[tuple[Callable[[], bool], str]]:
@@ -118,14 +128,40 @@ class _Execution:
 
     def _wait(self, is_over: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + _PART_S + 10 * allowance_s()
-        while not is_over() and not self._dead:
+        while not is_over() and not self._dead and not self.is_lost:
             if time.monotonic() > deadline or self._discards_for_ever():
                 return False
             for event in self.fleet.read():
                 if isinstance(event, Exited):
                     self._handle_end(event)
+            self._look_for_loss()
             time.sleep(_LOOK_S)
         return True
+
+    def _look_for_loss(self) -> None:
+        """Whether no group that lives has the newest step: the job waits for an operator then."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + _LOSS_LOOK_S
+        commits = [each for each in self.fleet.events if isinstance(each, Committed)]
+        newest = max((each.step for each in commits), default=0)
+        holders = {
+            each.life
+            for each in self.fleet.events
+            if isinstance(each, (Committed, Healed)) and each.step >= newest
+        }
+        living = {
+            (worker.options.group, worker.options.incarnation)
+            for worker in self.fleet.lives
+            if worker.is_running
+        }
+        if not newest or holders & living:
+            self._lost_since = None
+        elif self._lost_since is None:
+            self._lost_since = now
+        elif living and now - self._lost_since > _SURELY_LOST_S:
+            self.is_lost = True
 
     def _handle_end(self, end: Exited) -> None:
         """As a launcher does: a group that lost one of its workers is started anew as a whole."""

@@ -25,11 +25,14 @@ class Run:
     """What was seen of a program; ``events`` in order of time.
 
     ``missed``: what did not come in time, if something did not; ``words``: the output of each life.
+    ``is_lost``: the kills took all groups that had the newest step, so that the job waits for an
+    operator, and the run was ended.
     """
 
     program: Program
     events: Sequence[Event]
     missed: str = ""
+    is_lost: bool = False
     words: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -63,7 +66,7 @@ def judge_end(run: Run) -> Verdict:
     if run.missed:
         faults.append(run.missed)
     ends = {event.step for event in run.events if isinstance(event, Finished)}
-    if not faults and not ends:
+    if not faults and not ends and not run.is_lost:
         faults.append("no group finished")
     return Verdict.of("all train together, and end", faults, f"at step {ends}")
 

@@ -112,3 +112,10 @@ def test_a_failure_is_told_with_the_last_words() -> None:
     told = tell(Run(program=PROGRAM, events=GOOD[:5], words={"group-0.0.0": "one\ntwo\n"}))
     assert "no group finished" in told
     assert "two" in told
+
+
+def test_a_run_that_lost_its_newest_state_with_those_that_had_it_proves_nothing() -> None:
+    events = [commit(0, 1, 1.0), killed(0, 1.1), ended(0, 1.2, -9)]
+    faults = judge(Run(program=PROGRAM, events=events))
+    assert any("no group finished" in fault.detail for fault in faults)
+    assert not judge(Run(program=PROGRAM, events=events, is_lost=True))

@@ -210,25 +210,20 @@ class Progress:
         self._policy = policy
         self._committed: dict[str, int] = {}
         self._heard: dict[str, int] = {}  # since its last quorum, from those that have a session
-        self._took_part: dict[str, set[str]] = {}
+        self._took_part: dict[str, dict[str, int]] = {}  # up to which step, as far as was told
         self._accepted: set[str] = set()
         self._last_ids: dict[str, int] = {}  # of the jobs
-        self._told: dict[str, tuple[int, int]] = {}  # each group's last quorum id, and max_step
         self._remaining: dict[str, set[str]] = {}  # of the last quorum: has not ended on purpose
         self._members: dict[str, set[str]] = {}  # of the last quorum
-
-    def told(self, replica_id: str, quorum: Quorum) -> None:
-        """A group has got this answer."""
-        self._told[replica_id] = (quorum.quorum_id, quorum.max_step)
 
     def opened(self, job: str, replica_id: str, last: LastQuorum) -> None:
         """A group has a session with the lighthouse, and has told what it knew when it connected:
         it may be elsewhere by now, if the lighthouse was frozen meanwhile."""
         if last != NO_QUORUM:
-            took_part = self._took_part.setdefault(job, set())
+            took_part = self._took_part.setdefault(job, {})
             if not took_part and last.quorum_id > self._last_ids.get(job, 0):
                 self._committed.pop(job, None)
-            took_part.add(replica_id)
+            took_part[replica_id] = last.max_step
             self._heard[job] = max(self._heard.get(job, 0), last.max_step)
 
     def asked(self, job: str, member: Member, has_rival: Callable[[], bool]) -> None:
@@ -236,13 +231,13 @@ class Progress:
 
         It is not let in while it ``has_rival``, another one that lives under its name.
         """
-        took_part = self._took_part.setdefault(job, set())
+        took_part = self._took_part.setdefault(job, {})
         if member.has_history and member.replica_id not in took_part and not has_rival():
-            took_part.add(member.replica_id)
+            took_part[member.replica_id] = member.step
 
     def gone(self, job: str, replica_id: str) -> None:
         """A group has left, which is told as a loss only if it was let in."""
-        self._took_part.get(job, set()).discard(replica_id)
+        self._took_part.get(job, {}).pop(replica_id, None)
 
     def accepted(self, job: str) -> None:
         """An operator gives up what the groups that ask do not have."""
@@ -258,18 +253,18 @@ class Progress:
         self._members.clear()
 
     def lost(self, order: ReportLoss) -> None:
-        self._took_part.get(order.job, set()).discard(order.replica_id)
+        self._took_part.get(order.job, {}).pop(order.replica_id, None)
         if order.is_orderly:
             self._remaining.get(order.job, set()).discard(order.replica_id)
 
     def published(self, order: AnswerQuorum) -> None:
         step = order.quorum.max_step
-        took_part = self._took_part.setdefault(order.job, set())
+        took_part = self._took_part.setdefault(order.job, {})
         if order.job in self._committed:
             before = self._committed[order.job]
             is_told = order.lost_from is not None and order.lost_from >= before
         else:  # some of those who told more may have died since
-            before = max((self._told.get(each, (0, 0)) for each in took_part), default=(0, 0))[1]
+            before = max(took_part.values(), default=0)
             is_told = order.lost_from is not None
         if step < before:
             must(is_told, "I4", f"from step {before} to {step}, and not told")
@@ -291,7 +286,7 @@ class Progress:
         self._accepted.discard(order.job)
         self._members[order.job] = {member.replica_id for member in order.quorum.participants}
         self._remaining[order.job] = set(self._members[order.job])
-        took_part.update(member.replica_id for member in order.quorum.participants)
+        took_part.update((each.replica_id, step) for each in order.quorum.participants)
 
     def _check_jump(self, order: AnswerQuorum) -> None:
         """A job does not follow one that is far ahead of those that stay, but from elsewhere."""
@@ -463,7 +458,6 @@ class Invariants:
         self.hangs = Hangs(world)
         self.discards = Discards()
         self.bounds = Bounds()
-        self._lighthouses: list[Invariants] = []
 
     def of_lighthouse(self) -> Invariants:
         """The same checks, with their own ledgers of what one lighthouse does."""
@@ -471,10 +465,4 @@ class Invariants:
         its_own.ids = Ids(self._is_clock_honest)
         its_own.progress = Progress(self._policy)
         its_own.discards = Discards()
-        self._lighthouses.append(its_own)
         return its_own
-
-    def told(self, replica_id: str, quorum: Quorum) -> None:
-        """A group has got this answer."""
-        for each in self._lighthouses:
-            each.progress.told(replica_id, quorum)

@@ -196,7 +196,6 @@ class ManagerActor:
         replica_id = self.link.replica_id
         if isinstance(outcome, Quorum):
             self._formed = outcome
-            self._invariants.told(replica_id, outcome)
         self._carry_out(self.core.outcome(round_, outcome, replica_id, self.process.world.now))
 
     def _answer_worker(self, order: AnswerWorker) -> None:
