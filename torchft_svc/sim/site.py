@@ -103,7 +103,7 @@ class Site:
             self.job,
             self.group_world_size,
             link,
-            lambda: self.worker_failed("its manager was told to end it"),
+            self._manager_ended,
             (self._shared.invariants, self._shared.trace),
         )
         self._shared.managers[process.name] = self.manager
@@ -166,6 +166,11 @@ class Site:
         """A worker ends with an error; its launcher starts the group again."""
         self._shared.trace.record(self.name, f"a worker ends: {why}")
         self._launcher.after(NOTICE_S, self._end_the_others, RESTART_S)
+
+    def _manager_ended(self) -> None:
+        """It was told to end its group, and ends itself; its launcher starts another one."""
+        self._kill_manager()
+        self.worker_failed("its manager was told to end it")
 
     def is_manager_over(self) -> bool:
         """It has ended with the first worker, which would have started another."""
