@@ -210,7 +210,8 @@ class Progress:
         self._policy = policy
         self._committed: dict[str, int] = {}
         self._heard: dict[str, int] = {}  # since its last quorum, from those that have a session
-        self._took_part: dict[str, dict[str, int]] = {}  # up to which step, as far as was told
+        # In which quorum last, and up to which step, as far as each has told.
+        self._took_part: dict[str, dict[str, tuple[int, int]]] = {}
         self._accepted: set[str] = set()
         self._last_ids: dict[str, int] = {}  # of the jobs
         self._remaining: dict[str, set[str]] = {}  # of the last quorum: has not ended on purpose
@@ -223,7 +224,7 @@ class Progress:
             took_part = self._took_part.setdefault(job, {})
             if not took_part and last.quorum_id > self._last_ids.get(job, 0):
                 self._committed.pop(job, None)
-            took_part[replica_id] = last.max_step
+            took_part[replica_id] = last.quorum_id, last.max_step
             self._heard[job] = max(self._heard.get(job, 0), last.max_step)
 
     def asked(self, job: str, member: Member, has_rival: Callable[[], bool]) -> None:
@@ -233,7 +234,7 @@ class Progress:
         """
         took_part = self._took_part.setdefault(job, {})
         if member.has_history and member.replica_id not in took_part and not has_rival():
-            took_part[member.replica_id] = member.step
+            took_part[member.replica_id] = member.seen_quorum_id, member.step
 
     def gone(self, job: str, replica_id: str) -> None:
         """A group has left, which is told as a loss only if it was let in."""
@@ -264,7 +265,7 @@ class Progress:
             before = self._committed[order.job]
             is_told = order.lost_from is not None and order.lost_from >= before
         else:  # some of those who told more may have died since
-            before = max(took_part.values(), default=0)
+            before = max(took_part.values(), default=(0, 0))[1]
             is_told = order.lost_from is not None
         if step < before:
             must(is_told, "I4", f"from step {before} to {step}, and not told")
@@ -286,7 +287,8 @@ class Progress:
         self._accepted.discard(order.job)
         self._members[order.job] = {member.replica_id for member in order.quorum.participants}
         self._remaining[order.job] = set(self._members[order.job])
-        took_part.update((each.replica_id, step) for each in order.quorum.participants)
+        latest = order.quorum.quorum_id, step
+        took_part.update((each.replica_id, latest) for each in order.quorum.participants)
 
     def _check_jump(self, order: AnswerQuorum) -> None:
         """A job does not follow one that is far ahead of those that stay, but from elsewhere."""
