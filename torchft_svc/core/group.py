@@ -306,10 +306,10 @@ class Group:
             if waiting == caller:
                 failed = self._give_up_barrier(rank)
                 return tuple(each for each in failed if getattr(each, "caller", None) != caller)
-        for rank, (_, held) in list(self._heirs.items()):
-            if held == caller:
-                del self._heirs[rank]
-                return ()
+        held_rank = self.held_rank(caller)
+        if held_rank is not None:
+            del self._heirs[held_rank]
+            return ()
         for rank, (_, waiting) in list(self._votes.items()):
             if waiting == caller and self._decision is None:
                 del self._votes[rank]
@@ -392,16 +392,16 @@ class Group:
         """The callers that wait in the quorum barrier."""
         return [caller for _, caller in self._requests.values()]
 
-    def is_held(self, caller: int) -> bool:
-        """Whether ``caller`` is not in the barrier yet: the worker that its rank belongs to may
-        still live."""
-        return any(held == caller for _, held in self._heirs.values())
+    def held_rank(self, caller: int | None) -> int | None:
+        """The group rank that ``caller`` would take over from a worker that may still live. It is
+        not in the barrier yet. None: its question is not held."""
+        return next((rank for rank, (_, held) in self._heirs.items() if held == caller), None)
 
     def why(self, caller: int | None = None) -> str:
         """What this group waits for, or ``caller``, whose question may be held."""
-        for rank, (_, held) in self._heirs.items():
-            if held == caller:
-                return f"group rank {rank} belongs to another worker, which may be alive"
+        held_rank = self.held_rank(caller)
+        if held_rank is not None:
+            return f"group rank {held_rank} belongs to another worker, which may be alive"
         if self._asking:
             return "the lighthouse has not answered yet"
         waiting, barrier = (

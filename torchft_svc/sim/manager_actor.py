@@ -101,7 +101,7 @@ class ManagerActor:
         # Workers of a later life of the group do not miss one of a life before, nor does one whose
         # question is held: it asks as soon as the worker before it is known to be gone.
         told_all = not orders or all(
-            self.core.group.is_held(caller)
+            self.core.group.held_rank(caller) is not None
             or (caller in self._askers and _life(self._askers[caller]) > _life(worker_id))
             for caller in self._replies
         )
