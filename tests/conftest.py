@@ -40,7 +40,7 @@ _MARK = "TORCHFT_TEST_SESSION"
 # package and of the tests. Their forks have the same command line, but another parent.
 _SESSION_WIDE = (
     "multiprocessing.resource_tracker",
-    "isolated.fork_server_main",
+    "isolated.child",
     "support.fork_server_main",
 )
 # Threads that nobody joins: those of fork servers, and of abandoned operations until their timeout.

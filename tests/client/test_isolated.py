@@ -27,7 +27,7 @@ from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed
 
 TIMEOUT = timedelta(seconds=20)
-MAIN = "torchft_svc.client.process_groups.isolated.fork_server_main"
+MAIN = "torchft_svc.client.process_groups.isolated.child"
 pytestmark = pytest.mark.processes
 
 
@@ -430,6 +430,5 @@ def fork_servers() -> list[int]:
     return [
         child.pid
         for child in psutil.Process().children()
-        if is_alive(child.pid)
-        and any("isolated.fork_server_main" in part for part in child.cmdline())
+        if is_alive(child.pid) and any("isolated.child" in part for part in child.cmdline())
     ]

@@ -1,5 +1,7 @@
 """The process that carries the collectives of one process group; forked by the fork server.
 
+Run as a program, this module is that server. It never uses a device, so the forks may.
+
 One thread receives and starts operations, another connects and leaves members. The process exits
 with the trainer: when its socket closes, or, because forked children of the trainer keep that open,
 when the trainer's process exits.
@@ -12,8 +14,10 @@ import logging
 import os
 import queue
 import select
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -22,7 +26,7 @@ from typing import Any
 
 import torch
 
-from torchft_svc.client.process.fork_server import watch
+from torchft_svc.client.process.fork_server import serve, watch
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
 from torchft_svc.client.process_groups.isolated.device_segments import DeviceWindow
@@ -47,7 +51,8 @@ from torchft_svc.client.process_groups.isolated.messages import (
 from torchft_svc.client.process_groups.isolated.segments import HostSegment
 from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
 
-log = logging.getLogger(__name__)
+# By its own name also where it runs as a program.
+log = logging.getLogger(f"{__package__}.child")
 
 # For an operation that has ended; without a timeout, only the stream would wait.
 _OVER = timedelta(seconds=1)
@@ -218,3 +223,25 @@ def _end_with(pid: int) -> None:
     if descriptor is not None:
         select.select([descriptor], [], [])
         os._exit(0)
+
+
+def main() -> None:
+    """``child DESCRIPTOR PID``: the socket to the trainer, and its process id. Each request carries
+    the socket to the fork."""
+    descriptor, trainer_pid = map(int, sys.argv[1:])
+    fork = serve(descriptor, trainer_pid)
+    if fork is None:
+        return
+    status = 1
+    try:
+        _, (connection,) = fork
+        Child(Connection(connection)).run(trainer_pid)
+        status = 0
+    except Exception:  # noqa: BLE001 - the process exits and prints why
+        traceback.print_exc()
+    finally:
+        os._exit(status)  # a hanging operation would block an ordinary exit
+
+
+if __name__ == "__main__":
+    main()

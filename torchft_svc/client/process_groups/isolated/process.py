@@ -44,7 +44,7 @@ OnStart = Callable[[], None]
 
 
 # Of all process groups of this process.
-FORK_SERVER = ForkServer(f"{__package__}.fork_server_main", "collectives")
+FORK_SERVER = ForkServer(f"{__package__}.child", "collectives")
 
 
 def fork_carrier(server: ForkServer) -> tuple[int, Connection]:
