@@ -18,8 +18,10 @@ from torchft_svc.core.types import Vote, WorkerRequest
 from torchft_svc.errors import GroupLeft, QuorumFailed
 
 
-def request(group_rank: int, draining: bool = False, worker_id: str = "w") -> WorkerRequest:
-    return WorkerRequest(group_rank=group_rank, step=3, worker_id=worker_id, draining=draining)
+def request(group_rank: int, drain_reason: str = "", worker_id: str = "w") -> WorkerRequest:
+    return WorkerRequest(
+        group_rank=group_rank, step=3, worker_id=worker_id, drain_reason=drain_reason
+    )
 
 
 def left(orders: tuple[Order, ...]) -> list[int]:
@@ -35,7 +37,9 @@ def test_it_leaves_when_all_workers_have_asked_whoever_was_told() -> None:
     group = Group(2)
     group.attached(0, "w")  # before the other one
     assert group.quorum_requested(request(0), 1) == ()
-    assert left(group.quorum_requested(request(1, draining=True), 2)) == [1, 2]
+    orders = group.quorum_requested(request(1, "SIGTERM"), 2)
+    assert left(orders) == [1, 2]
+    assert orders[0].reason == "SIGTERM"
     assert group.quorum_requested(request(0), 3) == ()
     assert left(group.quorum_requested(request(1), 4)) == [3, 4], "for good"
 
@@ -47,7 +51,7 @@ def test_a_worker_whose_answer_was_lost_is_told_again_when_its_peer_has_ended(
     group = Group(2)
     group.attached(1, "w1")
     group.quorum_requested(request(0, worker_id="w0"), 1)
-    orders = group.quorum_requested(request(1, draining=not is_asked, worker_id="w1"), 2)
+    orders = group.quorum_requested(request(1, "" if is_asked else "preempted", worker_id="w1"), 2)
     if is_asked:  # then the lighthouse has the last word
         (ask,) = orders
         assert isinstance(ask, AskLighthouse)
@@ -88,7 +92,7 @@ def test_it_does_not_wait_for_a_worker_that_dies() -> None:
 def test_it_does_not_wait_for_a_worker_that_is_dead() -> None:
     group = of_three()
     group.detached(1, "w", "killed")
-    assert group.quorum_requested(request(0, draining=True), 0) == ()
+    assert group.quorum_requested(request(0, "SIGTERM"), 0) == ()
     assert ended(group.quorum_requested(request(2), 2)) == [0, 2]
     group = of_three()
     group.detached(1, "w", "killed")

@@ -61,7 +61,7 @@ class Barriers(RuleBasedStateMachine):
         worker_id=workers,
         shrink_only=st.booleans(),
         commit_failures=st.integers(0, 2),
-        draining=st.sampled_from([False] * 9 + [True]),
+        drain_reason=st.sampled_from([""] * 9 + ["SIGTERM"]),
     )
     def worker_asks(self, rank: int, step: int, **fields: Any) -> None:
         self.caller += 1
@@ -85,7 +85,8 @@ class Barriers(RuleBasedStateMachine):
         before = {self.known.get(rank), self.lines.get(rank)}
         is_new = not before <= {None, request.worker_id}
         self.is_new |= is_new
-        self.is_draining = request.draining or (self.is_draining and not is_new)
+        is_told = bool(request.drain_reason)
+        self.is_draining = is_told or (self.is_draining and not is_new)
         self.asking[caller] = request
         self.known[rank] = request.worker_id
 

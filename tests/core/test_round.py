@@ -163,7 +163,7 @@ def test_whatever_else_fails_is_not_asked_again(
 def test_a_repeated_question_may_say_something_else() -> None:
     round_ = asking(worker())
     round_.drain("SIGTERM")
-    assert round_.question("", are_connections_broken=False).draining
+    assert round_.question("", are_connections_broken=False).drain_reason == "SIGTERM"
 
 
 def test_a_manager_is_told_what_the_one_before_had_told() -> None:

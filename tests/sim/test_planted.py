@@ -263,8 +263,9 @@ def who_asks_again_has_a_new_patience(plant: pytest.MonkeyPatch) -> None:
 def a_drained_group_is_told_as_lost(plant: pytest.MonkeyPatch) -> None:
     real = Lighthouse._remove
 
-    def remove(self: Any, job: str, state: Any, replica_id: str, reason: str, *_: Any) -> Any:
-        return real(self, job, state, replica_id, reason)
+    def remove(self: Any, job: str, state: Any, replica_id: str, how: Any, now: float) -> Any:
+        how = dataclasses.replace(how, between_steps=False, ends=False)
+        return real(self, job, state, replica_id, how, now)
 
     plant.setattr(Lighthouse, "_remove", remove)
 
@@ -273,7 +274,7 @@ def a_group_that_drains_stays(plant: pytest.MonkeyPatch) -> None:
     real = Group.quorum_requested
 
     def quorum_requested(self: Any, request: Any, caller: int) -> Any:
-        return real(self, dataclasses.replace(request, draining=False), caller)
+        return real(self, dataclasses.replace(request, drain_reason=""), caller)
 
     plant.setattr(Group, "quorum_requested", quorum_requested)
     plant.setattr(Group, "drain", lambda self, reason: ())

@@ -140,7 +140,7 @@ class ManagerClient(Client):
         commit_failures: int = 0,
         reconfigure_handle: str = "",
         init_sync: bool = True,
-        draining: bool = False,
+        drain_reason: str = "",
         unhealed: bool = False,
         question: int = 0,
         layout: str = "",
@@ -150,7 +150,8 @@ class ManagerClient(Client):
 
         ``reconfigure_handle`` is accepted for the public release's sake and has no effect.
 
-        ``draining``: this worker has to end, so its group leaves when all have asked.
+        ``drain_reason``: why this worker has to end, so its group leaves when all have asked
+        (empty: it has not).
         ``unhealed``: the last quorum wanted it to heal, which has failed.
         ``question``: the number of this question among those of this worker, from 1; the same when
         it is repeated because the answer was lost. A barrier that failed before this worker came to
@@ -173,7 +174,7 @@ class ManagerClient(Client):
             shrink_only=shrink_only,
             commit_failures=commit_failures,
             init_sync=init_sync,
-            draining=draining,
+            drain_reason=drain_reason,
             unhealed=unhealed,
             question=question,
             layout=layout,
@@ -193,7 +194,8 @@ class ManagerClient(Client):
             commit_failures=request.commit_failures,
             init_sync=request.init_sync,
             worker_id=request.worker_id,
-            draining=request.draining,
+            draining=bool(request.drain_reason),
+            drain_reason=request.drain_reason,
             unhealed=request.unhealed,
             last_quorum_id=request.last_quorum_id,
             question=request.question,

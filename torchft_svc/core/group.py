@@ -458,8 +458,8 @@ class Group:
         self._workers[rank] = self._owners[rank] = request.worker_id
         self._note_life(request.group_rank, request.worker_id)
         self._checkpoint_addresses[request.group_rank] = request.checkpoint_address
-        if request.draining:
-            self._drain_reason = self._drain_reason or f"group rank {request.group_rank} has to end"
+        if request.drain_reason:
+            self._drain_reason = self._drain_reason or request.drain_reason
 
     def _ask(self) -> AskLighthouse:
         requests = [request for request, _ in self._requests.values()]

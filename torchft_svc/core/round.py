@@ -267,7 +267,7 @@ class Round(Generic[Part]):
             shrink_only=request.shrink_only,
             commit_failures=max(state.failures, int(must_reconnect)),
             init_sync=self._rules.init_sync,
-            draining=self._leaves_for is not None,
+            drain_reason=self._leaves_for or "",
             unhealed=state.unhealed,
             question=state.epoch,
             layout=request.layout,

@@ -167,8 +167,10 @@ NO_QUORUM = LastQuorum()
 class WorkerRequest:
     """A worker asks for a quorum; ``worker_id`` is new at every start of its process.
 
-    ``unhealed``: the last quorum wanted it to heal, which has failed. ``last_quorum_id``: the
-    highest that it has been told (0: none), maybe by the manager before this one. ``question``
+    ``drain_reason``: why this worker has to end, so that its group leaves when all have asked
+    (empty: it has not). ``unhealed``: the last quorum wanted it to heal, which has failed.
+    ``last_quorum_id``: the highest that it has been told (0: none), maybe by the manager before
+    this one. ``question``
     counts the questions of this worker, and stays the same when one is repeated because its answer
     was lost (0: the worker does not count). ``layout``: what it sums (empty: not told).
     ``step_quorum_id``: in which its step was committed (0: not known).
@@ -181,7 +183,7 @@ class WorkerRequest:
     commit_failures: int = 0
     init_sync: bool = True
     worker_id: str = ""
-    draining: bool = False
+    drain_reason: str = ""
     unhealed: bool = False
     last_quorum_id: int = 0
     layout: str = ""
@@ -196,6 +198,7 @@ class WorkerRequest:
         check_quorum_id("last_quorum_id", self.last_quorum_id)
         check_quorum_id("step_quorum_id", self.step_quorum_id)
         check_text("checkpoint address", self.checkpoint_address, MAX_ADDRESS_LENGTH)
+        check_text("drain reason", self.drain_reason, MAX_REASON_LENGTH)
         check_text("layout", self.layout, MAX_LAYOUT_LENGTH)
         check_text("worker id", self.worker_id, MAX_ADDRESS_LENGTH)
 

@@ -198,6 +198,8 @@ def quorum_from_wire(message: pb.Quorum) -> Quorum:
 
 
 def worker_request_from_wire(message: pb.ManagerQuorumRequest) -> WorkerRequest:
+    # Workers of an older version do not tell the reason.
+    drain_reason = message.drain_reason or f"group rank {message.rank} has to end"
     return WorkerRequest(
         group_rank=message.rank,
         step=message.step,
@@ -206,7 +208,7 @@ def worker_request_from_wire(message: pb.ManagerQuorumRequest) -> WorkerRequest:
         commit_failures=message.commit_failures,
         init_sync=message.init_sync if message.HasField("init_sync") else True,
         worker_id=message.worker_id,
-        draining=message.draining,
+        drain_reason=drain_reason if message.draining else "",
         unhealed=message.unhealed,
         last_quorum_id=message.last_quorum_id,
         layout=message.layout,

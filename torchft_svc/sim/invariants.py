@@ -402,6 +402,13 @@ class Discards:
         if len(self._left) > self.MAX_LEFT:
             del self._left[next(iter(self._left))]
 
+    def heard(self, replica_id: str) -> None:
+        """Another session leads to a group that may have left, e.g. one that is open on one side.
+
+        A stranger may have left in its name, so the lighthouse takes it in again.
+        """
+        self._left.pop(replica_id, None)
+
     def told_as_lost(self, replica_id: str) -> None:
         """Its peers give up the step that they are in."""
         must(replica_id not in self._left, "I6", f"{replica_id} left, and is told as lost")

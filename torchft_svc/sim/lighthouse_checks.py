@@ -80,11 +80,11 @@ class LighthouseChecks:
 
     def opened(self, client: Client, last: LastQuorum) -> None:
         self._sessions.add(client)
-        self._heard(client.key)
+        self._heard(client)
         self._invariants.progress.opened(*client.key, last)
 
     def beat(self, client: Client, beat: Beat) -> None:
-        self._heard(client.key)
+        self._heard(client)
         if beat.phase is not None:
             doing = Activity(beat.phase, beat.step, self._now - beat.lasts_s)
             self._liveness.does(client.key, doing)
@@ -101,7 +101,7 @@ class LighthouseChecks:
         )
         if client in self._sessions:
             self._asked_at[client] = self._now
-        self._heard(client.key)
+        self._heard(client)
         self._invariants.progress.asked(client.key[0], member, lambda: self._has_rival(*client.key))
         self._liveness.asked(client.key, member, self._now)
 
@@ -131,7 +131,10 @@ class LighthouseChecks:
         for client in self._waiting & self._sessions:
             self.withdrew(client)
 
-    def _heard(self, key: Key) -> None:
+    def _heard(self, client: Client) -> None:
+        key = client.key
+        if client in self._sessions:
+            self._invariants.discards.heard(key[1])
         self._heard_at[key] = self._now
         self._heard_awake_at[key] = self._awake_at
         self._liveness.heard(key)
