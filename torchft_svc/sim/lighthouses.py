@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -81,6 +82,7 @@ class Lighthouses:
 
     def freeze(self, host: Host, seconds: float) -> None:
         host.is_away_for(seconds)
+        host.thawed_at = max(host.thawed_at, host.process.world.now + seconds)
         host.actor.process.freeze()
         self._nature.after(seconds, host.actor.process.thaw)
         self._miss(host, seconds)
@@ -123,6 +125,7 @@ class Host:
         self.actor = actor
         self._among = among
         self.up_since = 0.0  # or will be up from then on
+        self.thawed_at = -math.inf  # or will be
 
     @property
     def process(self) -> Process:
@@ -215,8 +218,10 @@ class Splits:
         """The others are at a later one, from which they could have come."""
         is_well = not self._is_recent(self._troubled_until, other.group)
         is_up = self._among.hosts[other.host].is_up
+        # One that was frozen had the newcomer's session all the time, and the others had none.
+        was_frozen = self._world.now - self._among.hosts[host].thawed_at <= KNOWN_AFTER_S
         must(
-            not (is_well and is_up) or self._is_old(other),
+            not (is_well and is_up) or was_frozen or self._is_old(other),
             "F4",
             f"the newcomer {group} begins at {host}, while {other.group} trains at {other.host}",
         )
