@@ -12,28 +12,26 @@ from typing import Any
 import grpc
 
 from torchft_svc.core.link_types import Connect, SendBeat, SendQuestion, SendWithdrawal
-from torchft_svc.core.types import Quorum, one_line
+from torchft_svc.core.types import Quorum
 from torchft_svc.errors import QuorumFailed, RequestRefused, TorchFTError, Unreachable
 from torchft_svc.manager_server.transport import Contact, Message, NotSupported
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.client_stream import (
+    BROKEN,
+    EOF,
+    MAX_OPENINGS,
+    Stream,
+    broken_stream,
+    is_untold,
+    raise_status,
+)
 from torchft_svc.rpc.codec import JOB_KEY, fit_for_logs, member_to_wire, quorum_from_wire
 from torchft_svc.rpc.parsing import checked, parser
-from torchft_svc.rpc.status import cause_of, error_from_wire, to_distrust, to_not_leader
-from torchft_svc.rpc.tls_reasons import closing_hint
+from torchft_svc.rpc.status import error_from_wire
 
 log = logging.getLogger(__name__)
 
-# What gRPC says instead of the reason, if the other side ends a call while it is being written to;
-# of sessions that a lighthouse refuses at once, that were 5 in 100.
-_UNTOLD = "Internal error from Core"
-# So often a session is opened to learn the reason.
-MAX_OPENINGS = 4
-
-Stream = Any  # grpc.aio's stream call; its stubs lack reading and writing
-# What using a stream raises when it has ended.
-_BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 _ANSWER = "what the lighthouse said"
-_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 class SessionTransport:
@@ -63,8 +61,8 @@ class SessionTransport:
         """See `Transport.run`."""
         try:
             await self._session_or_reason()
-        except (*_BROKEN, RequestRefused) as error:  # refused: it does not talk as a lighthouse
-            broken = self._to_error(error)
+        except (*BROKEN, RequestRefused) as error:  # refused: it does not talk as a lighthouse
+            broken = broken_stream(error, self._contact.address)
             # In them is the stream, and as long as that is kept, gRPC goes on connecting a channel
             # that is closed.
             traceback.clear_frames(error.__traceback__)
@@ -92,7 +90,7 @@ class SessionTransport:
             try:
                 return await self._session()
             except grpc.aio.AioRpcError as error:
-                if error.details() != _UNTOLD or self._is_open:
+                if not is_untold(error) or self._is_open:
                     raise
         return await self._session()
 
@@ -105,29 +103,29 @@ class SessionTransport:
             await stream.write(self._hello)
             contact.tell(lambda machine, now: machine.introduced(number, now))
             first = checked(await stream.read(), _ANSWER)
-            if first is _EOF:
-                await _raise_status(stream)
+            if first is EOF:
+                await raise_status(stream)
                 return
             self._is_open = True
             sending = asyncio.create_task(self._keep_sending(stream))
             interval_s = first.welcome.min_interval_ms / 1000
             contact.tell(lambda machine, now: machine.welcomed(number, interval_s, now))
-            while (news := checked(await stream.read(), _ANSWER)) is not _EOF:
+            while (news := checked(await stream.read(), _ANSWER)) is not EOF:
                 self._receive(news)
-            await _raise_status(stream)
+            await raise_status(stream)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise NotSupported from None
             raise
         except asyncio.InvalidStateError:  # it ended before the hello was sent: say why
-            await _raise_status(stream)
+            await raise_status(stream)
         finally:
             if sending is not None:
                 sending.cancel()
             stream.cancel()
 
     async def _keep_sending(self, stream: Stream) -> None:
-        with contextlib.suppress(*_BROKEN):  # whoever reads learns why
+        with contextlib.suppress(*BROKEN):  # whoever reads learns why
             while True:
                 await self._has_unsent.wait()
                 while self._unsent:
@@ -169,28 +167,3 @@ class SessionTransport:
     def _answered(self, question: int, outcome: Quorum | TorchFTError) -> None:
         number = self._contact.number
         self._contact.tell(lambda machine, now: machine.answered(number, question, outcome, now))
-
-    def _to_error(self, error: Exception) -> TorchFTError:
-        if isinstance(error, grpc.aio.AioRpcError):
-            known = to_not_leader(error) or to_distrust(error, "lighthouse", self._contact.address)
-            if known is not None:
-                return known
-        return Unreachable("lighthouse", self._contact.address, _why(error))
-
-
-async def _raise_status(stream: Stream) -> None:
-    """The stream has ended: raise why, unless it ended in good order."""
-    code = await stream.code()
-    if code is not grpc.StatusCode.OK:
-        details = await stream.details()
-        metadata = await stream.initial_metadata(), await stream.trailing_metadata()
-        raise grpc.aio.AioRpcError(code, *metadata, details=details)  # type: ignore[call-arg]
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        details = one_line(error.details() or "")
-        if details == _UNTOLD:
-            return "it ended the session"
-        return f"{cause_of(error.code(), details)}{closing_hint(details)}"
-    return str(error)
