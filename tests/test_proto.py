@@ -71,6 +71,7 @@ METHODS = {
         "Heartbeat": ("LighthouseHeartbeatRequest", "LighthouseHeartbeatResponse", False, False),
         "Leave": ("LighthouseLeaveRequest", "LighthouseLeaveResponse", False, False),
         "Session": ("SessionRequest", "SessionNews", True, True),
+        "Rendezvous": ("AgentRequest", "AgentNews", True, True),
         "Kill": ("LighthouseKillRequest", "LighthouseKillResponse", False, False),
         "Drain": ("LighthouseDrainRequest", "LighthouseDrainResponse", False, False),
         "Status": ("LighthouseStatusRequest", "LighthouseStatusResponse", False, False),

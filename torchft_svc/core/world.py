@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from torchft_svc.core.types import MAX_ADDRESS_LENGTH, MAX_REASON_LENGTH, check_name, check_text
+from torchft_svc.core.types import (
+    MAX_ADDRESS_LENGTH,
+    MAX_INT64,
+    MAX_REASON_LENGTH,
+    check_name,
+    check_text,
+)
 from torchft_svc.errors import RequestRefused
 
 MAX_NODES = 10_000
@@ -47,6 +53,12 @@ class Node:
             raise RequestRefused(f"node rank {self.rank} is not in 0 to {MAX_NODES - 1}")
 
 
+def check_round(round_: int) -> None:
+    """Refuse a round that no lighthouse began (0: none)."""
+    if not 0 <= round_ < 2**53:
+        raise RequestRefused(f"round {round_} is not in 0 to {2**53 - 1}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRanks:
     """The ranks of a node's workers: worker ``i`` has ``first_rank + i``."""
@@ -70,6 +82,18 @@ class World:
     @property
     def master_addr(self) -> str:
         return self.nodes[0].host
+
+    def check(self) -> None:
+        """Raise `RequestRefused` if a field from the network is out of bounds."""
+        check_round(self.round)
+        if not 1 <= len(self.nodes) <= MAX_NODES:
+            raise RequestRefused(f"a world has {len(self.nodes)} nodes, must have 1 to {MAX_NODES}")
+        if not 1 <= self.master_port <= _MAX_PORT:
+            raise RequestRefused(f"port {self.master_port} is not in 1 to {_MAX_PORT}")
+        for node in self.nodes:
+            node.check()
+        if len(set(self.node_ids)) < len(self.nodes):
+            raise RequestRefused("a world has one node twice")
 
     @cached_property
     def node_ids(self) -> tuple[str, ...]:
@@ -146,8 +170,9 @@ class AgentState:
 
     def check(self) -> None:
         """Raise `RequestRefused` if a field from the network is out of bounds."""
-        if not 0 <= self.round < 2**53:
-            raise RequestRefused(f"round {self.round} is not in 0 to {2**53 - 1}")
+        check_round(self.round)
+        if not 0 <= self.num_restarts <= MAX_INT64:
+            raise RequestRefused(f"there were {self.num_restarts} restarts, must be 0 or more")
         if not 0 <= self.store_port <= _MAX_PORT:
             raise RequestRefused(f"port {self.store_port} is not in 0 to {_MAX_PORT}")
 

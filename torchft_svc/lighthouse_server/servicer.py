@@ -9,6 +9,7 @@ import grpc
 
 from torchft_svc.core.session_messages import Drain, Kill, Leave
 from torchft_svc.core.types import DEFAULT_JOB, MAX_REASON_LENGTH, check_name, check_text
+from torchft_svc.errors import RequestRefused
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY, member_from_wire
@@ -16,6 +17,7 @@ from torchft_svc.rpc.codec_status import status_to_wire
 from torchft_svc.rpc.deadline import remaining_s
 from torchft_svc.rpc.health import ALWAYS_READY, Readiness
 from torchft_svc.rpc.serving import Service
+from torchft_svc.rpc.status import Handler
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -43,6 +45,27 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
         driver.check_room(_job(context))
         return b""
 
+    async def session(requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
+        await driver.session(_job(context), requests, context)
+
+    async def rendezvous(requests: AsyncIterator[pb.AgentRequest], context: Context) -> None:
+        raise RequestRefused("this lighthouse does not serve launchers yet")
+
+    return Service(
+        "LighthouseService",
+        {
+            "Quorum": quorum,
+            "Heartbeat": heartbeat,
+            "Leave": leave,
+            "HasRoom": has_room,
+            **_operator_calls(driver),
+        },
+        streams={"Session": session, "Rendezvous": rendezvous},
+        readiness=readiness,
+    )
+
+
+def _operator_calls(driver: LighthouseDriver) -> dict[str, Handler]:
     async def kill(request: pb.LighthouseKillRequest, context: Context) -> bytes:
         reason = _reason(request.reason, "killed by an operator")
         driver.command(_job(context), request.replica_id, Kill(reason))
@@ -60,24 +83,7 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
         committed_step = driver.accept_loss(_job(context))
         return pb.AcceptLossResponse(committed_step=committed_step).SerializeToString()
 
-    async def session(requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
-        await driver.session(_job(context), requests, context)
-
-    return Service(
-        "LighthouseService",
-        {
-            "Quorum": quorum,
-            "Heartbeat": heartbeat,
-            "Leave": leave,
-            "HasRoom": has_room,
-            "Kill": kill,
-            "Drain": drain,
-            "AcceptLoss": accept_loss,
-            "Status": status,
-        },
-        streams={"Session": session},
-        readiness=readiness,
-    )
+    return {"Kill": kill, "Drain": drain, "AcceptLoss": accept_loss, "Status": status}
 
 
 def _reason(told: str, default: str) -> str:

@@ -16,12 +16,27 @@ class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PHASE_HEALING: _ClassVar[Phase]
     PHASE_TRAINING: _ClassVar[Phase]
     PHASE_VOTING: _ClassVar[Phase]
+
+class AgentStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    AGENT_UNKNOWN: _ClassVar[AgentStatus]
+    AGENT_JOINING: _ClassVar[AgentStatus]
+    AGENT_WARMING: _ClassVar[AgentStatus]
+    AGENT_READY: _ClassVar[AgentStatus]
+    AGENT_WORKING: _ClassVar[AgentStatus]
+    AGENT_FINISHED: _ClassVar[AgentStatus]
 PHASE_UNKNOWN: Phase
 PHASE_IDLE: Phase
 PHASE_WAITING: Phase
 PHASE_HEALING: Phase
 PHASE_TRAINING: Phase
 PHASE_VOTING: Phase
+AGENT_UNKNOWN: AgentStatus
+AGENT_JOINING: AgentStatus
+AGENT_WARMING: AgentStatus
+AGENT_READY: AgentStatus
+AGENT_WORKING: AgentStatus
+AGENT_FINISHED: AgentStatus
 
 class QuorumMember(_message.Message):
     __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "seen_quorum_id", "joining", "min_replicas", "last_num_groups", "has_history", "layout", "doubted_step", "step_quorum_id")
@@ -248,6 +263,140 @@ class Drain(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class AgentRequest(_message.Message):
+    __slots__ = ("hello", "state", "leave")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    hello: AgentHello
+    state: AgentState
+    leave: AgentLeave
+    def __init__(self, hello: _Optional[_Union[AgentHello, _Mapping]] = ..., state: _Optional[_Union[AgentState, _Mapping]] = ..., leave: _Optional[_Union[AgentLeave, _Mapping]] = ...) -> None: ...
+
+class AgentHello(_message.Message):
+    __slots__ = ("run_id", "node", "settings", "state", "world")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    node: Node
+    settings: RunSettings
+    state: AgentState
+    world: bytes
+    def __init__(self, run_id: _Optional[str] = ..., node: _Optional[_Union[Node, _Mapping]] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., state: _Optional[_Union[AgentState, _Mapping]] = ..., world: _Optional[bytes] = ...) -> None: ...
+
+class Node(_message.Message):
+    __slots__ = ("node_id", "host", "num_workers", "role", "rank")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    host: str
+    num_workers: int
+    role: str
+    rank: int
+    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., num_workers: _Optional[int] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class RunSettings(_message.Message):
+    __slots__ = ("min_nodes", "max_nodes", "join_timeout_ms", "join_window_ms")
+    MIN_NODES_FIELD_NUMBER: _ClassVar[int]
+    MAX_NODES_FIELD_NUMBER: _ClassVar[int]
+    JOIN_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    JOIN_WINDOW_MS_FIELD_NUMBER: _ClassVar[int]
+    min_nodes: int
+    max_nodes: int
+    join_timeout_ms: int
+    join_window_ms: int
+    def __init__(self, min_nodes: _Optional[int] = ..., max_nodes: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., join_window_ms: _Optional[int] = ...) -> None: ...
+
+class AgentState(_message.Message):
+    __slots__ = ("status", "round", "reached", "store_port", "can_warm_up", "num_restarts")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    REACHED_FIELD_NUMBER: _ClassVar[int]
+    STORE_PORT_FIELD_NUMBER: _ClassVar[int]
+    CAN_WARM_UP_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    status: AgentStatus
+    round: int
+    reached: bool
+    store_port: int
+    can_warm_up: bool
+    num_restarts: int
+    def __init__(self, status: _Optional[_Union[AgentStatus, str]] = ..., round: _Optional[int] = ..., reached: bool = ..., store_port: _Optional[int] = ..., can_warm_up: bool = ..., num_restarts: _Optional[int] = ...) -> None: ...
+
+class AgentLeave(_message.Message):
+    __slots__ = ("reason", "failed", "closes")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    CLOSES_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    failed: bool
+    closes: bool
+    def __init__(self, reason: _Optional[str] = ..., failed: bool = ..., closes: bool = ...) -> None: ...
+
+class AgentNews(_message.Message):
+    __slots__ = ("welcome", "world", "warm_up", "paused", "waiting", "closed")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    WARM_UP_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    welcome: AgentWelcome
+    world: World
+    warm_up: WarmUp
+    paused: WorldPaused
+    waiting: RunWaiting
+    closed: RunClosed
+    def __init__(self, welcome: _Optional[_Union[AgentWelcome, _Mapping]] = ..., world: _Optional[_Union[World, _Mapping]] = ..., warm_up: _Optional[_Union[WarmUp, _Mapping]] = ..., paused: _Optional[_Union[WorldPaused, _Mapping]] = ..., waiting: _Optional[_Union[RunWaiting, _Mapping]] = ..., closed: _Optional[_Union[RunClosed, _Mapping]] = ...) -> None: ...
+
+class AgentWelcome(_message.Message):
+    __slots__ = ("beat_interval_ms",)
+    BEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    beat_interval_ms: int
+    def __init__(self, beat_interval_ms: _Optional[int] = ...) -> None: ...
+
+class World(_message.Message):
+    __slots__ = ("round", "nodes", "master_port")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    MASTER_PORT_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    nodes: _containers.RepeatedCompositeFieldContainer[Node]
+    master_port: int
+    def __init__(self, round: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., master_port: _Optional[int] = ...) -> None: ...
+
+class WarmUp(_message.Message):
+    __slots__ = ("expected",)
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    expected: World
+    def __init__(self, expected: _Optional[_Union[World, _Mapping]] = ...) -> None: ...
+
+class WorldPaused(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class RunWaiting(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class RunClosed(_message.Message):
+    __slots__ = ("reason", "failed")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    failed: bool
+    def __init__(self, reason: _Optional[str] = ..., failed: bool = ...) -> None: ...
 
 class LighthouseStatusRequest(_message.Message):
     __slots__ = ("job",)

@@ -1,0 +1,1 @@
+"""Launches the workers of a run, and tells them about new worlds instead of restarting them."""

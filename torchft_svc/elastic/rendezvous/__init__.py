@@ -1,0 +1,1 @@
+"""How an agent meets the other agents of its run: at a lighthouse."""
