@@ -65,6 +65,16 @@ EVERY_ERROR = [
     (errors.CommitFailed("b gave up"), "no commit decision: b gave up", (errors.PeerError,)),
     (errors.GroupLeft("told so"), "this group has left: told so", (errors.PeerError,)),
     (
+        errors.ChannelClosed("/run/0-0", "its agent has ended"),
+        "the channel /run/0-0 is closed: its agent has ended",
+        (errors.PeerError, ConnectionError),
+    ),
+    (
+        errors.WorldSuperseded(7, "world 8 has replaced it"),
+        "world 7 has no process group: world 8 has replaced it",
+        (errors.PeerError,),
+    ),
+    (
         errors.CheckpointError("host:1", "checksum differs"),
         "checkpoint from host:1: checksum differs",
         (errors.PeerError,),

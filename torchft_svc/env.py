@@ -69,6 +69,20 @@ def switched_on(name: str) -> Iterator[None]:
         os.environ[name] = before
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchrunWorker:
+    """The ranks of a worker, and where its store is, by the names of torchrun's variables."""
+
+    local_rank: int
+    role_rank: int
+    rank: int
+    local_world_size: int
+    role_world_size: int
+    world_size: int
+    master_addr: str
+    master_port: int
+
+
 @dataclass(frozen=True, slots=True)
 class Environment:
     """Typed reads of ``variables`` (None: the process' own environment, read at each call).
@@ -123,6 +137,38 @@ class Environment:
     def group_world_size(self) -> int | None:
         """``WORLD_SIZE``: how many workers the replica group has."""
         return self._int("WORLD_SIZE", 1)
+
+    @property
+    def worker_channel(self) -> str | None:
+        """``TORCHFT_WORKER_CHANNEL``: the directory over which an agent talks to this worker."""
+        return self._text("TORCHFT_WORKER_CHANNEL")
+
+    def torchrun_worker(self) -> TorchrunWorker:
+        """What torchrun tells each of its workers.
+
+        Raises:
+            ConfigError: this process was not started by it, or a variable is wrong.
+        """
+        rank, world_size = self.group_rank, self.group_world_size
+        host, port = self.master_address, self.master_port
+        if rank is None or world_size is None or host is None or port is None:
+            missing = [
+                name
+                for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+                if self._text(name) is None
+            ]
+            reason = "it is not set: start this program with torchft-run or torchrun"
+            raise ConfigError(missing[0], None, reason)
+        return TorchrunWorker(
+            local_rank=_first(self._int("LOCAL_RANK", 0), 0),
+            role_rank=_first(self._int("ROLE_RANK", 0), rank),
+            rank=rank,
+            local_world_size=_first(self._int("LOCAL_WORLD_SIZE", 1), 1),
+            role_world_size=_first(self._int("ROLE_WORLD_SIZE", 1), world_size),
+            world_size=world_size,
+            master_addr=host,
+            master_port=port,
+        )
 
     @property
     def timeout_s(self) -> float | None:
@@ -289,3 +335,7 @@ class Environment:
         if text.lower() in _FALSE:
             return False
         raise ConfigError(name, text, "use true or false")
+
+
+def _first(value: int | None, default: int) -> int:
+    return default if value is None else value

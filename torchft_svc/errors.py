@@ -15,6 +15,8 @@
         │   └── MemberLost          a member of a quorum that was formed is gone
         ├── CommitFailed            this vote has no answer; the reason is told
         ├── GroupLeft               the group was drained: it takes part in no quorum any more
+        ├── ChannelClosed           an agent and its worker cannot reach each other any more
+        ├── WorldSuperseded         a process group of a world that another one has replaced
         └── CheckpointError         a checkpoint that is missing, truncated or corrupt
             └── TornState           and a part of it has replaced the worker's own state
 
@@ -171,6 +173,28 @@ class GroupLeft(PeerError):
 
     def __str__(self) -> str:
         return f"this group has left: {self.reason}"
+
+
+@dataclass(eq=False)
+class ChannelClosed(PeerError, ConnectionError):
+    """The ``channel`` between an agent and a worker cannot be used any more, for ``reason``."""
+
+    channel: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"the channel {self.channel} is closed: {self.reason}"
+
+
+@dataclass(eq=False)
+class WorldSuperseded(PeerError):
+    """World ``round`` was replaced before its process group was there: ask for the next one."""
+
+    round: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"world {self.round} has no process group: {self.reason}"
 
 
 class Drained(SystemExit):

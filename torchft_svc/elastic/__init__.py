@@ -1,1 +1,28 @@
-"""Launches the workers of a run, and tells them about new worlds instead of restarting them."""
+"""An elastic launcher with soft restarts; here is what a worker imports from it.
+
+Importing this starts nothing, and imports neither torch nor gRPC: it is done in every worker.
+"""
+
+from torchft_svc.elastic.runtime import (
+    WorkerEvent,
+    WorkerInfo,
+    WorkerState,
+    WorldChangeEvent,
+    ack_worker_event,
+    get_worker_event,
+    get_worker_info,
+    wait_for_worker_event,
+    world_changed,
+)
+
+__all__ = [
+    "WorkerEvent",
+    "WorkerInfo",
+    "WorkerState",
+    "WorldChangeEvent",
+    "ack_worker_event",
+    "get_worker_event",
+    "get_worker_info",
+    "wait_for_worker_event",
+    "world_changed",
+]

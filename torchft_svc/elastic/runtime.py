@@ -1,0 +1,286 @@
+"""The worker API: which world this worker is in, and whether that has changed.
+
+    info = get_worker_info()
+    dist.init_process_group("gloo", **info.get_pg_parameters())
+    ...
+        if world_changed():  # in every step
+            dist.destroy_process_group()
+            info = get_worker_info()
+
+Under ``torchft-run`` with a soft restart policy the agent tells it over a `Channel`; under plain
+torchrun the answers come from the environment and never change. The first call of any function here
+tells the agent that the worker has started: call it when the expensive initialization is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchft_svc.elastic.channel import Channel, FileChannel
+from torchft_svc.elastic.messages import (
+    WorkerAck,
+    WorkerEvent,
+    WorkerInfo,
+    WorkerLeft,
+    WorkerStarted,
+    WorkerState,
+    WorldChangeEvent,
+    check_ranks,
+    worker_event,
+)
+from torchft_svc.env import Environment
+from torchft_svc.errors import ChannelClosed, ConfigError, DeadlineExceeded, RequestRefused
+
+__all__ = [
+    "WorkerEvent",
+    "WorkerInfo",
+    "WorkerState",
+    "WorldChangeEvent",
+    "ack_worker_event",
+    "get_worker_event",
+    "get_worker_info",
+    "wait_for_worker_event",
+    "world_changed",
+]
+
+logger = logging.getLogger(__name__)
+
+# The agent sends the first event before it starts the worker.
+_FIRST_EVENT_TIMEOUT_S = 60.0
+# The agent gives up earlier, and ends the worker: torchrun waits 600 s for a rendezvous.
+WORLD_TIMEOUT_S = 1800.0
+
+
+def get_worker_event() -> WorkerEvent:
+    """The newest event; never waits for another one.
+
+    Raises:
+        ConfigError: this process was started neither by torchft-run nor by torchrun.
+        ChannelClosed: the agent has ended.
+    """
+    return _worker().event()
+
+
+def get_worker_info(timeout_s: float = WORLD_TIMEOUT_S) -> WorkerInfo:
+    """This worker's place in the world to work in now.
+
+    Waits for a complete world while the newest event is PAUSED, and also if this thread has
+    destroyed the process group of the present world: the peers' deaths are often noticed there
+    before the agent's message is.
+
+    Raises:
+        DeadlineExceeded: there is none within ``timeout_s``.
+        ConfigError, ChannelClosed: see `get_worker_event`.
+    """
+    return _worker().info(timeout_s)
+
+
+def wait_for_worker_event(timeout_s: float | None = None) -> WorkerEvent | None:
+    """The newest event, once it is another one than this process was told last; None: timeout.
+
+    Raises:
+        ConfigError, ChannelClosed: see `get_worker_event`.
+    """
+    return _worker().wait(timeout_s)
+
+
+def world_changed() -> bool:
+    """Whether there is an event that no function here has returned yet, or the agent has ended.
+
+    Takes less than a microsecond.
+    """
+    worker = _present
+    return (worker or _worker()).changed
+
+
+def ack_worker_event() -> None:
+    """Tell the agent that this worker goes on with the event that it was told last.
+
+    `WorkerInfo.get_pg_parameters` does so, too. A worker that has not within
+    ``--soft-ready-timeout`` is treated as failed.
+    """
+    _worker().ack()
+
+
+def pg_parameters(info: WorkerInfo) -> dict[str, Any]:
+    """See `WorkerInfo.get_pg_parameters`."""
+    return _worker().pg_parameters(info)
+
+
+def use_channel(channel: Channel | None) -> None:
+    """Receive events from ``channel`` instead of the agent's directory; None: forget everything."""
+    global _present
+    with _lock:
+        before, _present = _present, None if channel is None else _ChannelWorker(channel)
+    if before is not None:
+        before.close()
+
+
+class _Worker(Protocol):
+    changed: bool
+
+    def event(self) -> WorkerEvent: ...
+    def info(self, timeout_s: float) -> WorkerInfo: ...
+    def wait(self, timeout_s: float | None) -> WorkerEvent | None: ...
+    def ack(self) -> None: ...
+    def pg_parameters(self, info: WorkerInfo) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+class _ChannelWorker:
+    """What the agent tells over ``channel``: a thread receives it, and any thread may ask."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._news = threading.Condition()
+        self._error: ChannelClosed | None = None
+        self._told: WorkerEvent | None = None  # what a caller was told last
+        self._newest = self._first_event()
+        self.changed = False
+        self._send(WorkerStarted(os.getpid()))
+        threading.Thread(target=self._receive, name="torchft-worker-events", daemon=True).start()
+
+    def event(self) -> WorkerEvent:
+        with self._news:
+            return self._tell()
+
+    def info(self, timeout_s: float) -> WorkerInfo:
+        with self._news:
+            if not self._news.wait_for(self._is_settled, _wait_s(timeout_s)):
+                raise DeadlineExceeded("waiting for a world", timeout_s)
+            return self._tell().worker_info
+
+    def wait(self, timeout_s: float | None) -> WorkerEvent | None:
+        with self._news:
+            if not self._news.wait_for(lambda: self.changed, _wait_s(timeout_s)):
+                return None
+            return self._tell()
+
+    def ack(self) -> None:
+        with self._news:
+            event = self._told or self._tell()
+        self._send(WorkerAck(event.worker_info.round, event.worker_state))
+
+    def pg_parameters(self, info: WorkerInfo) -> dict[str, Any]:
+        self._send(WorkerAck(info.round))
+        return {
+            "init_method": f"tcp://{info.master_addr}:{info.master_port}",
+            "rank": info.rank,
+            "world_size": info.world_size,
+        }
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _is_settled(self) -> bool:
+        return self._error is not None or self._newest.worker_state is WorkerState.HEALTHY
+
+    def _tell(self) -> WorkerEvent:
+        if self._error is not None:
+            raise self._error
+        self._told = self._newest
+        self.changed = False
+        return self._newest
+
+    def _first_event(self) -> WorkerEvent:
+        deadline = time.monotonic() + _FIRST_EVENT_TIMEOUT_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            message = self._channel.receive(left_s)
+            event = None if message is None else _event(message)
+            if event is not None:
+                return event
+        raise DeadlineExceeded("waiting for the first event", _FIRST_EVENT_TIMEOUT_S)
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                message = self._channel.receive(None)
+                event = None if message is None else _event(message)
+                if event is not None:
+                    with self._news:
+                        self._newest = event
+                        self.changed = True
+                        self._news.notify_all()
+        except ChannelClosed as error:
+            with self._news:
+                self._error = error
+                self.changed = True
+                self._news.notify_all()
+
+    def _send(self, message: WorkerStarted | WorkerAck | WorkerLeft) -> None:
+        self._channel.send(message.to_message())
+
+
+class _TorchrunWorker:
+    """What torchrun has told in the environment, once and for all."""
+
+    changed = False
+
+    def __init__(self, environment: Environment) -> None:
+        info = WorkerInfo(**asdict(environment.torchrun_worker()))
+        try:
+            check_ranks(info)
+        except RequestRefused as error:
+            raise ConfigError("WORLD_SIZE", info.world_size, str(error)) from None
+        self._event = WorkerEvent(int(time.time()), info, WorkerState.HEALTHY)
+
+    def event(self) -> WorkerEvent:
+        return self._event
+
+    def info(self, timeout_s: float) -> WorkerInfo:
+        return self._event.worker_info
+
+    def wait(self, timeout_s: float | None) -> WorkerEvent | None:
+        """There will be none."""
+        time.sleep(threading.TIMEOUT_MAX if timeout_s is None else max(0.0, timeout_s))
+        return None
+
+    def ack(self) -> None:
+        """Nobody waits for it."""
+
+    def pg_parameters(self, info: WorkerInfo) -> dict[str, Any]:
+        return {"init_method": "env://", "rank": info.rank, "world_size": info.world_size}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+_lock = threading.Lock()
+_present: _Worker | None = None
+
+
+def _worker() -> _Worker:
+    global _present
+    with _lock:
+        if _present is None:
+            _present = _open(Environment())
+        return _present
+
+
+def _open(environment: Environment) -> _Worker:
+    directory = environment.worker_channel
+    if directory is not None:
+        return _ChannelWorker(FileChannel.open(Path(directory)))
+    return _TorchrunWorker(environment)
+
+
+def _event(message: dict[str, Any]) -> WorkerEvent | None:
+    try:
+        return worker_event(message)
+    except RequestRefused as error:
+        logger.warning("ignoring a message of the agent: %s", error)
+        return None
+
+
+def _wait_s(timeout_s: float | None) -> float | None:
+    """What a condition can wait."""
+    if timeout_s is None or math.isinf(timeout_s):
+        return None
+    return min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
