@@ -142,6 +142,20 @@ class RunSettings:
                 raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 to 1e7 seconds")
 
 
+class WorkerState(Enum):
+    """What the agent advises its workers; they treat it by their own logic."""
+
+    HEALTHY = "HEALTHY"  # the world of this event is complete: work in it
+    PAUSED = "PAUSED"  # a new world is on its way; the ranks are the present or the expected ones
+
+
+class WorldChangeEvent(Enum):
+    """Why the world changes."""
+
+    SCALE_UP = "SCALE_UP"
+    SCALE_DOWN = "SCALE_DOWN"
+
+
 class AgentStatus(Enum):
     """What an agent's workers do."""
 
@@ -156,9 +170,11 @@ class AgentStatus(Enum):
 class AgentState:
     """What an agent tells again and again: the newest replaces the one before.
 
-    ``round``: of the world that its workers are in, or were told of last (0: none). ``reached``:
-    all of them have said that they are there. ``store_port``: of a store that no world uses
-    (0: none yet). ``can_warm_up``: its workers may be started before they have a world.
+    ``round``: of the newest world that the agent was told (0: none yet), whether or not its workers
+    are in it: a node of world 5 that tells another status than `WORKING` with round 4 has not heard
+    of that world yet, with round 5 it has left it. ``reached``: all its workers have said that they
+    are there. ``store_port``: of a store that no world uses (0: none yet). ``can_warm_up``: its
+    workers may be started before they have a world.
     """
 
     status: AgentStatus
@@ -182,7 +198,7 @@ class AgentState:
 
 @dataclass(frozen=True, slots=True)
 class AgentHello:
-    """The first message. ``world``: the one that it is in, for a lighthouse that is new."""
+    """The first message. ``world``: the newest that it was told, for a lighthouse that is new."""
 
     node: Node
     settings: RunSettings

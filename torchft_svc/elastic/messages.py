@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchft_svc.core.world import WorkerState as WorkerState
+from torchft_svc.core.world import WorldChangeEvent as WorldChangeEvent
 from torchft_svc.errors import RequestRefused
 
 if TYPE_CHECKING:
@@ -21,20 +23,6 @@ _E = TypeVar("_E", bound=Enum)
 
 _TEXT_LIMIT = 1024  # a host name has at most 255 characters
 _NUMBER_LIMIT = 2**53  # what every JSON reader takes exactly
-
-
-class WorkerState(Enum):
-    """What the agent advises; a worker treats it by its own logic."""
-
-    HEALTHY = "HEALTHY"  # the world of this event is complete: work in it
-    PAUSED = "PAUSED"  # a new world is on its way; the ranks are the present or the expected ones
-
-
-class WorldChangeEvent(Enum):
-    """Why the world changes."""
-
-    SCALE_UP = "SCALE_UP"
-    SCALE_DOWN = "SCALE_DOWN"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,481 @@
+"""What an elastic agent does with its workers: inputs carry ``now``, orders come out.
+
+    agent = AgentMachine(config)
+    agent.started(now)                            # the first input
+    agent.news(news, now)                         # what the lighthouse pushes, on any stream
+    agent.hello()                                 # how to introduce it on a new stream
+    agent.store_opened(port, now)
+    agent.workers_ready(now), .workers_reached(round, now), .workers_succeeded(now)
+    agent.workers_failed(reason, local_ranks, now), .workers_stopped(now)
+    agent.stopped(reason, now)                    # SIGTERM, SIGINT
+    agent.tick(now)                               # at next_deadline()
+
+An event begins the steps that `REACTIONS` has for it, a step that takes a while is over with its
+input. The shell may lose its stream and open another one at any time: workers go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torchft_svc.core.agent_orders import (
+    Broadcast,
+    End,
+    Leave,
+    OpenStore,
+    Order,
+    Orders,
+    Outcome,
+    ReplaceWorkers,
+    StartWorkers,
+    StopWorkers,
+    Tell,
+)
+from torchft_svc.core.restart import (
+    REACTIONS,
+    Reaction,
+    RestartPolicy,
+    RunEvent,
+    event_of_failure,
+)
+from torchft_svc.core.world import (
+    AgentHello,
+    AgentLeave,
+    AgentState,
+    AgentStatus,
+    Node,
+    RunClosed,
+    RunSettings,
+    RunWaiting,
+    WarmUp,
+    WorkerState,
+    World,
+    WorldChangeEvent,
+    WorldNews,
+    WorldPaused,
+)
+from torchft_svc.errors import ConfigError
+
+# The lighthouse ends a wait; an agent that hears nothing of it ends itself so much later.
+WAIT_SLACK_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """How an agent behaves; durations in seconds.
+
+    ``ready_timeout_s``: for workers to call the runtime's API after their start, and to reach a
+    world (0: they are not asked to). ``exit_barrier_timeout_s``: how long the others may take after
+    the workers of this node have finished. ``max_soft_failures``: more of them since all workers
+    were started restart all of them again. ``can_warm_up``: start workers before there is a world
+    (soft policies, with a lighthouse).
+    """
+
+    node: Node
+    settings: RunSettings
+    policy: RestartPolicy
+    max_restarts: int = 0
+    ready_timeout_s: float = 300.0
+    exit_barrier_timeout_s: float = 300.0
+    max_soft_failures: int = 3
+    can_warm_up: bool = True
+
+    def __post_init__(self) -> None:
+        for field in (
+            "max_restarts",
+            "ready_timeout_s",
+            "exit_barrier_timeout_s",
+            "max_soft_failures",
+        ):
+            if getattr(self, field) < 0:
+                raise ConfigError(field, getattr(self, field), "it has to be 0 or more")
+
+
+class AgentMachine:
+    """The decisions of one agent, which has no workers in the beginning."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
+        self.num_restarts_left = config.max_restarts
+        self.world: World | None = None  # the newest that it was told
+        self.entered: World | None = None  # the one that its workers were told last
+        self._status = AgentStatus.JOINING
+        self._reached = False
+        self._store_port = 0
+        self._told: AgentState | None = None
+        self._orders: list[Order] = []
+        self._plan: deque[Reaction] = deque()
+        self._step: Reaction | None = None  # the one that takes a while
+        self._has_workers = False
+        self._is_paused = False
+        self._expected: World | None = None
+        self._passed_round = 0  # the highest one that is not to be entered any more
+        self._change = WorldChangeEvent.SCALE_UP
+        self._dead: set[int] = set()  # local ranks
+        self._num_soft_failures = 0
+        self._failure = ""
+        self._end: End | None = None  # when the plan is over
+        self._has_left = False
+        self._has_ended = False
+        self._ready_at = math.inf
+        self._waits_until = math.inf
+        self._barrier_at = math.inf
+
+    # -- questions -------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> AgentState:
+        """What the lighthouse has to know."""
+        return AgentState(
+            status=self._status,
+            round=0 if self.world is None else self.world.round,
+            reached=self._reached,
+            store_port=self._store_port,
+            can_warm_up=self.config.policy.is_soft and self.config.can_warm_up,
+            num_restarts=self.num_restarts,
+        )
+
+    @property
+    def num_restarts(self) -> int:
+        return self.config.max_restarts - self.num_restarts_left
+
+    def hello(self) -> AgentHello:
+        """The first message of a stream."""
+        return AgentHello(self.config.node, self.config.settings, self.state, self.world)
+
+    def next_deadline(self) -> float | None:
+        """When to `tick`."""
+        at = min(self._ready_at, self._waits_until, self._barrier_at)
+        return None if at == math.inf or self._has_ended else at
+
+    # -- inputs ----------------------------------------------------------------------------------
+
+    def started(self, now: float) -> Orders:
+        """It begins, and waits for a world."""
+        self._orders.append(OpenStore())
+        return self._take(lambda: self._begin((Reaction.RENDEZVOUS, Reaction.START_WORKERS), now))
+
+    def news(self, news: WorldNews, now: float) -> Orders:
+        """The lighthouse has told something."""
+        return self._take(lambda: self._hear(news, now))
+
+    def store_opened(self, port: int, now: float) -> Orders:
+        """A store listens that no world uses."""
+
+        def take() -> None:
+            self._store_port = port
+
+        return self._take(take)
+
+    def workers_ready(self, now: float) -> Orders:
+        """Each of the workers that were started last has called the runtime's API."""
+        is_awaited = self._step in (Reaction.START_WORKERS, Reaction.REPLACE_WORKERS)
+        return self._take(lambda: self._is_ready(now)) if is_awaited else ()
+
+    def workers_reached(self, round_: int, now: float) -> Orders:
+        """All workers have said that they are in the world with this round."""
+
+        def take() -> None:
+            if self._is_in_world() and self.world is not None and round_ == self.world.round:
+                self._reached, self._ready_at = True, math.inf
+
+        return self._take(take)
+
+    def workers_failed(self, reason: str, local_ranks: Iterable[int], now: float) -> Orders:
+        """These workers have ended with an error, or could not be started."""
+        return self._take(lambda: self._fail(reason, local_ranks, now))
+
+    def workers_succeeded(self, now: float) -> Orders:
+        """All workers have ended well."""
+        return self._take(lambda: self._finish(now))
+
+    def workers_stopped(self, now: float) -> Orders:
+        """None runs any more, as was ordered."""
+        if self._step is not Reaction.STOP_WORKERS:
+            return ()
+
+        def take() -> None:
+            self._has_workers = False
+            self._advance(now)
+
+        return self._take(take)
+
+    def stopped(self, reason: str, now: float) -> Orders:
+        """The agent has to end, by a signal."""
+        return self._take(lambda: self._wind_up(End(Outcome.STOPPED, reason), now))
+
+    def world_over(self, now: float) -> Orders:
+        """The present world is to be followed by another one; for back ends that are polled."""
+
+        def take() -> None:
+            if self._is_in_world() and self._step is None:
+                soft = self.config.policy.is_soft
+                self._leave_world(AgentStatus.READY if soft else AgentStatus.JOINING)
+                self._begin_event(RunEvent.SCALE_UP, now)
+
+        return self._take(take)
+
+    def tick(self, now: float) -> Orders:
+        """Time has passed."""
+        return self._take(lambda: self._look(now))
+
+    # -- what happens ----------------------------------------------------------------------------
+
+    def _take(self, input_: Callable[[], None]) -> Orders:
+        if not self._has_ended:
+            input_()
+        if not (self._has_ended or self._has_left) and self.state != self._told:
+            self._told = self.state
+            self._orders.append(Tell(self._told))
+        orders, self._orders = tuple(self._orders), []
+        return orders
+
+    def _hear(self, news: WorldNews, now: float) -> None:
+        if isinstance(news, World):
+            self._hear_world(news, now)
+        elif isinstance(news, RunClosed):
+            if self._status is AgentStatus.FINISHED:
+                self._conclude(End(Outcome.SUCCEEDED, news.reason))
+            else:
+                self._wind_up(End(Outcome.RUN_CLOSED, news.reason), now)
+        elif isinstance(news, WarmUp):
+            if self._status is AgentStatus.JOINING and self._step is Reaction.RENDEZVOUS:
+                self._expected = news.expected
+                self._status = AgentStatus.WARMING
+                steps = (Reaction.START_WORKERS, Reaction.RENDEZVOUS, Reaction.RESUME)
+                self._begin(steps, now)
+        elif (
+            isinstance(news, WorldPaused | RunWaiting)
+            and self._is_in_world()
+            and self._step is None
+        ):
+            self._begin_event(RunEvent.SCALE_DOWN, now)
+
+    def _hear_world(self, world: World, now: float) -> None:
+        known = 0 if self.world is None else self.world.round
+        if world.round <= known or self.config.node.node_id not in world.node_ids:
+            return
+        self.world, self._reached = world, False
+        self._take_store(world)
+        if self._end is not None or self._status is AgentStatus.FINISHED:
+            return
+        if self._status is AgentStatus.WARMING:
+            self._passed_round = world.round  # the others need not wait for its workers
+        elif self._step is Reaction.RENDEZVOUS:
+            self._advance(now)
+        elif self._step is None:
+            self._begin_event(self._event(world), now)
+        else:
+            self._status = AgentStatus.WORKING  # as soon as its workers have stopped
+
+    def _take_store(self, world: World) -> None:
+        first = world.nodes[0].node_id
+        if first == self.config.node.node_id and world.master_port == self._store_port:
+            self._store_port = 0
+            self._orders.append(OpenStore())
+
+    def _event(self, world: World) -> RunEvent:
+        before = 0 if self.entered is None else self.entered.world_size
+        return RunEvent.SCALE_UP if world.world_size > before else RunEvent.SCALE_DOWN
+
+    def _is_ready(self, now: float) -> None:
+        self._ready_at = math.inf
+        self._dead.clear()
+        self._status = AgentStatus.READY
+        self._advance(now)
+
+    def _fail(self, reason: str, local_ranks: Iterable[int], now: float) -> None:
+        is_over = self._end is not None or self._status is AgentStatus.FINISHED
+        if is_over or not self._has_workers or self._step is Reaction.STOP_WORKERS:
+            return
+        self._failure = reason
+        self._dead.update(local_ranks)
+        self._num_soft_failures += 1
+        counts = self._num_soft_failures, self.config.max_soft_failures
+        event = event_of_failure(self.config.policy, self.num_restarts_left, *counts)
+        self._begin_event(event, now)
+
+    def _miss(self, reason: str, now: float) -> None:
+        """Workers that do not answer are restarted as a whole."""
+        self._num_soft_failures = self.config.max_soft_failures
+        self._fail(reason, range(self.config.node.num_workers), now)
+
+    def _finish(self, now: float) -> None:
+        if self._end is not None:
+            return
+        self._plan.clear()
+        self._step, self._has_workers = None, False
+        self._status = AgentStatus.FINISHED
+        self._ready_at = self._waits_until = math.inf
+        self._barrier_at = now + self.config.exit_barrier_timeout_s
+
+    def _wind_up(self, end: End, now: float) -> None:
+        """End, without workers; the others need not wait until they have stopped."""
+        if self._end is not None:
+            return
+        self._end = end
+        if end.outcome is not Outcome.RUN_CLOSED:
+            self._leave(AgentLeave(end.reason, failed=True))
+        if self._step is Reaction.STOP_WORKERS:
+            self._plan.clear()
+        else:
+            self._begin((Reaction.STOP_WORKERS,), now)
+
+    def _look(self, now: float) -> None:
+        config = self.config
+        if now >= self._ready_at:
+            self._ready_at = math.inf
+            self._miss(f"workers did not answer within {config.ready_timeout_s:g} s", now)
+        if now >= self._waits_until:
+            self._waits_until = math.inf
+            waited_s = config.settings.join_timeout_s + WAIT_SLACK_S
+            reason = f"there was no world within {waited_s:g} s"
+            self._wind_up(End(Outcome.RENDEZVOUS_FAILED, reason), now)
+        if now >= self._barrier_at:
+            timeout_s = config.exit_barrier_timeout_s
+            reason = f"it finished {timeout_s:g} s ago, the others did not"
+            self._leave(AgentLeave(reason, closes=True))
+            self._conclude(End(Outcome.SUCCEEDED, reason))
+
+    def _leave(self, leave: AgentLeave) -> None:
+        self._has_left = True
+        self._orders.append(Leave(leave))
+
+    def _conclude(self, end: End) -> None:
+        self._has_ended = True
+        self._orders.append(end)
+
+    # -- the steps -------------------------------------------------------------------------------
+
+    def _is_in_world(self) -> bool:
+        return self._status is AgentStatus.WORKING
+
+    def _begin_event(self, event: RunEvent, now: float) -> None:
+        self._begin(REACTIONS[self.config.policy][event], now, event)
+
+    def _begin(
+        self, steps: Iterable[Reaction], now: float, event: RunEvent = RunEvent.SCALE_UP
+    ) -> None:
+        self._plan, self._step = deque(steps), None
+        self._ready_at = self._waits_until = math.inf
+        if event in (RunEvent.WORKER_FAILURE, RunEvent.REPEATED_FAILURE):
+            self._reached = False
+            if not self.config.policy.is_soft:
+                self._leave_world(AgentStatus.JOINING)
+        self._change = (
+            WorldChangeEvent.SCALE_UP if event is RunEvent.SCALE_UP else WorldChangeEvent.SCALE_DOWN
+        )
+        self._advance(now)
+
+    def _advance(self, now: float) -> None:
+        """Do what can be done until a step takes a while."""
+        self._step = None
+        self._waits_until = math.inf
+        while self._plan and self._step is None and not self._has_ended:
+            step = self._plan.popleft()
+            if not self._do(step, now):
+                self._step = step
+        if self._step is None and self._end is not None and not self._has_ended:
+            self._conclude(self._end)
+
+    def _do(self, step: Reaction, now: float) -> bool:
+        """Whether it is over at once."""
+        if step is Reaction.PAUSE:
+            self._pause()
+        elif step is Reaction.USE_RESTART:
+            self.num_restarts_left -= 1
+        elif step is Reaction.LEAVE_WORLD:
+            self._leave_world(AgentStatus.WARMING)
+        elif step is Reaction.STOP_WORKERS:
+            if self._has_workers:
+                why = self._end.reason if self._end else self._failure or "the world changes"
+                self._orders.append(StopWorkers(why))
+            return not self._has_workers
+        elif step is Reaction.START_WORKERS:
+            return self._start(now)
+        elif step is Reaction.REPLACE_WORKERS:
+            return self._replace(now)
+        elif step is Reaction.RENDEZVOUS:
+            return self._meet(now)
+        elif step is Reaction.RESUME:
+            self._resume(now)
+        else:
+            self._end = End(Outcome.WORKERS_FAILED, self._failure)
+            closes = step is Reaction.CLOSE_RUN
+            self._leave(AgentLeave(self._failure, failed=True, closes=closes))
+        return True
+
+    def _leave_world(self, status: AgentStatus) -> None:
+        self._status = status
+        self._passed_round = 0 if self.world is None else self.world.round
+
+    def _pause(self) -> None:
+        if self._has_workers and not self._is_paused and self.entered is not None:
+            self._is_paused = True
+            if self._has_next():
+                assert self.world is not None
+                self._change = self._change_to(self.world)
+            self._orders.append(Broadcast(WorkerState.PAUSED, self.entered, self._change))
+
+    def _change_to(self, world: World) -> WorldChangeEvent:
+        is_up = self._event(world) is RunEvent.SCALE_UP
+        return WorldChangeEvent.SCALE_UP if is_up else WorldChangeEvent.SCALE_DOWN
+
+    def _has_next(self) -> bool:
+        """Whether there is a world that its workers have not been told."""
+        return self.world is not None and self.world.round > self._passed_round
+
+    def _start(self, now: float) -> bool:
+        self._has_workers, self._num_soft_failures = True, 0
+        self._dead.clear()
+        if self._status is AgentStatus.WARMING:
+            expected = self._expected or self.entered or self.world
+            assert expected is not None
+            self._orders.append(StartWorkers(expected, True, self.num_restarts))
+            self._is_paused = True
+            return self._answer_until(now)
+        assert self.world is not None
+        self._orders.append(StartWorkers(self.world, False, self.num_restarts))
+        self._enter(now)
+        return True
+
+    def _replace(self, now: float) -> bool:
+        expected = self.entered or self._expected
+        assert expected is not None
+        dead = tuple(sorted(self._dead))
+        self._orders.append(ReplaceWorkers(dead, expected, self.num_restarts))
+        return self._answer_until(now)
+
+    def _answer_until(self, now: float) -> bool:
+        """Workers that were started have to call the API; whether they are not asked to."""
+        if self.config.ready_timeout_s:
+            self._ready_at = now + self.config.ready_timeout_s
+            return False
+        self._dead.clear()
+        self._status = AgentStatus.READY
+        return True
+
+    def _meet(self, now: float) -> bool:
+        """Whether the next world is there; else the wait begins."""
+        if self._has_next():
+            return True
+        self._waits_until = now + self.config.settings.join_timeout_s + WAIT_SLACK_S
+        return False
+
+    def _resume(self, now: float) -> None:
+        assert self.world is not None
+        self._orders.append(Broadcast(WorkerState.HEALTHY, self.world, self._change_to(self.world)))
+        self._enter(now)
+
+    def _enter(self, now: float) -> None:
+        """Its workers are told of the world."""
+        assert self.world is not None
+        self.entered, self._expected = self.world, None
+        self._passed_round = self.world.round
+        self._status, self._is_paused = AgentStatus.WORKING, False
+        is_asked = self.config.policy.is_soft and self.config.ready_timeout_s > 0
+        self._reached = not is_asked
+        self._ready_at = now + self.config.ready_timeout_s if is_asked else math.inf

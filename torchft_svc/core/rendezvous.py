@@ -1,0 +1,206 @@
+"""The lighthouse's end of the streams of launched runs' agents: who is told what, and until when.
+
+Inputs are method calls with ``now``, the instant of a monotonic clock; each returns orders for the
+shell. Streams are numbers of the shell's choice, each used once. `LaunchedRun` decides about one
+run; nothing that one run does concerns another.
+
+    rendezvous = Rendezvous(RendezvousConfig(), now)
+    rendezvous.opened(stream, run, hello, now)     # RequestRefused: end the stream with it
+    rendezvous.received(stream, message, now)      # AgentState or AgentLeave; the same
+    rendezvous.closed(stream, now, error)          # also after EndStream, then nothing happens
+    rendezvous.tick(now)                           # at next_deadline()
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchft_svc.core.launched_run import LaunchedRun
+from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
+from torchft_svc.core.rendezvous_orders import Order, Orders, RunStatus, SendNews
+from torchft_svc.core.session_orders import EndStream, ReportStandstill
+from torchft_svc.core.types import check_name
+from torchft_svc.core.world import AgentHello, AgentLeave, AgentMessage, AgentWelcome
+from torchft_svc.errors import ConfigError, RequestRefused, TorchFTError
+
+# So many beats in a heartbeat timeout: some may be late.
+BEATS_PER_TIMEOUT = 5
+# Agents that were cut off when their run was closed come back within this time to hear of it.
+CLOSED_RUN_KEPT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendezvousConfig:
+    """``heartbeat_timeout_s``: an agent that is silent for so long is lost. The rest are limits."""
+
+    heartbeat_timeout_s: float = 5.0
+    max_runs: int = 1000
+    max_nodes_per_run: int = 10_000
+
+    def __post_init__(self) -> None:
+        for field in ("heartbeat_timeout_s", "max_runs", "max_nodes_per_run"):
+            if getattr(self, field) <= 0:
+                raise ConfigError(field, getattr(self, field), "it has to be above 0")
+
+
+class Rendezvous:
+    """All launched runs of one lighthouse."""
+
+    def __init__(self, config: RendezvousConfig, now: float) -> None:
+        self.config = config
+        self.clock = PausableClock(usual_look_s(config.heartbeat_timeout_s), now)
+        self._reported_missed_s = 0.0
+        self._runs: dict[str, LaunchedRun] = {}
+        self._streams: dict[int, tuple[str, str]] = {}  # run and node id
+        # When to look at the runs; may be too early, never too late.
+        self._due_at = math.inf
+
+    # -- inputs ----------------------------------------------------------------------------------
+
+    def opened(self, stream: int, name: str, hello: AgentHello, now: float) -> Orders:
+        """A stream has begun with ``hello``, for the run called ``name``.
+
+        Raises:
+            RequestRefused: this agent cannot take part; the stream has to end.
+        """
+        at = self._time(now)
+        check_name("run", name)
+        hello.node.check()
+        hello.settings.check()
+        hello.state.check()
+        if hello.world is not None:
+            hello.world.check()
+            if hello.node.node_id not in hello.world.node_ids:
+                raise RequestRefused(
+                    f"node {hello.node.node_id!r} is not in the world that it tells of"
+                )
+        run = self._runs.get(name)
+        if run is not None and self._is_history(run, hello.node.node_id):
+            del self._runs[name]
+            run = None
+        if run is None:
+            if len(self._runs) >= self.config.max_runs:
+                raise RequestRefused(f"{len(self._runs)} runs are going on, no more are allowed")
+            timeout_s, max_nodes = self.config.heartbeat_timeout_s, self.config.max_nodes_per_run
+            run = LaunchedRun(name, hello.settings, timeout_s, max_nodes, at)
+        decided = run.opened(stream, hello, at)
+        self._runs[name] = run
+        self._streams[stream] = (name, hello.node.node_id)
+        welcome = AgentWelcome(self.config.heartbeat_timeout_s / BEATS_PER_TIMEOUT)
+        return self._finish(run, [SendNews((stream,), welcome), *decided])
+
+    def received(self, stream: int, message: AgentMessage, now: float) -> Orders:
+        """A message has come over ``stream``; nothing happens if that has ended.
+
+        Raises:
+            RequestRefused: it breaks the protocol; the stream has to end.
+        """
+        known = self._streams.get(stream)
+        if known is None:
+            return ()
+        at = self._time(now)
+        message.check()
+        name, node_id = known
+        run = self._runs[name]
+        if isinstance(message, AgentLeave):
+            return self._finish(run, run.left(node_id, message, at))
+        return self._finish(run, run.told(node_id, message, at))
+
+    def closed(self, stream: int, now: float, error: TorchFTError | None = None) -> Orders:
+        """A stream has ended, maybe with ``error``: its agent has not left."""
+        known = self._streams.pop(stream, None)
+        if known is None:
+            return ()
+        name, node_id = known
+        run = self._runs[name]
+        reason = "its stream ended" if error is None else f"its stream ended: {error}"
+        return self._finish(run, run.gone(node_id, reason, self._time(now)))
+
+    def term_ended(self, error: TorchFTError, now: float) -> Orders:
+        """Another lighthouse leads: all who are here are told, and forgotten."""
+        self._time(now)
+        orders = tuple(EndStream(stream, error) for stream in self._streams)
+        self._runs.clear()
+        self._streams.clear()
+        self._due_at = math.inf
+        return orders
+
+    def tick(self, now: float) -> Orders:
+        """Time has passed; call it at `next_deadline`, or more often."""
+        at = self._time(now)
+        orders: list[Order] = []
+        if at >= self._due_at:
+            for name, run in list(self._runs.items()):
+                if run.next_deadline() <= at:
+                    orders += self._taken(run.tick(at))
+                if self._is_forgotten(run, at):
+                    del self._runs[name]
+            self._due_at = min((self._due(run) for run in self._runs.values()), default=math.inf)
+        return self._reported(orders)
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        """When to `tick`, on the clock of ``now``; may be too early, never too late."""
+        return None if self._due_at == math.inf else self.clock.look_by(self._due_at)
+
+    def status(self, name: str, now: float) -> list[RunStatus]:
+        """What people want to know of the run called ``name``, or of all (empty).
+
+        Raises:
+            RequestRefused: there is no such run.
+        """
+        at = self._time(now)
+        if not name:
+            return [run.status(at) for run in self._runs.values()]
+        if name not in self._runs:
+            raise RequestRefused(f"there is no run {name!r}")
+        return [self._runs[name].status(at)]
+
+    # -- the rules -------------------------------------------------------------------------------
+
+    def _time(self, now: float) -> float:
+        """The time of the decisions, which stands still with this process."""
+        if not self._streams and self._due_at == math.inf:
+            self.clock.skip_to(now)  # nobody was there to be heard
+        return self.clock.now(now)
+
+    def _is_history(self, run: LaunchedRun, node_id: str) -> bool:
+        """Whether this agent begins the run anew, which was closed, or which all have left."""
+        return not run.has_agents() and run.closed is not None and not run.knows(node_id)
+
+    def _is_forgotten(self, run: LaunchedRun, at: float) -> bool:
+        if not run.is_over():
+            return False
+        if run.closed is None:
+            return True
+        return run.empty_since is not None and at >= run.empty_since + CLOSED_RUN_KEPT_S
+
+    def _due(self, run: LaunchedRun) -> float:
+        due_at = run.next_deadline()
+        if run.is_over():
+            since = run.empty_since or 0.0
+            due_at = min(due_at, since if run.closed is None else since + CLOSED_RUN_KEPT_S)
+        return due_at
+
+    def _finish(self, run: LaunchedRun, decided: Iterable[Order]) -> Orders:
+        orders = self._taken(decided)
+        self._due_at = min(self._due_at, self._due(run))
+        return self._reported(orders)
+
+    def _taken(self, decided: Iterable[Order]) -> list[Order]:
+        """A stream that is to end concerns nobody any more."""
+        orders = list(decided)
+        for order in orders:
+            if isinstance(order, EndStream):
+                self._streams.pop(order.stream, None)
+        return orders
+
+    def _reported(self, orders: list[Order]) -> Orders:
+        missed_s = self.clock.missed_s - self._reported_missed_s
+        if missed_s:
+            self._reported_missed_s = self.clock.missed_s
+            orders.insert(0, ReportStandstill(missed_s))
+        return tuple(orders)
