@@ -1,23 +1,14 @@
 """One launched run: which nodes make its next world, and when (rules L1 to L14).
 
-Inputs carry ``at``, an instant of the lighthouse's clock; each returns orders. A node of the run is
-in one of these places:
-
-* *in the world*: a node of the present one, whose workers have not left it;
-* *missing*: the same, but nothing is known of it for a moment: it may come back;
-* *outside*: with or without one of the run's ``max_nodes`` seats.
+Inputs carry ``at``, an instant of the lighthouse's clock; each returns orders.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
 
-from torchft_svc.core.node_ranks import order_nodes
 from torchft_svc.core.rendezvous_orders import (
     Cause,
-    NodeStatus,
     Order,
     ReportNode,
     ReportRunClosed,
@@ -26,13 +17,13 @@ from torchft_svc.core.rendezvous_orders import (
     RunStatus,
     SendNews,
 )
+from torchft_svc.core.run_nodes import Agent, RunNodes
 from torchft_svc.core.session_orders import EndStream
 from torchft_svc.core.world import (
     AgentHello,
     AgentLeave,
     AgentState,
     AgentStatus,
-    Node,
     RunClosed,
     RunSettings,
     RunWaiting,
@@ -55,26 +46,6 @@ QUIET_S = 2.0
 WARMING_SHARE = 0.5
 # A lighthouse that has just started may hear first of a node that begins, and then of a world.
 ADOPTION_TIMEOUTS = 2
-# A store port that a world used must not be used again, though its node is gone and comes back.
-MAX_USED_PORTS_PER_NODE = 4
-
-
-@dataclass(slots=True)
-class _Agent:
-    """A node whose agent has a stream."""
-
-    node: Node
-    stream: int
-    state: AgentState
-    heard_at: float
-    number: int  # in the order of arrival
-    has_seat: bool = False
-    waits_since: float | None = None  # for a world; None: it is in one, or starts its workers
-    news: WorldNews | None = None  # the last, if it is outside
-
-    @property
-    def is_working(self) -> bool:
-        return self.state.status in (AgentStatus.WORKING, AgentStatus.FINISHED)
 
 
 class LaunchedRun:
@@ -92,21 +63,14 @@ class LaunchedRun:
         self.settings = settings
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._max_agents = max_nodes
+        self._nodes = RunNodes(max_nodes)
         self.world: World | None = None
         self.closed: RunClosed | None = None
         self.empty_since: float | None = None
-        self._agents: dict[str, _Agent] = {}  # the one that was silent the longest first
-        self._members: set[str] = set()  # of the present world, also if missing
-        self._outside: dict[str, None] = {}  # agents, in the order of arrival
-        self._missing: set[str] = set()
-        self._awaited: set[str] = set()  # missing since a lighthouse before this one
         self._awaited_until = math.inf
-        self._unreached: set[str] = set()
         self._lost: list[str] = []  # since the present world
         self._finished_by = ""
         self._highest_round = 0
-        self._used_ports: dict[str, int] = {}
-        self._num_arrived = 0
         # So long a newer world of an earlier lighthouse replaces the present one.
         self._adopts_until = at + ADOPTION_TIMEOUTS * heartbeat_timeout_s
         self._is_broken = False
@@ -131,30 +95,29 @@ class LaunchedRun:
         self.empty_since = None
         orders: list[Order] = []
         node_id = hello.node.node_id
-        agent = self._agents.pop(node_id, None)
+        agent = self._nodes.agents.pop(node_id, None)
         if agent is not None:
             newer = RequestRefused(f"node {node_id!r} has opened another stream")
             orders.append(EndStream(agent.stream, newer))
             agent.node, agent.stream, agent.heard_at, agent.news = hello.node, stream, at, None
         else:
-            self._num_arrived += 1
-            agent = _Agent(hello.node, stream, hello.state, at, self._num_arrived)
-        self._agents[node_id] = agent
+            agent = Agent(hello.node, stream, hello.state, at)
+        self._nodes.agents[node_id] = agent
         if self.closed is not None:
             return [*orders, SendNews((stream,), self.closed)]
         self._take_over(hello, at)
-        self._missing.discard(node_id)
-        self._awaited.discard(node_id)
+        self._nodes.missing.discard(node_id)
+        self._nodes.awaited.discard(node_id)
         orders += self._take_state(agent, hello.state, at)
         world = self.world
-        if world is not None and node_id in self._members and hello.state.round < world.round:
+        if world is not None and node_id in self._nodes.members and hello.state.round < world.round:
             orders.append(SendNews((stream,), world))
         return orders + self._settle(at)
 
     def told(self, node_id: str, state: AgentState, at: float) -> list[Order]:
         """An agent has told its state, maybe once more."""
-        agent = self._agents.pop(node_id)
-        self._agents[node_id] = agent
+        agent = self._nodes.agents.pop(node_id)
+        self._nodes.agents[node_id] = agent
         agent.heard_at = at
         if state == agent.state or self.closed is not None:
             return []
@@ -162,7 +125,7 @@ class LaunchedRun:
 
     def left(self, node_id: str, leave: AgentLeave, at: float) -> list[Order]:
         """An agent has left, in good order."""
-        agent = self._agents[node_id]
+        agent = self._nodes.agents[node_id]
         reason = leave.reason or "it has left"
         orders: list[Order] = [EndStream(agent.stream)]
         if self.closed is None:
@@ -172,7 +135,7 @@ class LaunchedRun:
             return orders
         if leave.closes:
             return orders + self._close(f"node {node_id!r}: {reason}", leave.failed, at)
-        if node_id in self._members:
+        if node_id in self._nodes.members:
             self._lose(node_id, at)
         return orders + self._settle(at)
 
@@ -182,16 +145,16 @@ class LaunchedRun:
         if self.closed is not None:
             return []
         orders: list[Order] = [ReportNode(self.name, node_id, reason)]
-        if node_id in self._members:
-            self._missing.add(node_id)
+        if node_id in self._nodes.members:
+            self._nodes.missing.add(node_id)
             self._plan_loss(at)
         return orders + self._settle(at)
 
     def tick(self, at: float) -> list[Order]:
         """Time has passed."""
         orders: list[Order] = []
-        while self._agents:
-            node_id, agent = next(iter(self._agents.items()))
+        while self._nodes.agents:
+            node_id, agent = next(iter(self._nodes.agents.items()))
             if agent.heard_at + self._heartbeat_timeout_s > at:
                 break
             error = DeadlineExceeded("a sign of life", self._heartbeat_timeout_s)
@@ -203,40 +166,25 @@ class LaunchedRun:
 
     def next_deadline(self) -> float:
         """When to `tick`; may be too early, never too late."""
-        if not self._agents:
+        if not self._nodes.agents:
             return self._due_at
-        silent = next(iter(self._agents.values()))
+        silent = next(iter(self._nodes.agents.values()))
         return min(self._due_at, silent.heard_at + self._heartbeat_timeout_s)
 
     def knows(self, node_id: str) -> bool:
         """Whether it has, or had, to do with this run."""
         named = self.world is not None and node_id in self.world.node_ids
-        return named or node_id in self._agents
+        return named or node_id in self._nodes.agents
 
     def has_agents(self) -> bool:
-        return bool(self._agents)
+        return bool(self._nodes.agents)
 
     def is_over(self) -> bool:
         """Whether nothing is left of it but that it was closed."""
-        return not (self._agents or self._missing or self._awaited)
+        return not (self._nodes.agents or self._nodes.missing or self._nodes.awaited)
 
     def status(self, at: float) -> RunStatus:
         """What people want to know."""
-        ranks = {} if self.world is None else {n: r for r, n in enumerate(self.world.node_ids)}
-        nodes = [
-            NodeStatus(
-                node_id=node_id,
-                host=agent.node.host,
-                node_rank=ranks.get(node_id) if node_id in self._members else None,
-                num_workers=agent.node.num_workers,
-                status=agent.state.status,
-                reached=node_id in self._members and node_id not in self._unreached,
-                num_restarts=agent.state.num_restarts,
-                silent_s=at - agent.heard_at,
-                waits_for_s=None if agent.waits_since is None else at - agent.waits_since,
-            )
-            for node_id, agent in self._agents.items()
-        ]
         return RunStatus(
             run=self.name,
             round=0 if self.world is None else self.world.round,
@@ -244,7 +192,7 @@ class LaunchedRun:
             max_nodes=self.settings.max_nodes,
             phase=self._phase(),
             why=self.closed.reason if self.closed is not None else self._why,
-            nodes=tuple(sorted(nodes, key=lambda each: (ranks.get(each.node_id, len(ranks)),))),
+            nodes=self._nodes.status(self.world, at),
         )
 
     def _phase(self) -> str:
@@ -252,7 +200,7 @@ class LaunchedRun:
             return "closed"
         if self._finished_by:
             return "finishing"
-        if not self._members:
+        if not self._nodes.members:
             return "forming"
         return "paused" if self._paused_since is not None else "running"
 
@@ -260,7 +208,7 @@ class LaunchedRun:
 
     def _check(self, hello: AgentHello) -> None:
         node, settings = hello.node, hello.settings
-        others = [each.node for key, each in self._agents.items() if key != node.node_id]
+        others = [each.node for key, each in self._nodes.agents.items() if key != node.node_id]
         if not others:
             if self.closed is None:
                 self.settings = settings
@@ -288,25 +236,17 @@ class LaunchedRun:
             return
         self._highest_round = max(self._highest_round, world.round)
         mine = 0 if self.world is None else self.world.round
-        if world.round <= mine or (self._members and at >= self._adopts_until):
+        if world.round <= mine or (self._nodes.members and at >= self._adopts_until):
             return
         self.world = world
         self._adopts_until = at + self._heartbeat_timeout_s
-        self._use_port(world.nodes[0].node_id, world.master_port)
-        self._members = set(world.node_ids)
-        self._awaited = self._members - self._agents.keys()
+        self._nodes.enter(world)
         self._awaited_until = at + self._heartbeat_timeout_s
-        self._missing.clear()
         self._lost.clear()
         self._is_broken, self._loss_at, self._paused_since = False, math.inf, None
         self._published_at = at
-        self._unreached = set(self._members)
-        self._outside = dict.fromkeys(self._agents.keys() - self._members)
-        for node_id in [each for each in self._members if each in self._agents]:
-            agent = self._agents[node_id]
-            agent.has_seat, agent.waits_since, agent.news = True, None, None
 
-    def _take_state(self, agent: _Agent, state: AgentState, at: float) -> list[Order]:
+    def _take_state(self, agent: Agent, state: AgentState, at: float) -> list[Order]:
         """Where its node is now."""
         node_id, before = agent.node.node_id, agent.state
         agent.state = state
@@ -314,43 +254,35 @@ class LaunchedRun:
         if state.status is AgentStatus.FINISHED:
             self._finished_by = self._finished_by or node_id
         world = self.world
-        if world is not None and node_id in self._members:
+        if world is not None and node_id in self._nodes.members:
             is_there = agent.is_working
             if is_there or state.round < world.round:
                 agent.has_seat, agent.waits_since = True, None
                 if is_there and state.round == world.round and state.reached:
-                    self._unreached.discard(node_id)
+                    self._nodes.unreached.discard(node_id)
                 else:
-                    self._unreached.add(node_id)
+                    self._nodes.unreached.add(node_id)
                 return []
             self._lose(node_id, at)  # and keeps its seat
             left = ReportNode(self.name, node_id, f"its workers are {state.status.value}")
-            self._step_outside(agent, at)
+            self._nodes.step_outside(agent, at)
             return [left]
-        if node_id not in self._outside:
-            self._step_outside(agent, at)
+        if node_id not in self._nodes.outside:
+            self._nodes.step_outside(agent, at)
         elif state.status is not before.status:
             agent.waits_since = at
         if state.status is AgentStatus.WARMING:
             agent.waits_since = None
         return []
 
-    def _step_outside(self, agent: _Agent, at: float) -> None:
-        self._outside[agent.node.node_id] = None
-        agent.news = None
-        agent.waits_since = None if agent.state.status is AgentStatus.WARMING else at
-
     def _forget(self, node_id: str, at: float) -> None:
-        del self._agents[node_id]
-        self._outside.pop(node_id, None)
-        if not self._agents:
+        self._nodes.forget(node_id)
+        if not self._nodes.agents:
             self.empty_since = at
 
     def _lose(self, node_id: str, at: float) -> None:
         """For good."""
-        self._members.discard(node_id)
-        self._missing.discard(node_id)
-        self._unreached.discard(node_id)
+        self._nodes.lose(node_id)
         self._lost.append(node_id)
         self._is_broken = True
         self._plan_loss(at)
@@ -375,7 +307,7 @@ class LaunchedRun:
         if self._finished_by:
             orders = self._finish(at)
         else:
-            self._give_seats()
+            self._nodes.give_seats(self.settings.max_nodes)
             orders = self._next_world(at)
             if self.closed is None:
                 orders += self._tell_outside()
@@ -387,68 +319,38 @@ class LaunchedRun:
         return orders
 
     def _act_on_losses(self, at: float) -> None:
-        if self._awaited and at >= self._awaited_until:
-            for node_id in list(self._awaited):
+        if self._nodes.awaited and at >= self._awaited_until:
+            for node_id in list(self._nodes.awaited):
                 self._lose(node_id, at)
-            self._awaited.clear()
+            self._nodes.awaited.clear()
             self._loss_at = at  # it was waited for long enough
-        if not self._awaited:
+        if not self._nodes.awaited:
             self._awaited_until = math.inf
-        if not (self._missing or self._is_broken):
+        if not (self._nodes.missing or self._is_broken):
             self._loss_at = math.inf  # all have come back
         if at >= self._loss_at:
-            for node_id in list(self._missing):
+            for node_id in list(self._nodes.missing):
                 self._lose(node_id, at)
             self._loss_at = math.inf
 
     def _finish(self, at: float) -> list[Order]:
         """One has finished: there is no other world, and the run ends with the last one (L11)."""
         self._why = f"node {self._finished_by!r} has finished, the others are waited for"
-        members = self._members & self._agents.keys()
-        statuses = {self._agents[each].state.status for each in members}
-        if statuses <= {AgentStatus.FINISHED} and not (self._missing or self._awaited):
+        members = self._nodes.members & self._nodes.agents.keys()
+        statuses = {self._nodes.agents[each].state.status for each in members}
+        if statuses <= {AgentStatus.FINISHED} and not (self._nodes.missing or self._nodes.awaited):
             return self._close("all nodes have finished", False, at)
         waiting = RunWaiting(f"node {self._finished_by!r} has finished, no node can join any more")
-        return [order for each in self._outsiders() for order in self._tell(each, waiting)]
-
-    def _give_seats(self) -> None:
-        """To those outside that came first, as long as there are any (L9)."""
-        taken = self._members | {key for key in self._outside if self._agents[key].has_seat}
-        num_free = self.settings.max_nodes - len(taken)
-        for agent in self._outsiders():
-            if num_free <= 0:
-                break
-            if not agent.has_seat:
-                agent.has_seat = True
-                num_free -= 1
-
-    def _outsiders(self) -> Iterable[_Agent]:
-        return [self._agents[key] for key in self._outside]
-
-    def _joiners(self) -> list[_Agent]:
-        """Those outside that can be in a world at once."""
-        needs_none = not self._members
-        return [
-            agent
-            for agent in self._outsiders()
-            if agent.has_seat
-            and (
-                agent.state.status in (AgentStatus.READY, AgentStatus.WORKING)
-                or (
-                    agent.state.status is AgentStatus.JOINING
-                    and (needs_none or not agent.state.can_warm_up)
-                )
-            )
-        ]
+        return [order for each in self._nodes.outsiders() for order in self._tell(each, waiting)]
 
     def _next_world(self, at: float) -> list[Order]:
         """Make it, if it is due; else `_why` says what it waits for."""
         self._why = ""
-        joiners = self._joiners()
-        if self._awaited or self._loss_at < math.inf:
+        joiners = self._nodes.joiners()
+        if self._nodes.awaited or self._loss_at < math.inf:
             self._why = "nodes that are missing may come back"
             return []
-        if not self._members:
+        if not self._nodes.members:
             return self._form(joiners, at)
         self._enough_since = None
         if self._is_broken:
@@ -457,7 +359,7 @@ class LaunchedRun:
             return self._publish(Cause.JOIN, joiners, at)
         return []
 
-    def _form(self, joiners: list[_Agent], at: float) -> list[Order]:
+    def _form(self, joiners: list[Agent], at: float) -> list[Order]:
         """A world of those that have come together, as nobody is in one (L1)."""
         self._paused_since = None
         if len(joiners) < self.settings.min_nodes:
@@ -471,19 +373,18 @@ class LaunchedRun:
             return []
         return self._publish(Cause.START, joiners, at)
 
-    def _forms_at(self, joiners: list[_Agent]) -> float:
+    def _forms_at(self, joiners: list[Agent]) -> float:
         since = self._enough_since
         assert since is not None
         if len(joiners) == self.settings.max_nodes:
             return since
-        statuses = (each.state.status for each in self._outsiders() if each.has_seat)
-        if AgentStatus.WARMING in statuses:
+        if self._nodes.is_warming():
             return since + WARMING_SHARE * self.settings.join_timeout_s
         return since + self.settings.join_window_s
 
-    def _replace(self, joiners: list[_Agent], at: float) -> list[Order]:
+    def _replace(self, joiners: list[Agent], at: float) -> list[Order]:
         """A world without those that were lost (L2), if enough are left (L9)."""
-        if len(self._members) + len(joiners) >= self.settings.min_nodes:
+        if len(self._nodes.members) + len(joiners) >= self.settings.min_nodes:
             return self._publish(Cause.LOSS, joiners, at)
         if self._paused_since is None:
             self._paused_since = at
@@ -497,8 +398,8 @@ class LaunchedRun:
         orders: list[Order] = []
         told = WorldPaused(reason)
         streams = []
-        for node_id in sorted(self._members):
-            agent = self._agents[node_id]
+        for node_id in sorted(self._nodes.members):
+            agent = self._nodes.agents[node_id]
             if agent.news != told:
                 agent.news = told
                 streams.append(agent.stream)
@@ -506,64 +407,41 @@ class LaunchedRun:
             orders = [SendNews(tuple(streams), told), ReportRunPaused(self.name, reason)]
         return orders
 
-    def _join_at(self, joiners: list[_Agent]) -> float:
+    def _join_at(self, joiners: list[Agent]) -> float:
         """When they are taken in (L3)."""
         assert self.world is not None
-        if self._unreached:
+        if self._nodes.unreached:
             self._why = "the present world is not reached by all its nodes yet"
             return self._published_at + self.settings.join_timeout_s
-        if len(self._members) + len(joiners) == self.settings.max_nodes:
+        if len(self._nodes.members) + len(joiners) == self.settings.max_nodes:
             return -math.inf  # nobody else can come along
         self._why = "more nodes may join"
         since = (each.waits_since for each in joiners if each.waits_since is not None)
         return min(since, default=-math.inf) + self.settings.join_window_s
 
-    def _publish(self, cause: Cause, joiners: list[_Agent], at: float) -> list[Order]:
-        nodes = self._order(joiners)
+    def _publish(self, cause: Cause, joiners: list[Agent], at: float) -> list[Order]:
+        nodes = self._nodes.order(self.world, joiners)
         first = nodes[0].node_id
-        port = self._free_port(first)
+        port = self._nodes.free_port(first)
         if not port:
             reason = f"node {first!r} has no store for the next world yet"
             if self._is_broken:
                 return self._pause(reason)
             self._why = reason
             return []
-        self._use_port(first, port)
         self._highest_round += 1
         before = () if self.world is None else self.world.node_ids
         self.world = world = World(self._highest_round, nodes, port)
-        self._members = set(world.node_ids)
-        self._unreached = set(world.node_ids)
+        self._nodes.enter(world)
         lost, self._lost = tuple(self._lost), []
         self._is_broken, self._paused_since, self._enough_since = False, None, None
         self._published_at, self._why = at, ""
-        for node in nodes:
-            agent = self._agents[node.node_id]
-            agent.has_seat, agent.waits_since, agent.news = True, None, None
-            self._outside.pop(node.node_id, None)
-        streams = tuple(self._agents[node.node_id].stream for node in nodes)
+        streams = tuple(self._nodes.agents[node.node_id].stream for node in nodes)
         joined = tuple(each for each in world.node_ids if each not in before)
         return [
             SendNews(streams, world),
             ReportWorld(self.name, world, cause, joined, lost),
         ]
-
-    def _order(self, joiners: Iterable[_Agent]) -> tuple[Node, ...]:
-        """The nodes of the next world, by node rank."""
-        ids = () if self.world is None else self.world.node_ids
-        last_ranks = {node_id: rank for rank, node_id in enumerate(ids)}
-        survivors = [self._agents[key].node for key in self._members if key in self._agents]
-        return order_nodes(survivors, [each.node for each in joiners], last_ranks)
-
-    def _free_port(self, node_id: str) -> int:
-        port = self._agents[node_id].state.store_port
-        return 0 if port == self._used_ports.get(node_id) else port
-
-    def _use_port(self, node_id: str, port: int) -> None:
-        self._used_ports.pop(node_id, None)
-        self._used_ports[node_id] = port
-        while len(self._used_ports) > MAX_USED_PORTS_PER_NODE * self._max_agents:
-            del self._used_ports[next(iter(self._used_ports))]
 
     # -- who is outside --------------------------------------------------------------------------
 
@@ -571,26 +449,26 @@ class LaunchedRun:
         """Where they stand: to start their workers, or what they wait for (L4)."""
         orders: list[Order] = []
         full = f"all {self.settings.max_nodes} places are taken"
-        for agent in self._outsiders():
+        for agent in self._nodes.outsiders():
             status = agent.state.status
             if not agent.has_seat:
                 orders += self._tell(agent, RunWaiting(full))
-            elif status is AgentStatus.JOINING and agent.state.can_warm_up and self._members:
+            elif status is AgentStatus.JOINING and agent.state.can_warm_up and self._nodes.members:
                 if not isinstance(agent.news, WarmUp):
                     orders += self._tell(agent, WarmUp(self._expected(agent)))
             elif status is not AgentStatus.WARMING:
                 orders += self._tell(agent, RunWaiting(self._why or "it joins soon"))
         return orders
 
-    def _expected(self, agent: _Agent) -> World:
-        others = [each for each in self._joiners() if each is not agent]
-        nodes = self._order([*others, agent])
-        first = self._agents[nodes[0].node_id]
+    def _expected(self, agent: Agent) -> World:
+        others = [each for each in self._nodes.joiners() if each is not agent]
+        nodes = self._nodes.order(self.world, [*others, agent])
+        first = self._nodes.agents[nodes[0].node_id]
         assert self.world is not None
         port = first.state.store_port or self.world.master_port
         return World(self._highest_round + 1, nodes, port)
 
-    def _tell(self, agent: _Agent, news: WorldNews) -> list[Order]:
+    def _tell(self, agent: Agent, news: WorldNews) -> list[Order]:
         if agent.news == news:
             return []
         agent.news = news
@@ -599,7 +477,7 @@ class LaunchedRun:
     def _give_up(self, at: float) -> list[Order]:
         """Those outside that have waited for too long have to end (L10)."""
         orders: list[Order] = []
-        for agent in self._outsiders():
+        for agent in self._nodes.outsiders():
             if agent.waits_since is None:
                 continue
             if agent.waits_since + self.settings.join_timeout_s > at:
@@ -614,28 +492,28 @@ class LaunchedRun:
         return orders
 
     def _next_due(self, at: float) -> float:
-        due = min(self._loss_at, self._awaited_until if self._awaited else math.inf)
-        joiners = self._joiners()
+        due = min(self._loss_at, self._awaited_until if self._nodes.awaited else math.inf)
+        joiners = self._nodes.joiners()
         if not self._finished_by:
-            if not self._members and self._enough_since is not None:
+            if not self._nodes.members and self._enough_since is not None:
                 due = min(due, self._forms_at(joiners))
-            elif self._members and joiners and not self._is_broken:
+            elif self._nodes.members and joiners and not self._is_broken:
                 why = self._why
                 due = min(due, self._join_at(joiners))
                 self._why = why
             if self._paused_since is not None:
                 due = min(due, self._paused_since + self.settings.join_timeout_s)
-        for agent in self._outsiders():
+        for agent in self._nodes.outsiders():
             if agent.waits_since is not None:
                 due = min(due, agent.waits_since + self.settings.join_timeout_s)
         return due
 
     def _close(self, reason: str, failed: bool, at: float) -> list[Order]:
         self.closed = RunClosed(reason, failed)
-        streams = tuple(each.stream for each in self._agents.values())
+        streams = tuple(each.stream for each in self._nodes.agents.values())
         orders: list[Order] = [SendNews(streams, self.closed)] if streams else []
-        self._missing.clear()
-        self._awaited.clear()
-        if not self._agents:
+        self._nodes.missing.clear()
+        self._nodes.awaited.clear()
+        if not self._nodes.agents:
             self.empty_since = at
         return [*orders, ReportRunClosed(self.name, reason, failed)]

@@ -1,0 +1,151 @@
+"""The nodes of a launched run: where each of them is, and which one has a place.
+
+A node is in one of these places:
+
+* *in the world*: a node of the present one, whose workers have not left it: a member;
+* *missing*: a member of which nothing is known for a moment: it may come back;
+* *awaited*: the same, since a lighthouse before this one;
+* *outside*: with or without one of the run's seats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchft_svc.core.node_ranks import order_nodes
+from torchft_svc.core.rendezvous_orders import NodeStatus
+from torchft_svc.core.world import AgentState, AgentStatus, Node, World, WorldNews
+
+# A store port that a world used must not be used again, though its node is gone and comes back.
+MAX_USED_PORTS_PER_NODE = 4
+
+
+@dataclass(slots=True)
+class Agent:
+    """A node whose agent has a stream."""
+
+    node: Node
+    stream: int
+    state: AgentState
+    heard_at: float
+    has_seat: bool = False
+    waits_since: float | None = None  # for a world; None: it is in one, or starts its workers
+    news: WorldNews | None = None  # the last that was about its waiting
+
+    @property
+    def is_working(self) -> bool:
+        return self.state.status in (AgentStatus.WORKING, AgentStatus.FINISHED)
+
+
+class RunNodes:
+    """All nodes of a run, by their ids."""
+
+    def __init__(self, max_agents: int) -> None:
+        self._max_agents = max_agents
+        self.agents: dict[str, Agent] = {}  # the one that was silent the longest first
+        self.members: set[str] = set()  # of the present world, also if missing or awaited
+        self.missing: set[str] = set()
+        self.awaited: set[str] = set()
+        self.unreached: set[str] = set()  # members that have not reached the present world
+        self.outside: dict[str, None] = {}  # agents, in the order of arrival
+        self._used_ports: dict[str, int] = {}
+
+    def outsiders(self) -> list[Agent]:
+        """In the order of their arrival."""
+        return [self.agents[key] for key in self.outside]
+
+    def enter(self, world: World) -> None:
+        """Its nodes are the members now."""
+        self.members = set(world.node_ids)
+        self.unreached = set(world.node_ids)
+        self.awaited = self.members - self.agents.keys()
+        self.missing.clear()
+        self.outside = {
+            key: None for key in [*self.outside, *self.agents] if key not in self.members
+        }
+        for key in self.members - self.awaited:
+            agent = self.agents[key]
+            agent.has_seat, agent.waits_since, agent.news = True, None, None
+        self.use_port(world.nodes[0].node_id, world.master_port)
+
+    def step_outside(self, agent: Agent, at: float) -> None:
+        """It is in no world, and keeps its seat if it has one."""
+        self.outside[agent.node.node_id] = None
+        agent.news = None
+        agent.waits_since = None if agent.state.status is AgentStatus.WARMING else at
+
+    def lose(self, node_id: str) -> None:
+        """It is no member any more."""
+        for each in (self.members, self.missing, self.awaited, self.unreached):
+            each.discard(node_id)
+
+    def forget(self, node_id: str) -> None:
+        """Its agent has no stream any more."""
+        del self.agents[node_id]
+        self.outside.pop(node_id, None)
+
+    def give_seats(self, num_seats: int) -> None:
+        """To those outside that came first, as long as there are any (rule L9)."""
+        taken = self.members | {key for key in self.outside if self.agents[key].has_seat}
+        num_free = num_seats - len(taken)
+        for agent in self.outsiders():
+            if num_free <= 0:
+                break
+            if not agent.has_seat:
+                agent.has_seat = True
+                num_free -= 1
+
+    def joiners(self) -> list[Agent]:
+        """Those outside that can be in a world at once."""
+        return [agent for agent in self.outsiders() if agent.has_seat and self._can_join(agent)]
+
+    def _can_join(self, agent: Agent) -> bool:
+        if agent.state.status is AgentStatus.JOINING:
+            return not (self.members and agent.state.can_warm_up)
+        return agent.state.status in (AgentStatus.READY, AgentStatus.WORKING)
+
+    def is_warming(self) -> bool:
+        """Whether a node that has a seat starts its workers."""
+        return any(
+            agent.has_seat and agent.state.status is AgentStatus.WARMING
+            for agent in self.outsiders()
+        )
+
+    def order(self, world: World | None, joiners: Iterable[Agent]) -> tuple[Node, ...]:
+        """The members and ``joiners`` by the rank that they get after ``world``."""
+        ids = () if world is None else world.node_ids
+        last_ranks = {node_id: rank for rank, node_id in enumerate(ids)}
+        survivors = [self.agents[key].node for key in self.members if key in self.agents]
+        return order_nodes(survivors, [each.node for each in joiners], last_ranks)
+
+    def free_port(self, node_id: str) -> int:
+        """Of a store that no world used (0: none yet; rule L7)."""
+        port = self.agents[node_id].state.store_port
+        return 0 if port == self._used_ports.get(node_id) else port
+
+    def use_port(self, node_id: str, port: int) -> None:
+        self._used_ports.pop(node_id, None)
+        self._used_ports[node_id] = port
+        while len(self._used_ports) > MAX_USED_PORTS_PER_NODE * self._max_agents:
+            del self._used_ports[next(iter(self._used_ports))]
+
+    def status(self, world: World | None, at: float) -> tuple[NodeStatus, ...]:
+        """What people want to know; by rank, and then those outside."""
+        ids = () if world is None else world.node_ids
+        ranks = {key: rank for rank, key in enumerate(ids) if key in self.members}
+        keys = sorted(self.agents, key=lambda key: ranks.get(key, len(ids)))
+        return tuple(
+            NodeStatus(
+                node_id=key,
+                host=agent.node.host,
+                node_rank=ranks.get(key),
+                num_workers=agent.node.num_workers,
+                status=agent.state.status,
+                reached=key in self.members and key not in self.unreached,
+                num_restarts=agent.state.num_restarts,
+                silent_s=at - agent.heard_at,
+                waits_for_s=None if agent.waits_since is None else at - agent.waits_since,
+            )
+            for key, agent in ((key, self.agents[key]) for key in keys)
+        )
