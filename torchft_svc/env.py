@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from torchft_svc.errors import ConfigError
 
@@ -53,6 +53,12 @@ def for_child(changes: Mapping[str, str | None]) -> dict[str, str]:
     """This process' environment with ``changes``; None takes a variable away."""
     changed = {**os.environ, **changes}
     return {name: value for name, value in changed.items() if value is not None}
+
+
+def tell_worker(worker: TorchrunWorker) -> None:
+    """Set torchrun's variables to the place in a new world, for libraries that read them."""
+    for name, value in asdict(worker).items():
+        os.environ[name.upper()] = str(value)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from torchft_svc.elastic.runtime import (
     ack_worker_event,
     get_worker_event,
     get_worker_info,
+    init_world,
+    leave_world,
     wait_for_worker_event,
     world_changed,
 )
@@ -23,6 +25,8 @@ __all__ = [
     "ack_worker_event",
     "get_worker_event",
     "get_worker_info",
+    "init_world",
+    "leave_world",
     "wait_for_worker_event",
     "world_changed",
 ]

@@ -104,7 +104,7 @@ class FileChannel:
         self._receivers = 0  # threads in `receive`; the last one of a closed end frees it
         self._agent = None if owner else _open_agent(directory)
         self._watch = DirectoryWatch(self._inbox)
-        self._wakes, self._wake = os.pipe()  # closing the second one makes the first one readable
+        self._wakes, self._wake = os.pipe()  # what is written to the second one wakes receivers
 
     @classmethod
     def create(cls, directory: Path) -> FileChannel:
@@ -166,7 +166,7 @@ class FileChannel:
             if self._closed:
                 return
             self._closed = True
-            os.close(self._wake)
+            os.write(self._wake, b"!")  # a forked child may have it open, too
             if not self._receivers:
                 self._free()
         if self._owner:
@@ -188,7 +188,7 @@ class FileChannel:
 
     def _free(self) -> None:
         self._watch.close()
-        for descriptor in (self._wakes, self._agent):
+        for descriptor in (self._wakes, self._wake, self._agent):
             if descriptor is not None:
                 os.close(descriptor)
 

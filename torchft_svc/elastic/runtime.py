@@ -7,6 +7,10 @@
             dist.destroy_process_group()
             info = get_worker_info()
 
+or `init_world`, which does all of this, and tries again where a world breaks while it is formed. A
+process group that is formed so is broken when one of its workers is lost: collectives fail, instead
+of waiting for a worker that may be frozen.
+
 Under ``torchft-run`` with a soft restart policy the agent tells it over a `Channel`; under plain
 torchrun the answers come from the environment and never change. The first call of any function here
 tells the agent that the worker has started: call it when the expensive initialization is done.
@@ -21,7 +25,7 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchft_svc.elastic.channel import Channel, FileChannel
 from torchft_svc.elastic.messages import (
@@ -35,8 +39,18 @@ from torchft_svc.elastic.messages import (
     check_ranks,
     worker_event,
 )
-from torchft_svc.env import Environment
-from torchft_svc.errors import ChannelClosed, ConfigError, DeadlineExceeded, RequestRefused
+from torchft_svc.env import Environment, TorchrunWorker, tell_worker
+from torchft_svc.errors import (
+    ChannelClosed,
+    ConfigError,
+    DeadlineExceeded,
+    PeerError,
+    RequestRefused,
+    WorldSuperseded,
+)
+
+if TYPE_CHECKING:
+    from torchft_svc.elastic.world_group import WorldGroup
 
 __all__ = [
     "WorkerEvent",
@@ -46,6 +60,8 @@ __all__ = [
     "ack_worker_event",
     "get_worker_event",
     "get_worker_info",
+    "init_world",
+    "leave_world",
     "wait_for_worker_event",
     "world_changed",
 ]
@@ -56,6 +72,8 @@ logger = logging.getLogger(__name__)
 _FIRST_EVENT_TIMEOUT_S = 60.0
 # The agent gives up earlier, and ends the worker: torchrun waits 600 s for a rendezvous.
 WORLD_TIMEOUT_S = 1800.0
+# A worker that cannot form a group for a reason of its own must not have everybody try for ever.
+MAX_FAILURES = 10
 
 
 def get_worker_event() -> WorkerEvent:
@@ -109,6 +127,45 @@ def ack_worker_event() -> None:
     _worker().ack()
 
 
+def init_world(
+    backend: str | None = None, *, timeout_s: float = 1800.0, **options: Any
+) -> WorkerInfo:
+    """Leave the process group of the last world, and form that of the newest one.
+
+    ``backend``, ``timeout_s`` (of its operations) and ``options`` are those of
+    ``init_process_group``. Tries again with the next world while one breaks before it is formed.
+
+    Raises:
+        PeerError, RuntimeError: `MAX_FAILURES` worlds were not formed.
+        DeadlineExceeded: there is no world within `WORLD_TIMEOUT_S`.
+        ConfigError, ChannelClosed: see `get_worker_event`.
+    """
+    from torchft_svc.elastic import world_group  # it imports torch
+
+    failures = 0
+    while True:
+        world_group.leave()
+        info = get_worker_info()
+        forming_s = min(timeout_s, world_group.FORMING_TIMEOUT_S)
+        try:
+            world_group.form(backend, info, forming_s, options)
+        except (PeerError, RuntimeError) as error:  # torch's are runtime errors
+            failures += 1
+            if failures == MAX_FAILURES or not _worker().is_told_of_worlds:
+                raise
+            logger.warning("world %d was not formed, waiting for the next: %s", info.round, error)
+            continue
+        world_group.set_timeout(timeout_s)
+        return info
+
+
+def leave_world() -> None:
+    """Destroy the process group, if there is one, also while its peers are dead or frozen."""
+    from torchft_svc.elastic import world_group  # it imports torch
+
+    world_group.leave()
+
+
 def pg_parameters(info: WorkerInfo) -> dict[str, Any]:
     """See `WorkerInfo.get_pg_parameters`."""
     return _worker().pg_parameters(info)
@@ -125,6 +182,7 @@ def use_channel(channel: Channel | None) -> None:
 
 class _Worker(Protocol):
     changed: bool
+    is_told_of_worlds: bool
 
     def event(self) -> WorkerEvent: ...
     def info(self, timeout_s: float) -> WorkerInfo: ...
@@ -137,11 +195,15 @@ class _Worker(Protocol):
 class _ChannelWorker:
     """What the agent tells over ``channel``: a thread receives it, and any thread may ask."""
 
-    def __init__(self, channel: Channel) -> None:
+    is_told_of_worlds = True
+
+    def __init__(self, channel: Channel, *, speaks: bool = True) -> None:
         self._channel = channel
+        self._speaks = speaks
         self._news = threading.Condition()
         self._error: ChannelClosed | None = None
         self._told: WorkerEvent | None = None  # what a caller was told last
+        self._group: WorldGroup | None = None
         self._newest = self._first_event()
         self.changed = False
         self._send(WorkerStarted(os.getpid()))
@@ -152,8 +214,11 @@ class _ChannelWorker:
             return self._tell()
 
     def info(self, timeout_s: float) -> WorkerInfo:
+        left = self._left_round()
+        if left is not None:
+            self._send(WorkerLeft(left))
         with self._news:
-            if not self._news.wait_for(self._is_settled, _wait_s(timeout_s)):
+            if not self._news.wait_for(lambda: self._is_settled(left), _wait_s(timeout_s)):
                 raise DeadlineExceeded("waiting for a world", timeout_s)
             return self._tell().worker_info
 
@@ -169,18 +234,56 @@ class _ChannelWorker:
         self._send(WorkerAck(event.worker_info.round, event.worker_state))
 
     def pg_parameters(self, info: WorkerInfo) -> dict[str, Any]:
+        from torchft_svc.elastic import world_group  # it imports torch
+
+        world_group.handle(_begin_group)
+        tell_worker(_torchrun_worker(info))
         self._send(WorkerAck(info.round))
         return {
-            "init_method": f"tcp://{info.master_addr}:{info.master_port}",
+            "init_method": world_group.url(info),
             "rank": info.rank,
             "world_size": info.world_size,
         }
 
+    def begin_group(self, round_: int) -> WorldGroup:
+        """The process group of ``round_``, which is about to be formed.
+
+        Raises:
+            WorldSuperseded: that is not the world to work in.
+        """
+        from torchft_svc.elastic.world_group import WorldGroup  # it imports torch
+
+        with self._news:
+            reason = self._why_superseded(round_)
+            if not reason and self._group is not None and self._group.round == round_:
+                reason = "it had one, which was destroyed; get_worker_info() waits for the next"
+            if reason:
+                raise WorldSuperseded(round_, reason)
+            self._group = WorldGroup(round_)
+            return self._group
+
     def close(self) -> None:
         self._channel.close()
 
-    def _is_settled(self) -> bool:
-        return self._error is not None or self._newest.worker_state is WorkerState.HEALTHY
+    def _left_round(self) -> int | None:
+        """Of the newest world, if this worker has left its process group already."""
+        group = self._group
+        if group is None or group.round != self._newest.worker_info.round or not group.is_over():
+            return None
+        return group.round
+
+    def _is_settled(self, left: int | None) -> bool:
+        newest = self._newest
+        is_complete = newest.worker_state is WorkerState.HEALTHY
+        return self._error is not None or (is_complete and newest.worker_info.round != left)
+
+    def _why_superseded(self, round_: int) -> str:
+        if self._error is not None:
+            return str(self._error)
+        newest = self._newest
+        if newest.worker_info.round != round_:
+            return f"world {newest.worker_info.round} has replaced it"
+        return "" if newest.worker_state is WorkerState.HEALTHY else "another one replaces it"
 
     def _tell(self) -> WorkerEvent:
         if self._error is not None:
@@ -204,24 +307,36 @@ class _ChannelWorker:
                 message = self._channel.receive(None)
                 event = None if message is None else _event(message)
                 if event is not None:
-                    with self._news:
-                        self._newest = event
-                        self.changed = True
-                        self._news.notify_all()
+                    self._take(event)
         except ChannelClosed as error:
             with self._news:
                 self._error = error
-                self.changed = True
-                self._news.notify_all()
+            self._notify(is_broken=True)
+
+    def _take(self, event: WorkerEvent) -> None:
+        with self._news:
+            self._newest = event
+        self._notify(is_broken=event.change_event is WorldChangeEvent.SCALE_DOWN)
+
+    def _notify(self, *, is_broken: bool) -> None:
+        with self._news:
+            self.changed = True
+            self._news.notify_all()
+            group = self._group
+            reason = "" if group is None else self._why_superseded(group.round)
+        if group is not None and reason:
+            group.supersede(reason, is_broken=is_broken)
 
     def _send(self, message: WorkerStarted | WorkerAck | WorkerLeft) -> None:
-        self._channel.send(message.to_message())
+        if self._speaks:
+            self._channel.send(message.to_message())
 
 
 class _TorchrunWorker:
     """What torchrun has told in the environment, once and for all."""
 
     changed = False
+    is_told_of_worlds = False
 
     def __init__(self, environment: Environment) -> None:
         info = WorkerInfo(**asdict(environment.torchrun_worker()))
@@ -254,6 +369,7 @@ class _TorchrunWorker:
 
 _lock = threading.Lock()
 _present: _Worker | None = None
+_speaks = True
 
 
 def _worker() -> _Worker:
@@ -264,10 +380,27 @@ def _worker() -> _Worker:
         return _present
 
 
+def _begin_group(round_: int) -> WorldGroup:
+    worker = _worker()
+    assert isinstance(worker, _ChannelWorker), "only its worlds have such a group"
+    return worker.begin_group(round_)
+
+
+def _forget() -> None:
+    """In a forked child, which has no thread, and must not speak for its parent."""
+    global _present, _lock, _speaks
+    _lock = threading.Lock()
+    _speaks = _speaks and _present is None
+    _present = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def _open(environment: Environment) -> _Worker:
     directory = environment.worker_channel
     if directory is not None:
-        return _ChannelWorker(FileChannel.open(Path(directory)))
+        return _ChannelWorker(FileChannel.open(Path(directory)), speaks=_speaks)
     return _TorchrunWorker(environment)
 
 
@@ -277,6 +410,12 @@ def _event(message: dict[str, Any]) -> WorkerEvent | None:
     except RequestRefused as error:
         logger.warning("ignoring a message of the agent: %s", error)
         return None
+
+
+def _torchrun_worker(info: WorkerInfo) -> TorchrunWorker:
+    values = asdict(info)
+    del values["round"]
+    return TorchrunWorker(**values)
 
 
 def _wait_s(timeout_s: float | None) -> float | None:

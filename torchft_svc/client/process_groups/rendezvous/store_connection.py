@@ -7,10 +7,7 @@ it takes too long.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
-import struct
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -18,9 +15,10 @@ from typing import TypeVar
 from torch._C._distributed_c10d import TCPStore
 
 from torchft_svc.client.process.uninterruptible import UninterruptibleCall, nothing
-from torchft_svc.client.process_groups.sockets import connected_to, cut
 from torchft_svc.errors import DeadlineExceeded, PeerError, Unreachable
-from torchft_svc.rpc.address import HostPort, parse_address
+from torchft_svc.rpc.address import parse_address
+from torchft_svc.rpc.process_sockets import connected_to, cut
+from torchft_svc.rpc.store_ping import check_store_answers
 
 T = TypeVar("T")
 
@@ -28,11 +26,6 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 5.0
 # Likewise for every call.
 CALL_TIMEOUT_S = 5.0
-
-# The first message to torch's store, and a ping, which the store answers with the same number.
-_HELLO = struct.pack("=BI", 0, 0x3C85F7CE)
-_NUMBER = struct.Struct("=I")
-_PING = 13
 
 
 class LastStore:
@@ -114,7 +107,7 @@ class StoreConnection:
     def _open(self, timeout_s: float) -> TCPStore:
         host, port = self._where.host, self._where.port
         self._hosts = {str(each[4][0]) for each in socket.getaddrinfo(host, port)}
-        _check_answers(self._where)
+        check_store_answers(host, port, CONNECT_TIMEOUT_S, CALL_TIMEOUT_S)
         self._others = connected_to(self._hosts, port)
         store = TCPStore(
             host,
@@ -149,17 +142,3 @@ def _call(
         raise
     except (OSError, RuntimeError) as error:  # torch's errors are runtime errors
         raise Unreachable("store", where, str(error)) from error
-
-
-def _check_answers(where: HostPort) -> None:
-    """Raise OSError unless a store answers at ``where``; all waits are bounded."""
-    number = _NUMBER.pack(os.getpid() & 0xFFFFFFFF)
-    with socket.create_connection((where.host, where.port), CONNECT_TIMEOUT_S) as line:
-        line.settimeout(CALL_TIMEOUT_S)
-        line.sendall(_HELLO + bytes([_PING]) + number)
-        answer = b""
-        with contextlib.suppress(ConnectionResetError):
-            while len(answer) < len(number) and (more := line.recv(len(number) - len(answer))):
-                answer += more
-    if answer != number:
-        raise ConnectionError("the service there is no store")

@@ -1,0 +1,122 @@
+"""Tests that workers leave a broken process group, and form that of the next world, in process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.elastic_workers import reduce_for_ever, stop_before_connecting
+from support.fake_agents import FakeAgents, FakeWorker
+from support.running import eventually
+
+from torchft_svc.elastic import WorldChangeEvent
+
+pytestmark = pytest.mark.processes
+UP, DOWN = WorldChangeEvent.SCALE_UP, WorldChangeEvent.SCALE_DOWN
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[FakeAgents]:
+    with FakeAgents(tmp_path) as running:
+        yield running
+
+
+def is_in(round_: int, *workers: FakeWorker) -> None:
+    """These workers, and nobody else, work together in a world."""
+    for rank, worker in enumerate(workers):
+        worker.says(f"in {round_} size {len(workers)} rank {rank}")
+
+
+@pytest.mark.parametrize("style", ["plain", "init_world"])
+def test_survivors_of_a_killed_worker_go_on_and_take_another_one_in(
+    agents: FakeAgents, style: str
+) -> None:
+    one, two, three = (agents.start(reduce_for_ever, style) for _ in range(3))
+    is_in(agents.world(one, two, three), one, two, three)
+    assert one.reached(1)
+    two.kill()
+    one.says("lost")  # before its agent tells it
+    three.says("lost")
+    eventually(lambda: one.left(1) and three.left(1))
+    agents.pause(one, three, change=DOWN)
+    is_in(agents.world(one, three, change=DOWN), one, three)
+    four = agents.start(reduce_for_ever, style)
+    is_in(agents.world(one, three, four, change=UP), one, three, four)
+    assert one.process.poll() is None
+    assert three.process.poll() is None
+
+
+def test_a_frozen_worker_holds_nobody_in_a_collective(agents: FakeAgents) -> None:
+    one, two, three = (agents.start(reduce_for_ever) for _ in range(3))
+    is_in(agents.world(one, two, three), one, two, three)
+    two.freeze()
+    agents.pause(one, three, change=DOWN)
+    one.says("lost")
+    three.says("lost")
+    is_in(agents.world(one, three, change=DOWN), one, three)
+
+
+@pytest.mark.parametrize("style", ["plain", "init_world"])
+def test_a_world_that_is_replaced_while_it_is_formed_ends_at_once(
+    agents: FakeAgents, style: str
+) -> None:
+    one, two, missing = (agents.start(reduce_for_ever, style) for _ in range(3))
+    missing.freeze()
+    agents.world(one, two, missing)
+    eventually(lambda: one.reached(1) and two.reached(1))
+    is_in(agents.world(one, two, change=DOWN), one, two)
+
+
+@pytest.mark.parametrize("frozen_rank", [0, 2])
+def test_one_that_freezes_when_gloo_connects_holds_nobody(
+    agents: FakeAgents, frozen_rank: int
+) -> None:
+    workers = [agents.start(reduce_for_ever, "init_world") for _ in range(2)]
+    frozen = agents.start(stop_before_connecting)
+    everybody = list(workers)
+    everybody.insert(frozen_rank, frozen)
+    agents.world(*everybody)
+    frozen.says("freezing in 1")
+    agents.pause(*workers, change=DOWN)
+    is_in(agents.world(*workers, change=DOWN), *workers)
+
+
+_STORE = """
+import sys, time
+from torch._C._distributed_c10d import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_frozen_store_holds_nobody(agents: FakeAgents) -> None:
+    one, two = (agents.start(reduce_for_ever) for _ in range(2))
+    with subprocess.Popen(
+        [sys.executable, "-c", _STORE], stdout=subprocess.PIPE, text=True
+    ) as store:
+        assert store.stdout is not None
+        port = int(store.stdout.readline())
+        try:
+            store.send_signal(signal.SIGSTOP)
+            agents.world(one, two, port=port)
+            eventually(lambda: one.reached(1) and two.reached(1))
+            is_in(agents.world(one, two, change=DOWN), one, two)
+        finally:
+            store.kill()
+
+
+def test_three_worlds_in_quick_succession(agents: FakeAgents) -> None:
+    one, two, three = (agents.start(reduce_for_ever) for _ in range(3))
+    is_in(agents.world(one, two), one, two)
+    agents.world(one, change=DOWN)
+    agents.world(one, two, change=UP)
+    is_in(agents.world(one, two, three, change=UP), one, two, three)
+    for worker in (one, two, three):
+        assert worker.pid == worker.process.pid
+        os.kill(worker.pid, 0)

@@ -1,0 +1,55 @@
+"""What the workers of the tests of soft restarts run; each prints what it sees."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchft_svc.elastic import get_worker_info, init_world, leave_world, world_changed
+from torchft_svc.elastic.world_group import WorldGroup
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def reduce_for_ever(style: str = "plain") -> None:
+    """Sum over each world, again and again: as the design's example does, or with `init_world`."""
+    while True:
+        try:
+            if style == "plain":
+                info = get_worker_info()
+                dist.init_process_group("gloo", **info.get_pg_parameters())
+            else:
+                info = init_world("gloo")
+            say("in", info.round, "size", dist.get_world_size(), "rank", dist.get_rank())
+            while True:
+                leaves = torch.tensor([float(world_changed())])
+                dist.all_reduce(leaves)
+                if leaves.item():
+                    break
+        except Exception as error:
+            say("lost", type(error).__name__, str(error).splitlines()[0])
+        if style == "plain":
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        else:
+            leave_world()
+
+
+def stop_before_connecting() -> None:
+    """Is frozen when all workers have arrived, before gloo connects them."""
+    meet = WorldGroup.meet
+
+    def meet_and_stop(group: WorldGroup, *arguments: Any) -> Any:
+        store = meet(group, *arguments)
+        say("freezing in", group.round)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return store
+
+    WorldGroup.meet = meet_and_stop  # type: ignore[method-assign]
+    reduce_for_ever()

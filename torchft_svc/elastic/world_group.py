@@ -1,0 +1,251 @@
+"""Forms the process group of a world, and breaks it as soon as another world replaces it.
+
+``init_process_group`` blocks in C++, on the store and then on connections to other workers, and so
+does every collective of a group whose peer is frozen. What ends such a wait from another thread is
+to shut down the sockets. So `WorldGroup` notes which ones belong to the group.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from torchft_svc.elastic.messages import WorkerInfo
+from torchft_svc.errors import DeadlineExceeded, Unreachable, WorldSuperseded
+from torchft_svc.rpc.process_sockets import (
+    connected_to,
+    cut,
+    is_between_machines,
+    open_sockets,
+    peer,
+    socket_at,
+)
+from torchft_svc.rpc.store_ping import check_store_answers
+
+logger = logging.getLogger(__name__)
+
+SCHEME = "torchft-world"
+# An agent's store runs before the world is announced; this covers a lost packet, and a firewall
+# that somebody has to hear of.
+_CONNECT_TIMEOUT_S = 60.0
+# For one attempt. torch's client would not notice meanwhile that the world is another one by now.
+_TRY_S, _PAUSE_S = 2.0, 0.05
+_TRY = timedelta(seconds=_TRY_S)
+# While all workers are awaited, look this often whether they still can come.
+_SLICE = timedelta(seconds=1)
+# A thread may open the next socket just after the last ones were shut down.
+_CUT_AGAIN_S = 0.02
+# All workers have arrived when gloo connects them. It takes up to six times this long, and only if
+# one dies in that moment.
+FORMING_TIMEOUT_S = 5.0
+
+
+class WorldGroup:
+    """The default process group of the world of ``round``, from the first connection on.
+
+    Made by the thread that calls ``init_process_group``; `supersede` may be called by any other.
+    """
+
+    def __init__(self, round_: int) -> None:
+        self.round = round_
+        self._thread = threading.get_ident()
+        self._lock = threading.Lock()
+        self._before = open_sockets()
+        self._sockets: dict[int, int] | None = None  # of the group, once it is formed
+        self._store_at: tuple[set[str], int] | None = None
+        self._superseded = ""
+
+    def meet(self, info: WorkerInfo, timeout_s: float) -> Store:
+        """The store of this world, when all of its workers are there.
+
+        Raises:
+            WorldSuperseded: another world has replaced this one.
+            Unreachable: nobody answers at the store.
+            DeadlineExceeded: somebody is missing after ``timeout_s``.
+        """
+        deadline = time.monotonic() + timeout_s
+        store = self._connect(info, timeout_s)
+        if store.add("arrived", 1) == info.world_size:
+            store.set("complete", "")
+        while True:
+            self._check()
+            try:
+                store.wait(["complete"], _SLICE)
+            except dist.DistStoreError:  # nobody came within the slice
+                if time.monotonic() < deadline:
+                    continue
+                arrived = store.add("arrived", 0)
+                reason = f"{arrived} of {info.world_size} have arrived"
+                raise DeadlineExceeded("waiting for all workers", timeout_s, reason) from None
+            except RuntimeError:  # the connection is gone: perhaps we have cut it
+                self._check()
+                raise
+            self._check()
+            return store
+
+    def end_forming(self) -> None:
+        """``init_process_group`` has returned: what was opened meanwhile belongs to the group."""
+        with self._lock:
+            if self._sockets is None:
+                self._sockets = self._opened() if dist.is_initialized() else {}
+
+    def is_over(self) -> bool:
+        """Whether the group was destroyed, or never formed; asked by the thread that forms it."""
+        is_forming = self._sockets is None and threading.get_ident() != self._thread
+        return not is_forming and not dist.is_initialized()
+
+    def supersede(self, reason: str, *, is_broken: bool) -> None:
+        """Another world replaces this one.
+
+        A group that is being formed fails, because some of its workers will never come. A formed
+        one fails if ``is_broken``: its lost workers may be frozen, and others wait for them.
+        """
+        with self._lock:
+            self._superseded = reason
+            is_forming = self._sockets is None
+        if is_forming:
+            threading.Thread(target=self._end_forming, name="torchft-world", daemon=True).start()
+        elif is_broken:
+            self.cut()
+
+    def cut(self) -> None:
+        """Make all operations of the formed group fail."""
+        sockets = self._sockets or {}
+        cut({fd: inode for fd, inode in sockets.items() if peer(fd) is not None})
+        for group in _nccl_groups():
+            group.abort()
+
+    def _end_forming(self) -> None:
+        while self._is_inside_init():
+            cut(self._store_sockets())
+            if self._is_inside_init():  # else some sockets could be of whoever handles the error
+                cut({fd: inode for fd, inode in self._opened().items() if peer(fd) is not None})
+            time.sleep(_CUT_AGAIN_S)
+
+    def _is_inside_init(self) -> bool:
+        frame = sys._current_frames().get(self._thread)
+        wanted = _undecorated(dist.init_process_group).__code__
+        while frame is not None and frame.f_code is not wanted:
+            frame = frame.f_back
+        return frame is not None and self._sockets is None
+
+    def _check(self) -> None:
+        if self._superseded:
+            raise WorldSuperseded(self.round, self._superseded)
+
+    def _connect(self, info: WorkerInfo, timeout_s: float) -> Store:
+        host, port = info.master_addr, info.master_port
+        give_up_at = time.monotonic() + min(timeout_s, _CONNECT_TIMEOUT_S)
+        while True:
+            self._check()
+            try:
+                found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                self._store_at = {str(each[4][0]) for each in found}, port
+                check_store_answers(host, port, _TRY_S, _TRY_S)
+                store = TCPStore(host, port, is_master=False, timeout=_TRY, wait_for_workers=False)
+                break
+            except (OSError, RuntimeError) as error:
+                self._check()
+                if time.monotonic() > give_up_at:
+                    raise Unreachable("store", f"{host}:{port}", str(error)) from error
+            time.sleep(_PAUSE_S)
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return PrefixStore(f"torchft/{self.round}", store)
+
+    def _store_sockets(self) -> dict[int, int]:
+        if self._store_at is None:
+            return {}
+        return dict(connected_to(*self._store_at).items() - self._before.items())
+
+    def _opened(self) -> dict[int, int]:
+        return {
+            fd: inode
+            for fd, inode in open_sockets().items()
+            if self._before.get(fd) != inode and is_between_machines(fd) and socket_at(fd) == inode
+        }
+
+
+def url(info: WorkerInfo) -> str:
+    """What ``init_process_group`` takes as ``init_method``; see `handle`."""
+    host = f"[{info.master_addr}]" if ":" in info.master_addr else info.master_addr
+    return f"{SCHEME}://{host}:{info.master_port}/{info.round}"
+
+
+def handle(begin: Callable[[int], WorldGroup]) -> None:
+    """Have ``init_process_group`` form the groups of worlds; ``begin`` makes the one of a round.
+
+    Only the first call has an effect.
+    """
+    _register(begin)
+
+
+@functools.lru_cache(maxsize=1)
+def _register(begin: Callable[[int], WorldGroup]) -> None:
+    def handler(
+        address: str, timeout: timedelta = distributed_c10d.default_pg_timeout, **_: Any
+    ) -> Iterator[tuple[Store, int, int]]:
+        split = urlsplit(address)
+        query = {name: int(values[0]) for name, values in parse_qs(split.query).items()}
+        rank, world_size = query["rank"], query["world_size"]
+        assert split.hostname is not None
+        assert split.port is not None
+        info = WorkerInfo(0, rank, rank, 1, world_size, world_size, split.hostname, split.port)
+        group = begin(int(split.path.strip("/")))
+        try:
+            yield group.meet(info, timeout.total_seconds()), rank, world_size
+        finally:  # `init_process_group` has returned: it drops this generator only then
+            group.end_forming()
+
+    register: Any = register_rendezvous_handler
+    register(SCHEME, handler)
+
+
+def leave() -> None:
+    """Destroy the default process group, if there is one, also while it cannot be used.
+
+    NCCL has to be aborted first: destroying it waits for operations that may never end.
+    """
+    if not dist.is_initialized():
+        return
+    for group in _nccl_groups():
+        group.abort()
+    dist.destroy_process_group()
+
+
+def form(backend: str | None, info: WorkerInfo, timeout_s: float, options: dict[str, Any]) -> None:
+    """``init_process_group`` for the world of ``info``."""
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, timeout=timeout, **info.get_pg_parameters(), **options)
+
+
+def set_timeout(timeout_s: float) -> None:
+    """The longest that an operation of the default process group may take from now on."""
+    distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+
+
+def _nccl_groups() -> list[Any]:
+    """Those of this process, the newest first: they may have been made from one another."""
+    if not dist.is_nccl_available() or not dist.is_initialized():
+        return []
+    names = distributed_c10d._world.pg_names
+    groups = sorted(names, key=lambda group: names[group], reverse=True)
+    return [group for group in groups if "nccl" in dist.get_backend(group)]
+
+
+def _undecorated(function: Any) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
