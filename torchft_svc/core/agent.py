@@ -1,6 +1,6 @@
 """What an elastic agent does with its workers: inputs carry ``now``, orders come out.
 
-    agent = AgentMachine(config)
+    agent = AgentMachine(config, now)
     agent.started(now)                            # the first input
     agent.news(news, now)                         # what the lighthouse pushes, on any stream
     agent.hello()                                 # how to introduce it on a new stream
@@ -34,6 +34,7 @@ from torchft_svc.core.agent_orders import (
     StopWorkers,
     Tell,
 )
+from torchft_svc.core.pausable_clock import PausableClock
 from torchft_svc.core.restart import (
     REACTIONS,
     Reaction,
@@ -61,6 +62,8 @@ from torchft_svc.errors import ConfigError
 
 # The lighthouse ends a wait; an agent that hears nothing of it ends itself so much later.
 WAIT_SLACK_S = 30.0
+# How often to look while a deadline waits.
+LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +98,14 @@ class AgentConfig:
 
 
 class AgentMachine:
-    """The decisions of one agent, which has no workers in the beginning."""
+    """The decisions of one agent, which has no workers in the beginning.
 
-    def __init__(self, config: AgentConfig) -> None:
+    Deadlines stand still with this process: workers that were frozen with it are not late.
+    """
+
+    def __init__(self, config: AgentConfig, now: float) -> None:
         self.config = config
+        self._clock = PausableClock(LOOK_S, now)
         self.num_restarts_left = config.max_restarts
         self.world: World | None = None  # the newest that it was told
         self.entered: World | None = None  # the one that its workers were told last
@@ -147,86 +154,101 @@ class AgentMachine:
         return AgentHello(self.config.node, self.config.settings, self.state, self.world)
 
     def next_deadline(self) -> float | None:
-        """When to `tick`."""
-        at = min(self._ready_at, self._waits_until, self._barrier_at)
-        return None if at == math.inf or self._has_ended else at
+        """When to `tick`, on the clock of ``now``; may be too early, never too late."""
+        at = self._due_at()
+        return None if at == math.inf or self._has_ended else self._clock.look_by(at)
+
+    def _due_at(self) -> float:
+        return min(self._ready_at, self._waits_until, self._barrier_at)
 
     # -- inputs ----------------------------------------------------------------------------------
 
     def started(self, now: float) -> Orders:
         """It begins, and waits for a world."""
-        self._orders.append(OpenStore())
-        return self._take(lambda: self._begin((Reaction.RENDEZVOUS, Reaction.START_WORKERS), now))
+
+        def take(at: float) -> None:
+            self._orders.append(OpenStore())
+            self._begin((Reaction.RENDEZVOUS, Reaction.START_WORKERS), at)
+
+        return self._take(now, take)
 
     def news(self, news: WorldNews, now: float) -> Orders:
         """The lighthouse has told something."""
-        return self._take(lambda: self._hear(news, now))
+        return self._take(now, lambda at: self._hear(news, at))
 
     def store_opened(self, port: int, now: float) -> Orders:
         """A store listens that no world uses."""
 
-        def take() -> None:
+        def take(at: float) -> None:
             self._store_port = port
 
-        return self._take(take)
+        return self._take(now, take)
 
     def workers_ready(self, now: float) -> Orders:
         """Each of the workers that were started last has called the runtime's API."""
-        is_awaited = self._step in (Reaction.START_WORKERS, Reaction.REPLACE_WORKERS)
-        return self._take(lambda: self._is_ready(now)) if is_awaited else ()
+
+        def take(at: float) -> None:
+            if self._step in (Reaction.START_WORKERS, Reaction.REPLACE_WORKERS):
+                self._be_ready()
+                self._advance(at)
+
+        return self._take(now, take)
 
     def workers_reached(self, round_: int, now: float) -> Orders:
         """All workers have said that they are in the world with this round."""
 
-        def take() -> None:
-            if self._is_in_world() and self.world is not None and round_ == self.world.round:
-                self._reached, self._ready_at = True, math.inf
+        def take(at: float) -> None:
+            is_told = self._is_in_world() and not self._is_paused
+            if is_told and self.entered is not None and round_ == self.entered.round:
+                self._reached, self._ready_at = round_ == self.state.round, math.inf
 
-        return self._take(take)
+        return self._take(now, take)
 
     def workers_failed(self, reason: str, local_ranks: Iterable[int], now: float) -> Orders:
         """These workers have ended with an error, or could not be started."""
-        return self._take(lambda: self._fail(reason, local_ranks, now))
+        return self._take(now, lambda at: self._fail(reason, local_ranks, at))
 
     def workers_succeeded(self, now: float) -> Orders:
         """All workers have ended well."""
-        return self._take(lambda: self._finish(now))
+        return self._take(now, self._finish)
 
     def workers_stopped(self, now: float) -> Orders:
         """None runs any more, as was ordered."""
-        if self._step is not Reaction.STOP_WORKERS:
-            return ()
 
-        def take() -> None:
-            self._has_workers = False
-            self._advance(now)
+        def take(at: float) -> None:
+            if self._step is Reaction.STOP_WORKERS:
+                self._has_workers = False
+                self._advance(at)
 
-        return self._take(take)
+        return self._take(now, take)
 
     def stopped(self, reason: str, now: float) -> Orders:
         """The agent has to end, by a signal."""
-        return self._take(lambda: self._wind_up(End(Outcome.STOPPED, reason), now))
+        return self._take(now, lambda at: self._wind_up(End(Outcome.STOPPED, reason), at))
 
     def world_over(self, now: float) -> Orders:
         """The present world is to be followed by another one; for back ends that are polled."""
 
-        def take() -> None:
+        def take(at: float) -> None:
             if self._is_in_world() and self._step is None:
                 soft = self.config.policy.is_soft
                 self._leave_world(AgentStatus.READY if soft else AgentStatus.JOINING)
-                self._begin_event(RunEvent.SCALE_UP, now)
+                self._begin_event(RunEvent.SCALE_UP, at)
 
-        return self._take(take)
+        return self._take(now, take)
 
     def tick(self, now: float) -> Orders:
         """Time has passed."""
-        return self._take(lambda: self._look(now))
+        return self._take(now, self._look)
 
     # -- what happens ----------------------------------------------------------------------------
 
-    def _take(self, input_: Callable[[], None]) -> Orders:
+    def _take(self, now: float, input_: Callable[[float], None]) -> Orders:
+        if self._due_at() == math.inf:
+            self._clock.skip_to(now)  # nothing could be late
+        at = self._clock.now(now)
         if not self._has_ended:
-            input_()
+            input_(at)
         if not (self._has_ended or self._has_left) and self.state != self._told:
             self._told = self.state
             self._orders.append(Tell(self._told))
@@ -281,11 +303,10 @@ class AgentMachine:
         before = 0 if self.entered is None else self.entered.world_size
         return RunEvent.SCALE_UP if world.world_size > before else RunEvent.SCALE_DOWN
 
-    def _is_ready(self, now: float) -> None:
+    def _be_ready(self) -> None:
         self._ready_at = math.inf
         self._dead.clear()
         self._status = AgentStatus.READY
-        self._advance(now)
 
     def _fail(self, reason: str, local_ranks: Iterable[int], now: float) -> None:
         is_over = self._end is not None or self._status is AgentStatus.FINISHED
@@ -454,8 +475,7 @@ class AgentMachine:
         if self.config.ready_timeout_s:
             self._ready_at = now + self.config.ready_timeout_s
             return False
-        self._dead.clear()
-        self._status = AgentStatus.READY
+        self._be_ready()
         return True
 
     def _meet(self, now: float) -> bool:

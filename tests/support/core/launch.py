@@ -100,7 +100,8 @@ class Launch:
                 settings=self.settings,
                 policy=self.policy,
                 **self.config,  # type: ignore[arg-type]
-            )
+            ),
+            self.now,
         )
         agent = self.agents[name] = Agent(machine, 0, is_slow=is_slow)
         self._do(agent, machine.started(self.now))
