@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from subprocess import PIPE, Popen
 
 import pytest
+from support.agents import Agent
 from support.running import (
     Line,
     Process,
@@ -23,6 +24,7 @@ from support.running import (
 
 from torchft_svc.core.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.core.types import DEFAULT_JOB
+from torchft_svc.core.world import AgentStatus, RunWaiting
 from torchft_svc.lighthouse_server.table import MAX_ROWS, status_text
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import MAX_CONNECTING_MS
@@ -101,6 +103,29 @@ def test_status_shows_what_has_happened() -> None:
     assert "  lost 12 s ago: b:1: its session\\x1b[31m ended" in text
     assert "  left 20 s ago: c:1: it has shut down" in text
     assert "a:0" not in text, "it is back"
+
+
+def test_status_shows_launched_runs(lighthouse: Process) -> None:
+    where = f"--lighthouse={lighthouse.address}"
+    with (
+        Agent(lighthouse.address, "node-a", run="launched", max_nodes=1) as a,
+        Agent(lighthouse.address, "node-b", run="launched", max_nodes=1) as b,
+    ):
+        a.tell(AgentStatus.JOINING)
+        a.work()
+        b.tell(AgentStatus.JOINING)
+        b.await_news(RunWaiting)
+        status, text = order("status", where, "--job-id=launched")
+        assert status == 0
+        assert text.startswith("run launched: running, round 1\n  2 nodes: 1 in the world with 2 ")
+        outside, inside = (line.split() for line in text.splitlines()[-2:])
+        assert outside[:4] == ["node-b", "-", "2", "joining"]
+        assert inside[:4] == ["node-a", "0", "2", "working"]
+        _, shown = order("status", where, "--json")
+        (run,) = (each for each in json.loads(shown) if each.get("run") == "launched")
+        assert [node["status"] for node in run["nodes"]] == ["working", "joining"]
+        a.leave(closes=True)
+    assert order("status", where, "--job-id=another")[0] == 4
 
 
 def test_status_shows_all_jobs_or_one(lighthouse: Process, line: Line) -> None:

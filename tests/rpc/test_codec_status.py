@@ -1,13 +1,15 @@
-"""What people are told about jobs passes over the wire whole."""
+"""What people are told about jobs and runs passes over the wire whole."""
 
 from __future__ import annotations
 
 import pytest
 
 from torchft_svc.core.overview import GoneGroup, GroupStatus, JobStatus
+from torchft_svc.core.rendezvous_orders import NodeStatus, RunStatus
 from torchft_svc.core.step import Phase
+from torchft_svc.core.world import AgentStatus
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec_status import status_from_wire, status_to_wire
+from torchft_svc.rpc.codec_status import runs_from_wire, status_from_wire, status_to_wire
 
 
 @pytest.mark.parametrize("ended_s", [None, 0.0, 2.5])
@@ -29,3 +31,32 @@ def test_a_status_passes_over_the_wire(ended_s: float | None) -> None:
     )
     encoded = status_to_wire([job]).SerializeToString()
     assert status_from_wire(pb.LighthouseStatusResponse.FromString(encoded)) == [job]
+
+
+@pytest.mark.parametrize(("node_rank", "waits_for_s"), [(0, None), (None, 0.0), (3, 2.5)])
+def test_a_runs_status_passes_over_the_wire(
+    node_rank: int | None, waits_for_s: float | None
+) -> None:
+    node = NodeStatus(
+        node_id="n",
+        host="h",
+        node_rank=node_rank,
+        num_workers=8,
+        status=AgentStatus.WARMING,
+        reached=True,
+        num_restarts=2,
+        silent_s=0.5,
+        waits_for_s=waits_for_s,
+    )
+    run = RunStatus(
+        run="run",
+        round=7,
+        min_nodes=1,
+        max_nodes=4,
+        phase="paused",
+        why="fewer than 2 nodes are left",
+        nodes=(node,),
+    )
+    encoded = status_to_wire([], [run]).SerializeToString()
+    message = pb.LighthouseStatusResponse.FromString(encoded)
+    assert (status_from_wire(message), runs_from_wire(message)) == ([], [run])

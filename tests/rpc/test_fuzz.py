@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from torchft_svc.core.group import Group
 from torchft_svc.core.types import MAX_NAME_LENGTH, Member, QuorumConfig
+from torchft_svc.core.world import MAX_NODES, AgentWelcome, WarmUp, World
 from torchft_svc.errors import TorchFTError
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.servicer import lighthouse_service
@@ -30,6 +31,7 @@ from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.manager_server.servicer import manager_service
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY, quorum_from_wire
+from torchft_svc.rpc.codec_rendezvous import world_news_from_wire
 from torchft_svc.rpc.parsing import parser, refusing_garbage, refusing_garbage_in_stream
 from torchft_svc.rpc.serving import Service
 from torchft_svc.rpc.tasks import Tasks
@@ -103,6 +105,8 @@ def _value(field: FieldDescriptor, chance: random.Random) -> Any:
             return wild(GetMessageClass(field.message_type), chance)
         case FieldDescriptor.TYPE_STRING:
             return chance.choice(_TEXTS)
+        case FieldDescriptor.TYPE_BYTES:
+            return wild(pb.World, chance).SerializeToString()
         case FieldDescriptor.TYPE_BOOL:
             return chance.random() < 0.5
         case FieldDescriptor.TYPE_INT64:
@@ -188,6 +192,7 @@ def driver(loop: asyncio.AbstractEventLoop) -> Iterator[LighthouseDriver]:
     """It still serves another job when the garbage is over."""
     driver = LighthouseDriver(QuorumConfig(join_timeout_s=0.05, max_jobs=MAX_JOBS + 1))
     yield driver
+    assert len(driver.runs.status("")) <= MAX_JOBS + 1
     member = Member(replica_id="good:1", step=1)
     assert loop.run_until_complete(driver.quorum("good", member, ANSWER_S))
     driver.close()
@@ -236,6 +241,7 @@ def inputs(service: str, *, streams: bool) -> Mapping[str, st.SearchStrategy[byt
 LIGHTHOUSE_CALLS = inputs("LighthouseService", streams=False)
 MANAGER_CALLS = inputs("ManagerService", streams=False)
 SESSION = inputs("LighthouseService", streams=True)["Session"]
+RENDEZVOUS = inputs("LighthouseService", streams=True)["Rendezvous"]
 ATTACH = inputs("ManagerService", streams=True)["Attach"]
 
 
@@ -258,6 +264,42 @@ def test_a_managers_call(manager: Served, method: str, data: st.DataObject) -> N
 def test_a_session(lighthouse: Served, hello: bool, messages: list[bytes]) -> None:
     first = pb.SessionRequest(hello={"replica_id": "a:1"}).SerializeToString()
     lighthouse.stream("Session", [first, *messages] if hello else messages)
+
+
+@MANY
+@given(hello=st.booleans(), messages=st.lists(RENDEZVOUS, max_size=5))
+def test_an_agents_stream(lighthouse: Served, hello: bool, messages: list[bytes]) -> None:
+    first = good_agent(f"n{next(_NODES)}").SerializeToString()
+    lighthouse.stream("Rendezvous", [first, *messages] if hello else messages)
+
+
+_NODES = itertools.count()
+
+
+def good_agent(node_id: str) -> pb.AgentRequest:
+    return pb.AgentRequest(
+        hello={
+            "run_id": "run",
+            "node": {"node_id": node_id, "host": "h", "num_workers": 1},
+            "settings": {"min_nodes": 1, "max_nodes": 2},
+            "state": {"status": pb.AGENT_JOINING, "store_port": 1},
+        }
+    )
+
+
+@MANY
+@given(raw=encoded(pb.AgentNews))
+def test_news_of_a_world_from_another_lighthouse(raw: bytes) -> None:
+    try:
+        news = world_news_from_wire(pb.AgentNews.FromString(raw))
+    except (DecodeError, TorchFTError):
+        return
+    if isinstance(news, World):
+        assert 1 <= len(news.nodes) <= MAX_NODES
+        assert news.master_addr.isprintable()
+        assert 1 <= news.master_port < 2**16
+    elif news is not None and not isinstance(news, AgentWelcome | WarmUp):
+        assert news.reason.isprintable()
 
 
 @MANY

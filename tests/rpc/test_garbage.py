@@ -191,6 +191,93 @@ def test_a_session_that_breaks_the_protocol_is_told_so(
     assert told == (grpc.StatusCode.INVALID_ARGUMENT, sentence)
 
 
+GOOD_NODE: dict[str, Any] = {"node_id": "n", "host": "h", "num_workers": 1}
+GOOD_HELLO: dict[str, Any] = {
+    "run_id": "garbage",
+    "node": GOOD_NODE,
+    "settings": {"min_nodes": 2, "max_nodes": 2, "join_timeout_ms": 60_000},
+    "state": {"status": pb.AGENT_JOINING},
+}
+
+
+def hello(**changes: object) -> dict[str, Any]:
+    return {"hello": {**GOOD_HELLO, **changes}}
+
+
+@pytest.mark.parametrize(
+    ("requests", "sentence"),
+    [
+        ([], "an agent's stream begins with a hello; none came"),
+        ([{"state": {}}], "an agent's stream begins with a hello"),
+        ([{"hello": {}}], "run_id is empty"),
+        ([hello(run_id="x" * 257)], "run_id has 257 characters, 256 are allowed"),
+        ([hello(run_id="a\nb")], "run_id 'a\\nb' contains characters that cannot be printed"),
+        ([hello(node={})], "node_id is empty"),
+        ([hello(node={"node_id": "n"})], "node 'n' names no host"),
+        (
+            [hello(node={**GOOD_NODE, "num_workers": 2**40})],
+            "node 'n' has 1099511627776 workers, must have 1 to 1024",
+        ),
+        ([hello(node={**GOOD_NODE, "rank": -1})], "node rank -1 is not in 0 to 9999"),
+        ([hello(settings={})], "0:0 nodes: 1 <= min <= max <= 10000 is needed"),
+        (
+            [hello(settings={"min_nodes": 1, "max_nodes": 1, "join_timeout_ms": -1})],
+            "join_timeout_s is -0.001, must be 0 to 1e7 seconds",
+        ),
+        ([hello(state={})], "an agent's status 0 is not known"),
+        ([hello(state={"status": 99})], "an agent's status 99 is not known"),
+        (
+            [hello(state={"status": pb.AGENT_JOINING, "store_port": 2**16})],
+            "port 65536 is not in 0 to 65535",
+        ),
+        ([hello(world=b"\xff" * 9)], "the world is not a message of torchft.proto"),
+        ([hello(), {}], "an agent's stream does not accept an empty message"),
+        ([hello(), hello()], "an agent's stream does not accept hello"),
+        (
+            [hello(), {"leave": {"reason": "x" * 2000}}],
+            "reason has 2000 characters, 1000 are allowed",
+        ),
+    ],
+)
+def test_an_agent_that_breaks_the_protocol_is_told_so(
+    lighthouse: Process, requests: list[dict[str, Any]], sentence: str
+) -> None:
+    with line_to(lighthouse.address) as line:
+        told = agent_failure(line, *(pb.AgentRequest(**fields) for fields in requests))
+    assert told == (grpc.StatusCode.INVALID_ARGUMENT, sentence)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"round": -1},
+        {"round": 2**60},
+        {"master_port": 0},
+        {"nodes": []},
+        {"nodes": [GOOD_NODE, GOOD_NODE]},
+        {"nodes": [{"node_id": "n"}]},
+    ],
+)
+def test_a_world_that_cannot_be_is_refused(lighthouse: Process, changes: dict[str, object]) -> None:
+    fields = {"round": 3, "nodes": [GOOD_NODE], "master_port": 1, **changes}
+    request = pb.AgentRequest(**hello(world=pb.World(**fields).SerializeToString()))
+    with line_to(lighthouse.address) as line:
+        code, reason = agent_failure(line, request)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert len(reason.splitlines()) == 1
+
+
+def agent_failure(line: Line, *requests: pb.AgentRequest) -> tuple[grpc.StatusCode, str]:
+    invoke = line.channel.stream_stream(
+        "/torchft.LighthouseService/Rendezvous",
+        request_serializer=pb.AgentRequest.SerializeToString,
+        response_deserializer=pb.AgentNews.FromString,
+    )
+    with pytest.raises(grpc.RpcError) as caught:
+        list(invoke(iter(requests), timeout=CALL_S))
+    return caught.value.code(), caught.value.details()
+
+
 def test_what_only_a_newer_client_says_is_passed_over(
     lighthouse: Process, manager: Process
 ) -> None:
@@ -198,15 +285,18 @@ def test_what_only_a_newer_client_says_is_passed_over(
     newer = b"\xa2\x06\x00"
     leave = pb.SessionRequest(leave={}).SerializeToString()
     hello = pb.SessionRequest(hello={"replica_id": "n:1"}).SerializeToString()
+    agent = pb.AgentRequest(hello=GOOD_HELLO).SerializeToString()
+    left = pb.AgentRequest(leave={}).SerializeToString()
     attach = pb.AttachRequest(hello={"worker_id": "w"}).SerializeToString()
     detach = pb.AttachRequest(detach={}).SerializeToString()
     for address, method, messages in (
         (lighthouse.address, "LighthouseService/Session", (hello, newer, leave)),
+        (lighthouse.address, "LighthouseService/Rendezvous", (agent, newer, left)),
         (manager.address, "ManagerService/Attach", (attach, newer, detach)),
     ):
         with line_to(address) as line:
             stream: Any = line.channel.stream_stream(f"/torchft.{method}", None, None)
-            assert len(list(stream(iter(messages), timeout=CALL_S))) == 1  # welcome, and no error
+            assert list(stream(iter(messages), timeout=CALL_S)), "a welcome, and no error"
 
 
 def test_a_phase_that_only_a_newer_client_knows_is_not_the_one_before() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -14,12 +13,16 @@ from typing import Any
 import grpc
 
 from torchft_svc.core.overview import JobStatus
+from torchft_svc.core.rendezvous import RendezvousConfig
 from torchft_svc.core.session_messages import Drain, Kill, Leave
 from torchft_svc.core.session_orders import EndStream, Orders, Publish, RefuseCall, Send
 from torchft_svc.core.sessions import ID_STRIDE, LighthouseSessions, first_quorum_id
 from torchft_svc.core.types import Member, QuorumConfig
+from torchft_svc.core.world import MAX_NODES
 from torchft_svc.errors import NotLeader, TorchFTError
+from torchft_svc.lighthouse_server.rendezvous_driver import RendezvousDriver
 from torchft_svc.lighthouse_server.reports import Reports
+from torchft_svc.lighthouse_server.timer import DeadlineTimer
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import answers, quorum_answer
 from torchft_svc.rpc.codec_session import (
@@ -32,7 +35,7 @@ from torchft_svc.rpc.outbox import Outbox, Unread, first_message
 
 
 class LighthouseDriver:
-    """Owns the core; to be used on one event loop.
+    """Owns the core; to be used on one event loop. ``runs``: of launchers, besides the jobs.
 
     ``check_leads`` raises `NotLeader` where another lighthouse may lead: it is asked before every
     input, for this process may just have been thawed.
@@ -47,10 +50,19 @@ class LighthouseDriver:
         self._numbers = itertools.count()  # of streams and calls
         self._streams: dict[int, Outbox] = {}
         self._calls: dict[int, asyncio.Future[bytes]] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = math.inf
+        self._timer = DeadlineTimer(lambda: self._feed_last(self._core.tick))
         self.heavy_writes = HeavyWrites()
         self._unread = Unread()
+        self.runs = RendezvousDriver(
+            RendezvousConfig(
+                heartbeat_timeout_s=config.heartbeat_timeout_s,
+                max_runs=config.max_jobs,
+                max_nodes_per_run=min(config.max_members_per_job, MAX_NODES),
+            ),
+            check_leads,
+            self._unread,
+            self.heavy_writes,
+        )
 
     async def session(
         self,
@@ -138,12 +150,13 @@ class LighthouseDriver:
 
     def end_term(self, error: TorchFTError) -> None:
         """Another lighthouse leads: tell all who are here, and forget them."""
+        self.runs.end_term(error)
         self._carry_out(self._core.term_ended(error, _first_id(), time.monotonic()))
 
     def close(self) -> None:
-        """Stop the timer; callers that still wait are cancelled by the server's stop."""
-        if self._timer is not None:
-            self._timer.cancel()
+        """Stop the timers; callers that still wait are cancelled by the server's stop."""
+        self._timer.stop()
+        self.runs.close()
 
     def _feed(self, take: Callable[[float], Orders]) -> None:
         """Let the core ``take`` an input, if this lighthouse still leads."""
@@ -173,7 +186,7 @@ class LighthouseDriver:
                 self._end_stream(order)
             else:
                 self._reports.write(order)
-        self._arm()
+        self._timer.set(self._core.next_deadline())
 
     def _end_stream(self, order: EndStream) -> None:
         outbox = self._streams[order.stream]
@@ -198,21 +211,6 @@ class LighthouseDriver:
             answer.set_result(outcome)
         else:
             answer.set_exception(outcome)
-
-    def _arm(self) -> None:
-        """Keep one timer for the next deadline; too early is harmless, too late is not."""
-        at = self._core.next_deadline()
-        if at is None or at >= self._timer_at:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at = at
-        delay_s = max(0.0, at - time.monotonic())
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
-
-    def _tick(self) -> None:
-        self._timer, self._timer_at = None, math.inf
-        self._feed_last(self._core.tick)
 
 
 def _first_id() -> int:

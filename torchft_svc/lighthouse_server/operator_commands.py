@@ -9,11 +9,13 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from torchft_svc.core.overview import JobStatus
+from torchft_svc.core.rendezvous_orders import RunStatus
 from torchft_svc.core.types import DEFAULT_JOB, MAX_NAME_LENGTH
+from torchft_svc.errors import RequestRefused
 from torchft_svc.lighthouse_server.table import status_json, status_text
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.cli import Addresses, Text, option, security_options
-from torchft_svc.rpc.codec_status import status_from_wire
+from torchft_svc.rpc.codec_status import runs_from_wire, status_from_wire
 from torchft_svc.rpc.commands import ask
 from torchft_svc.rpc.security import Security
 
@@ -60,7 +62,7 @@ _reason = option("--reason", type=Text(), default="", help="Sent to the group, a
     envvar="TORCHFT_JOB_ID",
     default="",
     show_default="all",
-    help="The training run.",
+    help="The training run; for a launched one, its --rdzv-id.",
 )
 @click.option("--all", "show_all", is_flag=True, help="Show all groups, however many.")
 @click.option("--json", "as_json", is_flag=True, help="Show everything, as JSON.")
@@ -83,15 +85,16 @@ def status(
     stalled_after: float | None,
     security: Security,
 ) -> None:
-    """Show jobs, their groups, and why there is no quorum.
+    """Show jobs, their groups, and why there is no quorum; launched runs, their nodes, and why
+    there is no world.
 
     Exit status: 0 if the jobs train or have finished, 3 if one has stalled (--stalled-after), 4 if
-    there is no such job, 1 if no lighthouse answers.
+    there is no such job or run, 1 if no lighthouse answers.
     """
 
     def look() -> list[JobStatus]:
-        jobs = _jobs(lighthouse, security, job_id)
-        shown = status_json(jobs) if as_json else status_text(jobs, show_all=show_all)
+        jobs, runs = _jobs_and_runs(lighthouse, security, job_id)
+        shown = status_json(jobs, runs) if as_json else status_text(jobs, runs, show_all=show_all)
         click.echo(f"{_CLEAR}{shown}" if watch and not as_json else shown)
         return jobs
 
@@ -106,12 +109,17 @@ class _NoSuchJob(click.ClickException):
     exit_code = NO_SUCH_JOB
 
 
-def _jobs(lighthouse: str, security: Security, job_id: str) -> list[JobStatus]:
-    def told(job: str) -> list[JobStatus]:
-        request, answer = pb.LighthouseStatusRequest(job=job), pb.LighthouseStatusResponse
-        return status_from_wire(
-            ask("lighthouse", lighthouse, security, DEFAULT_JOB, request, answer)
-        )
+def _jobs_and_runs(
+    lighthouse: str, security: Security, job_id: str
+) -> tuple[list[JobStatus], list[RunStatus]]:
+    def told(job: str) -> tuple[list[JobStatus], list[RunStatus]]:
+        request = pb.LighthouseStatusRequest(job=job)
+        answer = pb.LighthouseStatusResponse
+        status = ask("lighthouse", lighthouse, security, DEFAULT_JOB, request, answer)
+        try:
+            return status_from_wire(status), runs_from_wire(status)
+        except RequestRefused as error:
+            raise click.ClickException(f"the lighthouse is of a newer version: {error}") from None
 
     try:
         return told(job_id)

@@ -7,6 +7,8 @@ from typing import Any
 
 import grpc
 
+from torchft_svc.core.overview import JobStatus
+from torchft_svc.core.rendezvous_orders import RunStatus
 from torchft_svc.core.session_messages import Drain, Kill, Leave
 from torchft_svc.core.types import DEFAULT_JOB, MAX_REASON_LENGTH, check_name, check_text
 from torchft_svc.errors import RequestRefused
@@ -49,7 +51,7 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
         await driver.session(_job(context), requests, context)
 
     async def rendezvous(requests: AsyncIterator[pb.AgentRequest], context: Context) -> None:
-        raise RequestRefused("this lighthouse does not serve launchers yet")
+        await driver.runs.attend(requests, context)
 
     return Service(
         "LighthouseService",
@@ -77,13 +79,32 @@ def _operator_calls(driver: LighthouseDriver) -> dict[str, Handler]:
         return b""
 
     async def status(request: pb.LighthouseStatusRequest, context: Context) -> bytes:
-        return status_to_wire(driver.status(request.job)).SerializeToString()
+        return status_to_wire(*_status(driver, request.job)).SerializeToString()
 
     async def accept_loss(request: pb.AcceptLossRequest, context: Context) -> bytes:
         committed_step = driver.accept_loss(_job(context))
         return pb.AcceptLossResponse(committed_step=committed_step).SerializeToString()
 
     return {"Kill": kill, "Drain": drain, "AcceptLoss": accept_loss, "Status": status}
+
+
+def _status(driver: LighthouseDriver, name: str) -> tuple[list[JobStatus], list[RunStatus]]:
+    """Of the job and the run that are called so; empty: of all.
+
+    Raises:
+        RequestRefused: there is neither.
+    """
+    try:
+        jobs = driver.status(name)
+    except RequestRefused as error:
+        try:
+            return [], driver.runs.status(name)
+        except RequestRefused:
+            raise error from None
+    try:
+        return jobs, driver.runs.status(name)
+    except RequestRefused:
+        return jobs, []
 
 
 def _reason(told: str, default: str) -> str:

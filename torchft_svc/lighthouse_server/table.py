@@ -8,25 +8,31 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torchft_svc.core.names import stable_name
 from torchft_svc.core.overview import GroupStatus, JobStatus
+from torchft_svc.core.rendezvous_orders import NodeStatus, RunStatus
 from torchft_svc.rpc.log_limit import escaped
 
 # A screen full; the groups that somebody may have to look after come first.
 MAX_ROWS = 40
 MAX_GONE_ROWS = 5
 
+_NODE_HEAD = ("NODE", "RANK", "WORKERS", "STATE", "WAITS", "RESTARTS", "SILENT", "HOST")
 _HEAD = ("GROUP", "STEP", "STATE", "PHASE", "FOR", "SILENT", "MANAGER")
 
 
-def status_text(jobs: Sequence[JobStatus], *, show_all: bool = False) -> str:
-    """A few lines about each job, and a table of its groups."""
-    if not jobs:
+def status_text(
+    jobs: Sequence[JobStatus], runs: Sequence[RunStatus] = (), *, show_all: bool = False
+) -> str:
+    """A few lines about each job, and a table of its groups; the same for launched runs."""
+    if not jobs and not runs:
         return "no job has a living group"
-    return "\n\n".join("\n".join(_job(job, show_all)) for job in jobs)
+    blocks = [_job(job, show_all) for job in jobs] + [_run(run, show_all) for run in runs]
+    return "\n\n".join("\n".join(lines) for lines in blocks)
 
 
-def status_json(jobs: Iterable[JobStatus]) -> str:
-    """A list of objects with the fields of `JobStatus`."""
-    return json.dumps([dataclasses.asdict(job) for job in jobs], indent=2, default=_phase_name)
+def status_json(jobs: Iterable[JobStatus], runs: Iterable[RunStatus] = ()) -> str:
+    """A list of objects with the fields of `JobStatus`, and of `RunStatus`."""
+    shown = [*map(dataclasses.asdict, jobs), *map(dataclasses.asdict, runs)]
+    return json.dumps(shown, indent=2, default=_phase_name)
 
 
 def _phase_name(phase: object) -> str:
@@ -57,14 +63,54 @@ def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
         yield f"  no quorum now: {job.waiting_for}"
     groups = sorted(job.groups, key=_urgency)
     shown = groups if show_all else groups[:MAX_ROWS]
-    rows = [_HEAD, *map(_row, shown)]
+    yield from _table([_HEAD, *map(_row, shown)])
+    if len(shown) < len(groups):
+        yield f"  and {len(groups) - len(shown)} more (--all shows them)"
+    yield from _gone(job, show_all)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         yield "  " + "  ".join(cells).rstrip()
-    if len(shown) < len(groups):
-        yield f"  and {len(groups) - len(shown)} more (--all shows them)"
-    yield from _gone(job, show_all)
+
+
+def _run(run: RunStatus, show_all: bool) -> Iterator[str]:
+    members = [node for node in run.nodes if node.node_rank is not None]
+    num_workers = sum(node.num_workers for node in members)
+    world = f"round {run.round}" if run.round else "no world yet"
+    yield f"run {run.run}: {run.phase}, {world}"
+    yield (
+        f"  {len(run.nodes)} nodes: {len(members)} in the world with {num_workers} workers, "
+        f"{len(run.nodes) - len(members)} outside; {run.min_nodes} to {run.max_nodes} work together"
+    )
+    if run.why:
+        yield f"  {run.why}"
+    nodes = sorted(run.nodes, key=_node_urgency)
+    shown = nodes if show_all else nodes[:MAX_ROWS]
+    if shown:
+        yield from _table([_NODE_HEAD, *map(_node_row, shown)])
+    if len(shown) < len(nodes):
+        yield f"  and {len(nodes) - len(shown)} more (--all shows them)"
+
+
+def _node_urgency(node: NodeStatus) -> tuple[bool, int]:
+    return node.node_rank is not None, node.node_rank or 0
+
+
+def _node_row(node: NodeStatus) -> tuple[str, ...]:
+    late = node.node_rank is not None and not node.reached
+    return (
+        node.node_id,
+        "-" if node.node_rank is None else str(node.node_rank),
+        str(node.num_workers),
+        f"{node.status.value}{', world not reached' if late else ''}",
+        "-" if node.waits_for_s is None else f"{node.waits_for_s:.1f} s",
+        str(node.num_restarts),
+        f"{node.silent_s:.1f} s",
+        node.host,
+    )
 
 
 def _gone(job: JobStatus, show_all: bool) -> Iterator[str]:

@@ -43,6 +43,18 @@ _STATUSES_OF_WIRE = {number: status for status, number in _STATUSES.items()}
 _parse_world = parser(pb.World)
 
 
+def agent_status_to_wire(status: AgentStatus) -> pb.AgentStatus:
+    return _STATUSES[status]
+
+
+def agent_status_from_wire(number: pb.AgentStatus) -> AgentStatus:
+    """Raises `RequestRefused` if this version does not know it."""
+    status = _STATUSES_OF_WIRE.get(number)
+    if status is None:
+        raise RequestRefused(f"an agent's status {number} is not known")
+    return status
+
+
 # -- what agents tell ------------------------------------------------------------------------------
 
 
@@ -118,7 +130,7 @@ def agent_message_from_wire(request: pb.AgentRequest) -> AgentMessage | None:
 
 def _state_to_wire(state: AgentState) -> pb.AgentState:
     return pb.AgentState(
-        status=_STATUSES[state.status],
+        status=agent_status_to_wire(state.status),
         round=state.round,
         reached=state.reached,
         store_port=state.store_port,
@@ -128,11 +140,8 @@ def _state_to_wire(state: AgentState) -> pb.AgentState:
 
 
 def _state_from_wire(message: pb.AgentState) -> AgentState:
-    status = _STATUSES_OF_WIRE.get(message.status)
-    if status is None:
-        raise RequestRefused(f"an agent's status {message.status} is not known")
     state = AgentState(
-        status=status,
+        status=agent_status_from_wire(message.status),
         round=message.round,
         reached=message.reached,
         store_port=message.store_port,

@@ -180,7 +180,8 @@ class _Connections:
         self._loop = asyncio.get_running_loop()
         self._state = hello.state
         self._leave: AgentLeave | None = None
-        self._has_left = False
+        self._is_leaving = False  # the lighthouse was told, or will be
+        self._has_left = False  # and has ended the stream
         self._worlds: dict[int, World] = {}  # by round: the last two that were told
         self._has_more = asyncio.Event()
         self._is_closed_run = False
@@ -268,6 +269,7 @@ class _Connections:
             else:
                 return
             await raise_status(stream)
+            self._has_left = self._is_leaving
         except asyncio.InvalidStateError:  # it ended before the hello was sent: say why
             await raise_status(stream)
         finally:
@@ -295,9 +297,9 @@ class _Connections:
         with contextlib.suppress(*BROKEN):  # whoever reads learns why
             while True:
                 if self._leave is not None:
+                    self._is_leaving = True
                     await stream.write(agent_message_to_wire(self._leave))
                     await stream.done_writing()
-                    self._has_left = True
                     return
                 await stream.write(agent_message_to_wire(self._state))
                 with contextlib.suppress(asyncio.TimeoutError):

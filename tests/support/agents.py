@@ -1,0 +1,103 @@
+"""Agents of a launched run without workers: they tell a state, and remember what they hear."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torchft_svc.coordination import LighthouseServer
+from torchft_svc.core.world import (
+    AgentLeave,
+    AgentState,
+    AgentStatus,
+    Node,
+    RunSettings,
+    World,
+)
+from torchft_svc.elastic.rendezvous.link import LinkNews, RendezvousLink
+from torchft_svc.rpc.security import Security
+
+WAIT_S = 30.0
+_ports = itertools.count(20_000)
+
+
+@contextlib.contextmanager
+def lighthouse(bind: str = "127.0.0.1:0", heartbeat_timeout_ms: int = 5000) -> Iterator[str]:
+    """A lighthouse in this process; its address."""
+    with LighthouseServer(bind, 1, heartbeat_timeout_ms=heartbeat_timeout_ms) as server:
+        yield server.address().removeprefix("http://")
+
+
+class Agent:
+    """One node of run ``run``; leaving the block closes its link without a word."""
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        *,
+        run: str = "run",
+        min_nodes: int = 1,
+        max_nodes: int = 4,
+        join_timeout_s: float = 60.0,
+        join_window_s: float = 0.2,
+        rank: int | None = None,
+        security: Security | None = None,
+    ) -> None:
+        node = Node(node_id=name, host="127.0.0.1", num_workers=2, rank=rank)
+        settings = RunSettings(
+            min_nodes=min_nodes,
+            max_nodes=max_nodes,
+            join_timeout_s=join_timeout_s,
+            join_window_s=join_window_s,
+        )
+        self.name = name
+        self.heard: list[LinkNews] = []
+        self._has_heard = threading.Condition()
+        self.link = RendezvousLink(address, run, node, settings, self._hear, security)
+
+    def _hear(self, news: LinkNews) -> None:
+        with self._has_heard:
+            self.heard.append(news)
+            self._has_heard.notify_all()
+
+    def tell(self, status: AgentStatus, world: World | None = None) -> None:
+        """``world``: the one that it is in, and has reached."""
+        state = AgentState(
+            status=status,
+            round=0 if world is None else world.round,
+            reached=world is not None,
+            store_port=next(_ports),
+        )
+        self.link.tell(state)
+
+    def await_news(self, kind: type[Any], holds: Callable[[Any], bool] = lambda _: True) -> Any:
+        """The first news of this kind for which ``holds``, of all that was heard so far or soon."""
+        deadline = time.monotonic() + WAIT_S
+        with self._has_heard:
+            while True:
+                for news in self.heard:
+                    if isinstance(news, kind) and holds(news):
+                        return news
+                left_s = deadline - time.monotonic()
+                assert left_s > 0, f"{self.name} heard {self.heard}, no such {kind.__name__}"
+                self._has_heard.wait(left_s)
+
+    def work(self, after: int = 0) -> World:
+        """Wait for a world later than round ``after``, and say that it is reached."""
+        world: World = self.await_news(World, lambda world: world.round > after)
+        self.tell(AgentStatus.WORKING, world)
+        return world
+
+    def leave(self, **kind: Any) -> None:
+        self.link.leave(AgentLeave("it has enough", **kind), WAIT_S)
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.link.close()
