@@ -130,6 +130,11 @@ class Environment:
         return bool(self._bool("TORCHELASTIC_USE_AGENT_STORE"))
 
     @property
+    def shares_agent_store(self) -> bool:
+        """``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``: unless set, workers use the launcher's store."""
+        return not self._bool("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+
+    @property
     def restart_count(self) -> int:
         """``TORCHELASTIC_RESTART_COUNT``: which attempt of the launcher this worker belongs to."""
         return self._int("TORCHELASTIC_RESTART_COUNT", 0) or 0
