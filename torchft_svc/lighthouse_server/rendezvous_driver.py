@@ -14,7 +14,7 @@ from torchft_svc.core.rendezvous import Rendezvous, RendezvousConfig
 from torchft_svc.core.rendezvous_orders import Orders, RunStatus, SendNews
 from torchft_svc.core.session_orders import EndStream
 from torchft_svc.errors import NotLeader, TorchFTError
-from torchft_svc.lighthouse_server.reports import write_run_report
+from torchft_svc.lighthouse_server.run_reports import write_run_report
 from torchft_svc.lighthouse_server.timer import DeadlineTimer
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec_rendezvous import (

@@ -11,13 +11,6 @@ from torchft_svc.core.lighthouse_orders import (
     ReportLeftHealing,
     ReportLoss,
 )
-from torchft_svc.core.rendezvous_orders import Report as RunReport
-from torchft_svc.core.rendezvous_orders import (
-    ReportNode,
-    ReportRunClosed,
-    ReportRunPaused,
-    ReportWorld,
-)
 from torchft_svc.core.session_messages import Kill
 from torchft_svc.core.session_orders import (
     Report,
@@ -27,41 +20,6 @@ from torchft_svc.core.session_orders import (
 )
 
 log = logging.getLogger(__name__)
-
-# In one line of the log.
-MAX_NAMED_NODES = 5
-
-
-def write_run_report(report: RunReport) -> None:
-    """One line about a launched run."""
-    if isinstance(report, ReportWorld):
-        world = report.world
-        log.info(
-            "world formed run=%s round=%d nodes=%d workers=%d: %s%s%s",
-            report.run,
-            world.round,
-            len(world.nodes),
-            world.world_size,
-            report.cause.value,
-            _named("joined", report.joined),
-            _named("lost", report.lost),
-        )
-    elif isinstance(report, ReportNode):
-        log.warning("node out run=%s node=%s: %s", report.run, report.node_id, report.reason)
-    elif isinstance(report, ReportRunPaused):
-        log.warning("no world run=%s: %s", report.run, report.reason)
-    elif isinstance(report, ReportRunClosed):
-        level, how = (logging.WARNING, "failed") if report.failed else (logging.INFO, "finished")
-        log.log(level, "run closed run=%s, %s: %s", report.run, how, report.reason)
-    else:
-        log.warning(
-            "this process did not run for %.1f s, for which no node is blamed", report.for_s
-        )
-
-
-def _named(what: str, node_ids: tuple[str, ...]) -> str:
-    more = ", ..." if len(node_ids) > MAX_NAMED_NODES else ""
-    return f"; {what}: {', '.join(node_ids[:MAX_NAMED_NODES])}{more}" if node_ids else ""
 
 
 class Reports:
