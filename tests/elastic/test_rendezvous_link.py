@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 from support.agents import Agent, lighthouse
-from support.running import refusing, steady_address
+from support.running import eventually, refusing, steady_address
 
 from torchft_svc.coordination import LighthouseServer
+from torchft_svc.core.types import QuorumConfig
 from torchft_svc.core.world import AgentStatus, AgentWelcome, RunClosed, RunWaiting, World
 from torchft_svc.elastic.rendezvous.link import LinkTrouble
-from torchft_svc.errors import AddressError, RequestRefused, Unauthorized, Unreachable
+from torchft_svc.errors import AddressError, NotLeader, RequestRefused, Unauthorized, Unreachable
+from torchft_svc.lighthouse_server.driver import LighthouseDriver
+from torchft_svc.lighthouse_server.servicer import lighthouse_service
+from torchft_svc.rpc.address import HostPort
+from torchft_svc.rpc.loop import Background
 from torchft_svc.rpc.security import Security
+from torchft_svc.rpc.serving import serve
 
 JOINING = AgentStatus.JOINING
 
@@ -111,6 +120,56 @@ def test_the_first_lighthouse_of_a_list_that_answers_serves() -> None:
     with refusing() as nobody, lighthouse() as address, Agent(f"{nobody},{address}", "a") as a:
         a.tell(JOINING)
         assert names(a.work()) == ["a"]
+
+
+def test_all_go_back_to_an_earlier_lighthouse_in_their_world() -> None:
+    first = steady_address()
+    with (
+        lighthouse() as second,
+        Agent(f"{first},{second}", "a") as a,
+        Agent(f"{first},{second}", "b") as b,
+        Agent(first, "c") as c,
+    ):
+        a.tell(JOINING)
+        b.tell(JOINING)
+        world = a.work()
+        assert world == b.work()
+        with lighthouse(first):
+            for agent in (a, b):
+                eventually(lambda agent=agent: len(welcomes(agent)) == 2)
+            c.tell(JOINING)
+            joined = c.work()
+            assert names(joined) == ["a", "b", "c"]
+            assert joined.node_ids[:2] == world.node_ids
+            assert [each for each in a.heard if isinstance(each, World)] == [world, joined]
+
+
+def welcomes(agent: Agent) -> list[AgentWelcome]:
+    return [news for news in agent.heard if isinstance(news, AgentWelcome)]
+
+
+def test_a_lighthouse_that_does_not_lead_names_the_one_that_does() -> None:
+    with lighthouse() as leader, not_leading(leader) as follower, Agent(follower, "a") as a:
+        a.tell(JOINING)
+        trouble = a.await_news(LinkTrouble)
+        assert isinstance(trouble.error, NotLeader)
+        assert trouble.error.leader == leader
+        assert names(a.work()) == ["a"]
+
+
+@contextlib.contextmanager
+def not_leading(leader: str) -> Iterator[str]:
+    """A lighthouse that another one has been elected instead of."""
+
+    def refuse() -> None:
+        raise NotLeader(leader)
+
+    driver = LighthouseDriver(QuorumConfig(), refuse)
+    serving = Background(serve(lambda _: lighthouse_service(driver), HostPort("127.0.0.1", 0)))
+    try:
+        yield str(serving.value)
+    finally:
+        serving.close()
 
 
 def test_two_nodes_with_one_node_rank() -> None:

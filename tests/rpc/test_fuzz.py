@@ -31,7 +31,7 @@ from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.manager_server.servicer import manager_service
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY, quorum_from_wire
-from torchft_svc.rpc.codec_rendezvous import world_news_from_wire
+from torchft_svc.rpc.codec_rendezvous import RunMove, world_news_from_wire
 from torchft_svc.rpc.parsing import parser, refusing_garbage, refusing_garbage_in_stream
 from torchft_svc.rpc.serving import Service
 from torchft_svc.rpc.tasks import Tasks
@@ -298,6 +298,8 @@ def test_news_of_a_world_from_another_lighthouse(raw: bytes) -> None:
         assert 1 <= len(news.nodes) <= MAX_NODES
         assert news.master_addr.isprintable()
         assert 1 <= news.master_port < 2**16
+    elif isinstance(news, RunMove):
+        assert news.address.isprintable()
     elif news is not None and not isinstance(news, AgentWelcome | WarmUp):
         assert news.reason.isprintable()
 

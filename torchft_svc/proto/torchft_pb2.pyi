@@ -265,14 +265,16 @@ class Drain(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class AgentRequest(_message.Message):
-    __slots__ = ("hello", "state", "leave")
+    __slots__ = ("hello", "state", "leave", "move")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
     hello: AgentHello
     state: AgentState
     leave: AgentLeave
-    def __init__(self, hello: _Optional[_Union[AgentHello, _Mapping]] = ..., state: _Optional[_Union[AgentState, _Mapping]] = ..., leave: _Optional[_Union[AgentLeave, _Mapping]] = ...) -> None: ...
+    move: RunMove
+    def __init__(self, hello: _Optional[_Union[AgentHello, _Mapping]] = ..., state: _Optional[_Union[AgentState, _Mapping]] = ..., leave: _Optional[_Union[AgentLeave, _Mapping]] = ..., move: _Optional[_Union[RunMove, _Mapping]] = ...) -> None: ...
 
 class AgentHello(_message.Message):
     __slots__ = ("run_id", "node", "settings", "state", "world")
@@ -340,21 +342,29 @@ class AgentLeave(_message.Message):
     closes: bool
     def __init__(self, reason: _Optional[str] = ..., failed: bool = ..., closes: bool = ...) -> None: ...
 
+class RunMove(_message.Message):
+    __slots__ = ("address",)
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    def __init__(self, address: _Optional[str] = ...) -> None: ...
+
 class AgentNews(_message.Message):
-    __slots__ = ("welcome", "world", "warm_up", "paused", "waiting", "closed")
+    __slots__ = ("welcome", "world", "warm_up", "paused", "waiting", "closed", "move")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
     WARM_UP_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
     welcome: AgentWelcome
     world: World
     warm_up: WarmUp
     paused: WorldPaused
     waiting: RunWaiting
     closed: RunClosed
-    def __init__(self, welcome: _Optional[_Union[AgentWelcome, _Mapping]] = ..., world: _Optional[_Union[World, _Mapping]] = ..., warm_up: _Optional[_Union[WarmUp, _Mapping]] = ..., paused: _Optional[_Union[WorldPaused, _Mapping]] = ..., waiting: _Optional[_Union[RunWaiting, _Mapping]] = ..., closed: _Optional[_Union[RunClosed, _Mapping]] = ...) -> None: ...
+    move: RunMove
+    def __init__(self, welcome: _Optional[_Union[AgentWelcome, _Mapping]] = ..., world: _Optional[_Union[World, _Mapping]] = ..., warm_up: _Optional[_Union[WarmUp, _Mapping]] = ..., paused: _Optional[_Union[WorldPaused, _Mapping]] = ..., waiting: _Optional[_Union[RunWaiting, _Mapping]] = ..., closed: _Optional[_Union[RunClosed, _Mapping]] = ..., move: _Optional[_Union[RunMove, _Mapping]] = ...) -> None: ...
 
 class AgentWelcome(_message.Message):
     __slots__ = ("beat_interval_ms",)

@@ -6,8 +6,15 @@ Whatever comes in is checked: `RequestRefused` says what is wrong with it.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
-from torchft_svc.core.types import MAX_DURATION_S, check_name, one_line
+from torchft_svc.core.types import (
+    MAX_ADDRESS_LENGTH,
+    MAX_DURATION_S,
+    check_name,
+    check_text,
+    one_line,
+)
 from torchft_svc.core.world import (
     AgentHello,
     AgentLeave,
@@ -31,6 +38,14 @@ from torchft_svc.rpc.parsing import checked, is_of_a_newer_kind, parser
 # A hello has to fit into a request. The world of 2,000 nodes takes about 150 KB; a lighthouse that
 # is new to a larger run begins a new world of it.
 MAX_WORLD_BYTES = 200 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RunMove:
+    """The agents of a run go back to the lighthouse at ``address``, as it stands in their list."""
+
+    address: str
+
 
 _STATUSES: dict[AgentStatus, pb.AgentStatus] = {
     AgentStatus.JOINING: pb.AGENT_JOINING,
@@ -100,16 +115,18 @@ def agent_hello_from_wire(request: pb.AgentRequest | None) -> tuple[str, AgentHe
     return message.run_id, AgentHello(node, settings, _state_from_wire(message.state), world)
 
 
-def agent_message_to_wire(message: AgentMessage) -> pb.AgentRequest:
+def agent_message_to_wire(message: AgentMessage | RunMove) -> pb.AgentRequest:
     if isinstance(message, AgentState):
         return pb.AgentRequest(state=_state_to_wire(message))
+    if isinstance(message, RunMove):
+        return pb.AgentRequest(move=pb.RunMove(address=message.address))
     leave = pb.AgentLeave(
         reason=one_line(message.reason), failed=message.failed, closes=message.closes
     )
     return pb.AgentRequest(leave=leave)
 
 
-def agent_message_from_wire(request: pb.AgentRequest) -> AgentMessage | None:
+def agent_message_from_wire(request: pb.AgentRequest) -> AgentMessage | RunMove | None:
     """None: only a newer version knows what it is, and does not need it here.
 
     Raises:
@@ -123,6 +140,9 @@ def agent_message_from_wire(request: pb.AgentRequest) -> AgentMessage | None:
         leave = AgentLeave(message.reason, failed=message.failed, closes=message.closes)
         leave.check()
         return leave
+    if kind == "move":
+        check_text("address", request.move.address, MAX_ADDRESS_LENGTH)
+        return RunMove(request.move.address)
     if kind is None and is_of_a_newer_kind(request):
         return None
     raise RequestRefused(f"an agent's stream does not accept {kind or 'an empty message'}")
@@ -155,7 +175,7 @@ def _state_from_wire(message: pb.AgentState) -> AgentState:
 # -- what the lighthouse tells ---------------------------------------------------------------------
 
 
-def world_news_to_wire(news: WorldNews) -> bytes:
+def world_news_to_wire(news: WorldNews | RunMove) -> bytes:
     """Encoded, for all streams that are told the same."""
     if isinstance(news, World):
         message = pb.AgentNews(world=world_to_wire(news))
@@ -166,6 +186,8 @@ def world_news_to_wire(news: WorldNews) -> bytes:
         message = pb.AgentNews(warm_up=pb.WarmUp(expected=world_to_wire(news.expected)))
     elif isinstance(news, WorldPaused):
         message = pb.AgentNews(paused=pb.WorldPaused(reason=one_line(news.reason)))
+    elif isinstance(news, RunMove):
+        message = pb.AgentNews(move=pb.RunMove(address=news.address))
     elif isinstance(news, RunWaiting):
         message = pb.AgentNews(waiting=pb.RunWaiting(reason=one_line(news.reason)))
     else:
@@ -174,7 +196,7 @@ def world_news_to_wire(news: WorldNews) -> bytes:
     return message.SerializeToString()
 
 
-def world_news_from_wire(message: pb.AgentNews) -> WorldNews | None:
+def world_news_from_wire(message: pb.AgentNews) -> WorldNews | RunMove | None:
     """None: only a newer version knows what it is.
 
     Raises:
@@ -194,6 +216,8 @@ def world_news_from_wire(message: pb.AgentNews) -> WorldNews | None:
         return RunWaiting(one_line(message.waiting.reason))
     if kind == "closed":
         return RunClosed(one_line(message.closed.reason), message.closed.failed)
+    if kind == "move":
+        return RunMove(one_line(message.move.address, MAX_ADDRESS_LENGTH))
     return None
 
 

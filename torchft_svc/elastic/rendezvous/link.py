@@ -25,7 +25,8 @@ from torchft_svc.core.lighthouse_link import (
     MAX_WANTED_INTERVAL_S,
     WELCOME_TIMEOUT_S,
 )
-from torchft_svc.core.route import Backoff, Route
+from torchft_svc.core.route import LOOK_BACK_S, Backoff, Route
+from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.core.world import (
     AgentHello,
     AgentLeave,
@@ -51,12 +52,14 @@ from torchft_svc.rpc.client_stream import (
     raise_status,
 )
 from torchft_svc.rpc.codec_rendezvous import (
+    RunMove,
     agent_hello_to_wire,
     agent_message_to_wire,
     world_news_from_wire,
 )
 from torchft_svc.rpc.loop import Background
 from torchft_svc.rpc.parsing import checked, parser
+from torchft_svc.rpc.probing import would_take
 from torchft_svc.rpc.security import Security, security_or_environment
 from torchft_svc.rpc.status import to_error
 
@@ -64,6 +67,8 @@ log = logging.getLogger(__name__)
 
 # A beat comes so much before it is due: what is late for a moment is not taken for silence.
 _BEAT_SHARE = 0.9
+# An agent that is refused sooner after its welcome breaks the rules.
+STEADY_S = 1.0
 _ANSWER = "what the lighthouse said"
 
 
@@ -183,10 +188,13 @@ class _Connections:
         self._is_leaving = False  # the lighthouse was told, or will be
         self._has_left = False  # and has ended the stream
         self._worlds: dict[int, World] = {}  # by round: the last two that were told
+        self._found: str | None = None  # an earlier lighthouse, for all agents of the run
+        self._move: RunMove | None = None
         self._has_more = asyncio.Event()
         self._is_closed_run = False
         self._is_open = False
         self._was_open = False
+        self._opened_at: float | None = None  # the connection that was the last to be welcomed
         self._failing_since: float | None = None
         self._logged_at = 0.0
 
@@ -205,6 +213,9 @@ class _Connections:
                 error = await self._connection(self._route.current)
                 if self._is_closed_run or self._has_left:
                     return
+                if self._move is not None:
+                    self._go_back(self._move)
+                    continue
                 if self._lose(error):
                     return
                 await asyncio.sleep(self._backoff.pause_s())
@@ -256,11 +267,12 @@ class _Connections:
             response_deserializer=parser(pb.AgentNews),
         )
         stream = open_stream(metadata=self._security.metadata)
-        sending: asyncio.Task[None] | None = None
+        tasks: list[asyncio.Task[None]] = []
         try:
             welcome = await asyncio.wait_for(self._introduce(stream), WELCOME_TIMEOUT_S)
             self._opened(welcome)
-            sending = asyncio.create_task(self._keep_sending(stream, welcome.beat_interval_s))
+            tasks.append(asyncio.create_task(self._keep_sending(stream, welcome.beat_interval_s)))
+            tasks.append(asyncio.create_task(self._look_back()))
             while not self._is_closed_run:
                 message = checked(await stream.read(), _ANSWER)
                 if message is EOF:
@@ -273,8 +285,8 @@ class _Connections:
         except asyncio.InvalidStateError:  # it ended before the hello was sent: say why
             await raise_status(stream)
         finally:
-            if sending is not None:
-                sending.cancel()
+            for task in tasks:
+                task.cancel()
             stream.cancel()
 
     async def _introduce(self, stream: Stream) -> AgentWelcome:
@@ -302,12 +314,31 @@ class _Connections:
                     await stream.done_writing()
                     return
                 await stream.write(agent_message_to_wire(self._state))
+                if self._found is not None:
+                    await stream.write(agent_message_to_wire(RunMove(self._found)))
+                    self._found = None
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._has_more.wait(), wait_s)
                 self._has_more.clear()
 
-    def _receive(self, news: WorldNews | None) -> None:
+    async def _look_back(self) -> None:
+        """While it is not with the first lighthouse of the list: whether an earlier one would take
+        the run, so that nodes that are new and nodes that are here meet (rule L21)."""
+        while addresses := self._route.preferred:
+            await asyncio.sleep(LOOK_BACK_S * (1 + random.random()) / 2)  # noqa: S311
+            looks = (would_take(at, DEFAULT_JOB, self._security, LOOK_BACK_S) for at in addresses)
+            takes = await asyncio.gather(*looks)
+            for address, is_taken in zip(addresses, takes, strict=True):
+                if is_taken:
+                    self._found = address
+                    self._has_more.set()
+                    return
+
+    def _receive(self, news: WorldNews | RunMove | None) -> None:
         if news is None:
+            return
+        if isinstance(news, RunMove):
+            self._move = news
             return
         if isinstance(news, World):
             newest = max(self._worlds, default=0)
@@ -328,6 +359,7 @@ class _Connections:
 
     def _opened(self, welcome: AgentWelcome) -> None:
         self._is_open = True
+        self._opened_at = time.monotonic()
         self._route.worked()
         self._backoff.tried(failed=False)
         if self._failing_since is not None:
@@ -335,16 +367,30 @@ class _Connections:
         self._was_open, self._failing_since = True, None
         self._pass_on(welcome)
 
+    def _go_back(self, move: RunMove) -> None:
+        """All agents of the run go to an earlier lighthouse; only to one of this agent's list."""
+        self._move = None
+        addresses = self._route.addresses
+        address = move.address if move.address in addresses else addresses[0]
+        log.info("lighthouse %s accepts this run again, returning to it", address)
+        self._route.go_back(address)
+
     def _lose(self, error: TorchFTError) -> bool:
         """Choose whom to try next; whether there is no use in trying again."""
         all_failed = not self._route.go_on(error.leader if isinstance(error, NotLeader) else "")
         if all_failed:
             self._backoff.tried(failed=True)
         is_distrusted = isinstance(error, Unauthorized) and all_failed and not self._was_open
-        is_final = isinstance(error, RequestRefused) or is_distrusted
+        is_final = is_distrusted or (isinstance(error, RequestRefused) and not self._was_steady())
         self._log_trouble(error)
         self._pass_on(LinkTrouble(error, is_final))
         return is_final
+
+    def _was_steady(self) -> bool:
+        """Whether the connection that has just ended was good for a while: an agent that did not
+        read what it was told is refused, but not for good."""
+        opened_at, self._opened_at = self._opened_at, None
+        return opened_at is not None and time.monotonic() - opened_at > STEADY_S
 
     def _log_trouble(self, error: TorchFTError) -> None:
         now = time.monotonic()
