@@ -59,15 +59,10 @@ class Timeouts:
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(_KEYWORDS[field], value, "use a finite time above 0 seconds")
             check_length(_KEYWORDS[field], value or 0.0)
-        for low, high, reason in (
-            ("collective_s", "quorum_s", "the others would give up the quorum while it waits"),
-            (
-                "connect_s",
-                "quorum_s",
-                "the quorum would time out before it reports which groups are missing",
-            ),
-        ):
-            self._check_order(low, high, reason)
+        reason = "the others would give up the quorum while it waits"
+        self._check_below_quorum("collective_s", reason)
+        reason = "the quorum would time out before it reports which groups are missing"
+        self._check_below_quorum("connect_s", reason)
         if self.heartbeat_interval_s >= LIGHTHOUSE_HEARTBEAT_TIMEOUT_S:
             raise ConfigError(
                 "heartbeat_interval",
@@ -76,14 +71,11 @@ class Timeouts:
                 f"{LIGHTHOUSE_HEARTBEAT_TIMEOUT_S:g} s, or a living group is considered dead",
             )
 
-    def _check_order(self, low: str, high: str, reason: str) -> None:
-        low_s, high_s = getattr(self, low), getattr(self, high)
-        if low_s > high_s:
-            raise ConfigError(
-                _KEYWORDS[low],
-                f"{low_s:g} s",
-                f"it must not be above {_KEYWORDS[high]}={high_s:g} s: {reason}",
-            )
+    def _check_below_quorum(self, field: str, reason: str) -> None:
+        value_s = getattr(self, field)
+        if value_s > self.quorum_s:
+            limit = f"it must not be above quorum_timeout={self.quorum_s:g} s: {reason}"
+            raise ConfigError(_KEYWORDS[field], f"{value_s:g} s", limit)
 
 
 _KEYWORDS = {
@@ -107,12 +99,9 @@ class GroupPlace:
             expected = f"a group has 1 to {MAX_WORLD_SIZE} workers"
             raise ConfigError("world_size", self.group_world_size, expected)
         if not 0 <= self.group_rank < self.group_world_size:
-            raise ConfigError(
-                "rank",
-                self.group_rank,
-                f"it must be 0 to {self.group_world_size - 1} with world_size="
-                f"{self.group_world_size}",
-            )
+            size = self.group_world_size
+            expected = f"it must be 0 to {size - 1} with world_size={size}"
+            raise ConfigError("rank", self.group_rank, expected)
 
     @property
     def leads(self) -> bool:
@@ -242,6 +231,15 @@ def resolve_services(
         security=security_or_environment(security, environment),
         flight_recorder=flight_recorder or environment.flight_recorder,
     )
+
+
+def positive_s(field: str, timeout: timedelta) -> float:
+    """The seconds of ``timeout``; raises `ConfigError` if it is not positive, or too long."""
+    seconds = timeout.total_seconds()
+    if seconds <= 0:
+        raise ConfigError(field, str(timeout), "use a time above 0")
+    check_length(field, seconds)
+    return seconds
 
 
 def _seconds(argument: timedelta | None, variable_s: float | None) -> float | None:

@@ -109,36 +109,6 @@ def test_a_source_that_leaves_gives_its_chunks_back_and_the_last_one_is_told() -
     assert not table.chunks.add_source(2)
 
 
-def test_a_source_that_cannot_be_checked_leaves_with_what_it_sent() -> None:
-    table = Table(2, 1)
-    table.bring(A), table.bring(B)
-    assert table.chunks.trust_lead_only() == [1]
-    assert not table.chunks.add_source(2)
-    assert table.chunks.remove_source(1)
-    assert table.bring(A) == 1
-    assert table.chunks.is_complete
-
-
-def test_what_was_on_its_way_when_its_source_had_to_leave_is_fetched_again() -> None:
-    table = Table(2, 1)
-    assert table.chunks.take(B) == 0
-    table.bring(A)
-    assert table.chunks.trust_lead_only() == [1]
-    assert table.chunks.remove_source(1)
-    assert not table.chunks.arrived(B, GOOD)
-    assert table.bring(A) == 0
-    assert table.chunks.is_complete
-
-
-def test_what_a_lost_source_sent_is_fetched_again_if_it_cannot_be_checked() -> None:
-    table = Table(2, 1)
-    table.bring(A), table.bring(B)
-    assert table.chunks.remove_source(1)
-    assert table.chunks.trust_lead_only() == []
-    assert table.bring(A) == 1
-    assert table.chunks.is_complete
-
-
 def test_what_is_far_slower_is_asked_from_another_source_in_the_end() -> None:
     table = Table(2, 1)
     table.chunks.apply_digests(0, [GOOD] * 2)

@@ -49,7 +49,7 @@ def test_what_was_expected_is_ready() -> None:
     kept.expect(NUM_BYTES)
     assert kept.wait(LONG_S)
     taken = kept.take(NUM_BYTES)
-    assert taken.filled_bytes == NUM_BYTES
+    assert taken._place == NUM_BYTES
     assert faults_of_writing(taken.view(NUM_BYTES)) < HUGE_PAGES // 2
 
 
@@ -59,7 +59,7 @@ def test_a_larger_state_than_expected_has_its_first_part_ready() -> None:
     assert kept.wait(LONG_S)
     taken = kept.take(2 * NUM_BYTES)
     assert len(taken.view(2 * NUM_BYTES)) == 2 * NUM_BYTES
-    assert taken.filled_bytes >= NUM_BYTES
+    assert taken._place >= NUM_BYTES
     assert taken.wait(LONG_S)  # and the rest is made ready meanwhile
     assert faults_of_writing(taken.view(2 * NUM_BYTES)) < HUGE_PAGES
 
@@ -69,7 +69,7 @@ def test_a_smaller_state_than_expected_has_only_what_it_needs() -> None:
     kept.expect(NUM_BYTES)
     assert kept.wait(LONG_S)
     taken = kept.take(3 * MIB)
-    assert taken.filled_bytes == 4 * MIB
+    assert taken._place == 4 * MIB
     assert len(taken.view(3 * MIB)) == 3 * MIB
 
 
@@ -120,7 +120,7 @@ def test_a_system_that_makes_nothing_ready_gives_memory_as_well(
     kept.expect(NUM_BYTES)
     assert kept.wait(LONG_S)
     taken = kept.take(NUM_BYTES)
-    assert taken.filled_bytes == 0
+    assert taken._place == 0
     assert faults_of_writing(taken.view(NUM_BYTES)) >= HUGE_PAGES
 
 
@@ -167,7 +167,7 @@ def test_tied_weights_are_expected_once(source: HTTPTransport[Any]) -> None:
     assert source.wait_until_prepared(LONG)
     kept = source._staging._kept
     assert kept is not None
-    assert kept.filled_bytes == weights.nbytes
+    assert kept._place == weights.nbytes
 
 
 def test_shutdown_frees_what_was_expected() -> None:

@@ -23,8 +23,6 @@ from support.warm import Warm
 
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.http import feed, fetch, served
-from torchft_svc.client.checkpointing.http.requests import Conversation
-from torchft_svc.client.checkpointing.http.wire import BadHead
 from torchft_svc.errors import CheckpointError, PeerError, Unreachable
 from torchft_svc.testing.proxy import DEADLINE_S, Damage, Gate, Hook, Proxy, Throttle
 
@@ -355,19 +353,6 @@ def test_a_source_with_another_description_is_left_out(
     assert site.shares[1] < 0.01
     other.disallow_checkpoint()
     assert other.copied_bytes < NUM_BYTES
-
-
-def test_an_older_source_that_tells_no_digests_heals_alone(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unknown(self: Conversation, state: Any) -> None:
-        raise BadHead("nothing is here", 404)
-
-    monkeypatch.setattr(Conversation, "_send_digests", unknown)
-    site.add()
-    site.add({"w": torch.arange(float(NUM_FLOATS)) + 1})
-    site.heal()
-    assert site.shares[0] > 0.9
 
 
 def test_damaged_digests_are_fetched_again(site: Site) -> None:

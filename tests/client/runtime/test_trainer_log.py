@@ -15,7 +15,7 @@ from support.running import environment, lighthouse_process, steady_address
 from support.training import in_step, lighthouse, together, trainers
 from support.warm import Warm
 
-from torchft_svc.client.checkpointing.http.source import Source
+from torchft_svc.client.checkpointing.http.feed import Source
 from torchft_svc.errors import AddressError
 from torchft_svc.rpc.log_limit import line_formatter
 from torchft_svc.rpc.security import PLAIN

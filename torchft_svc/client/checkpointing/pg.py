@@ -21,7 +21,7 @@ from torchft_svc.client.checkpointing.encoding.serialization import (
     check_state,
 )
 from torchft_svc.client.checkpointing.encoding.shards import take_apart
-from torchft_svc.client.checkpointing.encoding.tensors import MAX_DIMS, why_not
+from torchft_svc.client.checkpointing.encoding.tensors import MAX_DIMS, TensorTable
 from torchft_svc.client.checkpointing.encoding.tree import decode, encode, tensor_places
 from torchft_svc.client.checkpointing.encoding.values import DTYPES, BadTree, Json
 from torchft_svc.client.checkpointing.transport import (
@@ -31,9 +31,9 @@ from torchft_svc.client.checkpointing.transport import (
     encode_reason,
     why_not_offered,
 )
+from torchft_svc.client.config import positive_s
 from torchft_svc.client.process.uninterruptible import start_uninterruptible
 from torchft_svc.client.process_groups.base import ProcessGroup
-from torchft_svc.core.types import check_length
 from torchft_svc.errors import (
     CheckpointError,
     ConfigError,
@@ -111,9 +111,7 @@ class PGTransport(CheckpointTransport[Any]):
         device: torch.device | str = "cpu",
         state_dict: Callable[[], Any] | None = None,
     ) -> None:
-        if timeout <= timedelta(0):
-            raise ConfigError("timeout", str(timeout), "it must be positive")
-        check_length("timeout", timeout.total_seconds())
+        positive_s("timeout", timeout)
         self._pg = pg
         self._timeout = timeout
         self._device = torch.device(device)
@@ -128,13 +126,11 @@ class PGTransport(CheckpointTransport[Any]):
         return "process group"
 
     def check_state(self, state: object) -> None:
-        """See `CheckpointTransport.check_state`."""
         check_state(state)
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
     ) -> None:
-        """See `CheckpointTransport.send_checkpoint`."""
         tree, tensors = _describe(state_dict)
         copies = [tensor.to(self._device, copy=True).contiguous() for tensor in tensors]
         digest = "xxh3" if self._device.type == "cpu" else "sum"
@@ -159,7 +155,6 @@ class PGTransport(CheckpointTransport[Any]):
         state_dict: Any,
         timeout: timedelta,
     ) -> None:
-        """See `CheckpointTransport.send_deferred`."""
         self.send_checkpoint(dst_ranks, step, state_dict, timeout)
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, why: str) -> None:
@@ -188,7 +183,6 @@ class PGTransport(CheckpointTransport[Any]):
             return sum({part.data_ptr(): part.nbytes for _, part in self._sending}.values())
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """See `CheckpointTransport.recv_checkpoint`."""
         source = f"replica rank {src_rank}"
         self._lost_source = ""
 
@@ -263,11 +257,9 @@ class PGTransport(CheckpointTransport[Any]):
         step: int,
         timeout: timedelta,
     ) -> Any:
-        """See `CheckpointTransport.recv_deferred`."""
         return self.recv_checkpoint(src_rank, metadata, step, timeout)
 
     def interrupt_receive(self, why: str) -> None:
-        """See `CheckpointTransport.interrupt_receive`."""
         self.lose_source(why)
 
     def lose_source(self, why: str) -> None:
@@ -373,19 +365,9 @@ def _wait_for(works: list[Any]) -> None:
 
 def _describe(state: Any) -> tuple[Json, list[torch.Tensor]]:
     """The nesting, and the tensors by number; each is dense, without shared memory."""
-    taken: list[torch.Tensor] = []  # kept alive, because ids are only unique then
-    numbers: dict[int, int] = {}
-
-    def take(tensor: torch.Tensor, path: str) -> int:
-        if reason := why_not(tensor):
-            raise ConfigError(path, type(tensor).__name__, reason)
-        number = numbers.setdefault(id(tensor), len(taken))
-        if number == len(taken):
-            taken.append(tensor)
-        return number
-
-    tree = encode(state, take)
-    return tree, [tensor.detach().resolve_conj().resolve_neg() for tensor in taken]
+    table = TensorTable()
+    tree = encode(state, table.take)
+    return tree, [tensor.detach().resolve_conj().resolve_neg() for tensor in table.tensors]
 
 
 def _spec_of(tensor: torch.Tensor) -> Spec:

@@ -25,7 +25,6 @@ MeshKey = tuple[str, tuple[str, ...], tuple[int, ...], str]
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether it is a DTensor."""
     if not _has_dtensors():
         return False
     from torch.distributed.tensor import DTensor
@@ -37,10 +36,9 @@ def take_apart(state: Any) -> Any:
     """``state`` with every DTensor replaced by its local part and a description."""
     if not _has_dtensors():
         return state
-    from torch.distributed.tensor import DTensor
 
     def describe(value: Any) -> Any:
-        if not isinstance(value, DTensor):
+        if not is_sharded(value):
             return value
         kind, names, sizes, ranks = mesh_key(value.device_mesh)
         return {
@@ -103,14 +101,10 @@ def _has_dtensors() -> bool:
 
 
 def _meshes_of(state: Any) -> dict[MeshKey, DeviceMesh]:
-    if not _has_dtensors():
-        return {}
-    from torch.distributed.tensor import DTensor
-
     meshes: dict[MeshKey, DeviceMesh] = {}
 
     def note(value: Any) -> Any:
-        if isinstance(value, DTensor):
+        if is_sharded(value):
             meshes[mesh_key(value.device_mesh)] = value.device_mesh
         return value
 

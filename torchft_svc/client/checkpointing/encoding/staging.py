@@ -50,11 +50,6 @@ class Filling:
         self._thread: threading.Thread | None = None
         self._start()
 
-    @property
-    def filled_bytes(self) -> int:
-        """How many bytes are allocated."""
-        return self._place
-
     def wait(self, timeout_s: float) -> bool:
         """Wait until the thread has ended; False if that takes longer than ``timeout_s``."""
         thread = self._thread

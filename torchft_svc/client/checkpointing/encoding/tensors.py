@@ -46,7 +46,7 @@ class TensorTable:
     """Collects a state's tensors, and assigns them to blobs."""
 
     def __init__(self) -> None:
-        self._tensors: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []  # by number; kept, because their ids are the keys
         self._numbers: dict[int, int] = {}
 
     def take(self, tensor: torch.Tensor, path: str) -> int:
@@ -60,15 +60,15 @@ class TensorTable:
             return known
         if reason := why_not(tensor):
             raise ConfigError(field=path, value=type(tensor).__name__, reason=reason)
-        number = len(self._tensors)
-        self._tensors.append(tensor)
+        number = len(self.tensors)
+        self.tensors.append(tensor)
         self._numbers[id(tensor)] = number
         return number
 
     def estimate_bytes(self) -> int:
         """About the total size of the blobs; tensors that overlap may be counted twice."""
         by_storage: dict[tuple[str, int], tuple[int, int]] = {}
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             storage = tensor.untyped_storage()
             key = (str(tensor.device), storage.data_ptr())
             in_storage, _ = by_storage.get(key, (0, 0))
@@ -80,7 +80,7 @@ class TensorTable:
 
         A blob shares the memory of a dense host tensor; otherwise it is a copy.
         """
-        plain = [_plain(tensor) for tensor in self._tensors]
+        plain = [_plain(tensor) for tensor in self.tensors]
         specs: list[TensorSpec] = [_empty_spec(tensor) for tensor in plain]
         blobs: list[torch.Tensor] = []
         for run in _runs(plain):

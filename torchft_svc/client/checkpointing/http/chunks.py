@@ -28,12 +28,6 @@ class ConnectionId:
     connection: int
 
 
-@dataclass(slots=True)
-class _Underway:
-    chunk: int
-    began_at: float
-
-
 class Chunks:
     """The chunks of one state, from one or more sources; thread-safe.
 
@@ -52,7 +46,7 @@ class Chunks:
         self._clock = clock
         self._changed = threading.Condition()
         self._left = list(reversed(range(num_chunks)))
-        self._underway: dict[ConnectionId, _Underway] = {}
+        self._underway: dict[ConnectionId, tuple[int, float]] = {}  # the chunk, since when
         self._arrived: dict[int, tuple[int, bytes]] = {}  # by chunk: its source, its digest
         self._sources = [lead]
         self._lead = lead
@@ -61,7 +55,6 @@ class Chunks:
         self._pace_s: dict[int, float] = {}
         self._slow: set[int] = set()
         self._is_stopped = False
-        self._is_closed = False
 
     @property
     def lead(self) -> int:
@@ -93,7 +86,7 @@ class Chunks:
     def add_source(self, source: int) -> bool:
         """Add ``source``; False if it is too late."""
         with self._changed:
-            if self._is_over() or self._is_closed or not self._sources:
+            if self._is_over() or not self._sources:
                 return False
             self._sources.append(source)
             return True
@@ -101,9 +94,6 @@ class Chunks:
     def remove_source(self, source: int) -> bool:
         """Remove ``source``; False if it was the last one."""
         with self._changed:
-            if self._is_closed:  # what it sent cannot be checked
-                sent = [chunk for chunk, (giver, _) in self._arrived.items() if giver == source]
-                self._left += [chunk for chunk in sent if self._arrived.pop(chunk)]
             if source in self._sources:
                 self._sources.remove(source)
             if self._slow.issuperset(self._sources):
@@ -112,18 +102,6 @@ class Chunks:
                 self._lead = self._sources[0]
             self._changed.notify_all()
             return bool(self._sources)
-
-    def trust_lead_only(self) -> list[int]:
-        """Trust the lead only, because it sends no digests; returns the sources to be removed.
-
-        Chunks of other sources, including removed ones, are fetched again.
-        """
-        with self._changed:
-            self._is_closed = True
-            others = [chunk for chunk, (giver, _) in self._arrived.items() if giver != self._lead]
-            self._left += [chunk for chunk in others if self._arrived.pop(chunk)]
-            self._changed.notify_all()
-            return [source for source in self._sources if source != self._lead]
 
     def stop(self) -> None:
         """Let every `take` return None."""
@@ -147,7 +125,7 @@ class Chunks:
                     return None
                 if self._left and conn.source not in self._slow:
                     chunk = self._left.pop()
-                    self._underway[conn] = _Underway(chunk, self._clock())
+                    self._underway[conn] = chunk, self._clock()
                     return chunk
                 slow, wait_s = self._slowest(conn.source)
                 if slow is None:
@@ -166,22 +144,19 @@ class Chunks:
     def give_back(self, conn: ConnectionId) -> None:
         """The chunk that was taken over ``conn`` has not arrived."""
         with self._changed:
-            self._left.append(self._underway.pop(conn).chunk)
+            self._left.append(self._underway.pop(conn)[0])
             self._changed.notify_all()
 
     def arrived(self, conn: ConnectionId, digest: bytes) -> bool:
         """The chunk taken over ``conn`` has arrived; False: invalid, it is fetched again."""
         with self._changed:
-            under = self._underway.pop(conn)
-            if self._digests is None:  # it may come from a source that is to be removed
-                is_good = not self._is_closed or conn.source == self._lead
-            else:
-                is_good = self._digests[under.chunk] == digest
+            chunk, began_at = self._underway.pop(conn)
+            is_good = self._digests is None or self._digests[chunk] == digest
             if is_good:
-                self._arrived[under.chunk] = (conn.source, digest)
-                self._pace_s[conn.source] = self._clock() - under.began_at
+                self._arrived[chunk] = (conn.source, digest)
+                self._pace_s[conn.source] = self._clock() - began_at
             else:
-                self._left.append(under.chunk)
+                self._left.append(chunk)
             self._changed.notify_all()
             return is_good
 
@@ -230,8 +205,8 @@ class Chunks:
         if pace_s is None or source in self._slow or self._digests is None:
             return None, None
         others = [
-            (under.began_at, conn.source)
-            for conn, under in self._underway.items()
+            (began_at, conn.source)
+            for conn, (_, began_at) in self._underway.items()
             if conn.source != source and conn.source not in self._slow
         ]
         if not others:

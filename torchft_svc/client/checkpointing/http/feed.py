@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import secrets
+import socket
+import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from torchft_svc.client.checkpointing.encoding.serialization import MAX_DESCRIPTION_BYTES
 from torchft_svc.client.checkpointing.http.requests import (
@@ -18,14 +22,23 @@ from torchft_svc.client.checkpointing.http.requests import (
     GONE,
     MAX_FIRST_LINE_BYTES,
     MAX_WAIT_MS,
-    NOT_FOUND,
     STATE,
     TOO_EARLY,
+    UNAUTHORIZED,
 )
-from torchft_svc.client.checkpointing.http.source import OpenResponse, Refused, Source
-from torchft_svc.client.checkpointing.http.wire import DIGEST_BYTES, BadHead, Corrupt
-from torchft_svc.errors import CheckpointError, DeadlineExceeded, PeerError, Unreachable
+from torchft_svc.client.checkpointing.http.wire import DIGEST_BYTES, BadHead, Corrupt, Wire, wrap
+from torchft_svc.client.checkpointing.transport import MAX_REASON_BYTES, decode_reason
+from torchft_svc.errors import (
+    AddressError,
+    CheckpointError,
+    DeadlineExceeded,
+    PeerError,
+    Unauthorized,
+    Unreachable,
+)
+from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.security import PLAIN, Security
+from torchft_svc.rpc.tls_reasons import tls_reason
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +52,15 @@ BUSY_PAUSE_S = 0.1
 DIGESTS_TIMEOUT_S = 5.0
 # How much later than requested a source may answer that it has nothing yet.
 ANSWER_GRACE_S = 0.5
+# A peer that closes the connection without a TLS shutdown. The second error occurs in Pythons whose
+# OpenSSL ignores a missing shutdown, such as Debian 12's.
+_HANGING_UP = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError)
+# The error if the scheme of the source differs from the setting of this side.
+_ONE_SIDED = {
+    "http": "it does not use TLS, but TLS is set here: set TORCHFT_TLS_CERT and TORCHFT_TLS_KEY "
+    "there",
+    "https": "it speaks TLS: set TORCHFT_TLS_CA, TORCHFT_TLS_CERT and TORCHFT_TLS_KEY here",
+}
 _FIRST_LINE = re.compile(r"([0-9a-f]{16}) (\d{1,12})", re.ASCII)
 
 # Returns the address of another source of the same state; raises PeerError if that fails.
@@ -76,19 +98,174 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A chunk to be fetched, and where to put it."""
+class OpenResponse:
+    """A response with status 200 whose body (``length`` bytes) has not been read yet."""
 
-    number: int
-    num_chunks: int
-    view: memoryview
+    wire: Wire
+    length: int
+
+
+class Refused(Exception):
+    """The source answered with another status than 200, and a reason."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(f"{status}: {reason}")
+        self.status = status
+        self.reason = reason
+
+
+class Source:
+    """Connections to the worker at ``url``, by number; they open when first used.
+
+    Raises:
+        AddressError: ``url`` is not the metadata of a worker.
+        Unauthorized: only one of the two sides uses TLS.
+    """
+
+    def __init__(self, url: str, timeout_s: float, security: Security) -> None:
+        scheme, self._where, self._path = _split(url)
+        self.address = str(self._where)  # without the secret: for messages
+        self._tls = security.client_context()
+        if (scheme == "https") != (self._tls is not None):
+            raise Unauthorized(f"checkpoint source at {self.address}: {_ONE_SIDED[scheme]}")
+        shown = "" if security.token is None else f"Authorization: {security.authorization}\r\n"
+        self._headers = f"Host: {self.address}\r\n{shown}\r\n"
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._wires: dict[int, Wire] = {}
+        self._received_at = 0.0
+        self._interrupted = False
+
+    def received_at(self) -> float:
+        """When the last byte arrived (monotonic; 0: none has)."""
+        with self._lock:
+            return max([self._received_at, *(wire.received_at for wire in self._wires.values())])
+
+    def ask(self, path: str, connection: int, wait_s: float = 0.0) -> OpenResponse:
+        """Send a request over ``connection``, and read the head of its response.
+
+        ``wait_s``: how long the source may take before it answers.
+
+        Raises:
+            Refused: the status is not 200.
+            CheckpointError: the state is gone.
+            BadHead: the response is malformed; drop the connection.
+            Unreachable: the source cannot be connected.
+            Unauthorized: authentication failed; the message says what to set.
+            ConnectionError, TimeoutError: the connection broke, or timed out.
+        """
+        wire = self._wire(connection)
+        request = f"GET {self._path}/{path} HTTP/1.1\r\n{self._headers}"
+        with self._naming_distrust():
+            try:
+                wire.send(request.encode("ascii"))
+            except _HANGING_UP:
+                if self._tls is None:
+                    raise
+                # A source that rejects our certificate sends an alert and closes: read that.
+            head = wire.read_head(begin_within_s=max(wait_s, self._timeout_s))
+        if head is None:
+            raise ConnectionResetError("the source closed the connection")
+        version, _, rest = head.line.partition(" ")
+        status = rest[:3]
+        if version != "HTTP/1.1" or not (status.isascii() and status.isdigit()):
+            raise BadHead("the answer is not HTTP/1.1")
+        if status == "200":
+            return OpenResponse(wire, head.length)
+        reason = bytearray(min(head.length, MAX_REASON_BYTES))
+        wire.read_into(memoryview(reason))
+        if head.length > MAX_REASON_BYTES or head.headers.get("connection") == "close":
+            self.drop(connection)
+        if int(status) == UNAUTHORIZED:
+            raise Unauthorized(f"checkpoint source at {self.address}: {decode_reason(reason)}")
+        if int(status) == GONE:
+            raise CheckpointError(self.address, decode_reason(reason))
+        raise Refused(int(status), decode_reason(reason))
+
+    def drop(self, connection: int) -> None:
+        """Close ``connection``; the next request over it opens another."""
+        with self._lock:
+            wire = self._wires.pop(connection, None)
+            if wire is not None:
+                self._received_at = max(self._received_at, wire.received_at)
+        if wire is not None:
+            wire.close()
+
+    def cut(self, connection: int) -> None:
+        """Make the request under way over ``connection`` fail; its thread then drops it."""
+        with self._lock:
+            wire = self._wires.get(connection)
+            if wire is not None:
+                wire.interrupt()
+
+    def interrupt(self) -> None:
+        """Make every request fail at once, including later ones."""
+        with self._lock:
+            self._interrupted = True
+            for wire in self._wires.values():
+                wire.interrupt()
+
+    def close(self) -> None:
+        for connection in list(self._wires):
+            self.drop(connection)
+
+    def _wire(self, connection: int) -> Wire:
+        with self._lock:
+            wire = self._wires.get(connection)
+        if wire is not None:
+            return wire
+        try:
+            sock = socket.create_connection((self._where.host, self._where.port), self._timeout_s)
+        except TimeoutError as error:
+            raise self._unreachable(f"no answer within {self._timeout_s:.3g} s") from error
+        except (OSError, UnicodeError) as error:
+            raise self._unreachable(str(error)) from error
+        wire = self._greeted(sock)
+        with self._lock:
+            self._wires[connection] = wire
+            if self._interrupted:
+                wire.interrupt()
+        return wire
+
+    def _greeted(self, sock: socket.socket) -> Wire:
+        if self._tls is None:
+            return Wire(sock, self._timeout_s)
+        wire = Wire(wrap(sock, self._tls, self._where.host), self._timeout_s)
+        try:
+            with self._naming_distrust():
+                wire.shake_hands(self._timeout_s)
+        except TimeoutError as error:
+            wire.close()
+            raise self._unreachable(f"no TLS within {self._timeout_s:.3g} s") from error
+        except _HANGING_UP as error:
+            wire.close()
+            raise Refused(
+                BUSY, f"it closed the connection in the TLS handshake: {error}"
+            ) from error
+        except BaseException:
+            wire.close()
+            raise
+        return wire
+
+    @contextlib.contextmanager
+    def _naming_distrust(self) -> Iterator[None]:
+        try:
+            yield
+        except ssl.SSLError as error:
+            reason = tls_reason(str(error))
+            if reason is None:
+                raise
+            raise Unauthorized(f"checkpoint source at {self.address}: {reason}") from error
+
+    def _unreachable(self, reason: str) -> Unreachable:
+        return Unreachable("checkpoint source", self.address, reason)
 
 
 class Superfluous(Exception):
     """The source refused this connection, but serves the receiver over others."""
 
 
-class Feed:
+class Feed(Source):
     """One of a fetch's sources; blocking calls, each over a numbered connection.
 
     `stop` ends them from another thread.
@@ -99,19 +276,14 @@ class Feed:
     """
 
     def __init__(self, url: str, request: FetchRequest, *, is_extra: bool = False) -> None:
+        super().__init__(url, request.timeout_s, request.security)
         self._request = request
         self._is_extra = is_extra
-        self._source = Source(url, request.timeout_s, request.security)
         # Separate, so that digests do not wait behind chunks.
         timeout_s = min(request.timeout_s, DIGESTS_TIMEOUT_S)
         self._digests_source = Source(url, timeout_s, request.security)
         self._opening: Opening | None = None
         self._stopped = threading.Event()
-
-    @property
-    def address(self) -> str:
-        """The host and port, for messages."""
-        return self._source.address
 
     @property
     def opening(self) -> Opening:
@@ -122,20 +294,12 @@ class Feed:
     def stop(self) -> None:
         """Make every call fail at once, including later ones."""
         self._stopped.set()
-        self._source.interrupt()
+        self.interrupt()
         self._digests_source.interrupt()
-
-    def received_at(self) -> float:
-        """When the last byte of the state arrived (monotonic; 0: none has)."""
-        return self._source.received_at()
-
-    def cut(self, connection: int) -> None:
-        """Make the request under way over ``connection`` fail."""
-        self._source.cut(connection)
 
     def close(self) -> None:
         """Close the connections; they are not used any more."""
-        self._source.close()
+        super().close()
         self._digests_source.close()
 
     def open(self) -> Opening:
@@ -162,7 +326,7 @@ class Feed:
             if self._is_extra:
                 path += f"&extra={self._request.receiver}"
             try:
-                answer = self._source.ask(path, 0, wait_ms / 1000 + ANSWER_GRACE_S)
+                answer = self.ask(path, 0, wait_ms / 1000 + ANSWER_GRACE_S)
                 if answer.length > MAX_DESCRIPTION_BYTES + MAX_FIRST_LINE_BYTES + DIGEST_BYTES:
                     raise BadHead(f"a description of {answer.length} bytes")
                 return _read(answer, DESCRIPTION_SEED)
@@ -174,26 +338,30 @@ class Feed:
                 raise self.too_late(f"waiting for step {self._request.step}") from error
             except (BadHead, Corrupt, OSError) as error:
                 self._check()
-                self._source.drop(0)
+                self.drop(0)
                 attempts.failed(error)
 
     def _wait_after(self, refusal: Refused, left_s: float, attempts: _Attempts) -> None:
-        if refusal.status == GONE:
-            raise CheckpointError(self.address, refusal.reason) from refusal
         if refusal.status not in (TOO_EARLY, BUSY):
-            self._source.drop(0)
+            self.drop(0)
             attempts.failed(refusal)
         elif left_s <= 0:
             raise self.too_late(f"waiting for step {self._request.step}", refusal.reason)
         if refusal.status == BUSY:
-            self._source.drop(0)
+            self.drop(0)
             self._stopped.wait(min(BUSY_PAUSE_S, left_s))
         self._check()
 
     def fetch_chunk(
-        self, connection: int, chunk: Chunk, verified: list[int], is_cut: Callable[[], bool]
+        self,
+        connection: int,
+        chunk: int,
+        num_chunks: int,
+        view: memoryview,
+        verified: list[int],
+        is_cut: Callable[[], bool],
     ) -> bytes | None:
-        """Fill ``chunk.view``; returns its digest, or None if it was stopped or cut.
+        """Fill ``view`` with ``chunk``; returns its digest, or None if it was stopped or cut.
 
         ``verified``: chunks that the source need not keep; ``is_cut``: whether `cut` was meant.
 
@@ -201,16 +369,15 @@ class Feed:
             Superfluous: the source has enough connections, and serves over the others.
             PeerError, TimeoutError: the source is lost.
         """
-        attempts = _Attempts(self.address, f"chunk {chunk.number} of {chunk.num_chunks}")
-        path = f"chunk/{self.opening.state_id}/{chunk.number}{self._query(verified)}"
-        view = chunk.view
+        attempts = _Attempts(self.address, f"chunk {chunk} of {num_chunks}")
+        path = f"chunk/{self.opening.state_id}/{chunk}{self._query(verified)}"
         busy_until = time.monotonic() + self._request.timeout_s
         while not self._stopped.is_set() and not is_cut():
             try:
-                answer = self._source.ask(path, connection)
+                answer = self.ask(path, connection)
                 if answer.length != len(view) + DIGEST_BYTES:
                     raise BadHead(f"{answer.length} bytes instead of {len(view) + DIGEST_BYTES}")
-                return answer.wire.read_sealed(view, chunk.number)
+                return answer.wire.read_sealed(view, chunk)
             except Refused as refusal:
                 if refusal.status == BUSY and connection > 0:
                     raise Superfluous from refusal
@@ -220,7 +387,7 @@ class Feed:
             except (BadHead, Corrupt, OSError) as error:
                 if not self._stopped.is_set() and not is_cut():
                     self._count(attempts, error, connection)
-            self._source.drop(connection)
+            self.drop(connection)
         return None
 
     def _count(self, attempts: _Attempts, error: Exception, connection: int) -> None:
@@ -236,8 +403,6 @@ class Feed:
             raise
 
     def _after_refusal(self, refusal: Refused, attempts: _Attempts, busy_until: float) -> None:
-        if refusal.status == GONE:
-            raise CheckpointError(self.address, refusal.reason) from refusal
         if refusal.status != BUSY:
             attempts.failed(refusal)
         elif time.monotonic() > busy_until:
@@ -245,8 +410,8 @@ class Feed:
         else:
             self._stopped.wait(BUSY_PAUSE_S)
 
-    def fetch_digests(self, num_chunks: int) -> list[bytes] | None:
-        """The digests of all chunks; None if the source does not send them (an older one).
+    def fetch_digests(self, num_chunks: int) -> list[bytes]:
+        """The digests of all chunks.
 
         Raises:
             PeerError: the source is lost.
@@ -261,10 +426,6 @@ class Feed:
                 digests = bytes(_read(answer, DIGESTS_SEED))
                 return [digests[8 * n : 8 * n + 8] for n in range(num_chunks)]
             except Refused as refusal:
-                if refusal.status == NOT_FOUND:
-                    return None
-                if refusal.status == GONE:
-                    raise CheckpointError(self.address, refusal.reason) from refusal
                 attempts.failed(refusal)
                 self._stopped.wait(BUSY_PAUSE_S)
             except Unreachable:
@@ -281,16 +442,14 @@ class Feed:
         """Tell the source which chunks it need not keep, after the last chunk."""
         path = f"done/{self.opening.state_id}{self._query(verified)}"
         try:
-            self._source.ask(path, connection)
+            self.ask(path, connection)
         except (Refused, BadHead, OSError, PeerError) as error:
             log.debug("the source could not be informed that all data has arrived: %s", error)
 
     def _query(self, verified: list[int]) -> str:
         query = f"?receiver={self._request.receiver}"
         if verified:
-            query += f"&verified={verified[0]}"
-        if verified[1:]:
-            query += f"&also={','.join(map(str, verified[1:]))}"
+            query += f"&verified={','.join(map(str, verified))}"
         return query
 
     def _check(self) -> None:
@@ -322,3 +481,21 @@ class _Attempts:
             raise CheckpointError(
                 self._source, f"{self._what} failed {MAX_ATTEMPTS} times, last: {error}"
             ) from error
+
+
+def _split(url: str) -> tuple[str, HostPort, str]:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise AddressError(_without_secret(url), f"is not a checkpoint address: {error}") from None
+    if parts.scheme not in _ONE_SIDED or not host or not port or not url.isascii() or " " in url:
+        reason = "is not a checkpoint address, such as http://host:1234/secret"
+        raise AddressError(_without_secret(url), reason)
+    return parts.scheme, HostPort(host, port), parts.path.rstrip("/")
+
+
+def _without_secret(url: str) -> str:
+    """The address for messages: with the whole URL the state can be read."""
+    scheme, separator, rest = url.rpartition("://")
+    return f"{scheme}{separator}{rest.partition('/')[0]}/..."

@@ -14,14 +14,13 @@ from torchft_svc.client.checkpointing.encoding.serialization import parse
 from torchft_svc.client.checkpointing.encoding.staging import Staging
 from torchft_svc.client.checkpointing.http.chunks import Chunks, ConnectionId
 from torchft_svc.client.checkpointing.http.feed import (
-    Chunk,
     Feed,
     FetchRequest,
     Lookup,
     Opening,
     Superfluous,
 )
-from torchft_svc.client.checkpointing.http.requests import MAX_ALSO
+from torchft_svc.client.checkpointing.http.requests import MAX_VERIFIED
 from torchft_svc.errors import CheckpointError, PeerError, TorchFTError
 
 log = logging.getLogger(__name__)
@@ -274,7 +273,9 @@ class Fetch:
             try:
                 digest = feed.fetch_chunk(
                     conn.connection,
-                    Chunk(number, chunks.num_chunks, target.view(number)),
+                    number,
+                    chunks.num_chunks,
+                    target.view(number),
                     self._unreported(conn.source),
                     lambda: chunks.is_slow(conn.source),
                 )
@@ -296,9 +297,7 @@ class Fetch:
             feed.report(connection, verified)
 
     def _unreported(self, number: int) -> list[int]:
-        chunks = self._ready_target().chunks
-        # A single source may be an older one, which takes one chunk per request.
-        return chunks.unreported(number, MAX_ALSO if self._request.extras else 1)
+        return self._ready_target().chunks.unreported(number, MAX_VERIFIED)
 
     def _learn_digests(self) -> None:
         """Fetch the digests of all chunks from the lead, also if that changes meanwhile."""
@@ -311,19 +310,8 @@ class Fetch:
             except PeerError as error:
                 self._lose(lead, error)
             else:
-                self._apply_digests(lead, digests)
-                if digests is None:
-                    return
-
-    def _apply_digests(self, lead: int, digests: list[bytes] | None) -> None:
-        chunks = self._ready_target().chunks
-        if digests is None:
-            reason = f"{self._feeds[lead].address} cannot say whether it has the same state"
-            for number in chunks.trust_lead_only():
-                self._lose(number, CheckpointError(self._feeds[number].address, reason))
-            return
-        for number in chunks.apply_digests(lead, digests):
-            self._lose(number, self._differs(self._feeds[number]))
+                for number in chunks.apply_digests(lead, digests):
+                    self._lose(number, self._differs(self._feeds[number]))
 
     def _differs(self, feed: Feed) -> CheckpointError:
         return CheckpointError(feed.address, "its state is not the one that the others hold")

@@ -3,14 +3,14 @@
     GET /<secret>/state/<step>?wait_ms=n&extra=x      a line with the state's id and the
             size of its chunks, and its description, sealed
     GET /<secret>/deferred/<step>?wait_ms=n           the same, of the state sent when the step ends
-    GET /<secret>/chunk/<state id>/<chunk>?receiver=x&verified=n&also=n,m   a chunk, sealed
+    GET /<secret>/chunk/<state id>/<chunk>?receiver=x&verified=n,m   a chunk, sealed
     GET /<secret>/digests/<state id>                  the digests of all chunks, sealed
-    GET /<secret>/done/<state id>?receiver=x&verified=n&also=n,m            the end; no body
+    GET /<secret>/done/<state id>?receiver=x&verified=n,m            the end; no body
 
 ``extra`` names a receiver that fetches a part of the state although it was not announced.
-``verified`` and ``also`` (which a source may ignore) name chunks that need not be kept any more for
-the receiver. The secret is new in every process: without a worker's metadata nobody can read its
-weights. If a token is configured, it is checked first.
+``verified`` names chunks that need not be kept any more for the receiver. The secret is new in
+every process: without a worker's metadata nobody can read its weights. If a token is configured, it
+is checked first.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from urllib.parse import parse_qsl, urlsplit
 
-from torchft_svc.client.checkpointing.http.offers import NotOffered, OfferSlot
-from torchft_svc.client.checkpointing.http.served import Gone, ServedState
+from torchft_svc.client.checkpointing.http.served import Gone, NotOffered, OfferSlot, ServedState
 from torchft_svc.client.checkpointing.http.wire import (
     DIGEST_BYTES,
     BadHead,
@@ -50,21 +50,8 @@ DIGESTS_SEED = DESCRIPTION_SEED + 1
 
 MAX_FIRST_LINE_BYTES = 64
 # The most chunks that one request can name: they fit into a head.
-MAX_ALSO = 200
+MAX_VERIFIED = 200
 TOO_EARLY, GONE, BUSY, UNAUTHORIZED, NOT_FOUND = 425, 410, 503, 401, 404
-_REASONS = {
-    400: "Bad Request",
-    UNAUTHORIZED: "Unauthorized",
-    NOT_FOUND: "Not Found",
-    405: "Method Not Allowed",
-    GONE: "Gone",
-    416: "Range Not Satisfiable",
-    TOO_EARLY: "Too Early",
-    431: "Request Header Fields Too Large",
-    500: "Internal Server Error",
-    BUSY: "Service Unavailable",
-    505: "HTTP Version Not Supported",
-}
 _LINE = re.compile(r"([A-Z]{1,16}) (/[!-~]*) HTTP/(\d\.\d)")
 _NUMBER = re.compile(r"\d{1,18}")
 _NAME = re.compile(r"[\w.:-]{1,80}", re.ASCII)
@@ -93,11 +80,10 @@ class Request:
 
     @property
     def verified(self) -> list[int]:
-        also = self.query["also"].split(",", MAX_ALSO) if "also" in self.query else []
-        if len(also) > MAX_ALSO:
-            raise BadHead(f"more than {MAX_ALSO} chunks at once")
-        chunk = self.number("verified")
-        return [*map(_number, also), *([] if chunk is None else [chunk])]
+        chunks = self.query["verified"].split(",", MAX_VERIFIED) if "verified" in self.query else []
+        if len(chunks) > MAX_VERIFIED:
+            raise BadHead(f"more than {MAX_VERIFIED} chunks at once")
+        return [*map(_number, chunks)]
 
 
 def parse_request(head: Head) -> Request:
@@ -163,7 +149,7 @@ class Conversation:
                 if head.headers.get("connection", "").lower() == "close":
                     return
         except BadHead as error:
-            self._refuse(error.status, str(error), close=True)
+            refuse(self._wire, error.status, str(error), close=True)
 
     def _answer(self, request: Request) -> None:
         if not hmac.compare_digest(request.secret.encode(), self._secret.encode()):
@@ -185,9 +171,9 @@ class Conversation:
                 case _:
                     raise BadHead("nothing is here", 404)
         except Gone as error:
-            self._refuse(GONE, str(error))
+            refuse(self._wire, GONE, str(error))
         except NotOffered as error:
-            self._refuse(TOO_EARLY, str(error))
+            refuse(self._wire, TOO_EARLY, str(error))
 
     def _served(self, state_id: str, request: Request) -> ServedState:
         state = self._by_id(state_id)
@@ -244,9 +230,6 @@ class Conversation:
     def _send_head(self, length: int) -> None:
         self._wire.send(f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode("ascii"))
 
-    def _refuse(self, status: int, reason: str, *, close: bool = False) -> None:
-        refuse(self._wire, status, reason, close=close)
-
 
 def refuse(wire: Wire, status: int, reason: str, *, close: bool = False) -> None:
     """Answer with ``status``, and ``reason`` as the body."""
@@ -255,7 +238,7 @@ def refuse(wire: Wire, status: int, reason: str, *, close: bool = False) -> None
     if status == UNAUTHORIZED:
         closing += "WWW-Authenticate: Bearer\r\n"
     head = (
-        f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: text/plain\r\n"
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: text/plain\r\n"
         f"{closing}Content-Length: {len(body)}\r\n\r\n"
     )
     wire.send(head.encode("ascii") + body)

@@ -10,16 +10,14 @@ import socket
 import threading
 import time
 
-from torchft_svc.client.checkpointing.http.offers import OfferSlot
 from torchft_svc.client.checkpointing.http.requests import (
     BUSY,
     HEAD_TIMEOUT_S,
     Conversation,
     refuse,
 )
-from torchft_svc.client.checkpointing.http.served import ServedState
-from torchft_svc.client.checkpointing.http.tls import wrap
-from torchft_svc.client.checkpointing.http.wire import Wire
+from torchft_svc.client.checkpointing.http.served import OfferSlot, ServedState
+from torchft_svc.client.checkpointing.http.wire import Wire, wrap
 from torchft_svc.client.process.forks import drop_after_fork
 from torchft_svc.errors import AddressError
 from torchft_svc.rpc.security import PLAIN, Security

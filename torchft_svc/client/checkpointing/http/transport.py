@@ -23,13 +23,14 @@ from torchft_svc.client.checkpointing.http.feed import (
     Lookup,
 )
 from torchft_svc.client.checkpointing.http.fetch import Fetch
-from torchft_svc.client.checkpointing.http.offers import OfferSlot
 from torchft_svc.client.checkpointing.http.requests import DEFERRED, STATE
-from torchft_svc.client.checkpointing.http.served import Offer, ServedState
+from torchft_svc.client.checkpointing.http.served import Offer, OfferSlot, ServedState
 from torchft_svc.client.checkpointing.http.server import CheckpointServer
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
-from torchft_svc.core.types import check_length, check_not_empty
+from torchft_svc.client.config import positive_s
+from torchft_svc.core.types import check_not_empty
 from torchft_svc.errors import ConfigError
+from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.security import Security, security_or_environment
 
 T = TypeVar("T")
@@ -85,7 +86,7 @@ class HTTPTransport(CheckpointTransport[T]):
         if chunk_bytes is not None:
             _check("chunk_bytes", chunk_bytes, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
         check_not_empty("hostname", hostname)
-        self._timeout_s = _seconds(timeout)
+        self._timeout_s = positive_s("timeout", timeout)
         self._num_connections = num_connections
         self._chunk_bytes = chunk_bytes
         self._current, self._deferred = OfferSlot(), OfferSlot()
@@ -101,9 +102,8 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def metadata(self) -> str:
         """The URL at which this worker serves; with it the state can be read."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
         scheme = "https" if self._security.serves_tls else "http"
-        return f"{scheme}://{host}:{self._server.port}/{self._server.secret}"
+        return f"{scheme}://{HostPort(self._host, self._server.port)}/{self._server.secret}"
 
     def check_state(self, state: object) -> None:
         check_state(state)
@@ -162,7 +162,7 @@ class HTTPTransport(CheckpointTransport[T]):
             num_receivers=len(dst_ranks),
             num_extras=len(extras),
             chunk_bytes=chunk_bytes,
-            idle_timeout_s=self._timeout_s if timeout is None else _seconds(timeout),
+            idle_timeout_s=self._timeout_s if timeout is None else positive_s("timeout", timeout),
         )
         return ServedState(offer, described.description, described.memory)
 
@@ -186,7 +186,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def wait_until_prepared(self, timeout: timedelta) -> bool:
         """Wait for the memory that `expect_checkpoint` requested; False if it takes too long."""
-        return self._staging.wait(_seconds(timeout))
+        return self._staging.wait(positive_s("timeout", timeout))
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         return self.recv_striped(src_rank, metadata, (), step, timeout)
@@ -200,8 +200,7 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: timedelta,
     ) -> T:
         log.debug("fetching step %d from group %d and %d more", step, src_rank, len(extras))
-        request = self._request(STATE, metadata, extras, step, timeout)
-        return self._fetch(Fetch(request, self._staging))
+        return self._fetch(STATE, metadata, extras, step, timeout, self._staging)
 
     def recv_deferred(
         self,
@@ -211,22 +210,27 @@ class HTTPTransport(CheckpointTransport[T]):
         step: int,
         timeout: timedelta,
     ) -> T:
-        return self._fetch(Fetch(self._request(DEFERRED, metadata, extras, step, timeout)))
+        return self._fetch(DEFERRED, metadata, extras, step, timeout)
 
-    def _request(
-        self, part: str, metadata: str, extras: Sequence[Lookup], step: int, timeout: timedelta
-    ) -> FetchRequest:
-        return FetchRequest(
+    def _fetch(
+        self,
+        part: str,
+        metadata: str,
+        extras: Sequence[Lookup],
+        step: int,
+        timeout: timedelta,
+        staging: Staging | None = None,
+    ) -> T:
+        request = FetchRequest(
             metadata,
             step,
-            _seconds(timeout),
+            positive_s("timeout", timeout),
             self._num_connections,
             extras=tuple(extras),
             security=self._security,
             part=part,
         )
-
-    def _fetch(self, fetch: Fetch) -> T:
+        fetch = Fetch(request, staging)
         with self._lock:
             if self._is_shut_down:
                 raise ConfigError("transport", "shut down", "a transport is used after shutdown()")
@@ -272,14 +276,6 @@ class HTTPTransport(CheckpointTransport[T]):
 def _usual_chunk_bytes(size: int) -> int:
     low, high = _USUAL_CHUNK_BYTES
     return max(low, min(high, size // _CHUNKS_AIMED_AT))
-
-
-def _seconds(timeout: timedelta) -> float:
-    seconds = timeout.total_seconds()
-    if seconds <= 0:
-        raise ConfigError("timeout", str(timeout), "it must be positive")
-    check_length("timeout", seconds)
-    return seconds
 
 
 def _check(name: str, value: int, low: int, high: int) -> None:

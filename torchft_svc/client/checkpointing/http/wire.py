@@ -12,9 +12,10 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
@@ -25,6 +26,8 @@ MAX_HEAD_BYTES = 8 << 10
 PIECE_BYTES = 512 << 10
 # The most buffers in one call; systems allow 1024.
 MAX_VIEWS = 512
+# The size of a TLS record; a shorter piece costs as much to send.
+RECORD_BYTES = 16 << 10
 _END_OF_HEAD = b"\r\n\r\n"
 
 # Returns a context with the buffers of a payload between two offsets.
@@ -110,12 +113,13 @@ class Wire:
                 until = until or time.monotonic() + self.timeout_s
                 wait_s = until - time.monotonic()
             self._wait(select.POLLIN, wait_s)
-            received = self._receive(4096)
-            if not received:
+            received = bytearray(4096)
+            count = self._receive(received)
+            if not count:
                 if self._pending:
                     raise ConnectionResetError("the peer left in the middle of a head")
                 return None
-            self._pending += received
+            self._pending += received[:count]
         head = bytes(self._pending[:end])
         del self._pending[: end + len(_END_OF_HEAD)]
         return _parse_head(head)
@@ -178,26 +182,20 @@ class Wire:
             target[:count] = self._pending[:count]
             del self._pending[:count]
             return count
+        count = self._receive(target)
+        if not count:
+            raise ConnectionResetError("the peer left in the middle of a body")
+        return count
+
+    def _receive(self, target: memoryview | bytearray) -> int:
         while True:
             try:
                 count = self._socket.recv_into(target)
-            except BlockingIOError:
-                self._wait(select.POLLIN, self.timeout_s)
-                continue
-            if not count:
-                raise ConnectionResetError("the peer left in the middle of a body")
-            self.received_at = time.monotonic()
-            return count
-
-    def _receive(self, limit: int) -> bytes:
-        while True:
-            try:
-                received = self._socket.recv(limit)
             except BlockingIOError:  # a spurious wake-up, or a part of a TLS record
                 self._wait(select.POLLIN, self.timeout_s)
             else:
                 self.received_at = time.monotonic()
-                return received
+                return count
 
     def _wait(self, events: int, timeout_s: float) -> None:
         tls = self._socket if isinstance(self._socket, ssl.SSLSocket) else None
@@ -207,6 +205,67 @@ class Wire:
         poll.register(self._socket, events)
         if not poll.poll(max(timeout_s, 0.0) * 1000):
             raise TimeoutError(f"no byte moved for {timeout_s:.3g} s")
+
+
+class TLSSocket(ssl.SSLSocket):
+    """Raises `BlockingIOError` where a plain socket does, and may be shut down by any thread.
+
+    After the handshake no operation waits for the other direction, as nothing is renegotiated.
+    """
+
+    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
+        with _as_plain():
+            return super().recv_into(buffer, nbytes, flags)
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        with _as_plain():
+            return super().send(data, flags)
+
+    def sendmsg(self, buffers: Iterable[Any], *_: Any) -> int:  # type: ignore[override]
+        """Send the first bytes: at most one record.
+
+        A record that did not fit is kept encrypted, and the next call has to pass the same bytes:
+        so the length must not depend on how they are split into buffers.
+        """
+        return self.send(_first_bytes(list(buffers), RECORD_BYTES))
+
+    def shutdown(self, how: int) -> None:
+        """Shut down, but keep the TLS state, which another thread may be using."""
+        socket.socket.shutdown(self, how)
+
+
+def wrap(sock: socket.socket, context: ssl.SSLContext, server_hostname: str | None) -> TLSSocket:
+    """``sock`` with TLS, before the handshake; as the server if ``server_hostname`` is None."""
+    context.sslsocket_class = TLSSocket
+    wrapped = context.wrap_socket(
+        sock,
+        server_side=server_hostname is None,
+        server_hostname=server_hostname,
+        do_handshake_on_connect=False,
+    )
+    assert isinstance(wrapped, TLSSocket)
+    return wrapped
+
+
+@contextmanager
+def _as_plain() -> Iterator[None]:
+    try:
+        yield
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        raise BlockingIOError from None
+
+
+def _first_bytes(views: Sequence[memoryview], limit: int) -> memoryview | bytes:
+    if not views or len(views[0]) >= limit:
+        return views[0][:limit] if views else b""
+    pieces = []
+    left = limit
+    for view in views:
+        pieces.append(view[:left])
+        left -= len(pieces[-1])
+        if not left:
+            break
+    return b"".join(pieces)
 
 
 def digest_of(reading: Reading, size: int, seed: int) -> bytes:
