@@ -13,7 +13,7 @@ from support.running import Process, eventually, lighthouse_process, line_to, si
 
 from chaos.bounds import JOIN_S
 from chaos.fleet import Fleet
-from torchft_svc.client.process_groups.rendezvous.store_connection import CALL_TIMEOUT_S
+from torchft_svc.client.process_groups.rendezvous import CALL_TIMEOUT_S
 from torchft_svc.coordination import LighthouseClient
 
 pytestmark = pytest.mark.processes

@@ -9,14 +9,16 @@ from torchft_svc.client.hsdp import replicate_across_groups, sharded_state_dict
 from torchft_svc.client.managed import ManagedProcessGroup
 from torchft_svc.client.manager import FaultToleranceManager, Manager
 from torchft_svc.client.optim import Optimizer, OptimizerWrapper
-from torchft_svc.client.process_groups import (
-    ErrorSwallowingProcessGroupWrapper,
-    ProcessGroup,
+from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.dummy import ProcessGroupDummy
+from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
+from torchft_svc.client.process_groups.isolated.group import (
     ProcessGroupBabyGloo,
     ProcessGroupBabyNCCL,
-    ProcessGroupDummy,
-    ProcessGroupGloo,
-    ProcessGroupNCCL,
+)
+from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
+from torchft_svc.client.process_groups.wrappers import (
+    ErrorSwallowingProcessGroupWrapper,
     ProcessGroupWrapper,
 )
 

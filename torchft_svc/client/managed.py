@@ -11,7 +11,7 @@ from torchft_svc.client.gradients.reducer import check_running
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import CompletedWork, result_of
-from torchft_svc.client.reduce.averages import ManagedWork
+from torchft_svc.client.reduce.reduction import ManagedWork
 from torchft_svc.errors import ConfigError, RequestRefused
 
 if TYPE_CHECKING:

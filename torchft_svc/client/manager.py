@@ -436,22 +436,22 @@ class Manager:
 
     def last_quorum(self) -> QuorumResult | None:
         """The quorum that this worker is, or was last, connected in; None before the first one."""
-        return self._worker.last_quorum
+        return self._worker.round.peers.quorum
 
     def replica_id(self) -> str:
         """``name:incarnation``, or the name alone before the first quorum."""
         quorum = self.last_quorum()
         if quorum is None or not quorum.replica_ids:
-            return self._runtime.replica_name
+            return self._runtime.services.replica_name
         return quorum.replica_ids[quorum.replica_rank]
 
     def num_replicas_waiting(self) -> int:
         """How many groups are known to wait to join, since the last quorum request."""
-        return self._worker.num_waiting
+        return self._worker.round.peers.num_waiting
 
     def is_draining(self) -> bool:
         """Whether this worker's group has to end after its step."""
-        return self._worker.drain_reason is not None
+        return self._worker.round.drain_reason is not None
 
     # -- the end ---------------------------------------------------------------------------------
 

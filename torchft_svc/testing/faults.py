@@ -6,10 +6,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.members import Members
+from torchft_svc.client.process_groups.operations import WrappedWork
 from torchft_svc.client.process_groups.wrappers import ProcessGroupWrapper
 
 
@@ -35,7 +35,6 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
         self._future_error = error
 
     def _configure(self, members: Members) -> None:
-        """See `ProcessGroup.configure`."""
         error, self._configure_error = self._configure_error, None
         if error is not None:
             raise error
@@ -50,12 +49,11 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
         return work if error is None else _FailingWork(work, error)
 
 
-class _FailingWork(dist.Work):
+class _FailingWork(WrappedWork):
     """Ends with the operation, and then fails."""
 
     def __init__(self, work: Any, error: Exception) -> None:
-        super().__init__()
-        self._work = work
+        super().__init__(work)
         self._error = error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -66,10 +64,6 @@ class _FailingWork(dist.Work):
         """
         self._work.wait(timeout) if timeout else self._work.wait()
         raise self._error
-
-    def is_completed(self) -> bool:
-        """Whether the operation is over."""
-        return bool(self._work.is_completed())
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that fails once the operation is over."""

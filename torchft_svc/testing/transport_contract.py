@@ -296,7 +296,6 @@ class InMemoryTransport(CheckpointTransport[Any]):
             self._changed.notify_all()
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, why: str) -> None:
-        """See `CheckpointTransport.refuse_checkpoint`."""
         with self._changed:
             self._step, self._state, self._refused = step, None, why
             self._changed.notify_all()
@@ -305,12 +304,10 @@ class InMemoryTransport(CheckpointTransport[Any]):
         """Nothing to do: what was offered is a copy."""
 
     def retract_checkpoint(self) -> None:
-        """See `CheckpointTransport.retract_checkpoint`."""
         with self._changed:
             self._step, self._state = -1, None
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """See `CheckpointTransport.recv_checkpoint`."""
         source = self._sources.get(metadata)
         if source is None:
             raise Unreachable(f"replica rank {src_rank}", metadata, "it was shut down")
@@ -325,5 +322,4 @@ class InMemoryTransport(CheckpointTransport[Any]):
             return copy.deepcopy(self._state)
 
     def shutdown(self, wait: bool = True) -> None:
-        """See `CheckpointTransport.shutdown`."""
         self._sources.pop(self._name, None)

@@ -27,7 +27,7 @@ from torchft_svc.client import (
     ProcessGroupWrapper,
 )
 from torchft_svc.client.process_groups.members import Members
-from torchft_svc.client.process_groups.recording.recorder import MAX_QUORUMS, FlightRecorder
+from torchft_svc.client.process_groups.recording import MAX_QUORUMS, FlightRecorder
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import ConfigError
 

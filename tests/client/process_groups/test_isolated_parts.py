@@ -40,7 +40,7 @@ ENOUGH = timedelta(seconds=10)
             3, 1, (1, b"handle", 64, 0, b"counter", 7, b"event", True), b"r", b"d"
         ),
         messages.Launch(4, 3, "allreduce", [[messages.Place(3, 64, (2, 3), torch.bfloat16)]], {}),
-        messages.Started(4),
+        messages.Reply(4, is_over=False),
     ],
     ids=lambda message: type(message).__name__,
 )

@@ -25,7 +25,7 @@ from support.training import lighthouse, together
 from torchft_svc.client import Manager, ProcessGroupGloo
 from torchft_svc.client.process import uninterruptible
 from torchft_svc.client.process.uninterruptible import MAX_ABANDONED_CALLS, UninterruptibleCall
-from torchft_svc.client.process_groups.rendezvous import store_connection
+from torchft_svc.client.process_groups import rendezvous
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, Unreachable
 
 TIMEOUT = timedelta(seconds=60)
@@ -64,7 +64,7 @@ def store_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 @pytest.fixture
 def short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_connection, "CALL_TIMEOUT_S", CALL_S)
+    monkeypatch.setattr(rendezvous, "CALL_TIMEOUT_S", CALL_S)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_what_is_given_up_too_often_is_made_to_end() -> None:
     uninterruptible._abandoned.clear()
     with store_process() as (host, port):
         connections = [
-            store_connection.StoreConnection(f"127.0.0.1:{port}", 60.0)
+            rendezvous.StoreConnection(f"127.0.0.1:{port}", 60.0)
             for _ in range(MAX_ABANDONED_CALLS + 3)
         ]
         os.kill(host.pid, signal.SIGSTOP)
@@ -177,7 +177,7 @@ def test_idle_connections_do_not_keep_members_from_meeting(group: ProcessGroupGl
         check(
             "meeting at a filled store",
             time.monotonic() - began_at,
-            4 * store_connection.CALL_TIMEOUT_S + ENOUGH_S,
+            4 * rendezvous.CALL_TIMEOUT_S + ENOUGH_S,
         )
     other.shutdown()
 
@@ -198,7 +198,7 @@ def test_workers_of_a_group_whose_store_never_answers_say_so() -> None:
                 in_process=True,
             )
         took_s = time.monotonic() - began_at
-        check("a group's store that never answers", took_s, 1.0 + store_connection.CALL_TIMEOUT_S)
+        check("a group's store that never answers", took_s, 1.0 + rendezvous.CALL_TIMEOUT_S)
 
 
 def _put(port: int, key: bytes, value: bytes = b"x") -> None:

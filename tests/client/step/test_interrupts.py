@@ -124,5 +124,9 @@ def test_between_the_vote_and_the_end_of_the_update() -> None:
     everywhere(lambda a: a.optimizer.step(), before=lambda a: a.backward())
 
 
+def test_in_the_vote_of_a_program_that_applies_the_update_itself() -> None:
+    everywhere(lambda a: a.manager.should_commit(), before=lambda a: a.backward(), stride=3)
+
+
 def test_from_the_beginning_of_a_step_to_its_end() -> None:
     everywhere(lambda a: a.step(), stride=7)

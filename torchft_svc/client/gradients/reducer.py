@@ -70,7 +70,7 @@ class Reducer:
         self._missing: list[int] = []
         self._next = 0
         self.graph = NO_GRAPH
-        self._pass: weakref.ref[_Pass] | None = None
+        self._pass: weakref.ref[functools.partial[None]] | None = None
         self._is_nested = False
         self._arrived: set[int] = set()
         self._reductions: list[Reduction] = []
@@ -85,17 +85,17 @@ class Reducer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """See `Reducing.parameters`."""
         return [parameter for bucket in self._buckets for parameter in bucket.parameters]
 
     def prepare(self) -> None:
         """A forward pass begins: clean up a backward pass that an exception has ended."""
-        if not _runs_backward():  # during it, checkpointing recomputes a forward pass
+        if (
+            torch._C._current_graph_task_id() == NO_GRAPH
+        ):  # during it, checkpointing recomputes a forward pass
             self._give_up_broken()
 
     @property
     def first(self) -> torch.Tensor:
-        """See `Launching`."""
         return self._buckets[0].memory
 
     def settle(self) -> Exception | None:
@@ -178,7 +178,7 @@ class Reducer:
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         self._next = 0
         self._reductions = []
-        running = _Pass(self._finish)
+        running = functools.partial(self._finish)  # dropped by torch if the pass raises
         self._pass = weakref.ref(running)
         Variable._execution_engine.queue_callback(running)
 
@@ -190,7 +190,6 @@ class Reducer:
             self._launch_next()
 
     def is_launching(self) -> bool:
-        """See `Launching`."""
         return self._active and 0 < self._next < len(self._buckets)
 
     def launch_rest(self, graph: int) -> None:
@@ -280,17 +279,3 @@ def check_running(manager: Manager | None) -> None:
     """Raise `RequestRefused` if the manager was shut down, so that nothing is averaged."""
     if manager is None or manager.has_ended():
         raise RequestRefused(_ENDED)
-
-
-class _Pass:
-    """The callback at the end of a backward pass; torch drops it if the pass raises."""
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
-
-    def __call__(self) -> None:
-        self._on_end()
-
-
-def _runs_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != NO_GRAPH)

@@ -23,7 +23,6 @@ class Task:
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Called by the thread."""
         if not self._begun.acquire(blocking=False):
             return
         assert self._action is not None

@@ -50,7 +50,6 @@ class Timer:
         return number
 
     def cancel(self, number: int) -> None:
-        """Cancel a call."""
         with self._changed:
             self._due = [entry for entry in self._due if entry[1] != number]
             heapq.heapify(self._due)

@@ -89,7 +89,6 @@ class UninterruptibleCall(Generic[T]):
             call.release()
 
     def is_over(self) -> bool:
-        """Whether ``make`` has returned."""
         return self._over.is_set()
 
     def _run(self, make: Callable[[], T]) -> None:

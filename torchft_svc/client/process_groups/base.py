@@ -9,23 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchft_svc.client.process_groups.members import Loss, Members, describe_loss
-from torchft_svc.client.process_groups.operations import OLDER_NAMES
-from torchft_svc.client.process_groups.recording.flight import FlightLog, Record
-from torchft_svc.client.process_groups.recording.recorder import FlightRecorder
-from torchft_svc.core.types import check_length
+from torchft_svc.client.config import positive_s
+from torchft_svc.client.process_groups.members import Loss, Members
+from torchft_svc.client.process_groups.operations import COLLECTIVES, OLDER_NAMES
+from torchft_svc.client.process_groups.recording import FlightLog, FlightRecorder, Record
 from torchft_svc.errors import ConfigError, MemberLost, QuorumFailed
-
-
-def _forwarded(name: str) -> Callable[..., Any]:
-    """A method that hands its arguments to `ProcessGroup._launch`."""
-    handed_on = OLDER_NAMES.get(name, name)
-
-    def forward(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        return self._launch(handed_on, args, kwargs)
-
-    forward.__name__ = name
-    return forward
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -33,11 +21,14 @@ class ProcessGroup(dist.ProcessGroup):
 
     Usable wherever torch takes ``group=``; where torch needs its name (``DeviceMesh``, functional
     collectives), `register` it. It has no members before the first `configure`.
+
+    Every collective of torch (`operations.COLLECTIVES`, under older and newer names) is one call of
+    `_launch`.
     """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
-        _check_timeout(timeout)
+        positive_s("timeout", timeout)
         self._timeout = timeout
         self._group_name = ""
         self._rank = 0
@@ -48,32 +39,6 @@ class ProcessGroup(dist.ProcessGroup):
         self._stopped = False
         self._recorder: FlightRecorder | None = None
         self._flight: FlightLog | None = None
-
-    # Every collective, once. Each returns a work.
-    _allgather_base = _forwarded("_allgather_base")
-    _reduce_scatter_base = _forwarded("_reduce_scatter_base")
-    all_gather_single = _forwarded("all_gather_single")
-    all_gather_single_coalesced = _forwarded("all_gather_single_coalesced")
-    all_to_all_single = _forwarded("all_to_all_single")
-    allgather = _forwarded("allgather")
-    allgather_coalesced = _forwarded("allgather_coalesced")
-    allgather_into_tensor_coalesced = _forwarded("allgather_into_tensor_coalesced")
-    allreduce = _forwarded("allreduce")
-    allreduce_coalesced = _forwarded("allreduce_coalesced")
-    alltoall = _forwarded("alltoall")
-    alltoall_base = _forwarded("alltoall_base")
-    barrier = _forwarded("barrier")
-    broadcast = _forwarded("broadcast")
-    gather = _forwarded("gather")
-    recv = _forwarded("recv")
-    recv_anysource = _forwarded("recv_anysource")
-    reduce = _forwarded("reduce")
-    reduce_scatter = _forwarded("reduce_scatter")
-    reduce_scatter_single = _forwarded("reduce_scatter_single")
-    reduce_scatter_single_coalesced = _forwarded("reduce_scatter_single_coalesced")
-    reduce_scatter_tensor_coalesced = _forwarded("reduce_scatter_tensor_coalesced")
-    scatter = _forwarded("scatter")
-    send = _forwarded("send")
 
     @abc.abstractmethod
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -190,19 +155,26 @@ class ProcessGroup(dist.ProcessGroup):
         Raises:
             ConfigError: the timeout is not positive, or too long.
         """
-        _check_timeout(timeout)
+        positive_s("timeout", timeout)
         self._timeout = timeout
 
     def record_to(self, recorder: FlightRecorder) -> None:
         """Record collectives from the next `configure` on that names a quorum."""
         self._recorder = recorder
 
-    def save_record(self, reason: str) -> None:
+    def save_record(self, reason: str, *, only_if_broken: bool = False) -> None:
         """Write and close the record that began with `configure`, if there is one.
 
         `abort` does this, and every other way to leave members with collectives under way.
+        ``only_if_broken``: write it only if a collective is not over, or has failed.
         """
-        self._end_record(reason)
+        flight, self._flight = self._flight, None
+        if flight is None or self._recorder is None:
+            return
+        self._update_record()
+        snapshot = flight.snapshot()
+        if not (only_if_broken and snapshot.is_complete):
+            self._recorder.write(snapshot, reason)
 
     def _begin_record(self, members: Members, backend: str) -> None:
         """``members`` are connected over ``backend``."""
@@ -223,22 +195,17 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _give_up_record(self) -> None:
         """End the record because the operations under way are given up."""
-        self._end_record(describe_loss(self._loss, self._quorum_id) or "given up")
+        self.save_record(self._lost() or "given up")
 
     def _leave_record(self) -> None:
         """End the record because other members follow; write it only if a present one is gone."""
-        lost = describe_loss(self._loss, self._quorum_id)
-        self._end_record(lost or "another quorum", only_if_broken=not lost)
+        lost = self._lost()
+        self.save_record(lost or "another quorum", only_if_broken=not lost)
 
-    def _end_record(self, reason: str, *, only_if_broken: bool = False) -> None:
-        """``only_if_broken``: write it only if a collective is not over, or has failed."""
-        flight, self._flight = self._flight, None
-        if flight is None or self._recorder is None:
-            return
-        self._update_record()
-        snapshot = flight.snapshot()
-        if not (only_if_broken and snapshot.is_complete):
-            self._recorder.write(snapshot, reason)
+    def _lost(self) -> str:
+        """Which of the present members is gone, and why; empty if none is known to be."""
+        loss = self._loss
+        return str(loss.error) if loss is not None and loss.quorum_id == self._quorum_id else ""
 
     def _update_record(self) -> None:
         """Note which of the recorded collectives have ended."""
@@ -274,12 +241,21 @@ class ProcessGroup(dist.ProcessGroup):
         return f"torchft-{type(self).__name__}"
 
 
+def _forwarded(name: str) -> Callable[..., Any]:
+    """A method that hands its arguments to `ProcessGroup._launch`."""
+    handed_on = OLDER_NAMES.get(name, name)
+
+    def forward(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        return self._launch(handed_on, args, kwargs)
+
+    forward.__name__ = name
+    return forward
+
+
+for _name in (*COLLECTIVES, *OLDER_NAMES):
+    setattr(ProcessGroup, _name, _forwarded(_name))
+
+
 def left_error() -> QuorumFailed:
     """The error of a group that has left its members."""
     return QuorumFailed("the process group was left; it has members again with the next quorum")
-
-
-def _check_timeout(timeout: timedelta) -> None:
-    if timeout <= timedelta(0):
-        raise ConfigError("timeout", timeout, "a collective needs a timeout above 0")
-    check_length("timeout", timeout.total_seconds())

@@ -20,10 +20,14 @@ from torch._C._distributed_c10d import Store
 from torchft_svc.client.process_groups.abandoned import AbandonedBackends
 from torchft_svc.client.process_groups.base import ProcessGroup, left_error
 from torchft_svc.client.process_groups.members import Members
-from torchft_svc.client.process_groups.recording.flight import RecordedWork
-from torchft_svc.client.process_groups.rendezvous.failures import FailureWatch, announce
-from torchft_svc.client.process_groups.rendezvous.meeting import meet, tidy_store
-from torchft_svc.client.process_groups.rendezvous.store_connection import LastStore
+from torchft_svc.client.process_groups.recording import RecordedWork
+from torchft_svc.client.process_groups.rendezvous import (
+    FailureWatch,
+    LastStore,
+    announce,
+    meet,
+    tidy_store,
+)
 from torchft_svc.client.process_groups.sockets import BackendSockets
 from torchft_svc.errors import PeerError, QuorumFailed
 
@@ -133,7 +137,7 @@ class DelegatingProcessGroup(ProcessGroup):
     def shutdown(self) -> None:
         """Leave the members for good; idempotent."""
         self.interrupt()
-        self._end_record("shut down", only_if_broken=True)
+        self.save_record("shut down", only_if_broken=True)
         self.abort()
         self._last_store.drop()
 

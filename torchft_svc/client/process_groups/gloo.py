@@ -5,14 +5,13 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from torchft_svc.client.process.uninterruptible import UninterruptibleCall
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup, WholeBackend
-from torchft_svc.client.process_groups.operations import HIDDEN_BY_GLOO
-from torchft_svc.client.process_groups.rendezvous.store_connection import CONNECT_TIMEOUT_S
+from torchft_svc.client.process_groups.operations import HIDDEN_BY_GLOO, WrappedWork
+from torchft_svc.client.process_groups.rendezvous import CONNECT_TIMEOUT_S
 
 _NAME = "gloo-connect"
 # Gloo connects within this many timeouts, unless the store stops answering.
@@ -71,7 +70,7 @@ class _GlooBackend(WholeBackend):
     device_type = "cpu"
 
 
-class _Transfer(dist.Work):
+class _Transfer(WrappedWork):
     """An operation whose end gloo reports only in ``wait``, with the ``timeout`` of the others.
 
     Gloo's own ``wait`` would use the timeout for connecting. A ``wait`` that times out also ends
@@ -79,8 +78,7 @@ class _Transfer(dist.Work):
     """
 
     def __init__(self, work: Any, timeout: timedelta) -> None:
-        super().__init__()
-        self._work = work
+        super().__init__(work)
         self._timeout = timeout
         self._waited = False
 
@@ -93,23 +91,13 @@ class _Transfer(dist.Work):
 
     def is_completed(self) -> bool:
         """False until `wait` was called."""
-        return self._waited or bool(self._work.is_completed())
+        return self._waited or super().is_completed()
 
     def is_success(self) -> bool:
-        """Whether `wait` was called and the operation has not failed."""
         return bool(self._work.is_success())
 
     def synchronize(self) -> None:
         """Nothing: no device is involved."""
-
-    def result(self) -> Any:
-        """The tensors."""
-        return self._work.result()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Raises RuntimeError: gloo reports the end only in ``wait``."""
-        future: torch.futures.Future[Any] = self._work.get_future()
-        return future
 
     def _source_rank(self) -> int:
         """The rank that sent it; torch calls it by this name."""

@@ -35,14 +35,7 @@ class Loss:
 
     @classmethod
     def now(cls, quorum_id: int, reason: str) -> Loss:
-        """The loss of a member that has just been reported."""
         return cls(quorum_id, time.monotonic() + LOSS_GRACE_S, MemberLost(reason))
 
     def is_final(self) -> bool:
-        """Whether the grace period is over."""
         return time.monotonic() >= self.final_at
-
-
-def describe_loss(loss: Loss | None, quorum_id: int | None) -> str:
-    """Which member of quorum ``quorum_id`` is gone, and why; empty if none is known to be."""
-    return str(loss.error) if loss is not None and loss.quorum_id == quorum_id else ""

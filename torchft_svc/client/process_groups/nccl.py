@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Store
 
 from torchft_svc.client.process.deadlines import Timer
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup, WholeBackend
+from torchft_svc.client.process_groups.operations import WrappedWork
 from torchft_svc.env import set_default, switched_on
 from torchft_svc.errors import ConfigError, DeadlineExceeded, QuorumFailed
 
@@ -121,7 +122,6 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         super().abort()
 
     def shutdown(self) -> None:
-        """See `ProcessGroup.shutdown`."""
         super().shutdown()
         self._timer.close(_JOIN_S)
         deadline = time.monotonic() + _JOIN_S
@@ -223,12 +223,11 @@ class _Communicator(WholeBackend):
         )
 
 
-class DeviceWork(dist.Work):
+class DeviceWork(WrappedWork):
     """An operation on the device's own stream for collectives, among the members of ``comm``."""
 
     def __init__(self, work: Any, comm: Any) -> None:
-        super().__init__()
-        self._work = work
+        super().__init__(work)
         self._comm = comm
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -265,19 +264,6 @@ class DeviceWork(dist.Work):
             return self.wait(_OVER)
         except (RuntimeError, QuorumFailed):
             return False
-
-    def synchronize(self) -> None:
-        """Order the current stream behind the operation."""
-        self._work.synchronize()
-
-    def result(self) -> Any:
-        """The tensors."""
-        return self._work.result()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Torch's own; its callbacks run on a stream behind the operation."""
-        future: torch.futures.Future[Any] = self._work.get_future()
-        return future
 
     def _check(self) -> None:
         if self._comm.left:
@@ -332,29 +318,24 @@ class _Connecting:
         return True
 
 
-class _Teardown:
+class _Teardown(threading.Thread):
     """Aborts a communicator: its operations end within milliseconds, the rest takes longer."""
 
     def __init__(self, backend: Any) -> None:
-        self._thread = threading.Thread(
-            target=_abort, args=(backend,), name="nccl-end", daemon=True
-        )
-        self._thread.start()
+        super().__init__(name="nccl-end", daemon=True)
+        self._backend = backend
+        self.start()
+
+    def run(self) -> None:
+        backend, self._backend = self._backend, None
+        try:
+            backend.abort()
+        except RuntimeError as error:
+            log.warning("NCCL could not be aborted: %s", error)
 
     def is_completed(self) -> bool:
         """Whether the communicator is aborted."""
-        return not self._thread.is_alive()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the end."""
-        self._thread.join(timeout_s)
-
-
-def _abort(backend: Any) -> None:
-    try:
-        backend.abort()
-    except RuntimeError as error:
-        log.warning("NCCL could not be aborted: %s", error)
+        return not self.is_alive()
 
 
 @contextlib.contextmanager

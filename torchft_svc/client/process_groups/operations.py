@@ -83,6 +83,28 @@ def ends_within(work: Any, timeout: timedelta) -> bool:
     return True
 
 
+class WrappedWork(dist.Work):
+    """Changes a part of what ``work`` does; the rest is as there."""
+
+    def __init__(self, work: Any) -> None:
+        super().__init__()
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+    def result(self) -> Any:
+        return self._work.result()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that holds the tensors; RuntimeError if there is none."""
+        future: torch.futures.Future[Any] = self._work.get_future()
+        return future
+
+
 class CompletedWork(dist.Work):
     """A collective that has already ended; ``value`` is its result."""
 
@@ -93,17 +115,13 @@ class CompletedWork(dist.Work):
         self._future.set_result(value)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True, at once."""
         return True
 
     def is_completed(self) -> bool:
-        """True."""
         return True
 
     def result(self) -> Any:
-        """``value``."""
         return self._value
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that holds the result."""
         return self._future

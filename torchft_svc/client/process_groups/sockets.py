@@ -53,7 +53,6 @@ class BackendSockets:
         cut({fd: inode for fd, inode in self._known.items() if peer(fd) is not None})
 
     def drop_descriptors(self) -> None:
-        """In a forked child."""
         for fd, inode in self._known.items():
             if socket_at(fd) == inode:  # else it was closed, and the number is another's
                 os.close(fd)

@@ -13,14 +13,28 @@ import torch.distributed as dist
 
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.members import Members
-from torchft_svc.client.process_groups.operations import CompletedWork, ends_within, result_of
-from torchft_svc.client.process_groups.recording.recorder import FlightRecorder
+from torchft_svc.client.process_groups.operations import (
+    CompletedWork,
+    WrappedWork,
+    ends_within,
+    result_of,
+)
 from torchft_svc.errors import TorchFTError
 
 log = logging.getLogger(__name__)
 
 # Only one member writes its result, or all but one do.
 _FROM_OR_TO_ROOT = frozenset({"broadcast", "reduce"})
+
+
+def _asked_of_wrapped(name: str) -> Callable[..., Any]:
+    """The method ``name`` of a wrapper: that of the wrapped group."""
+
+    def ask(self: ProcessGroupWrapper, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._pg, name)(*args, **kwargs)
+
+    ask.__name__ = name
+    return ask
 
 
 class ProcessGroupWrapper(ProcessGroup):
@@ -32,7 +46,6 @@ class ProcessGroupWrapper(ProcessGroup):
 
     @property
     def parent(self) -> ProcessGroup:
-        """The wrapped group."""
         return self._pg
 
     def _configure(self, members: Members) -> None:
@@ -41,57 +54,20 @@ class ProcessGroupWrapper(ProcessGroup):
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
         return self._pg._launch(name, args, kwargs)
 
-    def prepare(self) -> None:
-        """See `ProcessGroup.prepare`."""
-        self._pg.prepare()
-
-    def abort(self) -> None:
-        """See `ProcessGroup.abort`."""
-        self._pg.abort()
-
-    def cut(self) -> None:
-        """See `ProcessGroup.cut`."""
-        self._pg.cut()
-
-    def errored(self) -> Exception | None:
-        """See `ProcessGroup.errored`."""
-        return self._pg.errored()
-
-    def shutdown(self) -> None:
-        """See `ProcessGroup.shutdown`."""
-        self._pg.shutdown()
-
-    def lose_member(self, quorum_id: int, reason: str) -> None:
-        """See `ProcessGroup.lose_member`."""
-        self._pg.lose_member(quorum_id, reason)
-
-    def interrupt(self) -> None:
-        """See `ProcessGroup.interrupt`."""
-        self._pg.interrupt()
-
-    def tidy(self) -> None:
-        """See `ProcessGroup.tidy`."""
-        self._pg.tidy()
-
-    def record_to(self, recorder: FlightRecorder) -> None:
-        """See `ProcessGroup.record_to`."""
-        self._pg.record_to(recorder)
-
-    def save_record(self, reason: str) -> None:
-        """See `ProcessGroup.save_record`."""
-        self._pg.save_record(reason)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """See `ProcessGroup.set_timeout`."""
-        self._pg.set_timeout(timeout)
-
-    def rank(self) -> int:
-        """This member's index."""
-        return self._pg.rank()
-
-    def size(self) -> int:
-        """How many members there are."""
-        return self._pg.size()
+    # What a group is asked for besides collectives.
+    prepare = _asked_of_wrapped("prepare")
+    abort = _asked_of_wrapped("abort")
+    cut = _asked_of_wrapped("cut")
+    errored = _asked_of_wrapped("errored")
+    shutdown = _asked_of_wrapped("shutdown")
+    lose_member = _asked_of_wrapped("lose_member")
+    interrupt = _asked_of_wrapped("interrupt")
+    tidy = _asked_of_wrapped("tidy")
+    record_to = _asked_of_wrapped("record_to")
+    save_record = _asked_of_wrapped("save_record")
+    set_timeout = _asked_of_wrapped("set_timeout")
+    rank = _asked_of_wrapped("rank")
+    size = _asked_of_wrapped("size")
 
 
 class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
@@ -150,7 +126,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         return _SwallowingWork(work, result_of(name, args, kwargs), self.report_error, skip)
 
 
-class _SwallowingWork(dist.Work):
+class _SwallowingWork(WrappedWork):
     """Reports an error instead of raising it."""
 
     def __init__(
@@ -160,8 +136,7 @@ class _SwallowingWork(dist.Work):
         report: Callable[[Exception], None],
         skip: Callable[[], CompletedWork],
     ) -> None:
-        super().__init__()
-        self._work = work
+        super().__init__(work)
         self._results = results
         self._report = report
         self._skip = skip
@@ -184,14 +159,6 @@ class _SwallowingWork(dist.Work):
             limit_s = timeout.total_seconds()
             raise dist.DistBackendError(f"a collective is not over after {limit_s:.3g} s")
         return True
-
-    def is_completed(self) -> bool:
-        """Whether it has ended, successfully or not."""
-        return bool(self._work.is_completed())
-
-    def synchronize(self) -> None:
-        """Order the current stream behind the operation."""
-        self._work.synchronize()
 
     def result(self) -> Any:
         """The result tensors; zeros after an error."""

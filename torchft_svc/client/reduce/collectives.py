@@ -14,8 +14,10 @@ from torch.distributed import ReduceOp
 
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.process_groups.operations import CompletedWork
 from torchft_svc.client.reduce.operations import Header, Kind, LaunchOrder, Operation
-from torchft_svc.client.reduce.reduction import Reduction
+from torchft_svc.client.reduce.reduction import ManagedWork, Reduction
+from torchft_svc.core.step import Participation
 from torchft_svc.errors import (
     ConfigError,
     MemberLost,
@@ -72,9 +74,9 @@ class Collectives:
         self._latch = latch
         self._epoch = 0
         self._outstanding: list[Reduction] = []
-        self._passes: set[int] = (
-            set()
-        )  # backward passes that launched operations and have not ended
+        self._works: list[ManagedWork] = []  # of `allreduce`
+        # Backward passes that launched operations and have not ended.
+        self._passes: set[int] = set()
         self.launched = False
 
     def begin(self, epoch: int) -> None:
@@ -86,7 +88,46 @@ class Collectives:
         self._end = None
         self._unread = []
         self._outstanding = []
+        self._works = []
         self._passes = set()
+
+    @property
+    def has_any(self) -> bool:
+        """Whether `allreduce` was called in this step."""
+        return bool(self._works)
+
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp.RedOpType,
+        participation: Participation,
+        kind: Kind = Kind.AVERAGE,
+    ) -> dist.Work:
+        """Start reducing a copy of ``tensor``; the work's ``wait`` copies the result back.
+
+        So an abandoned operation cannot corrupt the tensor.
+        """
+        average = op == ReduceOp.AVG
+        sent_op = ReduceOp.SUM if average else op
+        copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        if participation.participating_rank is None:
+            copy.fill_(neutral_element(sent_op, tensor.dtype))
+        elif average:
+            # Dividing before the sum saves a pass after it.
+            torch.div(tensor, participation.num_participants, out=copy)
+        else:
+            copy.copy_(tensor)
+        reduction = self.launch(copy, sent_op, kind, op)
+        if reduction is None:
+            return CompletedWork(tensor)
+
+        def finish() -> torch.Tensor:
+            if reduction.wait():
+                tensor.copy_(copy)
+            return tensor
+
+        self._works.append(ManagedWork(finish))
+        return self._works[-1]
 
     def launch(
         self,
@@ -262,6 +303,8 @@ class Collectives:
 
     def finish(self) -> None:
         """Wait for all operations of this step."""
+        for work in self._works:
+            work.wait()
         for reduction in self._outstanding:
             reduction.wait()
         self._outstanding = []
@@ -272,6 +315,8 @@ class Collectives:
         end, self._end = self._end, None
         if end is not None:
             self._end_comparison(end)
+        self._works = []
+        self._pg.tidy()
 
 
 def unfinished_pass() -> RequestRefused:
@@ -280,6 +325,20 @@ def unfinished_pass() -> RequestRefused:
         "a backward pass of this step was not finished: after an exception in it begin another "
         "step with zero_grad"
     )
+
+
+def check_arguments(tensor: torch.Tensor, quantized: bool, op: ReduceOp.RedOpType) -> None:
+    """Refuse invalid arguments of `Manager.allreduce`, on every group alike.
+
+    Raises:
+        ConfigError: the message says what to change.
+    """
+    if quantized:
+        raise ConfigError("should_quantize", True, "quantized reductions are not supported yet")
+    if op != ReduceOp.AVG:
+        neutral_element(op, tensor.dtype)
+    elif not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        raise ConfigError("tensor", tensor.dtype, "whole numbers cannot be averaged")
 
 
 def neutral_element(op: ReduceOp.RedOpType, dtype: torch.dtype) -> float | int:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchft_svc.client.process.uninterruptible import SLICE_S
@@ -151,6 +152,33 @@ class Reduction:
         report, self._on_error = self._on_error, None
         if report is not None:
             report(error)
+
+
+class ManagedWork(dist.Work):
+    """What `Manager.allreduce` returns: its error is latched by the manager, never raised."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        super().__init__()
+        self._finish: Callable[[], Any] | None = finish
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the tensor holds the result, or the step's error is latched; always True."""
+        if self._finish is not None:
+            value = self._finish()
+            self._finish = None  # not before: a wait that is interrupted may be repeated
+            self._future.set_result(value)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` has been called."""
+        return self._finish is None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that holds the tensor. Waits for it first, because an error of the step does not
+        reach the waiters of a future."""
+        self.wait()
+        return self._future
 
 
 def _has_succeeded(work: Any) -> bool:

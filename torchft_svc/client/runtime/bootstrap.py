@@ -13,7 +13,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from torchft_svc.client.config import GroupPlace, ServiceOptions, Timeouts
-from torchft_svc.client.process_groups.rendezvous.store_connection import (
+from torchft_svc.client.process_groups.rendezvous import (
     StoreConnection,
     call_store,
 )

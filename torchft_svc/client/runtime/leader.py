@@ -39,7 +39,6 @@ class LeaderSign:
         self._listener.close()
 
     def drop_descriptors(self) -> None:
-        """In a forked child."""
         self._listener.close()
 
 

@@ -21,7 +21,7 @@ from torchft_svc.client.process.ending import LAST_WORDS_S, end_now, failure
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
-from torchft_svc.client.process_groups.recording.recorder import FlightRecorder
+from torchft_svc.client.process_groups.recording import FlightRecorder
 from torchft_svc.client.runtime.bootstrap import (
     GroupServices,
     GroupStore,
@@ -68,11 +68,6 @@ class Runtime:
     term_signal: TermSignal | None
     recorder: FlightRecorder | None
     closed: bool = False
-
-    @property
-    def replica_name(self) -> str:
-        """The group's stable name."""
-        return self.services.replica_name
 
     def close(self, wait: bool) -> None:
         """Stop; ``wait`` also joins the transport's threads. Idempotent."""

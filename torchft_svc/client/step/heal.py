@@ -1,4 +1,4 @@
-"""Moves state between groups: offers this group's, fetches another's."""
+"""Fetches the state of a group that is up to date."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from torchft_svc.client.step.state import EARLY_KEY, join
 from torchft_svc.coordination import ManagerClient, QuorumResult, Security
 from torchft_svc.errors import DeadlineExceeded, TorchFTError, Unreachable
 
-# Who takes longer is no help.
+# A source that needs longer to answer does not help.
 _EXTRA_TIMEOUT = timedelta(seconds=5)
-# How often to look whether those that end their step are still there.
+# Interval at which the sources are checked.
 _CHECK_S = 0.1
-# A source that dies, or is frozen, is out of the quorum long before the timeout: look after so long
-# for the first time, and then ever later, since a busy machine may need longer to answer.
-_FIRST_LOOK_S = 1.0
+# The first timeout of a request; each retry doubles it, because a busy machine may need longer.
+# Before a retry the quorum is checked: a source that is dead or frozen leaves it long before the
+# timeout of the heal.
+_FIRST_TIMEOUT_S = 1.0
 
 
 def fetch_state(
@@ -33,14 +34,15 @@ def fetch_state(
     check: Callable[[], None],
     check_source: Callable[[], None],
 ) -> Any:
-    """The state of ``quorum.max_step``, from the group that the quorum assigned, and others.
+    """The state of ``quorum.max_step``, from the source that the quorum assigned, and from others.
 
-    If its forward pass goes on meanwhile, that group sends a part of the state when its step ends.
+    If the forward pass of the source continues meanwhile, it sends a part of the state when its
+    step ends.
 
-    ``timeout_s`` is the longest time without progress. ``check`` raises to end the wait for a
-    manager that does not answer, or for the end of that step: its group is out of the quorum.
-    ``check_source`` raises when that group itself is: if it sends nothing, others take its place,
-    or it is not waited for.
+    ``timeout_s`` is the longest time without progress. ``check`` raises if a member is out of the
+    quorum: that ends the wait for a manager that does not answer, and for the end of the source's
+    step. ``check_source`` raises if the source itself is out of the quorum: if it sends nothing,
+    other sources take its place, or the heal fails.
 
     Raises:
         PeerError: the source is gone, does not serve that step, or its data is damaged.
@@ -50,7 +52,7 @@ def fetch_state(
 
     def look_up(address: str, timeout: timedelta) -> str:
         deadline = time.monotonic() + timeout.total_seconds()
-        limit_s = _FIRST_LOOK_S
+        limit_s = _FIRST_TIMEOUT_S
         while True:
             left_s = max(0.001, deadline - time.monotonic())
             limit = timedelta(seconds=min(left_s, limit_s))
@@ -82,7 +84,7 @@ def fetch_state(
 
 @contextlib.contextmanager
 def _watching(check: Callable[[], None], tell: Callable[[str], None]) -> Iterator[None]:
-    """While ``check`` raises in this block, ``tell`` is told why, again and again, on a thread."""
+    """In this block, call ``check`` repeatedly on a thread, and ``tell`` with each error."""
     is_over = threading.Event()
 
     def watch() -> None:

@@ -1,7 +1,8 @@
-"""Carries out what a worker's round orders, on the background thread.
+"""Carries out the orders of a worker's round, on the background thread, and asks for its decision.
 
-Ask for the quorum, meet its members, offer state to those behind, fetch it if behind: what is done
-when, and what an error becomes, decides `torchft_svc/core/round.py`.
+The orders: request the quorum, connect its members, offer the state to groups that are behind,
+fetch it if this group is behind. `torchft_svc/core/round.py` decides which order comes when, and
+what an error leads to.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from torchft_svc.client.step.state import EarlyTensors, StateRegistry, readable_
 from torchft_svc.coordination import ManagerClient, QuorumResult
 from torchft_svc.core.names import stable_name
 from torchft_svc.core.round import (
+    AskDecision,
     AskManager,
     BeginTraining,
+    Decide,
     EnterQuorum,
     ExpectNoState,
     FetchState,
     LeaveMembers,
+    LoseDecision,
     MeetMembers,
     OfferState,
     RefuseState,
@@ -38,14 +42,21 @@ from torchft_svc.core.round import (
     WorkerRules,
 )
 from torchft_svc.core.step import Phase
-from torchft_svc.errors import GroupLeft, TorchFTError, UsageError
+from torchft_svc.errors import (
+    CommitFailed,
+    GroupLeft,
+    RequestRefused,
+    TorchFTError,
+    Unreachable,
+    UsageError,
+)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
-    """What a round talks to."""
+    """The parts that a round uses."""
 
     client: ManagerClient
     pg: ProcessGroup
@@ -54,7 +65,7 @@ class Dependencies:
     watchdog: Watchdog
 
     def leave_members(self, reason: Exception) -> None:
-        """Leave the process group's members at once."""
+        """Leave the members of the process group at once."""
         with self.watchdog.watching("a process group to be left"):
             self.pg.save_record(str(reason))
             self.pg.abort()
@@ -62,7 +73,7 @@ class Dependencies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRules:
-    """What is the same for every round of a manager."""
+    """The settings of a manager that all of its rounds share."""
 
     place: GroupPlace
     timeouts: Timeouts
@@ -73,7 +84,7 @@ class RoundRules:
     checks_collectives: bool = False
 
     def for_worker(self, patience_s: float) -> WorkerRules:
-        """What of it the core decides by; ``patience_s``: with a manager that is started anew."""
+        """The part for the core; ``patience_s``: how long to wait for a restarted manager."""
         has_spares = self.mode is WorldSizeMode.FIXED_WITH_SPARES
         return WorkerRules(
             group_rank=self.place.group_rank,
@@ -85,8 +96,8 @@ class RoundRules:
         )
 
     def common(self) -> str:
-        """The settings that decide who contributes, and which steps count, and so have to be the
-        same in all groups."""
+        """The settings that must be equal in all groups: they decide which groups contribute, and
+        which steps count."""
         named = {
             "world_size_mode": self.mode.name,
             "min_replica_size": self.min_replica_size,
@@ -99,7 +110,7 @@ class RoundRules:
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """To whom the rest of the state is sent; all of it if nothing was sent ``early``."""
+    """The receivers of the rest of the state; of the whole state if nothing was sent ``early``."""
 
     receivers: list[int]
     extras: list[int]
@@ -107,10 +118,10 @@ class _Rest:
 
 
 class RoundRunner:
-    """Carries one round out: its orders, and what comes of them.
+    """Carries out the orders of one round, and reports the results to it.
 
-    ``ready`` is set when the members are known and met, or when there is an error; ``state`` is
-    what was fetched, until it is taken.
+    ``ready`` is set when the members are connected, or when there is an error; ``state`` is the
+    fetched state until it is loaded.
     """
 
     def __init__(self, deps: Dependencies, rules: RoundRules, worker: SharedRound) -> None:
@@ -120,19 +131,19 @@ class RoundRunner:
         self.ready = threading.Event()
         self.quorum: QuorumResult | None = None
         self.state: dict[str, Any] | None = None
-        self.healed_from = ""  # for people: from whom, how much, how long
-        self._rest: _Rest | None = None  # what is owed to those that heal, when the step ends
+        self.healed_from = ""  # for the log: source, size and time
+        self._rest: _Rest | None = None  # what groups that heal get when the step ends
 
     def withdraw(self, error: Exception) -> None:
-        """It will not be run, because of ``error``: nobody was asked."""
+        """End the round with ``error`` before it has run: nothing was requested."""
         with self._worker.changing() as round_:
             round_.withdraw(error)
         self.ready.set()
 
     def run(self, allow_heal: bool) -> None:
-        """Carry the round out; raises nothing."""
+        """Run the round; raises nothing."""
         try:
-            if self._worker.last_quorum is None:
+            if self._worker.round.peers.quorum is None:
                 if allow_heal:
                     self._expect_state()
                 self._deps.pg.prepare()
@@ -150,24 +161,25 @@ class RoundRunner:
             self.ready.set()
 
     def _carry_out(self, orders: Orders) -> None:
-        """Only the last one of ``orders`` leads to others."""
+        """Carry out ``orders``, and those that follow; only the last one has others follow."""
         waiting = deque(orders)
         while waiting:
             order = waiting.popleft()
-            waiting.extend(_ACTIONS[type(order)](self, order))
+            waiting.extend(_ACTIONS[type(order)](self, order) or ())
 
     def _log_failure(self, error: Exception) -> None:
         if not isinstance(error, GroupLeft):
             log.debug("step %d cannot be committed", self._worker.state.step, exc_info=error)
 
     def _expect_state(self) -> None:
-        """A worker that has just started is most likely behind: prepare while the quorum forms."""
+        """Prepare for a heal while the quorum forms: a worker that has just started is usually
+        behind."""
         try:
             state = self._deps.registry.collect({}, self._rules.timeouts.quorum_s)
             self._deps.transport.check_state(state)
             self._deps.transport.expect_checkpoint(state)
         except UsageError:
-            raise  # it will not heal others either: better told now than when it is needed
+            raise  # this state could not be sent to other groups: better an error now than then
         except Exception:
             log.exception("healing cannot be prepared; it may take longer")
 
@@ -194,13 +206,13 @@ class RoundRunner:
 
     def _enter(self, order: EnterQuorum) -> Orders:
         assert self.quorum is not None
-        # The manager takes a worker that has its quorum for one that trains. It still waits for
-        # others; who waits for a store that does not answer has not hung itself.
+        # The manager considers a worker that has its quorum as training. This one still waits for
+        # other groups: a store that does not answer is no hang of this worker.
         self._worker.on_phase(Phase.QUORUM, self._worker.state.step)
         with self._worker.changing() as round_:
             change = round_.peers.change()
             orders = round_.entered()
-        # What all workers of a group would say is said by the first one.
+        # All workers of a group would log the same: only the first one does.
         level = logging.INFO if change and self._rules.place.leads else logging.DEBUG
         change = change or "the same groups connect again"
         quorum_id, step = self.quorum.quorum_id, self.quorum.max_step
@@ -213,7 +225,7 @@ class RoundRunner:
             return round_.met(problem)
 
     def _configure(self) -> Exception | None:
-        """Build the process group anew; why it cannot be used, if so."""
+        """Connect the members; returns the error if that fails."""
         quorum, place = self.quorum, self._rules.place
         assert quorum is not None
         try:
@@ -231,57 +243,39 @@ class RoundRunner:
             return error
         return None
 
-    def _leave(self, order: LeaveMembers) -> Orders:
-        self._deps.leave_members(order.reason)
-        return ()
+    def _offer(self, order: OfferState) -> None:
+        """Serve this group's state; a failure of a receiver does not affect this group's step.
 
-    def _expect_nothing(self, order: ExpectNoState) -> Orders:
-        self._deps.transport.expect_checkpoint(None)
-        return ()
-
-    def _begin_training(self, order: BeginTraining) -> Orders:
-        self.ready.set()
-        return ()
-
-    def _warn(self, order: Warn) -> Orders:
-        log.warning(order.what)
-        return ()
-
-    def _offer(self, order: OfferState) -> Orders:
-        """Serve this group's state; a receiver's trouble is none of this group's step.
-
-        It is kept for those that come late for as long as anything in a step may take.
+        The state is kept for late receivers as long as a quorum may take.
         """
         assert self.quorum is not None
         transport, registry = self._deps.transport, self._deps.registry
         receivers = list(order.receivers)
         extras = list(order.extras) if transport.can_stripe else []
         if not receivers and not extras:
-            return ()
+            return
         timeout_s = self._rules.timeouts.quorum_s
         try:
             for name in [_name_of(self.quorum, rank) for rank in receivers]:
                 log.info("%s heals to step %d from this group", name, self.quorum.max_step)
-            if order.at_once:  # they begin the step with it, as this group does just now
-                mine = registry.collect_copied(self._counters(), timeout_s)
+            if order.at_once:  # the receivers begin the step with it, as this group does now
+                mine = registry.collect_copied(self._worker.state.counters(), timeout_s)
             elif transport.can_defer:
                 early = registry.collect_early(timeout_s)
                 self._rest = _Rest(receivers, extras, early)
                 mine = early.state
             else:
                 self._rest = _Rest(receivers, extras, None)
-                return ()
+                return
             self._send(receivers, extras, mine)
         except Exception as error:
             log.exception("the state of step %d cannot be offered", self.quorum.max_step)
             self._refuse(receivers, error)
-        return ()
 
-    def _refuse_state(self, order: RefuseState) -> Orders:
+    def _refuse_state(self, order: RefuseState) -> None:
         step = self._worker.state.step
         log.warning("the state of step %d cannot be offered: %s", step, order.reason)
         self._refuse(list(order.receivers), order.reason)
-        return ()
 
     def _send(self, receivers: list[int], extras: list[int], state: Any) -> None:
         assert self.quorum is not None
@@ -297,13 +291,10 @@ class RoundRunner:
         self._rest = None
         self._deps.transport.refuse_checkpoint(receivers, self.quorum.max_step, repr(error))
 
-    def _counters(self) -> dict[str, int]:
-        return self._worker.state.counters()
-
     def offer_rest(self) -> None:
-        """The forward and the backward pass are over: send what they may have changed.
+        """After the forward and the backward pass, send the state that they may have changed.
 
-        Who heals meanwhile takes it in place of what its own passes have made of its old state.
+        A group that heals replaces its own state with it, after its own passes.
         """
         rest, self._rest = self._rest, None
         if rest is None or self.quorum is None:
@@ -312,11 +303,11 @@ class RoundRunner:
         timeout_s = self._rules.timeouts.quorum_s
         try:
             if rest.early is None:
-                state = registry.collect(self._counters(), timeout_s)
+                state = registry.collect(self._worker.state.counters(), timeout_s)
                 self._send(rest.receivers, rest.extras, state)
                 transport.disallow_checkpoint()
             else:
-                state = registry.collect_rest(rest.early, self._counters(), timeout_s)
+                state = registry.collect_rest(rest.early, self._worker.state.counters(), timeout_s)
                 timeout = timedelta(seconds=timeout_s)
                 transport.send_deferred(
                     rest.receivers, rest.extras, self.quorum.max_step, state, timeout
@@ -326,7 +317,7 @@ class RoundRunner:
             self._refuse(rest.receivers, error)
 
     def withhold_rest(self) -> None:
-        """The step was given up: whoever waits for its end need not."""
+        """Tell the receivers that wait for the end of this step that it was given up."""
         rest, self._rest = self._rest, None
         if rest is not None and self.quorum is not None:
             step = self.quorum.max_step
@@ -335,7 +326,7 @@ class RoundRunner:
             except Exception:
                 log.exception("it cannot be reported that step %d was given up", step)
 
-    def _fetch(self, order: FetchState) -> Orders:
+    def _fetch(self, order: FetchState) -> None:
         quorum = self.quorum
         assert quorum is not None
         source = _source_of(quorum)
@@ -355,25 +346,64 @@ class RoundRunner:
         self.healed_from = f"{source}: {readable_size(state)} in {took_s:.2f} s"
         with self._worker.changing() as round_:
             round_.fetched()
-        return ()
 
 
-_ACTIONS: dict[type, Callable[[RoundRunner, Any], Orders]] = {
+# What each order does; the result is what follows from it.
+_ACTIONS: dict[type, Callable[[RoundRunner, Any], Orders | None]] = {
     AskManager: RoundRunner._ask,
     EnterQuorum: RoundRunner._enter,
     MeetMembers: RoundRunner._meet,
-    LeaveMembers: RoundRunner._leave,
-    ExpectNoState: RoundRunner._expect_nothing,
-    BeginTraining: RoundRunner._begin_training,
+    LeaveMembers: lambda runner, order: runner._deps.leave_members(order.reason),
+    ExpectNoState: lambda runner, _: runner._deps.transport.expect_checkpoint(None),
+    BeginTraining: lambda runner, _: runner.ready.set(),
     OfferState: RoundRunner._offer,
     RefuseState: RoundRunner._refuse_state,
     FetchState: RoundRunner._fetch,
-    Warn: RoundRunner._warn,
+    Warn: lambda _, order: log.warning(order.what),
 }
 
 
+def ask_decision(client: ManagerClient, worker: SharedRound, orders: Orders) -> bool:
+    """Whether the group commits the step; ``orders`` are those of `Round.vote`.
+
+    Raises:
+        PeerError: a decision was made, or may have been made, and did not arrive here.
+    """
+    (order,) = orders
+    while isinstance(order, AskDecision):
+        time.sleep(order.pause_s)
+        with worker.changing() as round_:
+            ballot = round_.ballot()
+        timeout = timedelta(seconds=max(0.001, order.deadline - time.monotonic()))
+        try:
+            committed = client.vote(ballot, timeout)
+        except TorchFTError as error:
+            is_over = client.is_over(error)
+            with worker.changing() as round_:
+                now = time.monotonic()
+                (order,) = round_.vote_failed(error, now, is_manager_over=is_over)
+        else:
+            with worker.changing() as round_:
+                (order,) = round_.voted(committed)
+    if isinstance(order, LoseDecision):
+        raise order.error
+    assert isinstance(order, Decide)
+    if order.error is not None:
+        _log_no_answer(worker.state.step, order.error)
+    return order.committed
+
+
+def _log_no_answer(step: int, error: TorchFTError) -> None:
+    if isinstance(error, CommitFailed):
+        log.warning("step %d: %s", step, error)
+    elif not isinstance(error, Unreachable):
+        # Without a quorum there is no vote.
+        level = logging.DEBUG if isinstance(error, RequestRefused) else logging.WARNING
+        log.log(level, "step %d: the vote against it could not be sent: %s", step, error)
+
+
 def _source_of(quorum: QuorumResult) -> str:
-    """For people, from whom a group heals."""
+    """The source of a heal, for the log."""
     rank = quorum.recover_src_replica_rank
     assert rank is not None
     name, num_extras = _name_of(quorum, rank), len(quorum.recover_extra_src_manager_addresses)
@@ -382,7 +412,7 @@ def _source_of(quorum: QuorumResult) -> str:
 
 
 def _name_of(quorum: QuorumResult, replica_rank: int) -> str:
-    """An older manager does not tell the groups' names."""
+    """The name of a group; older managers do not report names."""
     if replica_rank < len(quorum.replica_ids):
         return f"group {stable_name(quorum.replica_ids[replica_rank])}"
     return f"replica rank {replica_rank}"

@@ -1,4 +1,4 @@
-"""The one door to a worker's round and step, which several threads use."""
+"""Protects a worker's round and step, which several threads use."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ Orders = tuple[Order, ...]
 
 
 class SharedRound:
-    """A worker's `Round`, for one thread at a time; and the news that concern it, on any thread.
+    """A worker's `Round`: one thread at a time changes it, any thread may read it or bring news.
 
-    ``on_phase`` receives each new phase but the wait for a quorum, with its step; it must not wait.
+    ``on_phase`` is called with each new phase, except the wait for a quorum, and its step. It must
+    not block. Attributes of ``round`` may be read without a lock; all else needs `changing`.
     """
 
     def __init__(
@@ -32,76 +33,49 @@ class SharedRound:
         pg: ProcessGroup,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.on_phase: Callable[[Phase, int], None] = _nobody_listens
-        self._round: Round[QuorumResult] = Round(rules, step)
+        self.on_phase: Callable[[Phase, int], None] = lambda *_: None
+        self.round: Round[QuorumResult] = Round(rules, step)
         self._pg = pg
         self._clock = clock
         self._lock = threading.RLock()
 
     @contextmanager
     def changing(self) -> Iterator[Round[QuorumResult]]:
-        """The round, for this thread alone."""
+        """Give this thread exclusive access to the round, and report a change of its phase."""
         with self._lock:
-            before = self._round.step.state.phase
+            before = self.round.step.state.phase
             try:
-                yield self._round
+                yield self.round
             finally:
-                after = self._round.step.state
-                # The manager knows best when a quorum is waited for.
+                after = self.round.step.state
+                # The manager itself knows when a group waits for a quorum.
                 if after.phase is not before and after.phase is not Phase.QUORUM:
                     self.on_phase(after.phase, after.step)
 
-    # -- views, which need no lock ---------------------------------------------------------------
-
     @property
     def state(self) -> StepState:
-        """The step, frozen."""
-        return self._round.step.state
-
-    @property
-    def error(self) -> Exception | None:
-        """Why there is no quorum in this round, if so."""
-        return self._round.error
-
-    @property
-    def has_connected(self) -> bool:
-        """Whether the members of the present quorum were met in this round."""
-        return self._round.has_connected
-
-    @property
-    def last_quorum(self) -> QuorumResult | None:
-        """The one that the process group was last built for."""
-        return self._round.peers.quorum
-
-    @property
-    def num_waiting(self) -> int:
-        """How many groups wait to join, as far as is known since the last quorum was asked for."""
-        return self._round.peers.num_waiting
-
-    @property
-    def drain_reason(self) -> str | None:
-        """Why the group has to end after its step; None: it has not."""
-        return self._round.drain_reason
+        """A frozen view of the step; needs no lock."""
+        return self.round.step.state
 
     # -- news ------------------------------------------------------------------------------------
 
     def drain(self, reason: str) -> None:
-        """The group has to end after its step, because of ``reason`` (rule M11)."""
+        """The group has to leave after its step, for ``reason`` (rule M11)."""
         with self._lock:
-            is_news = self._round.drain(reason)
+            is_news = self.round.drain(reason)
         if is_news:
             log.warning("draining: %s", reason)
 
     def lose(self, replica_id: str, reason: str, quorum_id: int) -> None:
         """A member of quorum ``quorum_id`` is gone."""
         with self._lock:
-            order = self._round.peers.lost(replica_id, reason, quorum_id)
+            order = self.round.peers.lost(replica_id, reason, quorum_id)
         self._lose(order)
 
     def cut(self) -> None:
         """The stream to the manager has ended: this group is out of its last quorum."""
         with self._lock:
-            order = self._round.peers.cut()
+            order = self.round.peers.cut()
         self._lose(order)
 
     def _lose(self, order: LoseMember | None) -> None:
@@ -111,15 +85,15 @@ class SharedRound:
     def receive_newcomer(self, replica_id: str) -> None:
         """A group waits to join."""
         with self._lock:
-            self._round.peers.waits(replica_id)
+            self.round.peers.waits(replica_id)
 
     def receive_no_quorum(self, reason: str) -> None:
-        """There is none yet, because of ``reason`` (empty: not known), as is told again and again.
+        """There is no quorum yet, for ``reason`` (empty: unknown); called repeatedly.
 
-        Logs it if that lasts, when it changes, and from time to time.
+        Logs the reason if the wait is long, when the reason changes, and from time to time.
         """
         with self._lock:
-            sentence = self._round.peers.no_quorum_yet(reason, self._clock())
+            sentence = self.round.peers.no_quorum_yet(reason, self._clock())
         if sentence:
             log.warning(sentence)
 
@@ -128,18 +102,14 @@ class SharedRound:
     def check_losses(self, quorum: QuorumResult) -> None:
         """See `Peers.check_losses`."""
         with self._lock:
-            self._round.peers.check_losses(quorum)
+            self.round.peers.check_losses(quorum)
 
     def who_is_lost(self) -> str:
         """See `Peers.who_is_lost`."""
         with self._lock:
-            return self._round.peers.who_is_lost()
+            return self.round.peers.who_is_lost()
 
     def check_source(self, quorum: QuorumResult) -> None:
         """See `Peers.check_source`."""
         with self._lock:
-            self._round.peers.check_source(quorum)
-
-
-def _nobody_listens(phase: Phase, step: int) -> None:
-    """Before the manager can be told."""
+            self.round.peers.check_source(quorum)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from torchft_svc.client.checkpointing.encoding.shards import put_together, take_apart
 from torchft_svc.client.checkpointing.encoding.tree import map_nodes
@@ -45,7 +46,6 @@ class ReadGate:
         self._num_readers = 0
 
     def open(self) -> None:
-        """Allow reads."""
         with self._changed:
             self._shut = False
             self._changed.notify_all()
@@ -174,7 +174,6 @@ class StateRegistry:
         self._optimizers.append(optimizer)
 
     def updated_parameters(self) -> list[torch.Tensor]:
-        """The parameters that the optimizers update."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return [parameter for group in groups for parameter in group["params"]]
 
@@ -285,23 +284,13 @@ class StateRegistry:
 
 def readable_size(state: Any) -> str:
     """The size of the tensors in ``state``, with a unit."""
-    size = float(sum(each.nbytes for each in _tensors(state)))
+    leaves = tree_leaves(state)
+    size = float(sum(each.nbytes for each in leaves if isinstance(each, torch.Tensor)))
     for unit in ("B", "kB", "MB"):
         if size < 1000:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3f} GB"
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
 
 
 def join(early: Any, rest: Any, source: str) -> Any:

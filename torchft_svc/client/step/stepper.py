@@ -16,14 +16,18 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from torchft_svc.client.process.background import BackgroundThread, Task
-from torchft_svc.client.reduce.averages import Averages
-from torchft_svc.client.reduce.collectives import NO_GRAPH, Collectives
+from torchft_svc.client.process_groups.operations import CompletedWork
+from torchft_svc.client.reduce.collectives import NO_GRAPH, Collectives, check_arguments
 from torchft_svc.client.reduce.operations import Kind, LaunchOrder
 from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
-from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner
+from torchft_svc.client.step.round import (
+    Dependencies,
+    RoundRules,
+    RoundRunner,
+    ask_decision,
+)
 from torchft_svc.client.step.shared_round import Orders, SharedRound
 from torchft_svc.client.step.state import MANAGER_KEY
-from torchft_svc.client.step.vote import ask_decision
 from torchft_svc.core.round import UNDER_WAY, LeaveMembers, RoundRequest
 from torchft_svc.core.step import Phase, StepState
 from torchft_svc.core.types import MAX_LAYOUT_LENGTH
@@ -70,10 +74,10 @@ class Stepper:
         self._thread = thread
         self._order = LaunchOrder(lambda: self.state.settled)
         timeout_s = rules.timeouts.collective_s
-        self._averages = self._make_averages(timeout_s, self.latch_error)
+        self._collectives = self._make_collectives(timeout_s, self.latch_error)
         # For reductions between two steps, whose errors fail no step.
         limit_s = min(timeout_s, _BETWEEN_STEPS_S)
-        self._reports = self._make_averages(limit_s, self._latch_report_error)
+        self._reports = self._make_collectives(limit_s, self._latch_report_error)
         self._turn: weakref.ref[Launching] | None = None
         self._reducers: list[weakref.ref[Reducing]] = []
         self.weights_version = 0  # see `Manager.weights_version`
@@ -85,8 +89,10 @@ class Stepper:
         self._task: Task | None = None
         self._ends_update = False  # whether the caller reports the outcome of an update
 
-    def _make_averages(self, timeout_s: float, latch: Callable[[Exception, int], None]) -> Averages:
-        collectives = Collectives(
+    def _make_collectives(
+        self, timeout_s: float, latch: Callable[[Exception, int], None]
+    ) -> Collectives:
+        return Collectives(
             self._deps.pg,
             timeout_s,
             latch,
@@ -95,7 +101,6 @@ class Stepper:
             order=self._order,
             checks_all=self._rules.checks_collectives,
         )
-        return Averages(self._deps.pg, collectives)
 
     @property
     def state(self) -> StepState:
@@ -125,8 +130,8 @@ class Stepper:
             with self._worker.changing() as round_:
                 waits = round_.waits_for_quorum
                 epoch = round_.begin(request)
-            self._order.begin(lambda: self._worker.has_connected)
-            self._averages.begin(epoch)
+            self._order.begin(lambda: self._worker.round.has_connected)
+            self._collectives.begin(epoch)
             self._reports.begin(epoch)
             self._deps.registry.gate.open()
             self._thread.submit(task)
@@ -189,8 +194,8 @@ class Stepper:
         self._runner_under_way()
         self.wait_until_ready()
         self._check_left()
-        if self._worker.error is not None:
-            raise self._worker.error
+        if self._worker.round.error is not None:
+            raise self._worker.round.error
 
     def _check_left(self) -> None:
         with self._worker.changing() as round_:
@@ -214,12 +219,12 @@ class Stepper:
         kind: Kind = Kind.AVERAGE,
     ) -> dist.Work:
         """See `Manager.allreduce`."""
-        self._averages.check(tensor, quantized, op)
+        check_arguments(tensor, quantized, op)
         if self._is_between_steps():
             return self._report(tensor, op)
         if not self._can_reduce():
-            return self._averages.skip(tensor)
-        return self._averages.allreduce(tensor, op, self.state.participation, kind)
+            return CompletedWork(tensor)
+        return self._collectives.allreduce(tensor, op, self.state.participation, kind)
 
     def _is_between_steps(self) -> bool:
         return self._runner is not None and self.state.phase in _BETWEEN_STEPS
@@ -228,8 +233,8 @@ class Stepper:
         """Reduce among the members of the last quorum, if they are still connected."""
         participation = self.state.participation
         if self._deps.pg.errored() is not None or not participation.num_participants:
-            return self._reports.skip(tensor)
-        return self._reports.allreduce(tensor, op, participation, Kind.AVERAGE)
+            return CompletedWork(tensor)
+        return self._reports.allreduce(tensor, op, participation)
 
     def _latch_report_error(self, error: Exception, epoch: int) -> None:
         """No step is discarded, but the members reconnect, because not all took part."""
@@ -250,7 +255,7 @@ class Stepper:
 
     def launch_sum(self, tensor: torch.Tensor) -> Reduction | None:
         """See `Manager.launch_sum`."""
-        return self._averages.collectives.launch(tensor)
+        return self._collectives.launch(tensor)
 
     def take_turn(self, reducer: Launching, *, is_last: bool) -> bool:
         """Whether ``reducer`` may launch the sums of its pass now, or has to wait for another one.
@@ -270,7 +275,7 @@ class Stepper:
         self._turn = weakref.ref(reducer)
         if self._can_reduce():
             wrapper = next(i for i, each in enumerate(reducers) if each is reducer)
-            self._averages.collectives.agree(reducer.first, wrapper)
+            self._collectives.agree(reducer.first, wrapper)
         return True
 
     def add_reducer(self, reducer: Reducing) -> None:
@@ -300,7 +305,7 @@ class Stepper:
         if (
             state.pending_heal is not None
             and not self._loads  # the program's load function may ask for the step
-            and self._averages.collectives.launched
+            and self._collectives.launched
             and self._thread_of_step == threading.get_ident()
             and torch._C._current_graph_task_id() == NO_GRAPH
         ):
@@ -310,7 +315,7 @@ class Stepper:
     def is_fresh(self) -> bool:
         """See `Manager.has_fresh_step`."""
         begun = self.state.phase not in (*_BETWEEN_STEPS, Phase.VOTING)
-        return begun and not self._averages.collectives.launched
+        return begun and not self._collectives.launched
 
     def decide(self, timeout_s: float, *, ends_update: bool = False) -> bool:
         """See `Manager.should_commit`.
@@ -368,10 +373,10 @@ class Stepper:
         self.wait_until_ready()
         self._check_left()
         self._settle()
-        self._averages.collectives.launch_end()
+        self._collectives.launch_end()
         self._wait_for_task()
         self._check_left()
-        self._averages.finish()
+        self._collectives.finish()
         runner.offer_rest()
         self._check_group()
         self._apply_heal()
@@ -431,14 +436,14 @@ class Stepper:
 
     def _settle(self) -> None:
         """Latch an error if no gradients, or not all, were averaged."""
-        sums = self._averages.collectives
+        sums = self._collectives
         reducers = self.reducers()
         problems = [reducer.settle() for reducer in reducers]
         for error in filter(None, [*problems, sums.unfinished()]):
             self._fail(error)
         if reducers and not sums.launched and self.state.error is None:
             self._fail(RequestRefused(_NOTHING_REDUCED))
-        if self._worker.has_connected and not self._averages.has_any:
+        if self._worker.round.has_connected and not self._collectives.has_any:
             self._warn_of_unsummed(reducers)
 
     def _warn_of_unsummed(self, reducers: list[Reducing]) -> None:
@@ -556,11 +561,7 @@ class Update:
         return self._stepper.decide(self._timeout_s, ends_update=True)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        try:
-            self.end(error)
-        except BaseException:
-            self.end(error)  # the interrupted call may be repeated
-            raise
+        self.end(error)
 
     def end(self, error: BaseException | None) -> None:
         """The block has ended, by ``error`` or successfully; idempotent."""

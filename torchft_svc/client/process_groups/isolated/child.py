@@ -33,18 +33,15 @@ from torchft_svc.client.process_groups.isolated.device_segments import DeviceWin
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
     Backend,
-    ChildReply,
     Configure,
-    Failed,
     Forget,
     Launch,
     Lose,
     Options,
     Place,
+    Reply,
     Share,
     ShareDevice,
-    Started,
-    Succeeded,
     options_from_plain,
     replace_leaves,
 )
@@ -141,11 +138,11 @@ class Child:
             work = segment.run(lambda: pg._launch(message.name, args, kwargs))
         except Exception as error:
             log.debug("collective %d was refused", message.number, exc_info=True)
-            self._reply(Failed(message.number, str(error)))
+            self._reply(Reply(message.number, str(error)))
             return
         answer = functools.partial(self._answer, message.number)
         if isinstance(segment, DeviceWindow):
-            self._reply(Started(message.number))
+            self._reply(Reply(message.number, is_over=False))
             self._follow(work, segment, answer)
             return
         try:
@@ -174,11 +171,11 @@ class Child:
             action()
         except Exception as error:
             log.debug("number %d failed", number, exc_info=True)
-            self._reply(Failed(number, str(error)))
+            self._reply(Reply(number, str(error)))
         else:
-            self._reply(Succeeded(number))
+            self._reply(Reply(number))
 
-    def _reply(self, answer: ChildReply) -> None:
+    def _reply(self, answer: Reply) -> None:
         with self._sending:
             self._connection.send(answer)
 

@@ -13,20 +13,22 @@ from typing import Any
 import torch
 
 from torchft_svc.client.process_groups.isolated.messages import Place, ShareDevice
-from torchft_svc.client.process_groups.isolated.segments import Pairs, StreamWait, tensor_at
+from torchft_svc.client.process_groups.isolated.segments import (
+    Pairs,
+    Segment,
+    StreamWait,
+    tensor_at,
+)
 
 # Torch declares no types for its streams and events.
 _cuda: Any = torch.cuda
 
 
-class DeviceSegment:
+class DeviceSegment(Segment):
     """The trainer's side. Results are copied on ``stream``, not on the trainer's current one."""
 
-    descriptor: None = None
-
     def __init__(self, number: int, num_bytes: int, *, device: torch.device, stream: Any) -> None:
-        self.number = number
-        self.num_bytes = num_bytes
+        super().__init__(number, num_bytes)
         self._device = device
         self._stream = stream
         self._bytes: torch.Tensor | None = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -40,11 +42,9 @@ class DeviceSegment:
         self._fetched: Any = None
 
     def announce(self) -> ShareDevice:
-        """See `Segment.announce`."""
         return ShareDevice(self.number, self._device.index, self._memory, *self._handles)
 
     def tensor(self, place: Place) -> torch.Tensor:
-        """See `Segment.tensor`."""
         assert self._bytes is not None, "closed"
         return tensor_at(self._bytes, place)
 
@@ -81,11 +81,9 @@ class DeviceSegment:
             self._done.record(new_stream(self._device))
 
     def is_idle(self) -> bool:
-        """See `Segment.is_idle`."""
         return bool(self._ready.query() and (self._fetched is None or self._fetched.query()))
 
     def close(self) -> None:
-        """See `Segment.close`."""
         if self._bytes is not None:
             # Torch keeps shared memory until the other process releases it. That process was
             # killed, so it is released here; otherwise it would never be freed.
@@ -108,7 +106,6 @@ class DeviceWindow:
             self._stream = new_stream(device)
 
     def tensor(self, place: Place) -> torch.Tensor:
-        """The tensor at ``place``."""
         return tensor_at(self._bytes, place)
 
     def run(self, launch: Callable[[], torch.distributed.Work]) -> torch.distributed.Work:
@@ -133,5 +130,4 @@ def _order_current_stream(event: Any, device: torch.device) -> None:
 
 
 def new_stream(device: torch.device) -> Any:
-    """A stream that is not the current one."""
     return _cuda.Stream(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from torchft_svc.client.process_groups.base import ProcessGroup, left_error
+from torchft_svc.client.process_groups.isolated.device_segments import DeviceSegment, new_stream
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
     Backend,
@@ -28,13 +30,14 @@ from torchft_svc.client.process_groups.isolated.process import (
     ChildProcess,
     KilledProcesses,
 )
-from torchft_svc.client.process_groups.isolated.segments import Loan, Pool
+from torchft_svc.client.process_groups.isolated.segments import HostSegment, Loan, Pool
 from torchft_svc.client.process_groups.isolated.shared_tensors import SharedTensors
 from torchft_svc.client.process_groups.isolated.work import IsolatedWork
 from torchft_svc.client.process_groups.members import Members
+from torchft_svc.client.process_groups.nccl import check_support, resolve_device
 from torchft_svc.client.process_groups.operations import IN_PLACE, result_of
-from torchft_svc.client.process_groups.recording.flight import STARTED, Record
-from torchft_svc.client.process_groups.rendezvous.failures import announce
+from torchft_svc.client.process_groups.recording import STARTED, Record
+from torchft_svc.client.process_groups.rendezvous import announce
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
 
 # How often a wait looks whether it is still wanted.
@@ -120,7 +123,6 @@ class IsolatedProcessGroup(ProcessGroup):
             child.send(Abort())
 
     def tidy(self) -> None:
-        """See `ProcessGroup.tidy`."""
         self._killed.clear()
 
     def errored(self) -> Exception | None:
@@ -131,7 +133,6 @@ class IsolatedProcessGroup(ProcessGroup):
         return self._error or (self._child.ended if self._child else None)
 
     def lose_member(self, quorum_id: int, reason: str) -> None:
-        """See `ProcessGroup.lose_member`."""
         super().lose_member(quorum_id, reason)
         child = self._child
         if child is not None:
@@ -141,7 +142,7 @@ class IsolatedProcessGroup(ProcessGroup):
     def shutdown(self) -> None:
         """Leave the members for good and end the processes; idempotent."""
         self.interrupt()
-        self._end_record("shut down", only_if_broken=True)
+        self.save_record("shut down", only_if_broken=True)
         with self._lock:
             self._error = self._error or left_error()
             child = self._child
@@ -254,6 +255,50 @@ class IsolatedProcessGroup(ProcessGroup):
             self._shared_tensors = SharedTensors()
             self._error = self._error or left_error()
         self._killed.kill(child, pool)
+
+
+class ProcessGroupBabyGloo(IsolatedProcessGroup):
+    """gloo in a process of its own, with members that change; see `IsolatedProcessGroup`."""
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+        super().__init__(timeout, Backend("gloo"), lambda: Pool(HostSegment.create))
+
+
+class ProcessGroupBabyNCCL(IsolatedProcessGroup):
+    """NCCL in a process of its own, with members that change; see `IsolatedProcessGroup`.
+
+    The process has its own CUDA context, which needs some hundred MB of device memory and is
+    created again after each kill. Compared with `ProcessGroupNCCL`, a collective costs one more
+    copy on the device in each direction. A work's ``wait()`` blocks the current stream, and the CPU
+    only until the operation has been started; ``wait(timeout)`` blocks the caller until it has
+    ended. **Not yet run on a GPU.**
+
+    Args:
+        timeout: the longest time for a collective, and for connecting.
+        device: where the tensors are (default: the current CUDA device).
+        high_priority: run the collectives before other work on the device.
+
+    Raises:
+        ConfigError: there is no CUDA device, or torch was built without NCCL.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta = timedelta(seconds=60),
+        *,
+        device: torch.device | int | None = None,
+        high_priority: bool = False,
+    ) -> None:
+        check_support("ProcessGroupBabyNCCL", "ProcessGroupBabyGloo")
+        where = resolve_device(device)
+
+        def make_pool() -> Pool:
+            # After a kill the old stream may wait forever.
+            stream = new_stream(where)
+            create = functools.partial(DeviceSegment, device=where, stream=stream)
+            return Pool(create, on_device=True)
+
+        super().__init__(timeout, Backend("nccl", str(where), high_priority), make_pool)
 
 
 class _Completion:

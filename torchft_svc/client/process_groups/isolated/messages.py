@@ -38,7 +38,7 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Configure:
-    """Meet the members over ``backend``; answered by `Succeeded` or `Failed`."""
+    """Meet the members over ``backend``; answered by a `Reply`."""
 
     number: int
     members: Members
@@ -80,7 +80,7 @@ class ShareDevice:
 class Launch:
     """Start a collective on tensors in ``segment``; tensors in ``args`` are `Place`s.
 
-    Answered by `Succeeded` or `Failed`; on a device, `Started` comes first.
+    Answered by a `Reply`; on a device, one that it has started comes first.
     """
 
     number: int
@@ -104,29 +104,18 @@ class Lose:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """The command is under way on the device: from now on events order its result."""
+class Reply:
+    """Command ``number`` has ended, or, with an ``error``, has failed.
+
+    Not ``is_over``: it is under way on the device, and from now on events order its result.
+    """
 
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Succeeded:
-    """The command with this number has ended."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The command with this number has failed."""
-
-    number: int
-    error: str
+    error: str | None = None
+    is_over: bool = True
 
 
 Command = Configure | Launch | Forget | Abort | Lose
-ChildReply = Started | Succeeded | Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +156,6 @@ def options_to_plain(value: Any) -> Any:
 
 
 def options_from_plain(plain: Options) -> Any:
-    """The options object."""
     options = getattr(c10d, plain.kind)()
     for name, value in plain.fields:
         setattr(options, name, value)

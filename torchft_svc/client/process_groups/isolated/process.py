@@ -17,12 +17,10 @@ from multiprocessing.reduction import send_handle
 from torchft_svc.client.process.fork_server import ForkServer
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
-    ChildReply,
     Command,
-    Failed,
+    Reply,
     Share,
     ShareDevice,
-    Started,
 )
 from torchft_svc.client.process_groups.isolated.segments import Pool
 from torchft_svc.errors import QuorumFailed
@@ -80,7 +78,6 @@ class ChildProcess:
 
     @property
     def ended(self) -> Exception | None:
-        """Why the process cannot be used any more, or None."""
         return self._ended
 
     @property
@@ -90,7 +87,6 @@ class ChildProcess:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a command has not been answered."""
         return bool(self._waiting)
 
     def send(
@@ -149,7 +145,7 @@ class ChildProcess:
     def _read(self) -> None:
         while True:
             try:
-                answer: ChildReply = self._connection.recv()
+                answer: Reply = self._connection.recv()
             except (EOFError, OSError):
                 break
             self._receive(answer)
@@ -162,19 +158,19 @@ class ChildProcess:
             select.select([self._descriptor], [], [], _GONE_S)
             os.close(self._descriptor)
 
-    def _receive(self, answer: ChildReply) -> None:
+    def _receive(self, answer: Reply) -> None:
         with self._lock:
             on_end, on_start = self._waiting.get(answer.number, (None, None))
-            if not isinstance(answer, Started):
+            if answer.is_over:
                 self._waiting.pop(answer.number, None)
                 self._answered.notify_all()
-        if isinstance(answer, Started):
+        if not answer.is_over:
             if on_start is not None:
                 on_start()
             return
-        self.has_failed = self.has_failed or isinstance(answer, Failed)
+        self.has_failed = self.has_failed or answer.error is not None
         if on_end is not None:
-            on_end(QuorumFailed(answer.error) if isinstance(answer, Failed) else None)
+            on_end(None if answer.error is None else QuorumFailed(answer.error))
 
     def _end(self, error: Exception) -> None:
         """Answer all open commands with ``error``."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import math
 import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -27,47 +27,52 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 StreamWait = Callable[[], None]
 
 
-class Segment(Protocol):
+class Segment(abc.ABC):
     """Memory of the trainer that the process of its collectives has mapped, too."""
 
-    number: int
-    num_bytes: int
+    # The file descriptor that follows the announcement, if there is one.
+    descriptor: int | None = None
 
-    @property
-    def descriptor(self) -> int | None:
-        """The file descriptor that follows the announcement, if there is one."""
+    def __init__(self, number: int, num_bytes: int) -> None:
+        self.number = number
+        self.num_bytes = num_bytes
 
+    @abc.abstractmethod
     def announce(self) -> Share | ShareDevice:
         """The message with which the other process maps it."""
 
+    @abc.abstractmethod
     def tensor(self, place: Place) -> torch.Tensor:
         """The tensor at ``place``."""
 
+    @abc.abstractmethod
     def put(self, pairs: Pairs) -> None:
         """Copy the second of each pair into the first, which is in this segment."""
 
+    @abc.abstractmethod
     def take(self, pairs: Pairs) -> StreamWait:
         """Copy the second of each pair, which is in this segment, into the first."""
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 - copies on the host are synchronous
         """The other process was killed: nothing of ours must wait for it."""
 
     def is_idle(self) -> bool:
         """Whether the trainer does not use it any more."""
+        return True
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Free it after the other process has exited; its tensors must not be used any more."""
 
 
-class HostSegment:
+class HostSegment(Segment):
     """``num_bytes`` of shared memory; another process maps it by ``descriptor``."""
 
     descriptor: int
 
     def __init__(self, number: int, descriptor: int, num_bytes: int) -> None:
-        self.number = number
+        super().__init__(number, num_bytes)
         self.descriptor = descriptor
-        self.num_bytes = num_bytes
         self._bytes = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
     @classmethod
@@ -78,30 +83,19 @@ class HostSegment:
         return cls(number, descriptor, num_bytes)
 
     def announce(self) -> Share:
-        """See `Segment.announce`; the descriptor follows."""
         return Share(self.number, self.num_bytes)
 
     def tensor(self, place: Place) -> torch.Tensor:
-        """See `Segment.tensor`."""
         return tensor_at(self._bytes, place)
 
     def put(self, pairs: Pairs) -> None:
-        """See `Segment.put`."""
         for shared, source in pairs:
             _copy(shared, source)
 
     def take(self, pairs: Pairs) -> StreamWait:
-        """See `Segment.take`."""
         for result, shared in pairs:
             _copy(result, shared)
         return _nothing
-
-    def release(self) -> None:
-        """See `Segment.release`; nothing to do on the host."""
-
-    def is_idle(self) -> bool:
-        """See `Segment.is_idle`; copies on the host are synchronous."""
-        return True
 
     def run(self, launch: Callable[[], torch.distributed.Work]) -> torch.distributed.Work:
         """Start an operation on tensors in this segment."""
@@ -141,7 +135,6 @@ class Loan:
     places: list[Place]
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors in the segment, in order."""
         return [self.segment.tensor(place) for place in self.places]
 
 

@@ -55,7 +55,6 @@ class IsolatedWork(dist.Work):
 
     @property
     def error(self) -> Exception | None:
-        """Why it failed, or None."""
         return self._error
 
     @property
@@ -94,19 +93,15 @@ class IsolatedWork(dist.Work):
             self._order()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, successfully or not."""
         return self._over.is_set()
 
     def is_success(self) -> bool:
-        """Whether it has ended and not failed."""
         return self._over.is_set() and self._error is None
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that hold the results."""
         return self._results
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that holds the results."""
         with self._lock:
             if self._future is None:
                 devices = {tensor.device for tensor in self._results if tensor.is_cuda}

@@ -1,1 +1,0 @@
-"""Records the launched collectives of a quorum for later analysis."""
