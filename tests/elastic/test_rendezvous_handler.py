@@ -109,6 +109,18 @@ def test_nodes_get_ranks_and_a_store(nodes: Nodes) -> None:
     assert a.use_agent_store
 
 
+def test_workers_may_have_a_store_of_their_own(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of them hosts it, as with torchrun's other back ends."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    a, b = nodes.node(), nodes.node()
+    first, second = nodes.join(a, b)
+    assert first.bootstrap_store_info == second.bootstrap_store_info
+    assert first.bootstrap_store_info.master_port != first.store.port  # type: ignore[union-attr]
+    assert not a.use_agent_store
+
+
 def test_a_lost_node_is_noticed_and_the_store_is_another_one(nodes: Nodes) -> None:
     a, b, c = nodes.node(), nodes.node(), nodes.node()
     before = nodes.join(a, b, c)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.agents import Agent, lighthouse
+from support.papers import authority
 from support.running import eventually, refusing, steady_address
 
 from torchft_svc.coordination import LighthouseServer
@@ -187,6 +189,21 @@ def test_two_nodes_with_one_node_rank() -> None:
         assert "were both given node rank 1" in str(trouble.error)
 
 
+def test_nodes_that_cannot_reach_each_other_are_told_what_to_do() -> None:
+    with (
+        lighthouse() as address,
+        Agent(address, "a") as a,
+        Agent(address, "b", host="10.0.0.1") as b,
+    ):
+        a.tell(JOINING)
+        a.await_news(AgentWelcome)
+        b.tell(JOINING)
+        trouble = b.await_news(LinkTrouble)
+        assert trouble.is_final
+        assert "cannot reach each other at 127.0.0.1 and 10.0.0.1" in str(trouble.error)
+        assert "--local-addr" in str(trouble.error)
+
+
 def test_a_token_is_needed() -> None:
     security = Security(token="a-very-secret-token")  # noqa: S106 - a token for this test
     with LighthouseServer("127.0.0.1:0", 1, security=security) as server:
@@ -200,6 +217,17 @@ def test_a_token_is_needed() -> None:
         with Agent(address, "b", security=security) as friend:
             friend.tell(JOINING)
             assert names(friend.work()) == ["b"]
+
+
+def test_both_sides_show_certificates(tmp_path: Path) -> None:
+    security = authority(tmp_path).issue("127.0.0.1")
+    with LighthouseServer("127.0.0.1:0", 1, security=security) as server:
+        with Agent(server.address(), "a", security=security) as friend:
+            friend.tell(JOINING)
+            assert names(friend.work()) == ["a"]
+        with Agent(server.address(), "b", security=Security()) as stranger:
+            stranger.tell(JOINING)
+            assert not stranger.await_news(LinkTrouble).is_final, "nobody says what is wrong"
 
 
 def test_a_wrong_address_is_an_error_at_once() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 from support.launches import Launch
-from support.running import lighthouse_process, line_to, refusing, steady_address
+from support.running import eventually, lighthouse_process, line_to, refusing, steady_address
 
 pytestmark = [
     pytest.mark.processes,
@@ -104,6 +105,26 @@ def test_only_the_node_whose_worker_fails_uses_a_restart(tmp_path: Path) -> None
         assert [agent.wait(90) for agent in launch.agents] == [1, 1]
         logs = "".join(launch.log(agent) for agent in launch.agents)
         assert "is over" in logs, "the run is closed for the other node, too"
+
+
+def test_a_frozen_node_is_left_out_until_it_goes_on(tmp_path: Path) -> None:
+    with (
+        lighthouse_process("--heartbeat-timeout-ms=2000") as lighthouse,
+        Launch(tmp_path, *flags(lighthouse.address, "1:2"), "--nproc-per-node=1") as launch,
+    ):
+        living, frozen = launch.node(), launch.node()
+        launch.await_world(1, 1)
+        frozen.send_signal(signal.SIGSTOP)
+        eventually(lambda: alone(launch, living.pid), 90)
+        frozen.send_signal(signal.SIGCONT)
+        again = launch.await_world(1, 1)
+        assert {each["TORCHELASTIC_RESTART_COUNT"] for each in again} == {"0"}
+        assert launch.end() == [0, 0]
+
+
+def alone(launch: Launch, agent: int) -> bool:
+    """Whether the worker of this agent is in a world of its own; another agent is frozen."""
+    return [each["WORLD_SIZE"] for each in launch.workers() if each["agent"] == agent] == ["1"]
 
 
 def test_mistakes_are_told_in_a_sentence(tmp_path: Path) -> None:

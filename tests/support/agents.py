@@ -46,9 +46,10 @@ class Agent:
         join_timeout_s: float = 60.0,
         join_window_s: float = 0.2,
         rank: int | None = None,
+        host: str = "127.0.0.1",
         security: Security | None = None,
     ) -> None:
-        node = Node(node_id=name, host="127.0.0.1", num_workers=2, rank=rank)
+        node = Node(node_id=name, host=host, num_workers=2, rank=rank)
         settings = RunSettings(
             min_nodes=min_nodes,
             max_nodes=max_nodes,

@@ -220,13 +220,16 @@ class LaunchedRun:
                 f"node {node.node_id!r} starts run {self.name!r} with {settings}, "
                 f"but {others[0].node_id!r} has started it with {self.settings}"
             )
-        if node.rank is not None:
-            for other in others:
-                if other.rank == node.rank:
-                    raise RequestRefused(
-                        f"nodes {other.node_id!r} and {node.node_id!r} of run {self.name!r} "
-                        f"were both given node rank {node.rank}"
-                    )
+        for other in others:
+            both = f"nodes {other.node_id!r} and {node.node_id!r} of run {self.name!r}"
+            if node.rank is not None and other.rank == node.rank:
+                raise RequestRefused(f"{both} were both given node rank {node.rank}")
+            if other.is_loopback != node.is_loopback:
+                raise RequestRefused(
+                    f"{both} cannot reach each other at {other.host} and {node.host}: start both "
+                    "with the lighthouse's name or address that other hosts use (--rdzv-endpoint), "
+                    "or name theirs (--local-addr)"
+                )
 
     def _take_over(self, hello: AgentHello, at: float) -> None:
         """Go on with the world of a lighthouse before this one, and wait for its nodes (L13)."""

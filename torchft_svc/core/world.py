@@ -52,6 +52,11 @@ class Node:
         if self.rank is not None and not 0 <= self.rank < MAX_NODES:
             raise RequestRefused(f"node rank {self.rank} is not in 0 to {MAX_NODES - 1}")
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only its own machine reaches it."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
 
 def check_round(round_: int) -> None:
     """Refuse a round that no lighthouse began (0: none)."""

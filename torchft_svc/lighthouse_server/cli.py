@@ -67,7 +67,7 @@ from torchft_svc.rpc.security import Security
     "--heartbeat-timeout-ms",
     type=MILLISECONDS,
     default=5_000,
-    help="A group that is silent for this time is dead.",
+    help="A group, or a launcher's agent, that is silent for this time is dead.",
 )
 @option(
     "--on-step-regression",
@@ -98,10 +98,16 @@ from torchft_svc.rpc.security import Security
     "continue without it until it moves again.",
 )
 @option(
-    "--max-jobs", type=int, default=1000, help="Largest number of jobs that are served at a time."
+    "--max-jobs",
+    type=int,
+    default=1000,
+    help="Largest number of jobs, and of launched runs, that are served at a time.",
 )
 @option(
-    "--max-members-per-job", type=int, default=20_000, help="Largest number of groups of a job."
+    "--max-members-per-job",
+    type=int,
+    default=20_000,
+    help="Largest number of groups of a job, or nodes of a run.",
 )
 @option(
     "--max-quorum-bytes",

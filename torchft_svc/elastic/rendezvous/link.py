@@ -26,7 +26,7 @@ from torchft_svc.core.lighthouse_link import (
     WELCOME_TIMEOUT_S,
 )
 from torchft_svc.core.route import LOOK_BACK_S, Backoff, Route
-from torchft_svc.core.types import DEFAULT_JOB
+from torchft_svc.core.types import DEFAULT_JOB, one_line
 from torchft_svc.core.world import (
     AgentHello,
     AgentLeave,
@@ -233,11 +233,7 @@ class _Connections:
             await self._session_or_reason(channel)
         except grpc.aio.AioRpcError as error:
             traceback.clear_frames(error.__traceback__)  # in them is the stream, which is over
-            if is_untold(error):
-                return broken_stream(error, address)
-            return to_error(
-                error, peer="lighthouse", address=address, action="rendezvous", timeout_s=0.0
-            )
+            return _to_error(error, address)
         except (*BROKEN, RequestRefused) as error:  # refused: it does not talk as a lighthouse
             return broken_stream(error, address)
         except asyncio.TimeoutError:
@@ -401,3 +397,12 @@ class _Connections:
         elif now - self._logged_at >= LOG_AGAIN_S:
             self._logged_at = now
             log.warning("no lighthouse for %.0f s: %s", now - self._failing_since, error)
+
+
+def _to_error(error: grpc.aio.AioRpcError, address: str) -> TorchFTError:
+    if is_untold(error):
+        return broken_stream(error, address)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # it has not heard this agent in time
+        told = one_line(error.details() or "")
+        return Unreachable("lighthouse", address, f"it ended the session: {told}")
+    return to_error(error, peer="lighthouse", address=address, action="rendezvous", timeout_s=0.0)
