@@ -32,7 +32,7 @@ def keep_grpc_out_of_forks() -> None:
     A trainer forks DataLoader workers, which never call gRPC. Its handlers would only write a line
     to stderr for each of them. gRPC reads the variable once, when it is imported.
     """
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    _prefer("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
 def keep_grpc_quiet() -> None:
@@ -41,12 +41,46 @@ def keep_grpc_quiet() -> None:
     It writes a line to stderr for each connection that fails to agree on TLS, so a peer with a
     wrong certificate that keeps trying would fill the log. Our own errors name the cause.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    _prefer("GRPC_VERBOSITY", "ERROR")
+
+
+def withdraw_preferences() -> None:
+    """Take away what this package's import has set for gRPC, which this process does not use.
+
+    The programs that a launcher starts are the user's: they find the environment as it was.
+    """
+    for name in _preferred:
+        os.environ.pop(name, None)
+    _preferred.clear()
+
+
+_preferred: set[str] = set()
+
+
+def _prefer(name: str, value: str) -> None:
+    if name not in os.environ:
+        os.environ[name] = value
+        _preferred.add(name)
 
 
 def set_default(name: str, value: str) -> None:
     """Set a variable that torch reads, unless the user has decided otherwise."""
     os.environ.setdefault(name, value)
+
+
+def is_set(name: str) -> bool:
+    """Whether the environment has the variable, of another program's."""
+    return name in os.environ
+
+
+def value_of(name: str, default: str) -> str:
+    """Of a variable of another program."""
+    return os.environ.get(name, default)
+
+
+def update(variables: Mapping[str, str]) -> None:
+    """Set variables of this process, for what it runs and starts."""
+    os.environ.update(variables)
 
 
 def for_child(changes: Mapping[str, str | None]) -> dict[str, str]:

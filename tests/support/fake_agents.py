@@ -102,7 +102,8 @@ class FakeAgents:
         for worker in self._workers:
             worker.kill()
             worker.channel.close()
-            print(f"--- {worker.log.name}", *worker.lines()[-40:], sep="\n", file=sys.stderr)
+            if kind is not None:
+                print(f"--- {worker.log.name}\n{worker.log.read_text()}", file=sys.stderr)
         self._root.close()
 
     def start(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -81,6 +82,14 @@ class Program:
             raise AssertionError(f"the program ended without {text!r}:\n{seen}")
         self.lines.append(line)
         return line
+
+    def read_so_far(self) -> list[str]:
+        """Its lines until now."""
+        with contextlib.suppress(queue.Empty):
+            while (line := self._new.get_nowait()) is not None:
+                self.lines.append(line)
+            self._new.put(None)
+        return self.lines
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
         """The exit status; all its output is in ``lines`` then."""

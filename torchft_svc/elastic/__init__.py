@@ -13,7 +13,6 @@ from torchft_svc.elastic.runtime import (
     get_worker_info,
     init_world,
     leave_world,
-    on_worker_event,
     wait_for_worker_event,
     world_changed,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "get_worker_info",
     "init_world",
     "leave_world",
-    "on_worker_event",
     "wait_for_worker_event",
     "world_changed",
 ]

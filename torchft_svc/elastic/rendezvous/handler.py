@@ -140,6 +140,17 @@ class LighthouseRendezvous(RendezvousHandler):
         self._record(text, NodeState.SUCCEEDED, info.rank)
         return info
 
+    def wait_for_change(self, timeout_s: float) -> bool:
+        """Whether the workers have to leave their world, now or within ``timeout_s`` seconds."""
+        with self._has_news:
+            return self._has_news.wait_for(self._has_changed, timeout_s)
+
+    def wait_for_others(self, timeout_s: float) -> bool:
+        """This node's workers have finished; whether those of all others that live do, in time."""
+        self._tell(AgentStatus.FINISHED)
+        with self._has_news:
+            return self._has_news.wait_for(lambda: self._told.closed is not None, timeout_s)
+
     def set_closed(self) -> None:
         """See base class."""
         self._leave(AgentLeave("its rendezvous was closed", closes=True))

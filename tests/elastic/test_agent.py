@@ -1,0 +1,101 @@
+"""Agents under soft policies: who survives a change keeps its process, and is told its world."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from support.launched import are_gone, launch
+
+pytestmark = pytest.mark.processes
+
+
+def test_a_killed_worker_of_one_node_leaves_the_others_alone(tmp_path: Path) -> None:
+    with launch(tmp_path, "--max-restarts=2", "--nproc-per-node=2", nnodes="1:2") as run:
+        run.start("a")
+        run.start("b")
+        before = run.await_world(a=2, b=2)
+        os.kill(before["b"][0], signal.SIGKILL)
+        run.until(lambda: are_gone(before["b"]), "the workers beside it are ended")
+        after = run.await_world(a=2, b=2)
+        assert after["a"] == before["a"]
+        assert {worker.attempt for worker in run.workers("a")} == {0}
+        assert {worker.attempt for worker in run.workers("b")} == {1}
+        assert all(worker.num_worlds == 3 for worker in run.workers("a"))
+        run.finish()
+        assert run.statuses() == {"a": 0, "b": 0}
+
+
+def test_a_killed_agent_leaves_no_worker_and_the_others_go_on(tmp_path: Path) -> None:
+    with launch(tmp_path, nnodes="1:2") as run:
+        run.start("a")
+        run.start("b")
+        before = run.await_world(a=1, b=1)
+        run.nodes["b"].signal(signal.SIGKILL)
+        run.until(lambda: are_gone(before["b"]), "its workers are ended")
+        assert run.await_world(a=1)["a"] == before["a"]
+        run.finish()
+        assert run.nodes["a"].wait() == 0
+
+
+def test_a_node_that_joins_gets_a_place_when_its_workers_have_started(tmp_path: Path) -> None:
+    with launch(tmp_path, nnodes="1:2") as run:
+        run.start("a")
+        before = run.await_world(a=1)
+        run.start("b")
+        assert run.await_world(a=1, b=1)["a"] == before["a"]
+        run.finish()
+        assert run.statuses() == {"a": 0, "b": 0}
+
+
+@pytest.mark.parametrize("policy", ["soft", "soft-no-replace"])
+def test_without_restarts_a_node_leaves_and_the_others_go_on(policy: str, tmp_path: Path) -> None:
+    restarts = "--max-restarts=0" if policy == "soft" else "--max-restarts=3"
+    with launch(tmp_path, restarts, nnodes="1:2", policy=policy) as run:
+        run.start("a")
+        run.start("b")
+        before = run.await_world(a=1, b=1)
+        run.fail(before["b"][0])
+        assert run.nodes["b"].wait() == 1
+        assert any("exitcode  : 5" in line for line in run.nodes["b"].lines)
+        assert run.await_world(a=1)["a"] == before["a"]
+        run.finish()
+        assert run.nodes["a"].wait() == 0
+
+
+def test_soft_replace_starts_only_the_dead_worker_anew(tmp_path: Path) -> None:
+    options = "--max-restarts=9", "--nproc-per-node=2"
+    with launch(tmp_path, *options, nnodes="1", policy="soft-replace") as run:
+        run.start("a")
+        before = run.await_world(a=2)["a"]
+        os.kill(before[0], signal.SIGKILL)
+        run.until(lambda: are_gone(before[:1]), "it is dead")
+        after = run.await_world(a=2)["a"]
+        assert before[1] in after
+        assert before[0] not in after
+        run.finish()
+        assert run.statuses() == {"a": 0}
+
+
+def test_workers_that_never_answer_are_restarted(tmp_path: Path) -> None:
+    options = "--max-restarts=1", "--soft-ready-timeout=1"
+    with launch(tmp_path, *options, nnodes="1") as run:
+        run.start("a", traits=("silent",))
+        assert run.nodes["a"].wait() == 1
+        attempts = {p.parent.parent.name for p in tmp_path.glob("logs/**/error.json")}
+        assert not attempts  # they were ended, and had no error of their own
+        assert len(list(tmp_path.glob("*.events"))) == 2
+
+
+def test_without_a_deadline_workers_need_not_answer(tmp_path: Path) -> None:
+    with launch(tmp_path, "--soft-ready-timeout=0", nnodes="1:2") as run:
+        run.start("a", traits=("silent",))
+        run.until(lambda: run.workers("a"), "the first node's worker")
+        before = run.pids("a")
+        run.start("b", traits=("silent",))
+        run.until(lambda: run.workers("b"), "the second node's worker")
+        assert run.pids("a") == before
+        run.finish()
+        assert run.statuses() == {"a": 0, "b": 0}

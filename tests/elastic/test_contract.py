@@ -1,0 +1,209 @@
+"""What torchelastic promises when workers and nodes fail: each line with agents and workers.
+
+The hard policy and soft ones, on a lighthouse; torch's own back ends are torch's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from support.launched import Launch, are_gone, launch
+
+pytestmark = pytest.mark.processes
+
+both = pytest.mark.parametrize("policy", ["hard", "soft"])
+
+
+def two_nodes(run: Launch) -> dict[str, list[int]]:
+    """Nodes ``a`` and ``b`` in one world, and their workers."""
+    run.start("a")
+    run.start("b")
+    return run.until(lambda: both_work(run), "two workers")
+
+
+def both_work(run: Launch) -> dict[str, list[int]] | None:
+    """Under the hard policy each worker of a world is a new one."""
+    pids = {node: run.pids(node) for node in ("a", "b")}
+    return pids if all(len(found) == 1 for found in pids.values()) else None
+
+
+def has_said(run: Launch, node: str, text: str) -> bool:
+    return any(text in line for line in run.nodes[node].lines)
+
+
+@both
+def test_the_others_get_some_time_after_the_first_has_finished(policy: str, tmp_path: Path) -> None:
+    with launch(tmp_path, "--exit-barrier-timeout=1", nnodes="2", policy=policy) as run:
+        pids = two_nodes(run)
+        run.finish(pids["a"][0])
+        assert run.nodes["a"].wait() == 0
+        assert run.nodes["b"].wait() == 1
+        assert are_gone(pids["b"])
+        assert has_said(run, "b", "is over")
+
+
+@both
+def test_who_finishes_within_that_time_finishes_well(policy: str, tmp_path: Path) -> None:
+    with launch(tmp_path, nnodes="2", policy=policy) as run:
+        pids = two_nodes(run)
+        run.finish(pids["a"][0])
+        run.until(lambda: are_gone(pids["a"]), "the first one has finished")
+        run.finish(pids["b"][0])
+        assert run.statuses() == {"a": 0, "b": 0}
+
+
+def test_restarts_are_counted_by_each_agent(tmp_path: Path) -> None:
+    with launch(tmp_path, "--max-restarts=3", nnodes="2", policy="hard") as run:
+        before = two_nodes(run)
+        os.kill(before["b"][0], signal.SIGKILL)
+        run.until(lambda: are_gone(before["a"]) and both_work(run), "all workers are new")
+        assert {worker.attempt for worker in run.workers("a")} == {0}
+        assert {worker.attempt for worker in run.workers("b")} == {1}
+        run.finish()
+        assert run.statuses() == {"a": 0, "b": 0}
+
+
+@both
+def test_nodes_that_come_and_go_use_no_restart(policy: str, tmp_path: Path) -> None:
+    with launch(tmp_path, "--max-restarts=0", nnodes="1:2", policy=policy) as run:
+        run.start("a")
+        first = run.until(lambda: run.pids("a"), "a worker")
+        run.start("b")
+        two = run.until(lambda: _new(run, policy, first) and both_work(run), "a world of two")
+        run.nodes["b"].signal(signal.SIGKILL)
+        run.until(lambda: are_gone(two["b"]) and _new(run, policy, two["a"]), "a world of one")
+        assert {worker.attempt for worker in run.workers()} == {0}
+        run.finish()
+        assert run.nodes["a"].wait() == 0
+
+
+def _new(run: Launch, policy: str, before: list[int]) -> bool:
+    """The first node's worker is in another world: as a new process, if the policy is hard."""
+    now = run.pids("a")
+    return len(now) == 1 and (now == before) == (policy == "soft")
+
+
+def test_an_agent_that_fails_ends_the_run_under_the_hard_policy(tmp_path: Path) -> None:
+    with launch(tmp_path, nnodes="1:2", policy="hard") as run:
+        pids = two_nodes(run)
+        run.fail(pids["a"][0])
+        assert run.statuses() == {"a": 1, "b": 1}
+        assert are_gone(pids["b"])
+        assert has_said(run, "b", "is over")
+
+
+@both
+def test_a_loss_has_no_effect_once_an_agent_has_finished(policy: str, tmp_path: Path) -> None:
+    with launch(tmp_path, nnodes="1:3", policy=policy) as run:
+        run.start("c")
+        pids = {**_three(run)}
+        run.finish(pids["a"][0])
+        run.until(lambda: are_gone(pids["a"]), "one has finished")
+        time.sleep(0.3)  # its agent tells the lighthouse, which nobody can see
+        notes = run.workers("b")[0].notes
+        run.nodes["c"].signal(signal.SIGKILL)
+        run.until(lambda: are_gone(pids["c"]), "one is lost")
+        time.sleep(1.0)  # in which nothing must happen
+        assert run.workers("b")[0].notes == notes
+        run.finish()
+        assert {run.nodes[node].wait() for node in ("a", "b")} == {0}
+
+
+def _three(run: Launch) -> dict[str, list[int]]:
+    run.start("a")
+    run.start("b")
+    nodes = ("a", "b", "c")
+
+    def work() -> dict[str, list[int]] | None:
+        workers = {node: run.workers(node) for node in nodes}
+        if any(len(found) != 1 for found in workers.values()):
+            return None
+        # Under the hard policy the worker's environment tells it.
+        sizes = {found[0].world[1] for found in workers.values() if found[0].world}
+        return {node: run.pids(node) for node in nodes} if sizes == {3} else None
+
+    return run.until(work, "a world of three")
+
+
+@both
+def test_a_node_too_many_waits_for_a_place(policy: str, tmp_path: Path) -> None:
+    with launch(tmp_path, nnodes="1", policy=policy) as run:
+        run.start("a")
+        first = run.until(lambda: run.pids("a"), "a worker")
+        run.start("b")
+        time.sleep(1.0)  # in which nothing must happen
+        assert not run.pids("b")
+        assert run.pids("a") == first
+        run.nodes["a"].signal(signal.SIGKILL)
+        run.until(lambda: run.pids("b"), "the second one has the place")
+        run.finish()
+        assert run.nodes["b"].wait() == 0
+
+
+@both
+def test_a_node_too_many_gives_up_after_a_while(policy: str, tmp_path: Path) -> None:
+    with launch(tmp_path, "--rdzv-conf=join_timeout=1", nnodes="1", policy=policy) as run:
+        run.start("a")
+        first = run.until(lambda: run.pids("a"), "a worker")
+        assert run.start("b").wait() == 1
+        assert has_said(run, "b", "torchft-run: error: ")
+        assert run.pids("a") == first
+        run.finish()
+        assert run.nodes["a"].wait() == 0
+
+
+@both
+def test_too_few_nodes_end_with_a_rendezvous_error(policy: str, tmp_path: Path) -> None:
+    with launch(tmp_path, "--rdzv-conf=join_timeout=1", nnodes="2", policy=policy) as run:
+        pids = two_nodes(run)
+        run.nodes["b"].signal(signal.SIGKILL)
+        assert run.nodes["a"].wait() == 1
+        assert are_gone(pids["a"])
+        assert has_said(run, "a", "torchft-run: error: ")
+
+
+@both
+def test_without_restarts_the_scheduler_starts_a_node_again(policy: str, tmp_path: Path) -> None:
+    """Under the hard policy a failure ends the run: the scheduler starts all of its nodes."""
+    with launch(tmp_path, "--max-restarts=0", nnodes="1:2", policy=policy) as run:
+        pids = two_nodes(run)
+        run.fail(pids["b"][0])
+        assert run.nodes["b"].wait() == 1
+        run.start("b")
+        if policy == "hard":
+            assert run.nodes["a"].wait() == 1
+            return
+        after = run.await_world(a=1, b=1)
+        assert after["a"] == pids["a"]
+        run.finish()
+        assert run.statuses() == {"a": 0, "b": 0}
+
+
+@pytest.mark.parametrize("policy", ["hard", "soft", "hard on c10d"])
+def test_workers_never_outlive_their_agent(policy: str, tmp_path: Path) -> None:
+    kind, _, back_end = policy.partition(" on ")
+    with launch(tmp_path, "--nproc-per-node=2", nnodes="1", policy=kind) as run:
+        own = ("--standalone",) if back_end else ()
+        run.start("a", *own, traits=("stubborn",))
+        pids = run.until(lambda: len(run.pids()) == 2 and run.pids(), "two workers")
+        run.nodes["a"].signal(signal.SIGKILL)
+        run.until(lambda: are_gone(pids), "they have ended, too")
+
+
+@both
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_the_workers_in_the_grace_time(
+    policy: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    traits = ("stubborn",) if number is signal.SIGTERM else ()
+    with launch(tmp_path, "--shutdown-timeout=1", nnodes="1", policy=policy) as run:
+        run.start("a", traits=traits)
+        pids = run.until(lambda: run.pids(), "a worker")
+        run.nodes["a"].signal(number)
+        assert run.nodes["a"].wait() == 1
+        assert are_gone(pids)
+        assert has_said(run, "a", f"got signal: {int(number)}")

@@ -1,0 +1,63 @@
+"""A launched worker that works in whatever world it is told, until a file says that it is to end.
+
+``patient_worker.py FOLDER``: it notes each event as a line of JSON in ``FOLDER/PID.events``. It
+ends well when ``FOLDER/finish`` or ``FOLDER/finish-PID`` is there, and with status 5 for
+``FOLDER/fail-PID``. ``stubborn``: it ignores SIGTERM; ``silent``: it calls nothing of the runtime.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from torchft_svc.elastic import (
+    WorkerEvent,
+    WorkerState,
+    ack_worker_event,
+    get_worker_event,
+    wait_for_worker_event,
+)
+
+_LOOK_S = 0.05
+
+
+def main() -> None:
+    folder, traits = Path(sys.argv[1]), sys.argv[2:]
+    if "stubborn" in traits:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note(folder, {"rank": int(os.environ["RANK"]), "attempt": attempt()})
+    if "silent" in traits:
+        while not has_ended(folder):
+            time.sleep(_LOOK_S)
+    event: WorkerEvent | None = get_worker_event()
+    while not has_ended(folder):
+        if event is not None:
+            info = event.worker_info
+            told = {"rank": info.rank, "world_size": info.world_size, "round": info.round}
+            note(folder, {"state": event.worker_state.value, "attempt": attempt(), **told})
+            if event.worker_state is WorkerState.HEALTHY:
+                ack_worker_event()
+        event = wait_for_worker_event(_LOOK_S)
+
+
+def attempt() -> int:
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def note(folder: Path, what: dict[str, object]) -> None:
+    with (folder / f"{os.getpid()}.events").open("a") as events:
+        events.write(json.dumps({"node": os.environ.get("NODE", ""), **what}) + "\n")
+
+
+def has_ended(folder: Path) -> bool:
+    if (folder / f"fail-{os.getpid()}").exists():
+        sys.exit(5)
+    return (folder / "finish").exists() or (folder / f"finish-{os.getpid()}").exists()
+
+
+if __name__ == "__main__":
+    main()

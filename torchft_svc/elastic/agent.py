@@ -1,0 +1,267 @@
+"""The agent of a node: torch's own, with a restart policy, whose workers never outlive it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from string import Template
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events import record
+from torch.distributed.elastic.events.api import EventSource
+from torch.distributed.elastic.metrics.api import put_metric
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from torchft_svc.coordination.servers import LighthouseServer
+from torchft_svc.core.agent import AgentConfig, AgentMachine
+from torchft_svc.core.agent_orders import Outcome
+from torchft_svc.core.world import World
+from torchft_svc.elastic.driver import AgentDriver, Meeting, News
+from torchft_svc.elastic.local_group import LocalGroup
+from torchft_svc.elastic.policy import RestartPolicyStrategy, SoftRestartPolicyStrategy
+from torchft_svc.elastic.rendezvous.config import RendezvousConfig, rendezvous_config
+from torchft_svc.elastic.rendezvous.handler import LighthouseRendezvous
+from torchft_svc.elastic.rendezvous.link import RendezvousLink
+from torchft_svc.elastic.workers import LocalWorkers
+from torchft_svc.rpc.address import LOOPBACK
+from torchft_svc.rpc.security import PLAIN
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """What an agent needs besides torch's own arguments.
+
+    ``parameters`` are those of the rendezvous; ``signals`` end the agent and its workers.
+    """
+
+    strategy: RestartPolicyStrategy
+    parameters: RendezvousParameters
+    signals: str
+
+
+# A lost node is told within milliseconds, a process that is killed with it ends at once, and
+# exceptions of others take some time to end theirs.
+CONSEQUENCE_S = 1.0
+
+
+class ElasticAgent(LocalElasticAgent):
+    """Runs the workers of ``spec`` as the strategy of ``settings`` says."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        settings: AgentSettings,
+        logs_specs: LogsSpecs,
+        start_method: str = "spawn",
+        exit_barrier_timeout: float = 300.0,
+        log_line_prefix_template: str | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(
+            spec, logs_specs, start_method, exit_barrier_timeout, log_line_prefix_template, **more
+        )
+        self._settings = settings
+        self._waits_since = time.monotonic()  # for a world
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        return self._settings.strategy.run(self)
+
+    def run_hard(self) -> RunResult:
+        """torch's loop, in which every change restarts all workers."""
+        return super()._invoke_run(self._worker_group.spec.role)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """As torch's; workers that fail because their world has broken use up no restart."""
+        result: RunResult = super()._monitor_workers(worker_group)
+        handler = worker_group.spec.rdzv_handler
+        if not isinstance(handler, LighthouseRendezvous) or not _may_be_a_consequence(result):
+            return result
+        if not handler.wait_for_change(CONSEQUENCE_S):
+            return result
+        log.info("workers have failed because their world has broken")
+        return RunResult(state=WorkerState.HEALTHY)  # torch looks for changes then
+
+    def _exit_barrier(self) -> None:
+        """As torch's; a lighthouse knows which of the others still live."""
+        handler = self._worker_group.spec.rdzv_handler
+        if not isinstance(handler, LighthouseRendezvous):
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
+            return
+        log.info("finished; waiting %g s for the others", self._exit_barrier_timeout)
+        self._in_exit_barrier = True
+        try:
+            if not handler.wait_for_others(self._exit_barrier_timeout):
+                log.warning("other nodes have not finished in time")
+        finally:
+            self._in_exit_barrier = False
+
+    def run_soft(self, strategy: SoftRestartPolicyStrategy) -> RunResult:
+        """Our loop, which tells workers of their next world, and waits for events.
+
+        Raises:
+            SignalException, RendezvousError: see `AgentDriver.run`.
+        """
+        spec = self._worker_group.spec
+        with contextlib.ExitStack() as open_things:
+            config = self._rendezvous_config()
+            machine = AgentMachine(
+                AgentConfig(
+                    node=config.node,
+                    settings=config.settings,
+                    policy=strategy.policy,
+                    max_restarts=spec.max_restarts,
+                    ready_timeout_s=strategy.ready_timeout_s,
+                    exit_barrier_timeout_s=self._exit_barrier_timeout,
+                    max_soft_failures=strategy.max_soft_failures,
+                ),
+                time.monotonic(),
+            )
+            self._machine = machine
+            group = self._group(config.node.node_id)
+            driver = AgentDriver(
+                machine,
+                group,
+                self._meet(config, open_things),
+                self._shutdown_timeout,
+                config.connect_timeout_s,
+            )
+            end = driver.run(self._settings.signals)
+            self._remaining_restarts = machine.num_restarts_left
+            return self._result(end.outcome, group)
+
+    def _rendezvous_config(self) -> RendezvousConfig:
+        parameters, spec = self._settings.parameters, self._worker_group.spec
+        options = {**parameters.config, "num_workers": spec.local_world_size, "role": spec.role}
+        return rendezvous_config(
+            endpoint=parameters.endpoint,
+            run_id=parameters.run_id,
+            min_nodes=parameters.min_nodes,
+            max_nodes=parameters.max_nodes,
+            local_addr=parameters.local_addr,
+            options=options,
+        )
+
+    def _meet(
+        self, config: RendezvousConfig, open_things: contextlib.ExitStack
+    ) -> Callable[[Callable[[News], None]], Meeting]:
+        def meet(hear: Callable[[News], None]) -> Meeting:
+            endpoint, security = config.endpoint, None
+            if not endpoint:
+                own = LighthouseServer(f"{LOOPBACK}:0", 1, security=PLAIN)
+                endpoint, security = open_things.enter_context(own).address(), PLAIN
+            return RendezvousLink(
+                endpoint, config.run_id, config.node, config.settings, hear, security
+            )
+
+        return meet
+
+    def _group(self, node_id: str) -> LocalGroup:
+        spec = self._worker_group.spec
+        prefix = None if self._log_line_prefix_template is None else self._line_prefix
+        return LocalGroup(
+            node_id=node_id,
+            spec=spec,
+            processes=LocalWorkers(spec, self._logs_specs, self._start_method, prefix),
+            prepare=self._prepare,
+            on_start=self._note_start,
+            on_world=self._note_world,
+        )
+
+    # -- what torchelastic's users see -------------------------------------------------------------
+
+    def _prepare(self, environments: dict[int, dict[str, str]]) -> None:
+        """What torch adds to the environments of workers that are about to be started."""
+        spec = self._worker_group.spec
+        set_local_rank: Any = getattr(self, "_set_local_rank_env", None)
+        for local_rank, environment in environments.items():
+            if set_local_rank is not None:
+                set_local_rank(environment, local_rank, spec)
+            else:  # before torch 2.9
+                environment["LOCAL_RANK"] = str(local_rank)
+        if self._worker_watchdog is not None:
+            self._worker_watchdog.stop()
+        self._setup_local_watchdog(envs=environments)
+        if self._health_check_server is None:
+            self._setup_healthcheck()
+
+    def _note_start(self, world: World, pids: dict[int, int]) -> None:
+        group = self._worker_group
+        ids = {worker.local_rank: worker.id for worker in group.workers}
+        self._set_world(world, {**ids, **pids})
+        for local_rank in pids:
+            event = self._construct_event("START", EventSource.WORKER, group.workers[local_rank])
+            record(event, group.spec.event_log_handler)
+        group.state = WorkerState.HEALTHY
+        self._put_metrics()
+
+    def _note_world(self, world: World) -> None:
+        self._set_world(
+            world, {worker.local_rank: worker.id for worker in self._worker_group.workers}
+        )
+        self._put_metrics()
+
+    def _set_world(self, world: World, ids: dict[int, Any]) -> None:
+        """Describe the present world as torch does, whose events and results tell of it."""
+        group: Any = self._worker_group
+        ranks = world.ranks(self._machine.config.node.node_id)
+        group.workers = []
+        for local_rank in range(group.spec.local_world_size):
+            worker = Worker(
+                local_rank,
+                global_rank=ranks.first_rank + local_rank,
+                role_rank=ranks.first_role_rank + local_rank,
+                world_size=ranks.world_size,
+                role_world_size=ranks.role_world_size,
+            )
+            worker.id = ids.get(local_rank)
+            group.workers.append(worker)
+        group.group_rank, group.group_world_size = ranks.node_rank, ranks.num_nodes
+        group.master_addr, group.master_port = world.master_addr, world.master_port
+
+    def _put_metrics(self) -> None:
+        self._remaining_restarts = self._machine.num_restarts_left
+        role = self._worker_group.spec.role
+        put_metric(f"workers.{role}.remaining_restarts", self._remaining_restarts)
+        put_metric(f"workers.{role}.{self._worker_group.state.name.lower()}", 1)
+
+    def _line_prefix(self, local_rank: int) -> str:
+        worker = self._worker_group.workers[local_rank]
+        return Template(self._log_line_prefix_template or "").safe_substitute(
+            role_name=self._worker_group.spec.role, rank=worker.global_rank, local_rank=local_rank
+        )
+
+    def _result(self, outcome: Outcome, group: LocalGroup) -> RunResult:
+        ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        if outcome is Outcome.SUCCEEDED:
+            self._worker_group.state = WorkerState.SUCCEEDED
+            values = {ranks[end.local_rank]: end.value for end in group.ends.values()}
+            return RunResult(WorkerState.SUCCEEDED, return_values=values)
+        self._worker_group.state = WorkerState.FAILED
+        failures = {
+            ranks[end.local_rank]: end.failure
+            for end in group.ends.values()
+            if end.failure is not None
+        }
+        return RunResult(WorkerState.FAILED, failures=failures)
+
+
+def _may_be_a_consequence(result: RunResult) -> bool:
+    """Whether workers may have failed because others have: by an exception, or an abort."""
+    codes = [failure.exitcode for failure in result.failures.values()]
+    return bool(codes) and all(code > 0 or code == -signal.SIGABRT for code in codes)

@@ -1,0 +1,357 @@
+"""Drives an agent's decisions: workers, channels, stores and the lighthouse on one thread.
+
+`AgentMachine` decides; this carries its orders out, and tells it what happens: the end of a process
+(its descriptor), a worker's message (its channel), news of the lighthouse (another thread, which
+wakes this one), a signal, and the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing.connection
+import os
+import queue
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+from torchft_svc.core.agent import AgentMachine
+from torchft_svc.core.agent_orders import (
+    Broadcast,
+    End,
+    Leave,
+    OpenStore,
+    Order,
+    Orders,
+    Outcome,
+    ReplaceWorkers,
+    StartWorkers,
+    StopWorkers,
+    Tell,
+)
+from torchft_svc.core.world import (
+    AgentLeave,
+    AgentState,
+    AgentWelcome,
+    WarmUp,
+    World,
+    WorldNews,
+)
+from torchft_svc.elastic.local_group import LocalGroup
+from torchft_svc.elastic.messages import WorkerAck, WorkerLeft, WorkerStarted, WorkerState
+from torchft_svc.elastic.rendezvous.link import LinkNews, LinkTrouble
+from torchft_svc.errors import Unauthorized
+from torchft_svc.rpc.address import LOOPBACK
+
+log = logging.getLogger(__name__)
+
+# A broken process group is mostly a lost node, which the lighthouse tells sooner. If it does not,
+# only a new world helps the workers that have left.
+LEFT_GRACE_S = 1.0
+# Stores of worlds that workers may still use, and the one for the next world.
+NUM_STORES = 3
+_DEATH_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+
+class WorldOver:
+    """News of a back end that is polled: the present world is to be followed by another one."""
+
+
+News = LinkNews | WorldOver
+
+
+class Meeting(Protocol):
+    """Where agents meet: `RendezvousLink`, or an adapter of another back end."""
+
+    def tell(self, state: AgentState) -> None:
+        """The newest state counts; returns at once."""
+
+    def leave(self, leave: AgentLeave) -> None:
+        """Tell that this node is gone for good; never raises."""
+
+    def close(self) -> None:
+        """No news comes any more."""
+
+
+class AgentDriver:
+    """One run of an agent; to be used once, on one thread.
+
+    Args:
+        machine: decides.
+        group: the local workers.
+        meet: makes the way to the other agents; it calls its argument with news, on any thread.
+        grace_s: between the signal that ends workers and SIGKILL.
+        connect_timeout_s: how long there may be no way to the others in the beginning.
+    """
+
+    def __init__(
+        self,
+        machine: AgentMachine,
+        group: LocalGroup,
+        meet: Callable[[Callable[[News], None]], Meeting],
+        grace_s: float,
+        connect_timeout_s: float,
+    ) -> None:
+        self._machine = machine
+        self._group = group
+        self._meet = meet
+        self._grace_s = grace_s
+        self._connect_timeout_s = connect_timeout_s
+        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._wakes, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._stores: deque[TCPStore] = deque(maxlen=NUM_STORES)
+        self._orders: deque[Order] = deque()
+        self._is_busy = False
+        self._is_welcome = False
+        self._trouble = "nobody answers"
+        self._began_at = 0.0
+        self._left: tuple[int, float] | None = None  # round, and until when nothing is done
+        self._death: signal.Signals | None = None
+        self._error: Exception | None = None  # to be raised instead of a result
+        self._end: End | None = None
+
+    def run(self, signals: str = _DEATH_SIGNALS) -> End:
+        """Run until the workers have ended, which `End` tells.
+
+        Raises:
+            SignalException: one of the ``signals`` has come, and the workers were ended.
+            RendezvousError: there is no world for this node.
+        """
+        self._began_at = time.monotonic()
+        with contextlib.ExitStack() as open_things:
+            open_things.callback(self._close_pipe)
+            open_things.enter_context(self._handling(signals))
+            open_things.callback(self._group.close)
+            self._meeting = self._meet(self.hear)
+            open_things.callback(self._meeting.close)
+            self._do(self._machine.started(time.monotonic()))
+            while self._end is None:
+                self._wait()
+                self._look()
+        return self._outcome(self._end)
+
+    def hear(self, news: News) -> None:
+        """Called on any thread."""
+        self._news.put(news)
+        self._ring()
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Until there is something to look at."""
+        deadlines = (
+            self._machine.next_deadline(),
+            self._group.deadline,
+            None if self._left is None else self._left[1],
+            None if self._is_welcome else self._began_at + self._connect_timeout_s,
+        )
+        now = time.monotonic()
+        waits_s = [max(0.0, each - now) for each in deadlines if each is not None]
+        if self._group.poll_s is not None:
+            waits_s.append(self._group.poll_s)
+        watched = [self._wakes, *self._group.descriptors]
+        multiprocessing.connection.wait(watched, min(waits_s, default=None))
+
+    def _look(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if multiprocessing.connection.wait([self._wakes], 0):
+                os.read(self._wakes, 4096)
+        if self._death is not None and self._error is None:
+            text = f"Process {os.getpid()} got signal: {self._death}"
+            self._give_up(SignalException(text, self._death), f"it received {self._death.name}")
+        while not self._news.empty():
+            self._hear(self._news.get())
+        self._look_at_workers()
+        now = time.monotonic()
+        self._look_at_left(now)
+        if not self._is_welcome and now - self._began_at > self._connect_timeout_s:
+            text = f"no lighthouse within {self._connect_timeout_s:g} s: {self._trouble}"
+            self._give_up(RendezvousConnectionError(text), text)
+        deadline = self._machine.next_deadline()
+        if deadline is not None and now >= deadline:
+            self._do(self._machine.tick(now))
+
+    def _hear(self, news: News) -> None:
+        now = time.monotonic()
+        if isinstance(news, LinkTrouble):
+            self._trouble = str(news.error)
+            if news.is_final:
+                text = f"the lighthouse refuses this node: {news.error}"
+                unknown = isinstance(news.error, Unauthorized)
+                kind = RendezvousConnectionError if unknown else RendezvousStateError
+                self._give_up(kind(text), text)
+        elif isinstance(news, WorldOver):
+            self._do(self._machine.world_over(now))
+        else:
+            self._is_welcome = True
+            _log_news(news)
+            self._do(self._machine.news(news, now))
+
+    def _look_at_workers(self) -> None:
+        for rank, message in self._group.receive():
+            self._hear_worker(rank, message)
+        was_stopping = self._group.is_stopping
+        ends = self._group.reap()
+        now = time.monotonic()
+        if was_stopping:
+            if not self._group.is_stopping:
+                self._do(self._machine.workers_stopped(now))
+            return
+        failed = [end for end in ends if end.failure is not None]
+        if failed:
+            told = ", ".join(f"{end.local_rank} (exit code {end.exit_code})" for end in failed)
+            ranks = [end.local_rank for end in failed]
+            self._do(self._machine.workers_failed(f"worker {told} failed", ranks, now))
+        elif ends and self._group.has_finished:
+            self._do(self._machine.workers_succeeded(now))
+
+    def _hear_worker(self, rank: int, message: WorkerStarted | WorkerAck | WorkerLeft) -> None:
+        now = time.monotonic()
+        if isinstance(message, WorkerStarted):
+            if self._group.note_started(rank):
+                self._do(self._machine.workers_ready(now))
+        elif isinstance(message, WorkerAck):
+            is_in = message.worker_state is WorkerState.HEALTHY
+            if is_in and self._group.note_reached(rank, message.round):
+                self._do(self._machine.workers_reached(message.round, now))
+        elif self._left is None or self._left[0] < message.round:
+            self._left = message.round, now + LEFT_GRACE_S
+
+    def _look_at_left(self, now: float) -> None:
+        """Workers have left the present world, and nothing follows by itself."""
+        if self._left is None or now < self._left[1]:
+            return
+        round_, _ = self._left
+        self._left = None
+        world = self._machine.world
+        if world is not None and world.round == round_:
+            log.info("workers have left the world of round %d, ask for another one", round_)
+            self._do(self._machine.world_over(now))
+
+    def _give_up(self, error: Exception, reason: str) -> None:
+        if self._error is None:
+            self._error = error
+            self._do(self._machine.stopped(reason, time.monotonic()))
+
+    # -- orders ------------------------------------------------------------------------------------
+
+    def _do(self, orders: Orders) -> None:
+        """Carry them out, after those that were given before them."""
+        self._orders += orders
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._orders:
+                self._carry_out(self._orders.popleft())
+        finally:
+            self._is_busy = False
+
+    def _carry_out(self, order: Order) -> None:
+        if isinstance(order, Tell):
+            self._meeting.tell(order.state)
+        elif isinstance(order, Leave):
+            self._meeting.leave(order.leave)
+        elif isinstance(order, Broadcast):
+            self._group.broadcast(order.state, order.world, order.change)
+        elif isinstance(order, OpenStore):
+            self._open_store()
+        elif isinstance(order, StartWorkers):
+            self._start(order, None)
+        elif isinstance(order, ReplaceWorkers):
+            self._start(order, order.local_ranks)
+        elif isinstance(order, StopWorkers):
+            log.info("ending the workers: %s", order.reason)
+            self._group.begin_stop(self._death or signal.SIGTERM, self._grace_s)
+            self._ring()  # there may be none left to end
+        else:
+            self._end = order
+
+    def _open_store(self) -> None:
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self._stores.append(store)
+        self._do(self._machine.store_opened(store.port, time.monotonic()))
+
+    def _start(
+        self, order: StartWorkers | ReplaceWorkers, local_ranks: tuple[int, ...] | None
+    ) -> None:
+        is_expected = not isinstance(order, StartWorkers) or order.is_expected
+        state = WorkerState.PAUSED if is_expected else WorkerState.HEALTHY
+        try:
+            self._group.start(order.world, state, order.num_restarts, local_ranks)
+        except OSError as error:
+            log.exception("the workers could not be started")
+            ranks = range(self._group.num_workers) if local_ranks is None else local_ranks
+            reason = f"the workers could not be started: {error}"
+            self._do(self._machine.workers_failed(reason, ranks, time.monotonic()))
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _outcome(self, end: End) -> End:
+        if self._error is not None:
+            raise self._error
+        if end.outcome is Outcome.RENDEZVOUS_FAILED:
+            raise RendezvousTimeoutError(end.reason)
+        if end.outcome is Outcome.RUN_CLOSED:
+            raise RendezvousClosedError(f"the run is over: {end.reason}")
+        if end.outcome is Outcome.STOPPED:
+            raise RendezvousError(end.reason)
+        return end
+
+    @contextlib.contextmanager
+    def _handling(self, signals: str) -> Iterator[None]:
+        """Signals are noted, and handled between two inputs."""
+        if threading.current_thread() is not threading.main_thread():
+            log.warning("signals are handled on the main thread only, and this is another one")
+            yield
+            return
+        before = {}
+        for name in filter(None, (each.strip() for each in signals.split(","))):
+            number = getattr(signal, name, None)
+            if not isinstance(number, signal.Signals):
+                log.warning("there is no signal %s", name)
+                continue
+            before[number] = signal.signal(number, self._note_signal)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note_signal(self, number: int, _: object) -> None:
+        self._death = signal.Signals(number)
+        self._ring()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._wake, b"!")
+
+    def _close_pipe(self) -> None:
+        for descriptor in (self._wakes, self._wake):
+            os.close(descriptor)
+
+
+def _log_news(news: WorldNews) -> None:
+    if isinstance(news, World):
+        where = f"{news.master_addr}:{news.master_port}"
+        told = f"{len(news.nodes)} nodes, {news.world_size} workers, rank 0 at {where}"
+        log.info("round %d: %s", news.round, told)
+    elif isinstance(news, WarmUp):
+        log.info("a place is free: starting the workers for it")
+    elif not isinstance(news, AgentWelcome):
+        log.info("%s", news.reason)

@@ -1,0 +1,324 @@
+"""Launches an agent from Python, as ``torch.distributed.launcher`` does, with a restart policy.
+
+elastic_launch(LaunchConfig(..., restart_policy=RestartPolicy.SOFT), function)(*args)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import math
+import sys
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic import events
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.metrics import initialize_metrics
+from torch.distributed.elastic.metrics.api import MetricsConfig
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousParameters,
+    registry,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.launcher import api as torch_launcher
+
+from torchft_svc import env
+from torchft_svc.core.restart import RestartPolicy
+from torchft_svc.elastic.agent import AgentSettings, ElasticAgent
+from torchft_svc.elastic.policy import (
+    MAX_SOFT_FAILURES,
+    HardRestartPolicyStrategy,
+    RestartPolicyStrategy,
+    SoftRestartPolicyStrategy,
+)
+from torchft_svc.elastic.rendezvous.plugin import BACKEND, create_handler
+from torchft_svc.elastic.workers import Entrypoint, tied
+from torchft_svc.errors import ConfigError, UsageError
+
+__all__ = [
+    "HardRestartPolicyStrategy",
+    "LaunchConfig",
+    "RestartPolicy",
+    "RestartPolicyStrategy",
+    "SoftRestartPolicyStrategy",
+    "elastic_launch",
+    "launch_agent",
+]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class LaunchConfig(torch_launcher.LaunchConfig):
+    """torch's, and what a restart policy needs.
+
+    Args:
+        restart_policy: one of ours, or a strategy of your own.
+        soft_ready_timeout: under a soft policy, seconds that a worker has to reach a new world
+            before it is treated as failed; 0: it may take however long.
+        max_soft_failures: more failures of workers restart all workers of their node.
+        exit_barrier_timeout: seconds that a node whose workers have finished waits for the others.
+
+    Raises:
+        ConfigError: a value that cannot work.
+    """
+
+    restart_policy: RestartPolicy | RestartPolicyStrategy = RestartPolicy.HARD
+    soft_ready_timeout: float = 300.0
+    max_soft_failures: int = MAX_SOFT_FAILURES
+    exit_barrier_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.restart_policy, str):
+            self.restart_policy = _policy(self.restart_policy)
+        for name in ("soft_ready_timeout", "exit_barrier_timeout"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(name, value, "use a finite number of seconds, 0 or more")
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            nodes = f"{self.min_nodes}:{self.max_nodes}"
+            raise ConfigError("nnodes", nodes, "1 <= min <= max is needed")
+        super().__post_init__()  # type: ignore[no-untyped-call]
+
+    @property
+    def is_soft(self) -> bool:
+        """Whether surviving workers go on in the next world."""
+        policy = self.restart_policy
+        if isinstance(policy, RestartPolicy):
+            return policy.is_soft
+        return not isinstance(policy, HardRestartPolicyStrategy)
+
+
+class elastic_launch:  # noqa: N801 - torch's name
+    """Calls `launch_agent`: ``elastic_launch(config, entrypoint)(*args)``."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        entrypoint: Entrypoint | None,
+        health_check_server: Any = None,
+    ) -> None:
+        self._config = config
+        self._entrypoint = entrypoint
+        self._health_check_server = health_check_server
+
+    def __call__(self, *args: Any) -> dict[int, Any]:
+        return launch_agent(self._config, self._entrypoint, list(args), self._health_check_server)
+
+
+def launch_agent(
+    config: LaunchConfig,
+    entrypoint: Entrypoint | None,
+    args: list[Any],
+    health_check_server: Any = None,
+) -> dict[int, Any]:
+    """Run this node's workers until they end: what they returned, by global rank.
+
+    Call it on the main thread: otherwise no signal is handled, and the end of that thread ends the
+    workers.
+
+    Raises:
+        ChildFailedError: workers have failed, and no restart is left.
+        SignalException: this process has received a signal, and has ended the workers.
+        RendezvousError: there is no world for this node.
+        ConfigError: a value that cannot work.
+    """
+    if not entrypoint:
+        raise ConfigError("entrypoint", entrypoint, "give a function or a command")
+    if not config.run_id:
+        config.run_id = str(uuid.uuid4().int)
+        log.warning("config has no run_id, generated a random run_id: %s", config.run_id)
+    if config.rdzv_backend != BACKEND:
+        env.withdraw_preferences()
+    env.update({"TORCHELASTIC_SIGNALS_TO_HANDLE": config.signals_to_handle})
+    name = _entrypoint_name(entrypoint, args)
+    log.debug("launching %s as %s", name, config)
+    initialize_metrics(MetricsConfig(config.metrics_cfg))
+    parameters = _rendezvous_parameters(config)
+    handler = _rendezvous_handler(parameters)
+    ends_run = not config.is_soft  # a soft agent tells the others itself
+    try:
+        agent = _agent(config, (entrypoint, args), parameters, handler, health_check_server)
+        return _run(agent, name, config.event_log_handler)
+    except SignalException:
+        # Shutting down would close the run for all, also for this node's next attempt.
+        ends_run = False
+        raise
+    finally:
+        if ends_run:
+            handler.shutdown()
+
+
+def _run(agent: ElasticAgent, name: str, event_log_handler: str) -> dict[int, Any]:
+    try:
+        result: RunResult | None = agent.run()
+    except Exception:
+        events.record(agent.get_event_failed(), event_log_handler)
+        raise
+    events.record(agent.get_event_succeeded(), event_log_handler)  # the agent, not its workers
+    if result is None:  # the rendezvous has ended gracefully, without this node
+        return {}
+    if result.is_failed():
+        raise ChildFailedError(name=name, failures=result.failures)
+    return result.return_values
+
+
+def _rendezvous_parameters(config: LaunchConfig) -> RendezvousParameters:
+    endpoint = config.rdzv_endpoint
+    if config.rdzv_backend == BACKEND and not endpoint:
+        endpoint = env.Environment().lighthouse_address or ""
+    try:
+        return RendezvousParameters(
+            backend=config.rdzv_backend,
+            endpoint=endpoint,
+            run_id=config.run_id,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            local_addr=config.local_addr,
+            **config.rdzv_configs,
+        )
+    except ValueError as error:
+        raise ConfigError("rdzv_backend", config.rdzv_backend, str(error)) from None
+
+
+def _rendezvous_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    if parameters.backend == BACKEND:  # without a look at other packages' back ends
+        return create_handler(parameters)
+    try:
+        return registry.get_rendezvous_handler(parameters)
+    except UsageError:
+        raise
+    except ValueError as error:  # there is no such back end, or its settings cannot work
+        raise ConfigError("rdzv_backend", parameters.backend, str(error)) from error
+
+
+def _agent(
+    config: LaunchConfig,
+    call: tuple[Entrypoint, list[Any]],
+    parameters: RendezvousParameters,
+    handler: RendezvousHandler,
+    health_check_server: Any,
+) -> ElasticAgent:
+    master_addr, master_port = _static_address(parameters)
+    entrypoint, args = tied(call[0], tuple(call[1]))
+    spec = _accepted(
+        _NamedSpec,
+        name=_spec_name(call[0]),
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=entrypoint,
+        args=args,
+        rdzv_handler=handler,
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        master_addr=master_addr,
+        master_port=master_port,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        **_newer(config),
+    )
+    agent: ElasticAgent = _accepted(
+        ElasticAgent,
+        spec=spec,
+        settings=AgentSettings(_strategy(config), parameters, config.signals_to_handle),
+        logs_specs=config.logs_specs,
+        start_method=config.start_method,
+        exit_barrier_timeout=config.exit_barrier_timeout,
+        log_line_prefix_template=config.log_line_prefix_template,
+        shutdown_timeout=getattr(config, "shutdown_timeout", None),
+        health_check_server=health_check_server,
+    )
+    return agent
+
+
+def _strategy(config: LaunchConfig) -> RestartPolicyStrategy:
+    if isinstance(config.restart_policy, RestartPolicyStrategy):
+        return config.restart_policy
+    if not config.restart_policy.is_soft:
+        return HardRestartPolicyStrategy()
+    return SoftRestartPolicyStrategy(
+        config.restart_policy, config.soft_ready_timeout, config.max_soft_failures
+    )
+
+
+def _policy(text: str) -> RestartPolicy:
+    try:
+        return RestartPolicy(text)
+    except ValueError:
+        known = ", ".join(policy.value for policy in RestartPolicy)
+        raise ConfigError("restart_policy", text, f"use one of {known}") from None
+
+
+@dataclass
+class _NamedSpec(WorkerSpec):
+    """With the ``name`` of the user's function or program, which ours goes before."""
+
+    name: str = ""
+
+    def get_entrypoint_name(self) -> str:
+        return self.name
+
+
+def _static_address(parameters: RendezvousParameters) -> tuple[str | None, int | None]:
+    """Of the store, where the user has given it."""
+    if parameters.backend != "static":
+        return None, None
+    endpoint = parameters.endpoint.strip()
+    address, port = parse_rendezvous_endpoint(endpoint, default_port=-1)
+    if not endpoint or port == -1:
+        raise ConfigError(
+            "rdzv_endpoint", endpoint, "give --master-addr and --master-port, or host:port here"
+        )
+    return address, port
+
+
+# Arguments that torch has had for some releases only.
+_NEWER = (
+    "numa_options",
+    "duplicate_stdout_filters",
+    "duplicate_stderr_filters",
+    "virtual_local_rank",
+)
+
+
+def _newer(config: LaunchConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in _NEWER if hasattr(config, name)}
+
+
+def _parameters(kind: type) -> Iterable[str]:
+    """Of its constructor."""
+    return inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+
+
+def _accepted(kind: type, **arguments: Any) -> Any:
+    """``kind`` with those of the ``arguments`` that this release of torch knows."""
+    known = {name for each in kind.__mro__ for name in _parameters(each)}
+    return kind(**{name: value for name, value in arguments.items() if name in known})
+
+
+def _spec_name(entrypoint: Entrypoint) -> str:
+    if isinstance(entrypoint, str):
+        return entrypoint.rsplit("/", 1)[-1]
+    return entrypoint.__qualname__
+
+
+def _entrypoint_name(entrypoint: Entrypoint, args: list[Any]) -> str:
+    """What the report of a failure calls it: a function, a script, or a program."""
+    if not isinstance(entrypoint, str):
+        return entrypoint.__name__
+    if entrypoint == sys.executable:
+        return next((str(arg) for arg in args if not str(arg).startswith("-")), "")
+    return entrypoint
+
+
+def from_torch(config: torch_launcher.LaunchConfig, **more: Any) -> LaunchConfig:
+    """The same as one of ours, with ``more`` fields."""
+    fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    return LaunchConfig(**fields, **more)

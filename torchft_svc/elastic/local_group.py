@@ -1,0 +1,253 @@
+"""An agent's workers as one group: their processes, channels, environments, and what they told."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+from torchft_svc import env
+from torchft_svc.core.world import World
+from torchft_svc.elastic.channel import ChannelRoot, FileChannel
+from torchft_svc.elastic.messages import (
+    WorkerEvent,
+    WorkerInfo,
+    WorkerMessage,
+    WorkerState,
+    WorldChangeEvent,
+    worker_message,
+)
+from torchft_svc.elastic.workers import KILL_S, POLL_S, LocalWorkers, WorkerEnd
+from torchft_svc.errors import ChannelClosed, RequestRefused
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Told:
+    """What a worker has told since it was started."""
+
+    channel: FileChannel
+    has_started: bool = False
+    reached: int = 0  # the round of the newest world that it has reached
+
+
+@dataclass
+class LocalGroup:
+    """The workers of a node, which are started for a world, told of others, and ended.
+
+    ``prepare`` gets the environments before workers are started with them, by local rank;
+    ``on_start`` the world and the process ids afterwards, ``on_world`` each world that they are
+    told to work in.
+    """
+
+    node_id: str
+    spec: WorkerSpec
+    processes: LocalWorkers
+    prepare: Callable[[dict[int, dict[str, str]]], None]
+    on_start: Callable[[World, dict[int, int]], None]
+    on_world: Callable[[World], None]
+    ends: dict[int, WorkerEnd] = field(default_factory=dict)  # of the last life of each worker
+    deadline: float | None = (
+        None  # when workers that are being stopped get SIGKILL, or are given up
+    )
+    _channels: ChannelRoot = field(default_factory=ChannelRoot)
+    _told: dict[int, _Told] = field(default_factory=dict)
+    _num_starts: int = 0
+    _is_killing: bool = False
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    @property
+    def num_workers(self) -> int:
+        return self.spec.local_world_size
+
+    @property
+    def is_stopping(self) -> bool:
+        """From `begin_stop` until all have ended."""
+        return self.deadline is not None
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether all workers have ended well."""
+        return len(self.ends) == self.num_workers and all(
+            end.failure is None for end in self.ends.values()
+        )
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Readable when there is something to `receive` or `reap`."""
+        channels = (told.channel.fileno() for told in self._told.values())
+        return [*self.processes.descriptors, *(each for each in channels if each is not None)]
+
+    @property
+    def poll_s(self) -> float | None:
+        """How often to look in addition, where the system cannot tell all that happens."""
+        silent = any(told.channel.fileno() is None for told in self._told.values())
+        if silent or len(self.processes.pids) > len(self.processes.descriptors):
+            return POLL_S
+        return None
+
+    # -- starting and ending -----------------------------------------------------------------------
+
+    def start(
+        self,
+        world: World,
+        state: WorkerState,
+        num_restarts: int,
+        local_ranks: Collection[int] | None = None,
+    ) -> None:
+        """Start the workers with these local ranks (default: all) for ``world``, in ``state``.
+
+        Raises:
+            OSError: the system could not start one; others may run.
+        """
+        self._num_starts += 1
+        chosen = range(self.num_workers) if local_ranks is None else local_ranks
+        for rank in chosen:
+            self.ends.pop(rank, None)
+            self._open_channel(rank)
+            self._send(rank, state, world, None)
+        environments = {
+            rank: self._environment(rank, world, num_restarts) for rank in range(self.num_workers)
+        }
+        self.prepare(environments)
+        self.processes.start(environments, chosen)
+        pids = self.processes.pids
+        self.on_start(world, {rank: pids[rank] for rank in chosen})
+
+    def begin_stop(self, number: signal.Signals, grace_s: float) -> None:
+        """Signal all workers; `reap` and `deadline` do the rest."""
+        self._is_killing = False
+        self.deadline = time.monotonic() + grace_s
+        self.processes.signal(number)
+
+    def reap(self) -> list[WorkerEnd]:
+        """Those that have ended since the last call; they are in `ends`, too."""
+        ended = self.processes.reap()
+        for end in ended:
+            self.ends[end.local_rank] = end
+            log.log(
+                logging.INFO if end.failure is None else logging.WARNING,
+                "worker %d (process %d) has ended with exit code %d",
+                end.local_rank,
+                end.pid,
+                end.exit_code,
+            )
+        if self.deadline is not None:
+            self._go_on_stopping(self.deadline)
+        return ended
+
+    def close(self) -> None:
+        """Kill what runs, and remove the channels. May be called twice."""
+        self.processes.close()
+        self._channels.close()
+        for told in self._told.values():
+            told.channel.close()
+        self._told.clear()
+
+    def _go_on_stopping(self, deadline: float) -> None:
+        now = time.monotonic()
+        if not self.processes.pids:
+            self.deadline = None
+        elif now >= deadline and not self._is_killing:
+            self._is_killing = True
+            self.deadline = now + KILL_S
+            self.processes.signal(signal.SIGKILL)
+        elif now >= deadline:
+            self.processes.abandon()
+            self.deadline = None
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def broadcast(self, state: WorkerState, world: World, change: WorldChangeEvent | None) -> None:
+        """Tell all workers that run of ``world``."""
+        for rank in self.processes.pids:
+            self._send(rank, state, world, change)
+        if state is WorkerState.HEALTHY:
+            self.on_world(world)
+
+    def receive(self) -> Iterator[tuple[int, WorkerMessage]]:
+        """What workers have told, with their local ranks."""
+        for rank, told in list(self._told.items()):
+            while True:
+                try:
+                    message = told.channel.receive(0.0)
+                    if message is None:
+                        break
+                    yield rank, worker_message(message)
+                except RequestRefused as error:
+                    log.warning("ignoring a message of worker %d: %s", rank, error)
+                except ChannelClosed as error:
+                    log.error("worker %d cannot be talked to any more: %s", rank, error)
+                    break
+
+    def note_started(self, rank: int) -> bool:
+        """This worker has called the worker API; whether all have."""
+        self._told[rank].has_started = True
+        return len(self._told) == self.num_workers and all(
+            told.has_started for told in self._told.values()
+        )
+
+    def note_reached(self, rank: int, round_: int) -> bool:
+        """This worker has reached the world with this round; whether all have."""
+        told = self._told[rank]
+        told.reached = max(told.reached, round_)
+        running = (self._told[each] for each in self.processes.pids)
+        return all(each.reached >= round_ for each in running)
+
+    def _open_channel(self, rank: int) -> None:
+        before = self._told.pop(rank, None)
+        if before is not None:
+            before.channel.close()
+        self._told[rank] = _Told(self._channels.channel(rank, self._num_starts))
+
+    def _send(
+        self, rank: int, state: WorkerState, world: World, change: WorldChangeEvent | None
+    ) -> None:
+        event = WorkerEvent(int(time.time()), self._info(rank, world), state, change)
+        try:
+            self._told[rank].channel.send(event.to_message())
+        except (ChannelClosed, OSError):  # it misses its deadline, then
+            log.exception("worker %d cannot be told of the world", rank)
+
+    def _info(self, local_rank: int, world: World) -> WorkerInfo:
+        ranks = world.ranks(self.node_id)
+        return WorkerInfo(
+            local_rank=local_rank,
+            role_rank=ranks.first_role_rank + local_rank,
+            rank=ranks.first_rank + local_rank,
+            local_world_size=self.num_workers,
+            role_world_size=ranks.role_world_size,
+            world_size=ranks.world_size,
+            master_addr=world.master_addr,
+            master_port=world.master_port,
+            round=world.round,
+        )
+
+    def _environment(self, local_rank: int, world: World, num_restarts: int) -> dict[str, str]:
+        """What torchrun tells a worker, and where its channel is."""
+        ranks, info = world.ranks(self.node_id), self._info(local_rank, world)
+        variables = {
+            "RANK": info.rank,
+            "GROUP_RANK": ranks.node_rank,
+            "ROLE_RANK": info.role_rank,
+            "ROLE_NAME": self.spec.role,
+            "LOCAL_WORLD_SIZE": info.local_world_size,
+            "WORLD_SIZE": info.world_size,
+            "GROUP_WORLD_SIZE": ranks.num_nodes,
+            "ROLE_WORLD_SIZE": info.role_world_size,
+            "MASTER_ADDR": info.master_addr,
+            "MASTER_PORT": info.master_port,
+            "TORCHELASTIC_RESTART_COUNT": num_restarts,
+            "TORCHELASTIC_MAX_RESTARTS": self.spec.max_restarts,
+            "TORCHELASTIC_RUN_ID": self.spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.value_of("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "TORCHFT_WORKER_CHANNEL": self._told[local_rank].channel.directory,
+        }
+        return {name: str(value) for name, value in variables.items()}

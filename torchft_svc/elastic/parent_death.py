@@ -1,0 +1,75 @@
+"""Ends a worker together with its agent: for functions a call, for commands a program before them.
+
+As a program (``python -I -S parent_death.py <pid of the agent> command ...``) it becomes the
+command: the kernel keeps the wish over ``exec``, and so the process id, too. It imports nothing of
+this package, because it runs once for each worker that is started.
+
+Only the worker itself is ended; what it has started (DataLoader workers watch their parent) is not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.5  # where the system has no process descriptors
+
+
+def end_with(agent_pid: int) -> None:
+    """From now on SIGKILL follows the end of process ``agent_pid``; at once, if it has ended.
+
+    The kernel looks at the thread that started this process, so the agent starts its workers from
+    the one that waits for them.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == agent_pid:
+            return
+    # It has ended, a fork server stands between (or this is no Linux, and somebody has to watch).
+    if not _lives(agent_pid):
+        os.kill(os.getpid(), signal.SIGKILL)
+    name = "torchft-parent-death"
+    threading.Thread(target=_watch, args=(agent_pid,), name=name, daemon=True).start()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it lives, as somebody else
+    return True
+
+
+def _watch(pid: int) -> None:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        pause = threading.Event()
+        while _lives(pid):
+            pause.wait(_POLL_S)
+    else:
+        select.select([descriptor], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    agent_pid, command = int(sys.argv[1]), sys.argv[2:]
+    if sys.platform == "linux" and os.getppid() != agent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.platform == "linux":  # elsewhere a thread would not live on in the command
+        end_with(agent_pid)
+    try:
+        os.execvp(command[0], command)  # noqa: S606 - the user's own command
+    except OSError as error:
+        sys.exit(f"{command[0]}: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main()

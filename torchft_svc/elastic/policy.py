@@ -1,0 +1,52 @@
+"""Restart policies: what an agent does when workers fail, and when nodes come and go."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torchft_svc.core.restart import RestartPolicy
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import RunResult
+
+    from torchft_svc.elastic.agent import ElasticAgent
+
+# Failures of workers after which a soft policy starts all workers of its node anew.
+MAX_SOFT_FAILURES = 3
+
+
+class RestartPolicyStrategy(ABC):
+    """The monitoring loop of an agent, from the first world to the end of its workers."""
+
+    @abstractmethod
+    def run(self, agent: ElasticAgent) -> RunResult:
+        """Start the workers, watch over them, and tell how they ended."""
+
+
+class HardRestartPolicyStrategy(RestartPolicyStrategy):
+    """torch's own loop: every change of the world, and every failure, restarts all workers."""
+
+    def run(self, agent: ElasticAgent) -> RunResult:
+        """See base class."""
+        return agent.run_hard()
+
+
+@dataclass(frozen=True)
+class SoftRestartPolicyStrategy(RestartPolicyStrategy):
+    """Workers that live are told of their next world, and go on in process.
+
+    Args:
+        policy: which of the soft ones.
+        ready_timeout_s: for a worker to reach a new world, before it has failed; 0: no limit.
+        max_soft_failures: more of them restart all workers of the node.
+    """
+
+    policy: RestartPolicy = RestartPolicy.SOFT
+    ready_timeout_s: float = 300.0
+    max_soft_failures: int = MAX_SOFT_FAILURES
+
+    def run(self, agent: ElasticAgent) -> RunResult:
+        """See base class."""
+        return agent.run_soft(self)

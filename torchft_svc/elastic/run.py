@@ -1,0 +1,227 @@
+"""``torchft-run``: torchrun with restart policies. All of its arguments, and a few more.
+
+``python -m torchft_svc.elastic.run`` is the same. Without ``--restart-policy`` it does what
+torchrun does. Each argument can be given in the environment, too (``PET_RESTART_POLICY=soft``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import re
+import sys
+import uuid
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed import run as torchrun
+from torch.distributed.argparse_util import env as from_argument_or_environment
+from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from torchft_svc import env
+from torchft_svc.core.restart import RestartPolicy
+from torchft_svc.elastic.launcher import LaunchConfig, elastic_launch, from_torch
+from torchft_svc.elastic.rendezvous.plugin import BACKEND
+from torchft_svc.errors import ConfigError, PeerError, UsageError
+from torchft_svc.rpc.log_limit import LimitedLog, level_number, line_formatter
+
+_DEFAULT_MASTER_PORT = 29500  # torchrun's
+_POLICIES = tuple(policy.value for policy in RestartPolicy)
+
+
+def get_args_parser() -> ArgumentParser:
+    """torchrun's parser with our arguments."""
+    parser = torchrun.get_args_parser()
+    parser.prog = "torchft-run"
+    parser.description = "torchrun with restart policies: surviving workers need not be restarted."
+    parser.usage = "torchft-run [options] script [arguments]; --help lists the options"
+    for name in ("rdzv_backend", "node_rank"):
+        if not env.is_set(f"PET_{name.upper()}"):
+            parser.set_defaults(**{name: None})  # to be told from a default that is given
+    ours = parser.add_argument_group("restart policies")
+    ours.add_argument(
+        "--restart-policy",
+        "--restart_policy",
+        action=from_argument_or_environment,
+        default=RestartPolicy.HARD.value,
+        metavar="{" + ",".join(_POLICIES) + "}",
+        help="What happens to the workers that survive a change: they are restarted (hard, the "
+        "default), or told their new world. With soft, a failed worker's node starts its workers "
+        "again; with soft-no-replace it does not, with soft-replace only that worker.",
+    )
+    ours.add_argument(
+        "--soft-ready-timeout",
+        "--soft_ready_timeout",
+        action=from_argument_or_environment,
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="A worker that does not reach a new world in this time has failed (default 300); 0: "
+        "it may take however long, for programs that treat the states by their own logic.",
+    )
+    ours.add_argument(
+        "--exit-barrier-timeout",
+        "--exit_barrier_timeout",
+        action=from_argument_or_environment,
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="How long a node whose workers have finished waits for the others (default 300).",
+    )
+    return parser
+
+
+def parse_args(args: Sequence[str] | None = None) -> Namespace:
+    """Also checks what torchrun leaves to whoever uses the values.
+
+    Raises:
+        ConfigError: a value that cannot work.
+    """
+    told = get_args_parser().parse_args(args)
+    if told.restart_policy not in _POLICIES:
+        raise ConfigError("--restart-policy", told.restart_policy, f"use one of {_either()}")
+    _check_nodes(told.nnodes)
+    for name in ("soft_ready_timeout", "exit_barrier_timeout"):
+        value = getattr(told, name)
+        if not (math.isfinite(value) and value >= 0):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(flag, value, "use a finite number of seconds, 0 or more")
+    if told.max_restarts < 0:
+        raise ConfigError("--max-restarts", told.max_restarts, "use 0 or more")
+    if not told.monitor_interval > 0:
+        raise ConfigError("--monitor-interval", told.monitor_interval, "use more than 0 seconds")
+    if told.nproc_per_node.lstrip("+-").isdigit() and int(told.nproc_per_node) < 1:
+        raise ConfigError("--nproc-per-node", told.nproc_per_node, "use 1 or more")
+    for flag, streams in (("--redirects", told.redirects), ("--tee", told.tee)):
+        try:
+            Std.from_str(streams)
+        except ValueError:
+            raise ConfigError(flag, streams, "use 0 to 3, or 0:1,1:3 for some ranks") from None
+    _check_script(told)
+    return told
+
+
+def config_from_args(
+    args: Namespace,
+) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
+    """What to launch, from the arguments.
+
+    Raises:
+        ConfigError: a value that cannot work.
+    """
+    policy = RestartPolicy(args.restart_policy)
+    _choose_backend(args, policy)
+    node_rank = args.node_rank
+    if node_rank is None or args.rdzv_backend == BACKEND:
+        args.node_rank = 0  # torchrun warns of any other, which would have no effect
+    if args.rdzv_backend == BACKEND:
+        del args.master_addr  # the same
+    try:
+        config, entrypoint, arguments = torchrun.config_from_args(args)
+    except (ValueError, AssertionError, RuntimeError, OSError) as error:
+        raise UsageError(str(error)) from error
+    if args.rdzv_backend == BACKEND and node_rank is not None:
+        config.rdzv_configs["rank"] = node_rank
+    ours = from_torch(
+        config,
+        restart_policy=policy,
+        soft_ready_timeout=args.soft_ready_timeout,
+        exit_barrier_timeout=args.exit_barrier_timeout,
+    )
+    return ours, entrypoint, arguments
+
+
+@record
+def run(args: Namespace) -> None:
+    """Launch what the arguments say, and wait for its end."""
+    config, entrypoint, arguments = config_from_args(args)
+    elastic_launch(config, entrypoint)(*arguments)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The command. Failed workers and signals end it as they end torchrun."""
+    try:
+        told = parse_args(args)
+        with _logging_to_stderr():
+            run(told)
+    except UsageError as error:
+        _end(error, 2)
+    except (PeerError, RendezvousError, DistError) as error:
+        _end(error, 1)
+
+
+@contextlib.contextmanager
+def _logging_to_stderr() -> Iterator[None]:
+    """As services log, unless the program around this has its own configuration."""
+    logger = logging.getLogger("torchft_svc")
+    level = level_number(env.Environment().log_level or "info")
+    handler = LimitedLog()
+    handler.setFormatter(line_formatter("agent"))
+    logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def _end(error: Exception, status: int) -> None:
+    sentence = " ".join(str(error).split()) or type(error).__name__
+    print(f"torchft-run: error: {sentence}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _choose_backend(args: Namespace, policy: RestartPolicy) -> None:
+    """As torchrun chooses; soft policies take a lighthouse unless the user names another."""
+    if args.standalone:
+        args.rdzv_backend = BACKEND if policy.is_soft else "c10d"
+        args.rdzv_endpoint = "" if policy.is_soft else "localhost:0"
+        args.rdzv_id = str(uuid.uuid4())
+    elif args.rdzv_backend is None and policy.is_soft:
+        args.rdzv_backend = BACKEND
+    elif args.rdzv_backend in (None, "static"):
+        args.rdzv_backend = "static"
+        _, max_nodes = torchrun.parse_min_max_nnodes(args.nnodes)
+        if not args.rdzv_endpoint and args.master_port is None and max_nodes == 1:
+            args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
+            args.rdzv_id = str(uuid.uuid4())
+    if args.master_port is None:
+        args.master_port = _DEFAULT_MASTER_PORT
+
+
+def _check_nodes(text: str) -> None:
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    if found is None:
+        raise ConfigError("--nnodes", text, "use a number of nodes, or min:max")
+    least, most = int(found[1]), int(found[2] or found[1])
+    if not 1 <= least <= most:
+        raise ConfigError("--nnodes", text, "1 <= min <= max is needed")
+
+
+def _check_script(args: Namespace) -> None:
+    """A script that no worker can read would fail once for each worker and restart."""
+    script = args.training_script
+    if args.module or args.no_python or env.is_set("PYTHON_EXEC") or "$" in script:
+        return
+    if not os.path.exists(script):
+        raise ConfigError("script", script, "there is no such file")
+    if not os.access(script, os.R_OK):
+        raise ConfigError("script", script, "it cannot be read")
+    if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise ConfigError("script", script, "there is no __main__.py in this folder")
+
+
+def _either() -> str:
+    return ", ".join(_POLICIES[:-1]) + " or " + _POLICIES[-1]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,402 @@
+"""The processes of a node's workers: each is started, watched and ended on its own.
+
+torch's own process context ends all of them when one fails; under a soft policy that is a decision
+of the agent. Commands and functions, log files, their tails on the console and error files are as
+torchrun's users know them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import get_std_cm
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
+from torch.distributed.elastic.multiprocessing.redirects import redirect_stderr, redirect_stdout
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+from torch.distributed.elastic.utils.api import macros
+
+from torchft_svc import env
+from torchft_svc.elastic import parent_death
+from torchft_svc.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+Entrypoint = Callable[..., Any] | str
+
+# A process that was told SIGKILL ends as soon as the kernel lets it, which a device may prevent.
+KILL_S = 10.0
+# Where the system has no process descriptors, look at the processes this often.
+POLL_S = 0.1
+
+
+def tied(entrypoint: Entrypoint, args: tuple[Any, ...]) -> tuple[Entrypoint, tuple[Any, ...]]:
+    """The same, but ended by the kernel when this process ends, however it ends.
+
+    Raises:
+        ConfigError: there is no such command.
+    """
+    if not isinstance(entrypoint, str):
+        return TiedFunction(entrypoint, os.getpid()), args
+    if shutil.which(entrypoint) is None:
+        raise ConfigError("entrypoint", entrypoint, "there is no such program that can be run")
+    if not sys.executable:
+        return entrypoint, args
+    wrapper = "-I", "-S", parent_death.__file__, str(os.getpid())
+    return sys.executable, (*wrapper, entrypoint, *args)
+
+
+class TiedFunction:
+    """Calls ``function`` in a process that ends with its agent; has the function's name."""
+
+    def __init__(self, function: Callable[..., Any], agent_pid: int) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._agent_pid = agent_pid
+
+    def __call__(self, *args: Any) -> Any:
+        parent_death.end_with(self._agent_pid)
+        return self._function(*args)
+
+
+@dataclass(frozen=True)
+class WorkerEnd:
+    """How a worker ended; ``failure`` is None if it ended well. ``value``: of its function."""
+
+    local_rank: int
+    pid: int
+    exit_code: int
+    failure: ProcessFailure | None = None
+    value: Any = None
+
+
+class LocalWorkers:
+    """Starts and watches the workers of ``spec``; all calls come from one thread.
+
+    Args:
+        spec: what they run.
+        logs_specs: where their streams and errors go.
+        start_method: multiprocessing's, for functions.
+        line_prefix: torchrun's template for lines on the console (None: ``[role0]:``).
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        start_method: str = "spawn",
+        line_prefix: Callable[[int], str] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._logs_specs = logs_specs
+        self._start_method = start_method
+        self._line_prefix = line_prefix
+        self._running: dict[int, _Process] = {}
+        self._logs: dict[int, _Tails] = {}
+        self._error_files: dict[int, str] = {}
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Of those that have not been found ended, by local rank."""
+        return {rank: process.pid for rank, process in self._running.items()}
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Readable when `reap` has something to do. Empty: call it every `POLL_S` seconds."""
+        return [each for process in self._running.values() for each in process.descriptors]
+
+    def start(
+        self, environments: dict[int, dict[str, str]], local_ranks: Collection[int] | None = None
+    ) -> None:
+        """Start the workers of ``local_ranks`` (default: all), which do not run.
+
+        ``environments`` are those of all local ranks. An attempt's directory of logs is made anew,
+        so another attempt number (``TORCHELASTIC_RESTART_COUNT``) keeps the old one.
+        """
+        destination = self._logs_specs.reify(environments)
+        chosen = sorted(environments if local_ranks is None else local_ranks)
+        assert not self._running.keys() & set(chosen)
+        for rank in chosen:
+            self._stop_tails(rank)
+            self._error_files[rank] = destination.error_files.get(rank, "")
+            self._running[rank] = self._started(rank, environments[rank], destination)
+            self._logs[rank] = _Tails(self._spec, rank, destination, self._line_prefix)
+
+    def reap(self) -> list[WorkerEnd]:
+        """Those that have ended since the last call."""
+        ended = []
+        for rank, process in list(self._running.items()):
+            exit_code = process.poll()
+            if exit_code is None:
+                continue
+            del self._running[rank]
+            process.close(failed=exit_code != 0)
+            failure = None
+            if exit_code != 0:
+                file = self._error_files[rank]
+                failure = ProcessFailure(rank, process.pid, exit_code, file)
+            ended.append(WorkerEnd(rank, process.pid, exit_code, failure, process.value))
+        return ended
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it to all workers that run, and to what they have started."""
+        for process in self._running.values():
+            log.warning("sending %s to worker process %d", number.name, process.pid)
+            process.signal(number)
+
+    def abandon(self) -> None:
+        """Leave those alone that even SIGKILL has not ended: they hang in the kernel."""
+        for process in self._running.values():
+            log.error("worker process %d has not ended after SIGKILL: left alone", process.pid)
+        self._running.clear()
+
+    def close(self) -> None:
+        """Kill what runs, and write what the tails have not written yet. May be called twice."""
+        self.signal(signal.SIGKILL)
+        deadline = time.monotonic() + KILL_S
+        self.reap()
+        while self._running and (left_s := deadline - time.monotonic()) > 0:
+            watched = self.descriptors
+            multiprocessing.connection.wait(watched, left_s if watched else POLL_S)
+            self.reap()
+        self.abandon()
+        for rank in list(self._logs):
+            self._stop_tails(rank)
+
+    def _started(self, rank: int, environment: dict[str, str], logs: LogsDest) -> _Process:
+        entrypoint = self._spec.entrypoint
+        args = tuple(macros.substitute(list(self._spec.args), str(rank)))
+        streams = logs.stdouts.get(rank, ""), logs.stderrs.get(rank, "")
+        if isinstance(entrypoint, str):
+            return _Command((entrypoint, *args), environment, streams, rank, self._spec)
+        assert entrypoint is not None
+        context = multiprocessing.get_context(self._start_method)
+        return _Function(context, (entrypoint, args), environment, streams, rank, self._spec)
+
+    def _stop_tails(self, rank: int) -> None:
+        if (tails := self._logs.pop(rank, None)) is not None:
+            tails.stop()
+
+
+class _Process(ABC):
+    """A worker's process; ``value``: what its function returned."""
+
+    pid: int
+    value: Any = None
+
+    def __init__(self) -> None:
+        self._ends = _process_descriptor(self.pid)
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [] if self._ends is None else [self._ends]
+
+    @abstractmethod
+    def poll(self) -> int | None:
+        """Its exit code, if it has ended."""
+
+    @abstractmethod
+    def signal(self, number: signal.Signals) -> None: ...
+
+    def close(self, *, failed: bool) -> None:
+        if self._ends is not None:
+            os.close(self._ends)
+            self._ends = None
+
+
+class _Command(_Process):
+    """In a session of its own, as torch starts commands."""
+
+    def __init__(
+        self,
+        command: tuple[Any, ...],
+        environment: dict[str, str],
+        streams: tuple[str, str],
+        rank: int,
+        spec: WorkerSpec,
+    ) -> None:
+        words = tuple(str(word) for word in command)
+        if getattr(spec, "numa_options", None) is not None:
+            words = _bound_command(words, rank, spec.numa_options)
+        with contextlib.ExitStack() as files:
+            out, err = (files.enter_context(open(path, "w")) if path else None for path in streams)
+            self._process = subprocess.Popen(
+                words,
+                env=env.for_child(environment),
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        super().__init__()
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def close(self, *, failed: bool) -> None:
+        super().close(failed=failed)
+        if failed:  # what it has started (DataLoader workers, ...) would hold memory and devices
+            self.signal(signal.SIGKILL)
+
+
+class _Function(_Process):
+    """A process of multiprocessing, which sends back what the function returns."""
+
+    def __init__(
+        self,
+        context: Any,
+        call: tuple[Callable[..., Any], tuple[Any, ...]],
+        environment: dict[str, str],
+        streams: tuple[str, str],
+        rank: int,
+        spec: WorkerSpec,
+    ) -> None:
+        self._values, values = context.Pipe(duplex=False)
+        task = _Task(*call, environment, streams, rank, getattr(spec, "numa_options", None))
+        self._process = context.Process(target=_run, args=(task, values), daemon=False)
+        self._process.start()
+        values.close()
+        self.pid = self._process.pid
+        self._is_read = False
+        super().__init__()
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [*super().descriptors, *([] if self._is_read else [self._values.fileno()])]
+
+    def poll(self) -> int | None:
+        code: int | None = self._process.exitcode
+        # A long value has to be read before the process can end.
+        if not self._is_read and self._values.poll():
+            self._is_read = True
+            with contextlib.suppress(EOFError, ConnectionError):
+                self.value = self._values.recv()
+        return code
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def close(self, *, failed: bool) -> None:
+        super().close(failed=failed)
+        self._values.close()
+        self._process.close()
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a function's process does."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    environment: Mapping[str, str]
+    streams: tuple[str, str]
+    local_rank: int
+    numa_options: Any = field(default=None)
+
+    def run(self) -> Any:
+        function = self.function
+        if self.numa_options is not None:
+            function = _bound(function, self.local_rank, self.numa_options)
+        return record(function)(*self.args)
+
+
+def _run(task: _Task, values: Connection) -> None:
+    """The main function of a function's process."""
+    env.update(task.environment)
+    out, err = task.streams
+    with get_std_cm(out, redirect_stdout), get_std_cm(err, redirect_stderr):
+        try:
+            value = task.run()
+        except Exception:  # noqa: BLE001 - the agent sees the exit code
+            traceback.print_exc()  # while the stream is redirected
+            sys.exit(1)
+    values.send(value)
+    values.close()
+
+
+class _Tails:
+    """Copies a worker's redirected streams to the console, and its chosen lines to a file."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        rank: int,
+        logs: LogsDest,
+        line_prefix: Callable[[int], str] | None,
+    ) -> None:
+        prefixes = None if line_prefix is None else {rank: line_prefix(rank)}
+        self._tails: list[TailLog] = []
+        self._files: list[Any] = []
+        for sources, console, filters, path in (
+            (logs.tee_stdouts, sys.stdout, spec.duplicate_stdout_filters, logs.filtered_stdout),
+            (logs.tee_stderrs, sys.stderr, spec.duplicate_stderr_filters, logs.filtered_stderr),
+        ):
+            source = {rank: sources[rank]} if rank in sources else {}
+            self._tails.append(TailLog(spec.role, source, console, prefixes))
+            if filters and source:
+                file = open(path, "a", errors="replace", buffering=1)  # noqa: SIM115 - by stop()
+                self._files.append(file)
+                chosen = functools.partial(_has_any, tuple(filters))
+                self._tails.append(
+                    TailLog(spec.role, source, file, prefixes, log_line_filter=chosen)
+                )
+        for tail in self._tails:
+            tail.start()
+
+    def stop(self) -> None:
+        for tail in self._tails:
+            tail.stop()
+        for file in self._files:
+            file.close()
+
+
+def _has_any(needles: tuple[str, ...], line: str) -> bool:
+    return any(needle in line for needle in needles)
+
+
+# torch binds processes to processors near their GPU since 2.9, behind names that are not public.
+
+
+def _bound(function: Callable[..., Any], local_rank: int, numa_options: Any) -> Any:
+    from torch.numa import binding
+
+    return binding._maybe_wrap_with_numa_binding(
+        function, gpu_index=local_rank, numa_options=numa_options
+    )
+
+
+def _bound_command(words: tuple[str, ...], local_rank: int, numa_options: Any) -> tuple[str, ...]:
+    from torch.numa import binding
+
+    return binding._maybe_wrap_command_args_with_numa_binding(
+        words, gpu_index=local_rank, numa_options=numa_options
+    )
+
+
+def _process_descriptor(pid: int) -> int | None:
+    """Readable once the process has ended; None: the system has none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
