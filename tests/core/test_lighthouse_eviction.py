@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.core.scenes import JOB, Scene, config, formed, loss
 
-from torchft_svc.core.lighthouse_orders import ReportEviction, ReportHang
+from torchft_svc.core.lighthouse_orders import ReportEviction, ReportHang, ReportStraggler
 from torchft_svc.core.step import Phase
 
 EVICT = config(hang_timeout_s=5, on_hang="evict")
@@ -199,3 +199,20 @@ def test_nobody_is_left_out_unless_that_is_wanted(on_hang: str) -> None:
     scene.until(120)
     (told,) = scene.take()
     assert told == ReportHang(JOB, "a:1", Phase.TRAINING, 7, 5.0, kill=on_hang == "kill")
+
+
+@pytest.mark.parametrize(
+    ("phase", "is_told"),
+    [(Phase.TRAINING, True), (Phase.QUORUM, True), (Phase.IDLE, True), (Phase.HEALING, False)],
+)
+def test_q4_a_straggler_is_told_that_the_others_go_on(phase: Phase, is_told: bool) -> None:
+    """It may be in a collective with one that is frozen, and is in no quorum whose losses count."""
+    scene = formed("a:1", "b:1", step=7, settings=config(join_timeout_s=3, heal_timeout_s=3))
+    scene.does("b:1", phase, 7)
+    scene.ask("a:1", 8)
+    scene.until(103)
+    told = [order for order in scene.take() if isinstance(order, ReportStraggler)]
+    assert told == ([ReportStraggler(JOB, "b:1", 1, ("b:1",))] if is_told else [])
+    assert scene.house.quorum_left(JOB) == ["a:1"]
+    scene.ask("a:1", 9)
+    assert not any(isinstance(order, ReportStraggler) for order in scene.take()), "once"

@@ -6,6 +6,7 @@ import pytest
 from support.core.scenes import JOB, Refused, Scene, answer, config, formed, loss, member
 
 from torchft_svc.core.lighthouse import MAX_ANNOUNCED, MAX_ANNOUNCEMENTS
+from torchft_svc.core.lighthouse_orders import ReportStraggler
 from torchft_svc.core.membership import Membership
 from torchft_svc.core.step import Phase
 
@@ -121,7 +122,8 @@ def test_q3_a_missing_member_is_waited_for_until_the_deadline() -> None:
     assert scene.take() == []
     assert scene.why() == "waiting for b: alive, but has not asked"
     scene.until(160)
-    assert scene.take() == [answer(2, member("a", 1), callers=(3,))]
+    behind = ReportStraggler(JOB, "b", 1, recipients=("b",))
+    assert scene.take() == [behind, answer(2, member("a", 1), callers=(3,))]
 
 
 def test_q3_not_enough_at_the_deadline_then_enough() -> None:

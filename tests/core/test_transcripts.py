@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.core.scenes import Refused, Scene, config
 
-from torchft_svc.core.lighthouse_orders import AnswerQuorum, ReportLoss
+from torchft_svc.core.lighthouse_orders import AnswerQuorum, ReportLoss, ReportStraggler
 from torchft_svc.core.types import Member
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
@@ -120,6 +120,8 @@ def show(order: object) -> list[str]:
         return [f"caller {order.caller} is refused, {order.error}: {order.reason}"]
     if isinstance(order, ReportLoss):
         return [f"lost {order.replica_id}: {order.reason}"]
+    if isinstance(order, ReportStraggler):
+        return [f"{order.replica_id} is left behind in quorum {order.quorum_id}: {order.reason}"]
     assert isinstance(order, AnswerQuorum)
     lost = f", LOSES step {order.lost_from}" if order.lost_from is not None else ""
     members = zip(order.callers, order.quorum.participants, strict=True)

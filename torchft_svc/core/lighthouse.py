@@ -21,6 +21,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportHang,
     ReportLeftHealing,
     ReportLoss,
+    ReportStraggler,
     ReportWaiting,
 )
 from torchft_svc.core.likeness import Likeness, why_unlike
@@ -506,6 +507,7 @@ class Lighthouse:
         if look <= now:
             decision = self._decide(job, state, orders, now)
             if isinstance(decision, Formed):
+                orders += _leave_behind(job, state)
                 orders.append(self._publish(job, state, decision, now))
                 newcomers = state.members.waiting()
             look = look_at(state.members, self._config)
@@ -580,6 +582,19 @@ def _turn_away(state: _Job, misfits: list[Member], trains: Member, now: float) -
             refused = RequestRefused(why_unlike(misfit, trains))
             orders.append(RefuseRequest(caller, refused))
     return orders
+
+
+def _leave_behind(job: str, state: _Job) -> list[Order]:
+    """Tell the stragglers of the last quorum that the next one is formed without them (rule Q4).
+
+    One that heals is not in a collective, and joins with what it has by then.
+    """
+    activities = {key: state.hangs.activity(key) for key in state.members.stragglers()}
+    return [
+        ReportStraggler(job, key, state.members.last.quorum_id, recipients=(key,))
+        for key, activity in activities.items()
+        if activity is not None and activity.phase is not Phase.HEALING
+    ]
 
 
 def _superseded(caller: int, replica_id: str) -> RefuseRequest:

@@ -82,6 +82,20 @@ class ReportEviction:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportStraggler:
+    """``replica_id`` lives, but has not asked in time: the next quorum is formed without it.
+
+    ``quorum_id``: of its quorum, in which it may wait for others. ``recipients``: itself.
+    """
+
+    job: str
+    replica_id: str
+    quorum_id: int
+    recipients: tuple[str, ...]
+    reason: str = "it did not ask for the next quorum in time"
+
+
+@dataclass(frozen=True, slots=True)
 class ReportLeftHealing:
     """``replica_id`` was left out while it healed, for ``for_s`` seconds so far; told once."""
 
@@ -104,6 +118,7 @@ Order = (
     | ReportLoss
     | ReportHang
     | ReportEviction
+    | ReportStraggler
     | ReportLeftHealing
     | ReportWaiting
 )

@@ -535,6 +535,10 @@ class Membership:
         """The living groups of the last quorum."""
         return [key for key in self._previous_ids if key in self._known]
 
+    def stragglers(self) -> list[str]:
+        """The living groups of the last quorum that did not ask for the next one in time."""
+        return sorted(self.groups[GroupState.STRAGGLING] & self._previous_ids)
+
     @property
     def previous_ids(self) -> Set[str]:
         """The groups of the last quorum, also the dead ones."""

@@ -10,6 +10,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportHang,
     ReportLeftHealing,
     ReportLoss,
+    ReportStraggler,
 )
 from torchft_svc.core.session_messages import Drain, Kill, News
 from torchft_svc.errors import TorchFTError
@@ -88,6 +89,7 @@ Report = (
     ReportLoss
     | ReportHang
     | ReportEviction
+    | ReportStraggler
     | ReportLeftHealing
     | ReportPause
     | ReportStandstill

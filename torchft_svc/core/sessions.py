@@ -22,6 +22,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportHang,
     ReportLeftHealing,
     ReportLoss,
+    ReportStraggler,
 )
 from torchft_svc.core.lighthouse_orders import Order as Decided
 from torchft_svc.core.overview import JobStatus
@@ -472,9 +473,9 @@ class LighthouseSessions:
                 orders.append(self._publish(each))
             elif isinstance(each, RefuseRequest):
                 orders += self._refuse(each.caller, each.error)
-            elif isinstance(each, ReportLoss | ReportEviction):
+            elif isinstance(each, ReportLoss | ReportEviction | ReportStraggler):
                 orders.append(each)
-                if isinstance(each, ReportEviction) or not each.between_steps:
+                if not (isinstance(each, ReportLoss) and each.between_steps):
                     lost = Lost(each.replica_id, each.reason, each.quorum_id)
                     orders += self._tell(each.job, each.recipients, lost)
             elif isinstance(each, ReportHang):

@@ -10,6 +10,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportHang,
     ReportLeftHealing,
     ReportLoss,
+    ReportStraggler,
 )
 from torchft_svc.core.session_messages import Kill
 from torchft_svc.core.session_orders import (
@@ -37,7 +38,7 @@ class Reports:
                 log.info("group left job=%s replica=%s: %s", *whose)
             else:
                 log.warning("group lost job=%s replica=%s: %s", *whose)
-        elif isinstance(report, ReportEviction):
+        elif isinstance(report, ReportEviction | ReportStraggler):
             whose = report.job, report.replica_id, report.reason
             log.warning("group left out job=%s replica=%s: %s", *whose)
         elif isinstance(report, ReportHang):

@@ -26,6 +26,8 @@ LAG_FACTOR = 2000.0
 LONG_WAY = 10.0
 # Who is at the step that an operator went back to may turn out to hold no whole state of it.
 MAX_LOSSES = 2
+# Groups that end when their question times out, and are started again, do not ask all the time.
+OPERATOR_REPEATS_S, MAX_REPEATS = 0.7, 40
 # So many pass for each group before the core is walked through again: a walk costs more for many.
 EVENTS_PER_GROUP = 20
 
@@ -104,7 +106,7 @@ class Fleet:
         self.shared.together.clear()
         for number in range(1 + MAX_LOSSES):
             if number:
-                self._accept_losses()
+                self._accept_losses_at_last()
             if self.world.run(self.world.now + self._scenario.patience_s, self._is_together):
                 break
         else:
@@ -130,10 +132,17 @@ class Fleet:
         else:
             getattr(self, f"_{fault.kind}")(concerned[0], fault)
 
-    def _accept_losses(self) -> None:
-        for job in sorted({site.job for site in self.sites}):
-            for lighthouse in self.lighthouses:
-                lighthouse.accept_loss(job)
+    def _accept_losses(self) -> bool:
+        """Whether a job was held back for that."""
+        jobs = sorted({site.job for site in self.sites})
+        return any([each.accept_loss(job) for job in jobs for each in self.lighthouses])
+
+    def _accept_losses_at_last(self) -> None:
+        """An operator repeats the command until it is accepted, for a while."""
+        for _ in range(MAX_REPEATS):
+            until = self.world.now + OPERATOR_REPEATS_S
+            if self._accept_losses() or self.world.run(until, self._is_together):
+                return
 
     def _crash(self, site: Site, fault: Fault) -> None:
         site.crash(fault.seconds)

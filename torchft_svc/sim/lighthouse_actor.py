@@ -133,10 +133,12 @@ class LighthouseActor:
         self._connections[connection.number] = connection
         return connection.end
 
-    def accept_loss(self, job: str) -> None:
-        """An operator accepts that ``job`` goes back, if it is held back for that."""
+    def accept_loss(self, job: str) -> bool:
+        """An operator accepts that ``job`` goes back; whether it was held back for that."""
         with contextlib.suppress(RequestRefused):
             self._command(lambda now: self.core.loss_accepted(job, now))
+            return not self.process.is_dead
+        return False
 
     def drain(self, job: str, name: str) -> None:
         """An operator drains the group called ``name``, if it can be reached."""

@@ -11,6 +11,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportHang,
     ReportLeftHealing,
     ReportLoss,
+    ReportStraggler,
 )
 from torchft_svc.core.names import stable_name
 from torchft_svc.core.session_messages import Beat, Leave, Lost, News, NoQuorumYet, Question
@@ -186,6 +187,8 @@ class LighthouseChecks:
             self._must_hear(report)
             self._liveness.evicted(report, self._now)
             self._invariants.ids.spent(report)
+        elif isinstance(report, ReportStraggler):
+            self._must_hear(report)
         elif isinstance(report, ReportLeftHealing):
             self._liveness.left_healing(report, self._now)
         elif isinstance(report, ReportAcceptedLoss):
@@ -222,7 +225,7 @@ class LighthouseChecks:
         if not loss.between_steps:
             self._invariants.discards.told_as_lost(loss.replica_id)
 
-    def _must_hear(self, lost: ReportLoss | ReportEviction) -> None:
+    def _must_hear(self, lost: ReportLoss | ReportEviction | ReportStraggler) -> None:
         """Over all of their sessions: nobody knows which one is read."""
         keys = {(lost.job, each) for each in lost.recipients}
         self._untold |= {each for each in self._sessions if each.key in keys}

@@ -2,7 +2,44 @@
 
 from __future__ import annotations
 
-from support.training import lighthouse, together, trainers
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from support.training import (
+    TIMEOUT,
+    Trainer,
+    assert_identical,
+    in_step,
+    lighthouse,
+    together,
+    trainers,
+)
+
+from torchft_svc.client import ProcessGroupGloo
+
+
+class Endless(dist.Work):
+    """An operation as gloo leaves it behind if its peers die while it sends to them."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        assert timeout is not None
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("it has not ended")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class Gloo(ProcessGroupGloo):
+    """gloo, whose sums end for the others only while ``is_stuck``."""
+
+    is_stuck = False
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        work = super().allreduce(tensors, opts)
+        return Endless() if self.is_stuck else work
 
 
 def test_a_group_whose_session_broke_is_met_again() -> None:
@@ -27,3 +64,23 @@ def test_a_group_whose_session_broke_is_met_again() -> None:
         later = a.manager.last_quorum()
         assert later is not None
         assert later.quorum_id > quorum.quorum_id
+
+
+def test_a_straggler_gives_its_step_up_when_the_others_go_on_without_it() -> None:
+    """It would wait for the whole timeout of its collective, whose members have moved on."""
+    stuck = Gloo(TIMEOUT)
+    with (
+        lighthouse(min_replicas=1, join_timeout_ms=1000) as address,
+        Trainer(address, "a", 0) as a,
+        Trainer(address, "b", 1, pg=stuck) as b,
+    ):
+        together(lambda: a.meets(2), lambda: b.meets(2))
+        in_step(2, a, b)
+        stuck.is_stuck = True
+        began = time.monotonic()
+        together(lambda: a.steps(2), b.backward)
+        stuck.is_stuck = False
+        assert time.monotonic() - began < TIMEOUT.total_seconds() / 2
+        assert not b.optimizer.step()
+        in_step(a.manager.current_step() + 1, a, b)
+        assert_identical([a, b])

@@ -21,6 +21,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportHang,
     ReportLeftHealing,
     ReportLoss,
+    ReportStraggler,
     ReportWaiting,
 )
 from torchft_svc.core.step import Phase
@@ -264,6 +265,8 @@ class World:
                 self.hang(order)
             elif isinstance(order, ReportEviction):
                 self.evict(order)
+            elif isinstance(order, ReportStraggler):
+                self.leave_behind(order)
             elif isinstance(order, ReportLeftHealing):
                 self.leave_healing(order)
             elif isinstance(order, ReportWaiting):
@@ -312,6 +315,14 @@ class World:
         waiting = {each for each, doing in said.items() if doing and doing.phase is Phase.QUORUM}
         assert waiting - ledger.evicted, "nobody waits for it"
         ledger.evicted.add(order.replica_id)
+
+    def leave_behind(self, order: ReportStraggler) -> None:
+        """Told to a living member of the last quorum only, of that quorum."""
+        assert order.recipients == (order.replica_id,)
+        assert order.quorum_id == self.ledger[order.job].last.quorum_id
+        assert order.replica_id in self.members_before(order.job) & self.living(order.job)
+        doing = self.beats.get((order.job, order.replica_id))
+        assert doing is None or doing.phase is not Phase.HEALING
 
     def leave_healing(self, order: ReportLeftHealing) -> None:
         """Told once, of a living group that was waited for in vain."""
