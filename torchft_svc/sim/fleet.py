@@ -135,7 +135,8 @@ class Fleet:
     def _accept_losses(self) -> bool:
         """Whether a job was held back for that."""
         jobs = sorted({site.job for site in self.sites})
-        return any([each.accept_loss(job) for job in jobs for each in self.lighthouses])
+        accepted = [each.accept_loss(job) for job in jobs for each in self.lighthouses]
+        return any(accepted)
 
     def _accept_losses_at_last(self) -> None:
         """An operator repeats the command until it is accepted, for a while."""
