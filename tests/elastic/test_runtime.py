@@ -26,6 +26,8 @@ from torchft_svc.elastic import (
     ack_worker_event,
     get_worker_event,
     get_worker_info,
+    leave_world,
+    on_worker_event,
     runtime,
     wait_for_worker_event,
     world_changed,
@@ -195,6 +197,26 @@ def test_another_transport(transport: type[QueueChannel] | type[SocketChannel]) 
     assert said(agent, 2)[1:] == [WorkerAck(1)]
     agent.close()
     eventually(world_changed)
+
+
+def test_a_callback_is_told_of_every_event_that_comes(agent: FileChannel) -> None:
+    tell(agent, healthy(1, 0, 2, 29500))
+    found: list[WorkerEvent] = []
+    on_worker_event(lambda _: 1 / 0)
+    on_worker_event(found.append)
+    events = [tell(agent, paused(0, 2, 1, DOWN)), tell(agent, healthy(2, 0, 1, 29500, DOWN))]
+    eventually(lambda: found == events)
+
+
+def test_a_worker_that_has_left_a_world_by_itself_waits_for_the_next(agent: FileChannel) -> None:
+    tell(agent, healthy(1, 0, 2, 29500))
+    get_worker_info()
+    leave_world()
+    with pytest.raises(DeadlineExceeded):
+        get_worker_info(0.05)
+    tell(agent, healthy(2, 0, 1, 29500, DOWN))
+    assert get_worker_info(PATIENCE_S).round == 2
+    assert said(agent, 2)[1:] == [WorkerLeft(1)]
 
 
 def test_many_threads_are_told_of_a_change(agent: FileChannel) -> None:

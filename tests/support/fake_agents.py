@@ -102,8 +102,7 @@ class FakeAgents:
         for worker in self._workers:
             worker.kill()
             worker.channel.close()
-            if kind is not None:
-                print(f"--- {worker.log.name}\n{worker.log.read_text()}", file=sys.stderr)
+            print(f"--- {worker.log.name}", *worker.lines()[-40:], sep="\n", file=sys.stderr)
         self._root.close()
 
     def start(

@@ -13,6 +13,7 @@ from torchft_svc.elastic.runtime import (
     get_worker_info,
     init_world,
     leave_world,
+    on_worker_event,
     wait_for_worker_event,
     world_changed,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "get_worker_info",
     "init_world",
     "leave_world",
+    "on_worker_event",
     "wait_for_worker_event",
     "world_changed",
 ]

@@ -23,6 +23,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -62,6 +63,7 @@ __all__ = [
     "get_worker_info",
     "init_world",
     "leave_world",
+    "on_worker_event",
     "wait_for_worker_event",
     "world_changed",
 ]
@@ -89,9 +91,9 @@ def get_worker_event() -> WorkerEvent:
 def get_worker_info(timeout_s: float = WORLD_TIMEOUT_S) -> WorkerInfo:
     """This worker's place in the world to work in now.
 
-    Waits for a complete world while the newest event is PAUSED, and also if this thread has
-    destroyed the process group of the present world: the peers' deaths are often noticed there
-    before the agent's message is.
+    Waits for a complete world while the newest event is PAUSED, and also if this worker has left
+    the present one, because it has destroyed its process group or called `leave_world`: a peer's
+    death breaks connections before the agent can tell it.
 
     Raises:
         DeadlineExceeded: there is none within ``timeout_s``.
@@ -127,6 +129,15 @@ def ack_worker_event() -> None:
     _worker().ack()
 
 
+def on_worker_event(call: Callable[[WorkerEvent], object]) -> None:
+    """Call ``call`` with every event that comes from now on, on another thread.
+
+    For what has to be done while the main thread is in a collective. Under plain torchrun there
+    are no events.
+    """
+    _worker().on_event(call)
+
+
 def init_world(
     backend: str | None = None, *, timeout_s: float = 1800.0, **options: Any
 ) -> WorkerInfo:
@@ -160,9 +171,13 @@ def init_world(
 
 
 def leave_world() -> None:
-    """Destroy the process group, if there is one, also while its peers are dead or frozen."""
+    """Destroy the process group, if there is one, also while its peers are dead or frozen.
+
+    `get_worker_info` waits for the next world afterwards.
+    """
     from torchft_svc.elastic import world_group  # it imports torch
 
+    _worker().leave()
     world_group.leave()
 
 
@@ -188,6 +203,8 @@ class _Worker(Protocol):
     def info(self, timeout_s: float) -> WorkerInfo: ...
     def wait(self, timeout_s: float | None) -> WorkerEvent | None: ...
     def ack(self) -> None: ...
+    def leave(self) -> None: ...
+    def on_event(self, call: Callable[[WorkerEvent], object]) -> None: ...
     def pg_parameters(self, info: WorkerInfo) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
@@ -204,6 +221,8 @@ class _ChannelWorker:
         self._error: ChannelClosed | None = None
         self._told: WorkerEvent | None = None  # what a caller was told last
         self._group: WorldGroup | None = None
+        self._left_round: int | None = None  # the newest that this worker has left
+        self._calls: list[Callable[[WorkerEvent], object]] = []
         self._newest = self._first_event()
         self.changed = False
         self._send(WorkerStarted(os.getpid()))
@@ -214,11 +233,12 @@ class _ChannelWorker:
             return self._tell()
 
     def info(self, timeout_s: float) -> WorkerInfo:
-        left = self._left_round()
+        with self._news:
+            left = self._newest.worker_info.round if self._has_left() else None
         if left is not None:
             self._send(WorkerLeft(left))
         with self._news:
-            if not self._news.wait_for(lambda: self._is_settled(left), _wait_s(timeout_s)):
+            if not self._news.wait_for(self._is_settled, _wait_s(timeout_s)):
                 raise DeadlineExceeded("waiting for a world", timeout_s)
             return self._tell().worker_info
 
@@ -232,6 +252,16 @@ class _ChannelWorker:
         with self._news:
             event = self._told or self._tell()
         self._send(WorkerAck(event.worker_info.round, event.worker_state))
+
+    def leave(self) -> None:
+        with self._news:
+            self._left_round = None if self._told is None else self._told.worker_info.round
+            group = self._group
+        if group is not None:
+            group.cut()  # else what has not ended by itself would be waited for
+
+    def on_event(self, call: Callable[[WorkerEvent], object]) -> None:
+        self._calls.append(call)
 
     def pg_parameters(self, info: WorkerInfo) -> dict[str, Any]:
         from torchft_svc.elastic import world_group  # it imports torch
@@ -259,23 +289,25 @@ class _ChannelWorker:
                 reason = "it had one, which was destroyed; get_worker_info() waits for the next"
             if reason:
                 raise WorldSuperseded(round_, reason)
+            if self._group is not None:
+                self._group.end_forming()
             self._group = WorldGroup(round_)
             return self._group
 
     def close(self) -> None:
         self._channel.close()
 
-    def _left_round(self) -> int | None:
-        """Of the newest world, if this worker has left its process group already."""
-        group = self._group
-        if group is None or group.round != self._newest.worker_info.round or not group.is_over():
-            return None
-        return group.round
+    def _has_left(self) -> bool:
+        """Whether this worker has left the newest world already."""
+        newest, group = self._newest.worker_info.round, self._group
+        if group is not None and group.round == newest and group.is_over():
+            self._left_round = newest
+        return self._left_round == newest
 
-    def _is_settled(self, left: int | None) -> bool:
-        newest = self._newest
-        is_complete = newest.worker_state is WorkerState.HEALTHY
-        return self._error is not None or (is_complete and newest.worker_info.round != left)
+    def _is_settled(self) -> bool:
+        is_complete = self._newest.worker_state is WorkerState.HEALTHY
+        is_left = self._newest.worker_info.round == self._left_round
+        return self._error is not None or (is_complete and not is_left)
 
     def _why_superseded(self, round_: int) -> str:
         if self._error is not None:
@@ -317,6 +349,11 @@ class _ChannelWorker:
         with self._news:
             self._newest = event
         self._notify(is_broken=event.change_event is WorldChangeEvent.SCALE_DOWN)
+        for call in list(self._calls):
+            try:
+                call(event)
+            except Exception:  # the user's code must not end this thread
+                logger.exception("a callback for worker events failed")
 
     def _notify(self, *, is_broken: bool) -> None:
         with self._news:
@@ -359,6 +396,12 @@ class _TorchrunWorker:
 
     def ack(self) -> None:
         """Nobody waits for it."""
+
+    def leave(self) -> None:
+        """There is no other world."""
+
+    def on_event(self, call: Callable[[WorkerEvent], object]) -> None:
+        """There will be none."""
 
     def pg_parameters(self, info: WorkerInfo) -> dict[str, Any]:
         return {"init_method": "env://", "rank": info.rank, "world_size": info.world_size}

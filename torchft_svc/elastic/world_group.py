@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import socket
 import sys
 import threading
 import time
@@ -26,7 +25,6 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from torchft_svc.elastic.messages import WorkerInfo
 from torchft_svc.errors import DeadlineExceeded, Unreachable, WorldSuperseded
 from torchft_svc.rpc.process_sockets import (
-    connected_to,
     cut,
     is_between_machines,
     open_sockets,
@@ -44,8 +42,9 @@ _CONNECT_TIMEOUT_S = 60.0
 # For one attempt. torch's client would not notice meanwhile that the world is another one by now.
 _TRY_S, _PAUSE_S = 2.0, 0.05
 _TRY = timedelta(seconds=_TRY_S)
-# While all workers are awaited, look this often whether they still can come.
-_SLICE = timedelta(seconds=1)
+# While all workers are awaited, look whether they have come: first after, and later every. (A wait
+# inside of torch could not be interrupted.) A store answers 100,000 times a second.
+_FIRST_LOOK_S, _LOOK_S, _LOOK_S_PER_WORKER = 0.002, 0.1, 1e-4
 # A thread may open the next socket just after the last ones were shut down.
 _CUT_AGAIN_S = 0.02
 # All workers have arrived when gloo connects them. It takes up to six times this long, and only if
@@ -65,7 +64,6 @@ class WorldGroup:
         self._lock = threading.Lock()
         self._before = open_sockets()
         self._sockets: dict[int, int] | None = None  # of the group, once it is formed
-        self._store_at: tuple[set[str], int] | None = None
         self._superseded = ""
 
     def meet(self, info: WorkerInfo, timeout_s: float) -> Store:
@@ -78,23 +76,23 @@ class WorldGroup:
         """
         deadline = time.monotonic() + timeout_s
         store = self._connect(info, timeout_s)
-        if store.add("arrived", 1) == info.world_size:
-            store.set("complete", "")
-        while True:
-            self._check()
-            try:
-                store.wait(["complete"], _SLICE)
-            except dist.DistStoreError:  # nobody came within the slice
-                if time.monotonic() < deadline:
-                    continue
-                arrived = store.add("arrived", 0)
-                reason = f"{arrived} of {info.world_size} have arrived"
-                raise DeadlineExceeded("waiting for all workers", timeout_s, reason) from None
-            except RuntimeError:  # the connection is gone: perhaps we have cut it
+        longest_s = max(_LOOK_S, info.world_size * _LOOK_S_PER_WORKER)
+        pause_s = _FIRST_LOOK_S
+        try:
+            if store.add("arrived", 1) == info.world_size:
+                store.set("complete", "")
+            while not store.check(["complete"]):
                 self._check()
-                raise
+                if time.monotonic() > deadline:
+                    reason = f"{store.add('arrived', 0)} of {info.world_size} have arrived"
+                    raise DeadlineExceeded("waiting for all workers", timeout_s, reason)
+                time.sleep(pause_s)
+                pause_s = min(1.3 * pause_s, longest_s)
+        except RuntimeError:  # of torch: the connection is gone, perhaps because it was cut
             self._check()
-            return store
+            raise
+        self._check()
+        return store
 
     def end_forming(self) -> None:
         """``init_process_group`` has returned: what was opened meanwhile belongs to the group."""
@@ -117,7 +115,7 @@ class WorldGroup:
             self._superseded = reason
             is_forming = self._sockets is None
         if is_forming:
-            threading.Thread(target=self._end_forming, name="torchft-world", daemon=True).start()
+            threading.Thread(target=self._stop_forming, name="torchft-world", daemon=True).start()
         elif is_broken:
             self.cut()
 
@@ -128,12 +126,21 @@ class WorldGroup:
         for group in _nccl_groups():
             group.abort()
 
-    def _end_forming(self) -> None:
-        while self._is_inside_init():
-            cut(self._store_sockets())
-            if self._is_inside_init():  # else some sockets could be of whoever handles the error
-                cut({fd: inode for fd, inode in self._opened().items() if peer(fd) is not None})
+    def _stop_forming(self) -> None:
+        while self._cut_forming():
             time.sleep(_CUT_AGAIN_S)
+
+    def _cut_forming(self) -> bool:
+        """Cut what has been opened for the group so far; False: it is not being formed any more.
+
+        Under the lock, so that no connection of the next group is taken for one of this.
+        """
+        with self._lock:
+            if not self._is_inside_init():
+                return False
+            opened = self._opened()
+            cut({fd: inode for fd, inode in opened.items() if peer(fd) is not None})
+            return True
 
     def _is_inside_init(self) -> bool:
         frame = sys._current_frames().get(self._thread)
@@ -152,8 +159,6 @@ class WorldGroup:
         while True:
             self._check()
             try:
-                found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                self._store_at = {str(each[4][0]) for each in found}, port
                 check_store_answers(host, port, _TRY_S, _TRY_S)
                 store = TCPStore(host, port, is_master=False, timeout=_TRY, wait_for_workers=False)
                 break
@@ -164,11 +169,6 @@ class WorldGroup:
             time.sleep(_PAUSE_S)
         store.set_timeout(timedelta(seconds=timeout_s))
         return PrefixStore(f"torchft/{self.round}", store)
-
-    def _store_sockets(self) -> dict[int, int]:
-        if self._store_at is None:
-            return {}
-        return dict(connected_to(*self._store_at).items() - self._before.items())
 
     def _opened(self) -> dict[int, int]:
         return {
@@ -187,9 +187,12 @@ def url(info: WorkerInfo) -> str:
 def handle(begin: Callable[[int], WorldGroup]) -> None:
     """Have ``init_process_group`` form the groups of worlds; ``begin`` makes the one of a round.
 
-    Only the first call has an effect.
+    Called before each: torch numbers its groups, and counts one that failed. Its name is part of
+    the keys in the store, so a survivor and a newcomer would wait for each other's.
     """
     _register(begin)
+    if not dist.is_initialized():
+        distributed_c10d._world.group_count = 0
 
 
 @functools.lru_cache(maxsize=1)
