@@ -585,10 +585,8 @@ def _turn_away(state: _Job, misfits: list[Member], trains: Member, now: float) -
 
 
 def _leave_behind(job: str, state: _Job) -> list[Order]:
-    """Tell the stragglers of the last quorum that the next one is formed without them (rule Q4).
-
-    One that heals is not in a collective, and joins with what it has by then.
-    """
+    """Tell the stragglers of the last quorum that the next one is formed without them (rule Q4)."""
+    # One that heals is not in a collective, and joins with what it has by then.
     activities = {key: state.hangs.activity(key) for key in state.members.stragglers()}
     return [
         ReportStraggler(job, key, state.members.last.quorum_id, recipients=(key,))

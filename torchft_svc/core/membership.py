@@ -485,8 +485,7 @@ class Membership:
         if state is not GroupState.HEALED:
             return self._waiting[replica_id].asked_at
         heal = self._known[replica_id].heal
-        assert heal is not None
-        assert heal.ended_at is not None
+        assert heal is not None and heal.ended_at is not None  # noqa: PT018 - both are one claim
         return heal.ended_at
 
     def _heals(self) -> dict[str, Heal]:
@@ -523,9 +522,8 @@ class Membership:
 
     def next_death(self) -> float | None:
         """When the longest silent group dies, if it stays silent."""
-        for group in self._known.values():
-            return group.seen_at + self._config.heartbeat_timeout_s
-        return None
+        group = next(iter(self._known.values()), None)
+        return None if group is None else group.seen_at + self._config.heartbeat_timeout_s
 
     def called(self, name: str) -> list[str]:
         """The living groups with this replica id or, if there is none, with this stable name."""
