@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torchft_svc.core.agent_orders import (
@@ -74,7 +74,7 @@ class AgentConfig:
     world (0: they are not asked to). ``exit_barrier_timeout_s``: how long the others may take after
     the workers of this node have finished. ``max_soft_failures``: more of them since all workers
     were started restart all of them again. ``can_warm_up``: start workers before there is a world
-    (soft policies, with a lighthouse).
+    (soft policies, with a lighthouse). ``reactions``: a table for ``policy`` (default: its own).
     """
 
     node: Node
@@ -85,6 +85,7 @@ class AgentConfig:
     exit_barrier_timeout_s: float = 300.0
     max_soft_failures: int = 3
     can_warm_up: bool = True
+    reactions: Mapping[RunEvent, tuple[Reaction, ...]] | None = None
 
     def __post_init__(self) -> None:
         for field in (
@@ -375,7 +376,8 @@ class AgentMachine:
         return self._status is AgentStatus.WORKING
 
     def _begin_event(self, event: RunEvent, now: float) -> None:
-        self._begin(REACTIONS[self.config.policy][event], now, event)
+        reactions = self.config.reactions or REACTIONS[self.config.policy]
+        self._begin(reactions[event], now, event)
 
     def _begin(
         self, steps: Iterable[Reaction], now: float, event: RunEvent = RunEvent.SCALE_UP

@@ -77,6 +77,7 @@ class ElasticAgent(LocalElasticAgent):
             spec, logs_specs, start_method, exit_barrier_timeout, log_line_prefix_template, **more
         )
         self._settings = settings
+        self.has_left = False  # the others were told how this node ends
         self._waits_since = time.monotonic()  # for a world
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -118,6 +119,7 @@ class ElasticAgent(LocalElasticAgent):
             SignalException, RendezvousError: see `AgentDriver.run`.
         """
         spec = self._worker_group.spec
+        self.has_left = True
         with contextlib.ExitStack() as open_things:
             config = self._rendezvous_config()
             machine = AgentMachine(
@@ -129,6 +131,7 @@ class ElasticAgent(LocalElasticAgent):
                     ready_timeout_s=strategy.ready_timeout_s,
                     exit_barrier_timeout_s=self._exit_barrier_timeout,
                     max_soft_failures=strategy.max_soft_failures,
+                    reactions=strategy.reactions(),
                 ),
                 time.monotonic(),
             )

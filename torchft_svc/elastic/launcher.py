@@ -82,18 +82,12 @@ class LaunchConfig(torch_launcher.LaunchConfig):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(name, value, "use a finite number of seconds, 0 or more")
+        if self.max_soft_failures < 0:
+            raise ConfigError("max_soft_failures", self.max_soft_failures, "use 0 or more")
         if not 1 <= self.min_nodes <= self.max_nodes:
             nodes = f"{self.min_nodes}:{self.max_nodes}"
             raise ConfigError("nnodes", nodes, "1 <= min <= max is needed")
         super().__post_init__()  # type: ignore[no-untyped-call]
-
-    @property
-    def is_soft(self) -> bool:
-        """Whether surviving workers go on in the next world."""
-        policy = self.restart_policy
-        if isinstance(policy, RestartPolicy):
-            return policy.is_soft
-        return not isinstance(policy, HardRestartPolicyStrategy)
 
 
 class elastic_launch:  # noqa: N801 - torch's name
@@ -143,16 +137,16 @@ def launch_agent(
     initialize_metrics(MetricsConfig(config.metrics_cfg))
     parameters = _rendezvous_parameters(config)
     handler = _rendezvous_handler(parameters)
-    ends_run = not config.is_soft  # a soft agent tells the others itself
+    agent = _agent(config, (entrypoint, args), parameters, handler, health_check_server)
+    ends_run = True
     try:
-        agent = _agent(config, (entrypoint, args), parameters, handler, health_check_server)
         return _run(agent, name, config.event_log_handler)
     except SignalException:
         # Shutting down would close the run for all, also for this node's next attempt.
         ends_run = False
         raise
     finally:
-        if ends_run:
+        if ends_run and not agent.has_left:
             handler.shutdown()
 
 

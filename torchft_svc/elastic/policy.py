@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchft_svc.core.restart import RestartPolicy
+from torchft_svc.core.restart import REACTIONS, Reaction, RestartPolicy, RunEvent
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
@@ -18,7 +19,12 @@ MAX_SOFT_FAILURES = 3
 
 
 class RestartPolicyStrategy(ABC):
-    """The monitoring loop of an agent, from the first world to the end of its workers."""
+    """The monitoring loop of an agent, from the first world to the end of its workers.
+
+    Write your own by a subclass of one of those below: call ``super().run(agent)`` between what you
+    do before and after, or (soft) change `SoftRestartPolicyStrategy.reactions`. Give an instance of
+    it as ``LaunchConfig(restart_policy=...)``.
+    """
 
     @abstractmethod
     def run(self, agent: ElasticAgent) -> RunResult:
@@ -46,6 +52,10 @@ class SoftRestartPolicyStrategy(RestartPolicyStrategy):
     policy: RestartPolicy = RestartPolicy.SOFT
     ready_timeout_s: float = 300.0
     max_soft_failures: int = MAX_SOFT_FAILURES
+
+    def reactions(self) -> Mapping[RunEvent, tuple[Reaction, ...]]:
+        """The steps that each event begins: a row of the table in `torchft_svc.core.restart`."""
+        return REACTIONS[self.policy]
 
     def run(self, agent: ElasticAgent) -> RunResult:
         """See base class."""

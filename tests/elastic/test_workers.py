@@ -1,0 +1,161 @@
+"""The processes of a node's workers, and how they end with their agent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.running import ROOT, environment, eventually, is_alive
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+from torchft_svc.elastic.launcher import HardRestartPolicyStrategy  # noqa: F401  # imports torch
+from torchft_svc.elastic.workers import LocalWorkers, TiedFunction, WorkerEnd, tied
+from torchft_svc.errors import ConfigError
+
+pytestmark = pytest.mark.processes
+
+
+@contextlib.contextmanager
+def workers(
+    entrypoint: Any, *args: Any, num: int = 2, folder: Path, tee: Std = Std.NONE, **more: Any
+) -> Iterator[LocalWorkers]:
+    """Of a node, which end with the block."""
+    entrypoint, args = tied(entrypoint, args)
+    spec = WorkerSpec("role", num, None, entrypoint=entrypoint, args=args, **more)  # type: ignore[arg-type]
+    local = LocalWorkers(spec, DefaultLogsSpecs(str(folder), Std.ALL, tee), "fork")
+    try:
+        yield local
+    finally:
+        local.close()
+        local.close()
+
+
+def environments(num: int = 2, attempt: int = 0) -> dict[int, dict[str, str]]:
+    run = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    return {rank: {"RANK": str(rank), **run} for rank in range(num)}
+
+
+def ends_of(local: LocalWorkers, num: int) -> dict[int, WorkerEnd]:
+    """The ends of so many workers, each awaited by the descriptors alone."""
+    ended: dict[int, WorkerEnd] = {}
+    deadline = time.monotonic() + 30.0
+    while len(ended) < num:
+        assert time.monotonic() < deadline
+        wait(local.descriptors, 30.0)
+        ended |= {end.local_rank: end for end in local.reap()}
+    return ended
+
+
+def test_each_command_ends_for_itself(tmp_path: Path) -> None:
+    with workers("sh", "-c", 'test $RANK = 1 || sleep 60; exit "$RANK"', folder=tmp_path) as local:
+        local.start(environments())
+        pids = local.pids
+        first = ends_of(local, 1)
+        assert first[1].exit_code == 1
+        assert first[1].failure is not None
+        assert local.pids == {0: pids[0]}
+        assert is_alive(pids[0])
+        local.signal(signal.SIGTERM)
+        assert ends_of(local, 1)[0].exit_code == -signal.SIGTERM
+        assert not local.pids
+
+
+def test_one_worker_can_be_started_again(tmp_path: Path) -> None:
+    with workers("sh", "-c", "sleep 60", folder=tmp_path) as local:
+        local.start(environments())
+        before = local.pids
+        os.kill(before[1], signal.SIGKILL)
+        ends_of(local, 1)
+        local.start(environments(attempt=1), [1])
+        assert local.pids[0] == before[0]
+        assert local.pids[1] != before[1]
+    assert not any(map(is_alive, before.values()))
+
+
+def test_streams_go_to_files_and_to_the_console(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = "echo apple $RANK; echo pear $RANK; echo oops $RANK >&2"
+    more: dict[str, Any] = {"duplicate_stdout_filters": ["apple"]}
+    with workers("sh", "-c", script, folder=tmp_path, tee=Std.OUT, **more) as local:
+        local.start(environments())
+        ends_of(local, 2)
+    assert sorted(capfd.readouterr().out.splitlines()) == [
+        *("[role0]:apple 0", "[role0]:pear 0", "[role1]:apple 1", "[role1]:pear 1"),
+    ]
+    attempt = next(tmp_path.glob("run_*/attempt_0"))
+    assert (attempt / "0" / "stdout.log").read_text() == "apple 0\npear 0\n"
+    assert (attempt / "1" / "stderr.log").read_text() == "oops 1\n"
+    chosen = (attempt / "filtered_stdout.log").read_text().splitlines()
+    assert sorted(chosen) == ["[role0]:apple 0", "[role1]:apple 1"]
+
+
+def test_what_a_failed_worker_has_started_ends_with_it(tmp_path: Path) -> None:
+    told = tmp_path / "child"
+    script = f"sleep 60 & echo $! > {told}.part; mv {told}.part {told}; exit 3"
+    with workers("sh", "-c", script, num=1, folder=tmp_path) as local:
+        local.start(environments(1))
+        assert ends_of(local, 1)[0].exit_code == 3
+        child = int(told.read_text())
+        eventually(lambda: not is_alive(child), 20.0, "its child ends, too")
+
+
+def test_there_must_be_such_a_program() -> None:
+    with pytest.raises(ConfigError, match="there is no such program"):
+        tied("nowhere/at/all", ())
+
+
+def test_a_tied_function_has_its_own_name() -> None:
+    function, args = tied(environments, (1,))
+    assert isinstance(function, TiedFunction)
+    assert (function.__name__, function.__qualname__, args) == ("environments",) * 2 + ((1,),)
+
+
+AGENT = """
+import subprocess, sys, threading
+def start():
+    sys.path.insert(0, {root!r})
+    from torchft_svc.elastic import parent_death
+    command = [sys.executable, "-I", "-S", parent_death.__file__, str({pid}), "sleep", "60"]
+    print(subprocess.Popen(command).pid, flush=True)
+    {then}
+start()
+"""
+
+
+def agent(then: str, pid: str = "__import__('os').getpid()") -> subprocess.Popen[str]:
+    """A process that starts a worker as an agent does, and tells its id."""
+    script = AGENT.format(root=str(ROOT), then=then, pid=pid)
+    command = [sys.executable, "-c", script]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+
+
+def test_a_command_ends_with_its_agent() -> None:
+    with agent("threading.Event().wait(60)") as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        eventually(lambda: _is_sleep(worker), 20.0, "it has become the command")
+        process.kill()
+        process.wait()
+    eventually(lambda: not is_alive(worker), 20.0, "it has ended")
+
+
+def test_a_command_whose_agent_has_ended_does_not_begin() -> None:
+    with agent("pass", pid=str(2**22)) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+    eventually(lambda: not is_alive(worker), 20.0, "it has ended")
+
+
+def _is_sleep(pid: int) -> bool:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
