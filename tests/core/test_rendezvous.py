@@ -9,7 +9,7 @@ def test_a_cold_start_a_loss_and_a_warm_join() -> None:
     launch = Launch("1:3")
     for name in "abc":
         launch.start(name)
-    launch.passes(0.1)
+    launch.passes(1.1)
     assert launch.worlds == [("a", "b", "c")]
     assert launch.agents["b"].names == ["start 1"]
     launch.passes(3.0)

@@ -120,6 +120,7 @@ class AgentMachine:
         self._has_workers = False
         self._is_paused = False
         self._expected: World | None = None
+        self._is_unheard = False  # the lighthouse has not said yet that it knows of a failure
         self._passed_round = 0  # the highest one that is not to be entered any more
         self._change = WorldChangeEvent.SCALE_UP
         self._dead: set[int] = set()  # local ranks
@@ -264,18 +265,19 @@ class AgentMachine:
                 self._conclude(End(Outcome.SUCCEEDED, news.reason))
             else:
                 self._wind_up(End(Outcome.RUN_CLOSED, news.reason), now)
-        elif isinstance(news, WarmUp):
-            if self._status is AgentStatus.JOINING and self._step is Reaction.RENDEZVOUS:
-                self._expected = news.expected
-                self._status = AgentStatus.WARMING
-                steps = (Reaction.START_WORKERS, Reaction.RENDEZVOUS, Reaction.RESUME)
-                self._begin(steps, now)
-        elif (
-            isinstance(news, WorldPaused | RunWaiting)
-            and self._is_in_world()
-            and self._step is None
-        ):
-            self._begin_event(RunEvent.SCALE_DOWN, now)
+        elif isinstance(news, WorldPaused | RunWaiting | WarmUp):
+            self._hear_of_waiting(news, now)
+
+    def _hear_of_waiting(self, news: WorldPaused | RunWaiting | WarmUp, now: float) -> None:
+        if not isinstance(news, WorldPaused):
+            self._is_unheard = False
+        if not isinstance(news, WarmUp):
+            if self._is_in_world() and self._step is None:
+                self._begin_event(RunEvent.SCALE_DOWN, now)
+        elif self._status is AgentStatus.JOINING and self._step is Reaction.RENDEZVOUS:
+            self._expected = news.expected
+            self._status = AgentStatus.WARMING
+            self._begin((Reaction.START_WORKERS, Reaction.RENDEZVOUS, Reaction.RESUME), now)
 
     def _hear_world(self, world: World, now: float) -> None:
         known = 0 if self.world is None else self.world.round
@@ -285,8 +287,8 @@ class AgentMachine:
         self._take_store(world)
         if self._end is not None or self._status is AgentStatus.FINISHED:
             return
-        if self._status is AgentStatus.WARMING:
-            self._passed_round = world.round  # the others need not wait for its workers
+        if self._status is AgentStatus.WARMING or self._is_unheard:
+            self._passed_round = world.round  # it was made for the workers that have failed
         elif self._step is Reaction.RENDEZVOUS:
             self._advance(now)
         elif self._step is None:
@@ -412,9 +414,11 @@ class AgentMachine:
             self.num_restarts_left -= 1
         elif step is Reaction.LEAVE_WORLD:
             self._leave_world(AgentStatus.WARMING)
+            self._is_unheard = self.config.can_warm_up and self.entered is not None
         elif step is Reaction.STOP_WORKERS:
             if self._has_workers:
-                why = self._end.reason if self._end else self._failure or "the world changes"
+                why = self._failure if self._dead else "the world changes"
+                why = self._end.reason if self._end else why
                 self._orders.append(StopWorkers(why))
             return not self._has_workers
         elif step is Reaction.START_WORKERS:

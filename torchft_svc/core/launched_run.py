@@ -47,6 +47,9 @@ WARMING_SHARE = 0.5
 # A lighthouse that has just started may hear first of a node that begins, and then of a world.
 ADOPTION_TIMEOUTS = 2
 
+_MORE = "more nodes may join"
+_OUTSIDE = "it is in no world yet"
+
 
 class LaunchedRun:
     """The decisions about one run."""
@@ -57,7 +60,7 @@ class LaunchedRun:
         settings: RunSettings,
         heartbeat_timeout_s: float,
         max_nodes: int,
-        at: float,
+        begins_at: float,
     ) -> None:
         self.name = name
         self.settings = settings
@@ -72,7 +75,8 @@ class LaunchedRun:
         self._finished_by = ""
         self._highest_round = 0
         # So long a newer world of an earlier lighthouse replaces the present one.
-        self._adopts_until = at + ADOPTION_TIMEOUTS * heartbeat_timeout_s
+        self._adopts_until = begins_at + ADOPTION_TIMEOUTS * heartbeat_timeout_s
+        self._begins_at = begins_at
         self._is_broken = False
         self._loss_at = math.inf  # when losses are acted on
         self._lost_at = -math.inf
@@ -95,20 +99,22 @@ class LaunchedRun:
         self.empty_since = None
         orders: list[Order] = []
         node_id = hello.node.node_id
-        agent = self._nodes.agents.pop(node_id, None)
+        agent = self._nodes.agents.get(node_id)
         if agent is not None:
             newer = RequestRefused(f"node {node_id!r} has opened another stream")
             orders.append(EndStream(agent.stream, newer))
             agent.node, agent.stream, agent.heard_at, agent.news = hello.node, stream, at, None
         else:
             agent = Agent(hello.node, stream, hello.state, at)
-        self._nodes.agents[node_id] = agent
+        self._nodes.connect(agent)
         if self.closed is not None:
             return [*orders, SendNews((stream,), self.closed)]
         self._take_over(hello, at)
         self._nodes.missing.discard(node_id)
         self._nodes.awaited.discard(node_id)
         orders += self._take_state(agent, hello.state, at)
+        if node_id in self._nodes.outside:
+            orders += self._tell(agent, RunWaiting(_OUTSIDE))
         world = self.world
         if world is not None and node_id in self._nodes.members and hello.state.round < world.round:
             orders.append(SendNews((stream,), world))
@@ -173,8 +179,7 @@ class LaunchedRun:
 
     def knows(self, node_id: str) -> bool:
         """Whether it has, or had, to do with this run."""
-        named = self.world is not None and node_id in self.world.node_ids
-        return named or node_id in self._nodes.agents
+        return self._nodes.knows(node_id)
 
     def has_agents(self) -> bool:
         return bool(self._nodes.agents)
@@ -244,6 +249,7 @@ class LaunchedRun:
         self.world = world
         self._adopts_until = at + self._heartbeat_timeout_s
         self._nodes.enter(world)
+        self._nodes.has_state = True
         self._awaited_until = at + self._heartbeat_timeout_s
         self._lost.clear()
         self._is_broken, self._loss_at, self._paused_since = False, math.inf, None
@@ -262,21 +268,25 @@ class LaunchedRun:
             if is_there or state.round < world.round:
                 agent.has_seat, agent.waits_since = True, None
                 if is_there and state.round == world.round and state.reached:
-                    self._nodes.unreached.discard(node_id)
+                    self._nodes.reach(node_id)
                 else:
                     self._nodes.unreached.add(node_id)
                 return []
             self._lose(node_id, at)  # and keeps its seat
             left = ReportNode(self.name, node_id, f"its workers are {state.status.value}")
-            self._nodes.step_outside(agent, at)
-            return [left]
+            return [left, *self._step_outside(agent, at)]
         if node_id not in self._nodes.outside:
-            self._nodes.step_outside(agent, at)
-        elif state.status is not before.status:
+            return self._step_outside(agent, at)
+        if state.status is not before.status:
             agent.waits_since = at
         if state.status is AgentStatus.WARMING:
             agent.waits_since = None
         return []
+
+    def _step_outside(self, agent: Agent, at: float) -> list[Order]:
+        """It hears of that before it hears of another world (L17)."""
+        self._nodes.step_outside(agent, at)
+        return self._tell(agent, RunWaiting(_OUTSIDE))
 
     def _forget(self, node_id: str, at: float) -> None:
         self._nodes.forget(node_id)
@@ -307,18 +317,15 @@ class LaunchedRun:
             self._due_at = math.inf
             return []
         self._act_on_losses(at)
+        orders = self._give_up(at)
         if self._finished_by:
-            orders = self._finish(at)
+            orders += self._finish(at)
         else:
             self._nodes.give_seats(self.settings.max_nodes)
-            orders = self._next_world(at)
+            orders += self._next_world(at)
             if self.closed is None:
                 orders += self._tell_outside()
-        if self.closed is None:
-            orders += self._give_up(at)
-            self._due_at = self._next_due(at)
-        else:
-            self._due_at = math.inf
+        self._due_at = math.inf if self.closed is not None else self._next_due(at)
         return orders
 
     def _act_on_losses(self, at: float) -> None:
@@ -360,6 +367,9 @@ class LaunchedRun:
             return self._replace(joiners, at)
         if joiners and at >= self._join_at(joiners):
             return self._publish(Cause.JOIN, joiners, at)
+        if joiners:
+            is_late = bool(self._nodes.unreached)
+            self._why = "not all nodes have reached the present world" if is_late else _MORE
         return []
 
     def _form(self, joiners: list[Agent], at: float) -> list[Order]:
@@ -372,7 +382,7 @@ class LaunchedRun:
         if self._enough_since is None:
             self._enough_since = at
         if at < self._forms_at(joiners):
-            self._why = "more nodes may join"
+            self._why = _MORE
             return []
         return self._publish(Cause.START, joiners, at)
 
@@ -380,10 +390,10 @@ class LaunchedRun:
         since = self._enough_since
         assert since is not None
         if len(joiners) == self.settings.max_nodes:
-            return since
+            return max(since, self._begins_at)
         if self._nodes.is_warming():
             return since + WARMING_SHARE * self.settings.join_timeout_s
-        return since + self.settings.join_window_s
+        return max(since + self.settings.join_window_s, self._begins_at)
 
     def _replace(self, joiners: list[Agent], at: float) -> list[Order]:
         """A world without those that were lost (L2), if enough are left (L9)."""
@@ -412,13 +422,10 @@ class LaunchedRun:
 
     def _join_at(self, joiners: list[Agent]) -> float:
         """When they are taken in (L3)."""
-        assert self.world is not None
         if self._nodes.unreached:
-            self._why = "the present world is not reached by all its nodes yet"
             return self._published_at + self.settings.join_timeout_s
         if len(self._nodes.members) + len(joiners) == self.settings.max_nodes:
             return -math.inf  # nobody else can come along
-        self._why = "more nodes may join"
         since = (each.waits_since for each in joiners if each.waits_since is not None)
         return min(since, default=-math.inf) + self.settings.join_window_s
 
@@ -495,21 +502,22 @@ class LaunchedRun:
         return orders
 
     def _next_due(self, at: float) -> float:
-        due = min(self._loss_at, self._awaited_until if self._nodes.awaited else math.inf)
-        joiners = self._nodes.joiners()
+        """When time alone changes something."""
+        dues = [self._loss_at, self._awaited_until if self._nodes.awaited else math.inf]
         if not self._finished_by:
+            joiners = self._nodes.joiners()
             if not self._nodes.members and self._enough_since is not None:
-                due = min(due, self._forms_at(joiners))
+                dues.append(self._forms_at(joiners))
             elif self._nodes.members and joiners and not self._is_broken:
-                why = self._why
-                due = min(due, self._join_at(joiners))
-                self._why = why
+                dues.append(self._join_at(joiners))
             if self._paused_since is not None:
-                due = min(due, self._paused_since + self.settings.join_timeout_s)
-        for agent in self._nodes.outsiders():
-            if agent.waits_since is not None:
-                due = min(due, agent.waits_since + self.settings.join_timeout_s)
-        return due
+                dues.append(self._paused_since + self.settings.join_timeout_s)
+        dues += [
+            agent.waits_since + self.settings.join_timeout_s
+            for agent in self._nodes.outsiders()
+            if agent.waits_since is not None
+        ]
+        return min((due for due in dues if due > at), default=math.inf)
 
     def _close(self, reason: str, failed: bool, at: float) -> list[Order]:
         self.closed = RunClosed(reason, failed)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from torchft_svc.core.world import Node
 
 
 def order_nodes(
-    survivors: Sequence[Node], joiners: Sequence[Node], last_ranks: dict[str, int]
+    survivors: Sequence[Node],
+    joiners: Sequence[Node],
+    last_ranks: dict[str, int],
+    seniors: Container[str],
 ) -> tuple[Node, ...]:
     """All of them by node rank.
 
     ``last_ranks``: of the world before, by node id. A rank that was given by hand is kept, then the
-    last one, as far as there are so many nodes; what is left is filled by survivors first. A
-    survivor is rank 0 if there is one: newcomers get the state of rank 0.
+    last one, as far as there are so many nodes; what is left is filled by survivors first. One of
+    ``seniors`` is rank 0, if one is there: the others get the state of rank 0.
     """
     places: list[Node | None] = [None] * (len(survivors) + len(joiners))
     survivors = sorted(survivors, key=lambda node: last_ranks.get(node.node_id, len(places)))
@@ -23,10 +26,9 @@ def order_nodes(
     for node in rest:
         places[places.index(None)] = node
     nodes = [node for node in places if node is not None]
-    staying = {node.node_id for node in survivors}
-    if staying and nodes[0].node_id not in staying:
-        first = next(rank for rank, node in enumerate(nodes) if node.node_id in staying)
-        nodes[0], nodes[first] = nodes[first], nodes[0]
+    ranks = [rank for rank, node in enumerate(nodes) if node.node_id in seniors]
+    if ranks:
+        nodes[0], nodes[ranks[0]] = nodes[ranks[0]], nodes[0]
     return tuple(nodes)
 
 

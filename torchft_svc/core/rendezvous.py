@@ -27,15 +27,21 @@ from torchft_svc.errors import ConfigError, RequestRefused, TorchFTError
 
 # So many beats in a heartbeat timeout: some may be late.
 BEATS_PER_TIMEOUT = 5
-# Agents that were cut off when their run was closed come back within this time to hear of it.
-CLOSED_RUN_KEPT_S = 60.0
+# Agents that were cut off when their run was closed come back within this time to hear of it; those
+# that were cut off when all others went find that rounds have gone on.
+EMPTY_RUN_KEPT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousConfig:
-    """``heartbeat_timeout_s``: an agent that is silent for so long is lost. The rest are limits."""
+    """``heartbeat_timeout_s``: an agent that is silent for so long is lost.
+
+    ``settle_in_s``: so long after its first stream, a lighthouse begins no run anew: agents that
+    wait may find it before those whose workers run. The rest are limits.
+    """
 
     heartbeat_timeout_s: float = 5.0
+    settle_in_s: float = 1.0
     max_runs: int = 1000
     max_nodes_per_run: int = 10_000
 
@@ -43,6 +49,8 @@ class RendezvousConfig:
         for field in ("heartbeat_timeout_s", "max_runs", "max_nodes_per_run"):
             if getattr(self, field) <= 0:
                 raise ConfigError(field, getattr(self, field), "it has to be above 0")
+        if self.settle_in_s < 0:
+            raise ConfigError("settle_in_s", self.settle_in_s, "it has to be 0 or more")
 
 
 class Rendezvous:
@@ -54,6 +62,7 @@ class Rendezvous:
         self._reported_missed_s = 0.0
         self._runs: dict[str, LaunchedRun] = {}
         self._streams: dict[int, tuple[str, str]] = {}  # run and node id
+        self._begins_at = math.inf  # runs anew
         # When to look at the runs; may be too early, never too late.
         self._due_at = math.inf
 
@@ -83,8 +92,11 @@ class Rendezvous:
         if run is None:
             if len(self._runs) >= self.config.max_runs:
                 raise RequestRefused(f"{len(self._runs)} runs are going on, no more are allowed")
+            if self._begins_at == math.inf:
+                self._begins_at = at + self.config.settle_in_s
             timeout_s, max_nodes = self.config.heartbeat_timeout_s, self.config.max_nodes_per_run
-            run = LaunchedRun(name, hello.settings, timeout_s, max_nodes, at)
+            begins_at = max(at, self._begins_at)
+            run = LaunchedRun(name, hello.settings, timeout_s, max_nodes, begins_at)
         decided = run.opened(stream, hello, at)
         self._runs[name] = run
         self._streams[stream] = (name, hello.node.node_id)
@@ -124,7 +136,7 @@ class Rendezvous:
         orders = tuple(EndStream(stream, error) for stream in self._streams)
         self._runs.clear()
         self._streams.clear()
-        self._due_at = math.inf
+        self._due_at = self._begins_at = math.inf
         return orders
 
     def tick(self, now: float) -> Orders:
@@ -174,15 +186,12 @@ class Rendezvous:
     def _is_forgotten(self, run: LaunchedRun, at: float) -> bool:
         if not run.is_over():
             return False
-        if run.closed is None:
-            return True
-        return run.empty_since is not None and at >= run.empty_since + CLOSED_RUN_KEPT_S
+        return run.empty_since is not None and at >= run.empty_since + EMPTY_RUN_KEPT_S
 
     def _due(self, run: LaunchedRun) -> float:
         due_at = run.next_deadline()
         if run.is_over():
-            since = run.empty_since or 0.0
-            due_at = min(due_at, since if run.closed is None else since + CLOSED_RUN_KEPT_S)
+            due_at = min(due_at, (run.empty_since or 0.0) + EMPTY_RUN_KEPT_S)
         return due_at
 
     def _finish(self, run: LaunchedRun, decided: Iterable[Order]) -> Orders:

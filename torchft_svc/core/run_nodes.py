@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torchft_svc.core.node_ranks import order_nodes
 from torchft_svc.core.rendezvous_orders import NodeStatus
 from torchft_svc.core.world import AgentState, AgentStatus, Node, World, WorldNews
 
-# A store port that a world used must not be used again, though its node is gone and comes back.
-MAX_USED_PORTS_PER_NODE = 4
+# A node that is gone and comes back is known, and so is the port of its store that a world used.
+MAX_KNOWN_PER_NODE = 4
 
 
 @dataclass(slots=True)
@@ -49,7 +50,10 @@ class RunNodes:
         self.awaited: set[str] = set()
         self.unreached: set[str] = set()  # members that have not reached the present world
         self.outside: dict[str, None] = {}  # agents, in the order of arrival
+        self._member_since: dict[str, int] = {}  # the round in which each of them came
+        self.has_state = False  # one of the members' worlds was reached by all of them
         self._used_ports: dict[str, int] = {}
+        self._known: dict[str, None] = {}  # all that were here
 
     def outsiders(self) -> list[Agent]:
         """In the order of their arrival."""
@@ -57,6 +61,12 @@ class RunNodes:
 
     def enter(self, world: World) -> None:
         """Its nodes are the members now."""
+        if not (self.members or any(each.is_working for each in self.joiners())):
+            self.has_state = False
+        self._member_since = {
+            key: self._member_since[key] if key in self.members else world.round
+            for key in world.node_ids
+        }
         self.members = set(world.node_ids)
         self.unreached = set(world.node_ids)
         self.awaited = self.members - self.agents.keys()
@@ -68,6 +78,24 @@ class RunNodes:
             agent = self.agents[key]
             agent.has_seat, agent.waits_since, agent.news = True, None, None
         self.use_port(world.nodes[0].node_id, world.master_port)
+
+    def reach(self, node_id: str) -> None:
+        """All workers of this member are in the present world."""
+        self.unreached.discard(node_id)
+        self.has_state = self.has_state or not self.unreached
+
+    def connect(self, agent: Agent) -> None:
+        """It has a stream, and was heard."""
+        node_id = agent.node.node_id
+        self.agents.pop(node_id, None)
+        self.agents[node_id] = agent
+        self._known.pop(node_id, None)
+        self._known[node_id] = None
+        _trim(self._known, MAX_KNOWN_PER_NODE * self._max_agents)
+
+    def knows(self, node_id: str) -> bool:
+        """Whether it has, or had, to do with this run."""
+        return node_id in self._known
 
     def step_outside(self, agent: Agent, at: float) -> None:
         """It is in no world, and keeps its seat if it has one."""
@@ -86,9 +114,16 @@ class RunNodes:
         self.outside.pop(node_id, None)
 
     def give_seats(self, num_seats: int) -> None:
-        """To those outside that came first, as long as there are any (rule L9)."""
-        taken = self.members | {key for key in self.outside if self.agents[key].has_seat}
-        num_free = num_seats - len(taken)
+        """To those outside that came first, as long as there are any (rule L9).
+
+        Those that were given too many, before a world was taken over, are taken back: from nodes
+        without workers first.
+        """
+        seated = [agent for agent in self.outsiders() if agent.has_seat]
+        num_free = num_seats - len(self.members) - len(seated)
+        seated.sort(key=lambda agent: agent.state.status is AgentStatus.JOINING)  # it is stable
+        for agent in seated[len(seated) + min(num_free, 0) :]:
+            agent.has_seat, agent.news = False, None
         for agent in self.outsiders():
             if num_free <= 0:
                 break
@@ -117,7 +152,18 @@ class RunNodes:
         ids = () if world is None else world.node_ids
         last_ranks = {node_id: rank for rank, node_id in enumerate(ids)}
         survivors = [self.agents[key].node for key in self.members if key in self.agents]
-        return order_nodes(survivors, [each.node for each in joiners], last_ranks)
+        joining = [each.node for each in joiners]
+        return order_nodes(survivors, joining, last_ranks, self._seniors())
+
+    def _seniors(self) -> set[str]:
+        """Those that have the run's state, if anybody has it: rank 0 is one of them (rule L6)."""
+        if self.members:
+            first = min(self._member_since[key] for key in self.members)
+            seniors = {key for key in self.members if self._member_since[key] == first}
+        else:
+            seniors = set()
+        working = {each.node.node_id for each in self.joiners() if each.is_working}
+        return working if working and not (seniors and self.has_state) else seniors
 
     def free_port(self, node_id: str) -> int:
         """Of a store that no world used (0: none yet; rule L7)."""
@@ -127,8 +173,7 @@ class RunNodes:
     def use_port(self, node_id: str, port: int) -> None:
         self._used_ports.pop(node_id, None)
         self._used_ports[node_id] = port
-        while len(self._used_ports) > MAX_USED_PORTS_PER_NODE * self._max_agents:
-            del self._used_ports[next(iter(self._used_ports))]
+        _trim(self._used_ports, MAX_KNOWN_PER_NODE * self._max_agents)
 
     def status(self, world: World | None, at: float) -> tuple[NodeStatus, ...]:
         """What people want to know; by rank, and then those outside."""
@@ -149,3 +194,9 @@ class RunNodes:
             )
             for key, agent in ((key, self.agents[key]) for key in keys)
         )
+
+
+def _trim(entries: dict[str, Any], most: int) -> None:
+    """Forget the oldest, as long as there are too many."""
+    while len(entries) > most:
+        del entries[next(iter(entries))]

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import TypeVar
 
 from torchft_svc.sim.fleet import Fleet, Outcome
+from torchft_svc.sim.launch_fleet import LaunchFleet, LaunchOutcome
+from torchft_svc.sim.launch_scenario import LaunchScenario, draw_launch
 from torchft_svc.sim.scenario import Fault, Scenario, draw
+
+_Outcome = TypeVar("_Outcome", Outcome, LaunchOutcome)
 
 # A scenario is run again this often at most, to make its trace shorter.
 MAX_SHRINKING_RUNS = 150
@@ -18,22 +23,45 @@ def run_seed(seed: int, num_groups: int | None = None) -> Outcome:
     return outcome if outcome.fell is None else shrink(outcome)
 
 
-def shrink(fallen: Outcome, max_runs: int = MAX_SHRINKING_RUNS) -> Outcome:
+def run_launch_seed(seed: int, num_nodes: int | None = None) -> LaunchOutcome:
+    """The same, for a run of the launcher."""
+    outcome = LaunchFleet(draw_launch(seed, num_nodes)).run()
+    return outcome if outcome.fell is None else shrink(outcome)
+
+
+def shrink(fallen: _Outcome, max_runs: int = MAX_SHRINKING_RUNS) -> _Outcome:
     """A smaller scenario in which the same invariant falls: fewer groups, fewer faults."""
     smallest = fallen
     num_runs = 0
     progress = True
     while progress:
         progress = False
-        for smaller in _smaller(smallest.scenario):
+        for outcome in _smaller_ones(smallest):
             if num_runs == max_runs:
                 return smallest
             num_runs += 1
-            outcome = Fleet(smaller).run()
             if outcome.fell == fallen.fell:
                 smallest, progress = outcome, True
                 break
     return smallest
+
+
+def _smaller_ones(outcome: _Outcome) -> Iterator[_Outcome]:
+    """How smaller scenarios end."""
+    if isinstance(outcome, Outcome):
+        for scenario in _smaller(outcome.scenario):
+            yield Fleet(scenario).run()
+    else:
+        for launch in _smaller_launches(outcome.scenario):
+            yield LaunchFleet(launch).run()
+
+
+def _smaller_launches(scenario: LaunchScenario) -> Iterator[LaunchScenario]:
+    """One node less; fewer faults."""
+    if scenario.num_nodes > scenario.settings.min_nodes:
+        yield dataclasses.replace(scenario, num_nodes=scenario.num_nodes - 1)
+    for faults in _fewer(scenario.faults):
+        yield dataclasses.replace(scenario, faults=faults)
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
@@ -58,7 +86,7 @@ def _fewer(faults: tuple[Fault, ...]) -> Iterator[tuple[Fault, ...]]:
         size //= 2
 
 
-def describe(outcome: Outcome) -> str:
+def describe(outcome: Outcome | LaunchOutcome) -> str:
     """What fell, in which scenario, and the trace that led there."""
     scenario = outcome.scenario
     fields = {
@@ -66,6 +94,7 @@ def describe(outcome: Outcome) -> str:
         for field in dataclasses.fields(scenario)
         if field.name != "faults"
     }
+    option = " --launcher" if isinstance(outcome, LaunchOutcome) else ""
     lines = [
         f"{outcome.fell} fell after {outcome.virtual_s:.4f} s: {outcome.what}",
         "",
@@ -75,6 +104,6 @@ def describe(outcome: Outcome) -> str:
         "",
         *outcome.trace,
         "",
-        f"again: python -m torchft_svc.sim --seed {scenario.seed} --count 1",
+        f"again: python -m torchft_svc.sim{option} --seed {scenario.seed} --count 1",
     ]
     return "\n".join(lines)

@@ -1,0 +1,60 @@
+"""Launched runs with faults keep their rules: a fixed set of seeds, as CI runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from click.testing import CliRunner
+
+from torchft_svc.core.launched_run import LaunchedRun
+from torchft_svc.sim.__main__ import main
+from torchft_svc.sim.explore import describe, run_launch_seed, shrink
+from torchft_svc.sim.launch_fleet import LaunchFleet
+from torchft_svc.sim.launch_scenario import draw_launch
+
+NUM_SEEDS = 200
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, 50))
+def test_small_runs(first: int) -> None:
+    for seed in range(first, first + 50):
+        outcome = run_launch_seed(seed)
+        assert outcome.fell is None, describe(outcome)
+
+
+def test_many_nodes() -> None:
+    outcome = run_launch_seed(1, 60)
+    assert outcome.fell is None, describe(outcome)
+    assert outcome.num_worlds > 0
+
+
+def test_a_seed_is_one_and_the_same_run() -> None:
+    first, again = (LaunchFleet(draw_launch(2)).run() for _ in range(2))
+    assert first == again
+    assert first.num_worlds > 0
+
+
+def test_without_faults_there_is_one_world_or_a_few_that_grow() -> None:
+    calm = dataclasses.replace(draw_launch(4), faults=(), start_spread_s=0.3)
+    outcome = LaunchFleet(calm).run()
+    assert outcome.fell is None
+    assert outcome.num_worlds == 1
+
+
+def test_the_story_of_a_fall_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LaunchedRun, "_plan_loss", lambda self, at: None)
+    outcomes = (LaunchFleet(draw_launch(seed)).run() for seed in range(40))
+    fallen = next(outcome for outcome in outcomes if outcome.fell is not None)
+    small = shrink(fallen, max_runs=60)
+    assert small.fell == fallen.fell
+    assert len(small.scenario.faults) <= len(fallen.scenario.faults)
+    assert f"--launcher --seed {small.scenario.seed}" in describe(small)
+
+
+def test_the_command_counts_what_it_has_seen() -> None:
+    options = ["--launcher", "--seed", "0", "--count", "2", "--processes", "1"]
+    told = CliRunner().invoke(main, options)
+    assert told.exit_code == 0, told.output
+    assert "2 seeds" in told.output
+    assert "worlds" in told.output

@@ -1,0 +1,202 @@
+"""Each fault that is planted in the launcher's machines is found by some seed (rule X3)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from torchft_svc.core import agent, node_ranks, restart, run_nodes
+from torchft_svc.core.agent import AgentMachine
+from torchft_svc.core.launched_run import LaunchedRun
+from torchft_svc.core.restart import REACTIONS, Reaction, RestartPolicy, RunEvent
+from torchft_svc.core.run_nodes import RunNodes
+from torchft_svc.core.world import AgentStatus, RunWaiting
+from torchft_svc.sim.launch_fleet import LaunchFleet
+from torchft_svc.sim.launch_scenario import draw_launch
+
+# A fault that needs more seeds than this is not found: the simulator looks in the wrong places.
+MAX_SEEDS = 60
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def losses_are_not_acted_on(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(LaunchedRun, "_plan_loss", lambda self, at: None)
+
+
+def losses_are_acted_on_late(plant: pytest.MonkeyPatch) -> None:
+    real = LaunchedRun._plan_loss
+
+    def plan(self: Any, at: float) -> None:
+        real(self, at + 3.0)
+
+    plant.setattr(LaunchedRun, "_plan_loss", plan)
+
+
+def the_silent_never_die(plant: pytest.MonkeyPatch) -> None:
+    real = LaunchedRun.__init__
+
+    def init(self: Any, name: Any, settings: Any, timeout_s: float, *more: Any) -> None:
+        real(self, name, settings, 1e6, *more)
+
+    plant.setattr(LaunchedRun, "__init__", init)
+
+
+def joins_do_not_wait_for_the_present_world(plant: pytest.MonkeyPatch) -> None:
+    real = LaunchedRun._join_at
+
+    def join_at(self: Any, joiners: Any) -> float:
+        self._nodes.unreached.clear()
+        return real(self, joiners)
+
+    plant.setattr(LaunchedRun, "_join_at", join_at)
+
+
+def joins_have_no_window(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(LaunchedRun, "_join_at", lambda self, joiners: -math.inf)
+
+
+def joins_never_happen(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(LaunchedRun, "_join_at", lambda self, joiners: math.inf)
+
+
+def the_present_world_is_replaced_again_and_again(plant: pytest.MonkeyPatch) -> None:
+    real = LaunchedRun._publish
+
+    def publish(self: Any, cause: Any, joiners: Any, at: float) -> Any:
+        orders = real(self, cause, joiners, at)
+        self._is_broken = True
+        return orders
+
+    plant.setattr(LaunchedRun, "_publish", publish)
+
+
+def more_than_max_are_taken(plant: pytest.MonkeyPatch) -> None:
+    real = RunNodes.give_seats
+    plant.setattr(RunNodes, "give_seats", lambda self, number: real(self, number + 1))
+
+
+def fewer_than_min_are_enough(plant: pytest.MonkeyPatch) -> None:
+    real = LaunchedRun._replace
+
+    def replace(self: Any, joiners: Any, at: float) -> Any:
+        settings = self.settings
+        self.settings = dataclasses.replace(settings, min_nodes=1)
+        orders = real(self, joiners, at)
+        self.settings = settings
+        return orders
+
+    plant.setattr(LaunchedRun, "_replace", replace)
+
+
+def a_store_is_used_twice(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(
+        RunNodes, "free_port", lambda self, node_id: self.agents[node_id].state.store_port
+    )
+    plant.setattr(AgentMachine, "_take_store", lambda self, world: None)
+
+
+def rank_0_may_be_a_newcomer(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(RunNodes, "_seniors", lambda self: set())
+
+
+def rank_0_is_any_member(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(RunNodes, "_seniors", lambda self: set(self.members))
+
+
+def those_that_wait_are_never_told_to_end(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(LaunchedRun, "_give_up", lambda self, at: [])
+    plant.setattr(agent, "WAIT_SLACK_S", 1e6)
+
+
+def survivors_are_restarted(plant: pytest.MonkeyPatch) -> None:
+    steps = REACTIONS[RestartPolicy.HARD][RunEvent.SCALE_DOWN]
+    plant.setitem(REACTIONS[RestartPolicy.SOFT], RunEvent.SCALE_DOWN, steps)
+
+
+def a_join_uses_a_restart(plant: pytest.MonkeyPatch) -> None:
+    steps = (Reaction.USE_RESTART, *REACTIONS[RestartPolicy.HARD][RunEvent.SCALE_UP])
+    for event in (RunEvent.SCALE_UP, RunEvent.SCALE_DOWN):
+        plant.setitem(REACTIONS[RestartPolicy.HARD], event, steps)
+
+
+def restarts_are_not_counted(plant: pytest.MonkeyPatch) -> None:
+    real = restart.event_of_failure
+    plant.setattr(agent, "event_of_failure", lambda policy, left, *more: real(policy, 1, *more))
+
+
+def workers_are_not_paused(plant: pytest.MonkeyPatch) -> None:
+    steps = (Reaction.RENDEZVOUS, Reaction.RESUME)
+    for event in (RunEvent.SCALE_UP, RunEvent.SCALE_DOWN):
+        plant.setitem(REACTIONS[RestartPolicy.SOFT], event, steps)
+
+
+def a_world_of_the_workers_before_is_entered(plant: pytest.MonkeyPatch) -> None:
+    real = AgentMachine._leave_world
+
+    def leave_world(self: Any, status: AgentStatus) -> None:
+        real(self, status)
+        self._passed_round = 0
+
+    plant.setattr(AgentMachine, "_leave_world", leave_world)
+
+
+def a_lighthouse_does_not_say_that_it_heard(plant: pytest.MonkeyPatch) -> None:
+    real = LaunchedRun._tell
+
+    def tell(self: Any, about: Any, news: Any) -> Any:
+        return [] if isinstance(news, RunWaiting) else real(self, about, news)
+
+    plant.setattr(LaunchedRun, "_tell", tell)
+
+
+def an_old_world_is_entered_again(plant: pytest.MonkeyPatch) -> None:
+    real = AgentMachine._hear_world
+
+    def hear(self: Any, world: Any, now: float) -> None:
+        if self.world is not None and self.entered is not None:
+            world = dataclasses.replace(world, round=self.world.round + 1)
+        real(self, world, now)
+
+    plant.setattr(AgentMachine, "_hear_world", hear)
+
+
+def ranks_are_those_of_arrival(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(run_nodes, "order_nodes", lambda survivors, joiners, *_: (*joiners, *survivors))
+    assert node_ranks.order_nodes is not None
+
+
+PLANTS = (
+    losses_are_not_acted_on,
+    losses_are_acted_on_late,
+    the_silent_never_die,
+    joins_do_not_wait_for_the_present_world,
+    joins_have_no_window,
+    joins_never_happen,
+    the_present_world_is_replaced_again_and_again,
+    more_than_max_are_taken,
+    fewer_than_min_are_enough,
+    a_store_is_used_twice,
+    rank_0_may_be_a_newcomer,
+    rank_0_is_any_member,
+    those_that_wait_are_never_told_to_end,
+    survivors_are_restarted,
+    a_join_uses_a_restart,
+    restarts_are_not_counted,
+    workers_are_not_paused,
+    a_world_of_the_workers_before_is_entered,
+    a_lighthouse_does_not_say_that_it_heard,
+    an_old_world_is_entered_again,
+    ranks_are_those_of_arrival,
+)
+
+
+@pytest.mark.parametrize("planted", PLANTS, ids=lambda plant: plant.__name__)
+def test_it_is_found(planted: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch)
+    outcomes = (LaunchFleet(draw_launch(seed)).run() for seed in range(MAX_SEEDS))
+    assert any(outcome.fell is not None for outcome in outcomes)

@@ -1,0 +1,333 @@
+"""Checks the rules of launched runs on what happens, as it happens; each by its number (rule X4).
+
+The checks keep ledgers of their own, from what was done and said aloud.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torchft_svc.core.agent import WAIT_SLACK_S, AgentMachine
+from torchft_svc.core.agent_orders import (
+    Broadcast,
+    End,
+    Outcome,
+    ReplaceWorkers,
+    StartWorkers,
+    StopWorkers,
+)
+from torchft_svc.core.rendezvous_orders import Cause, Report, ReportWorld
+from torchft_svc.core.restart import RestartPolicy
+from torchft_svc.core.world import (
+    AgentStatus,
+    RunClosed,
+    WorkerState,
+    World,
+    WorldChangeEvent,
+    WorldNews,
+)
+from torchft_svc.sim.invariants import SLACK_S, must
+from torchft_svc.sim.launch_scenario import LaunchScenario
+from torchft_svc.sim.network import MAX_KEEPALIVE_S
+from torchft_svc.sim.world import World as Universe
+
+# A loss that is noticed at once has led to another world by then, also after many others.
+LOSS_S = 2.0
+# Each cause may take a node out, and bring it back.
+ROUNDS_PER_CAUSE = 2
+_WAITING = (AgentStatus.JOINING, AgentStatus.READY)
+
+
+@dataclass(slots=True)
+class NodeLedger:
+    """What has happened to one life of an agent."""
+
+    node_id: str
+    machine: AgentMachine
+    num_failures: int = 0
+    num_handled: int = 0  # failures before its workers were started last
+    was_hung: bool = False
+    was_stopped: bool = False
+    was_closed: bool = False
+    has_finished: bool = False
+    has_state: bool = False  # its workers have been in a world that all reached
+    has_workers: bool = False
+    is_paused: bool = False
+    waiting_since: float | None = None
+    last_healthy_at: float = 0.0
+    last_round: int = 0
+    has_ended: bool = False
+    troubled_until: float = -math.inf
+
+    def is_in_reached_world(self) -> bool:
+        state = self.machine.state
+        return state.status is AgentStatus.WORKING and state.reached and not self.is_paused
+
+    def is_waiting(self) -> bool:
+        return self.is_paused or self.machine.state.status in _WAITING
+
+
+class LaunchChecks:
+    """Over one run."""
+
+    def __init__(self, universe: Universe, scenario: LaunchScenario) -> None:
+        self._universe = universe
+        self._scenario = scenario
+        self._settings = scenario.settings
+        self.nodes: dict[str, NodeLedger] = {}
+        self.num_causes = 0
+        self.num_worlds = 0
+        self.last_world: World | None = None
+        self._made_at: dict[int, float] = {}
+        self._told: dict[int, World] = {}
+        self._reached: dict[int, set[str]] = {}
+        self._entered: dict[int, dict[str, bool]] = {}
+        self._stores: dict[tuple[str, int], int] = {}
+        self._lighthouse_troubled_at = -math.inf
+
+    # -- what happens to nodes -------------------------------------------------------------------
+
+    def begins(self, node: NodeLedger) -> None:
+        self.nodes[node.node_id] = node
+        node.last_healthy_at = self._universe.now
+        self.num_causes += 1
+
+    def trouble(self, node_id: str, seconds: float) -> None:
+        """Something is the matter with it, for so long."""
+        node = self.nodes[node_id]
+        node.troubled_until = max(node.troubled_until, self._universe.now + seconds)
+        self.num_causes += 1
+
+    def trouble_all(self, seconds: float) -> None:
+        """The lighthouse is away."""
+        for node in self.nodes.values():
+            node.troubled_until = max(node.troubled_until, self._universe.now + seconds)
+        self._lighthouse_troubled_at = self._universe.now + seconds
+        self.num_causes += 1
+
+    def lighthouse_gone(self) -> None:
+        """What it has decided may not have reached anybody."""
+        self.last_world = None
+
+    def expect_loss(self, node_id: str) -> None:
+        """It died ``LOSS_S`` ago, and nothing hid that."""
+        world = self.last_world
+        since = self._universe.now - LOSS_S
+        others = [each for key, each in self.nodes.items() if world and key in world.node_ids]
+        is_calm = self._lighthouse_troubled_at < since - MAX_KEEPALIVE_S and all(
+            each.troubled_until < since - MAX_KEEPALIVE_S
+            or each.node_id == node_id
+            or each.has_ended
+            for each in others
+        )
+        if world is None or not is_calm or any(each.has_finished for each in self.nodes.values()):
+            return
+        left = [each for each in others if each.node_id != node_id and not each.has_ended]
+        if len(left) >= self._settings.min_nodes and not any(each.num_failures for each in left):
+            must(node_id not in world.node_ids, "L2", f"{node_id} is in {_shown(world)} still")
+
+    # -- what lighthouses decide -----------------------------------------------------------------
+
+    def reported(self, report: Report) -> None:
+        if isinstance(report, ReportWorld):
+            self._made(report)
+
+    def _made(self, report: ReportWorld) -> None:
+        world, now = report.world, self._universe.now
+        least, most = self._settings.min_nodes, self._settings.max_nodes
+        number = len(world.nodes)
+        must(least <= number <= most, "L9", f"{_shown(world)} is not within {least}:{most}")
+        must(len(set(world.node_ids)) == number, "L5", f"a node is twice in {_shown(world)}")
+        known = max((self._round_of(key) for key in world.node_ids), default=0)
+        must(world.round > known, "L8", f"{_shown(world)} is told to one that knows {known}")
+        store = (world.node_ids[0], world.master_port)
+        must(store not in self._stores, "L7", f"{_shown(world)} has a store that was used")
+        if report.cause is not Cause.START:
+            must(
+                world.node_ids[0] not in report.joined,
+                "L6",
+                f"rank 0 of {_shown(world)} is a newcomer",
+            )
+        if report.cause is Cause.LOSS:
+            self._check_losses(report)
+        elif report.cause is Cause.JOIN:
+            self._check_join(report)
+        self.num_worlds += 1
+        most_rounds = 1 + ROUNDS_PER_CAUSE * self.num_causes
+        must(
+            self.num_worlds <= most_rounds,
+            "L3",
+            f"{self.num_worlds} worlds for {self.num_causes} causes",
+        )
+        self.last_world = world
+        self._made_at[world.round] = now
+
+    def _round_of(self, node_id: str) -> int:
+        world = self.nodes[node_id].machine.world
+        return 0 if world is None else world.round
+
+    def _check_losses(self, report: ReportWorld) -> None:
+        grace_s = self._scenario.heartbeat_timeout_s + MAX_KEEPALIVE_S + SLACK_S
+        must(bool(report.lost), "L2", f"{_shown(report.world)} follows a loss of nobody")
+        for node_id in report.lost:
+            node = self.nodes[node_id]
+            was_troubled = node.troubled_until + grace_s >= self._universe.now
+            must(was_troubled or node.has_ended, "L2", f"{node_id} was lost, but is well")
+
+    def _check_join(self, report: ReportWorld) -> None:
+        world, now = report.world, self._universe.now
+        before = max((each for each in self._told if each < world.round), default=0)
+        survivors = set(world.node_ids) - set(report.joined)
+        if before and before == max(self._made_at, default=0):
+            is_reached = survivors & set(self._told[before].node_ids) <= self._reached.get(
+                before, set()
+            )
+            is_old = now >= self._made_at[before] + self._settings.join_timeout_s
+            must(is_reached or is_old, "L3", f"{_shown(world)} is made before {before} is reached")
+        joined = [self.nodes[each] for each in report.joined]
+        is_clear = all(each.troubled_until < 0 for each in joined)  # what they know is no older
+        times = [each.waiting_since for each in joined if each.waiting_since and is_clear]
+        since = min(times, default=-math.inf)
+        is_full = len(world.nodes) == self._settings.max_nodes
+        must(
+            is_full or now >= since + self._settings.join_window_s - SLACK_S * 0.01,
+            "L3",
+            f"{_shown(world)} is made {now - since:.2f} s after the first one came",
+        )
+
+    # -- what agents do --------------------------------------------------------------------------
+
+    def looks_at(self, node: NodeLedger) -> None:
+        """After each of its inputs."""
+        machine, state, now = node.machine, node.machine.state, self._universe.now
+        if state.reached and machine.entered is not None and not node.is_paused:
+            self._reaches(node.node_id, machine.entered)
+        if node.is_waiting():
+            if node.waiting_since is None:
+                node.waiting_since = now
+        else:
+            node.waiting_since = None
+        budget = machine.config.max_restarts
+        must(
+            machine.num_restarts <= min(budget, node.num_failures + 100 * node.was_hung),
+            "L16",
+            f"{node.node_id} has restarted {machine.num_restarts} times of {budget}, "
+            f"after {node.num_failures} failures",
+        )
+
+    def _reaches(self, node_id: str, world: World) -> None:
+        reached = self._reached.setdefault(world.round, set())
+        reached.add(node_id)
+        nodes = [self.nodes[each] for each in world.node_ids]
+        are_there = all(
+            node.machine.entered is not None
+            and node.machine.entered.round == world.round
+            and node.machine.state.status is AgentStatus.WORKING
+            for node in nodes
+        )
+        if are_there and reached >= set(world.node_ids):  # they train from now on
+            for node in nodes:
+                node.has_state = True
+
+    def look_for_waits(self, is_awake: dict[str, float]) -> None:
+        """Nobody waits beyond its deadline; ``is_awake``: those that could look, and since when."""
+        longest_s = self._settings.join_timeout_s + WAIT_SLACK_S + SLACK_S
+        for node_id, since in is_awake.items():
+            node = self.nodes[node_id]
+            if node.waiting_since is None or node.has_ended:
+                continue
+            waits_s = self._universe.now - max(node.waiting_since, since)
+            must(waits_s <= longest_s, "L18", f"{node_id} has waited for {waits_s:.1f} s")
+
+    def hears(self, node: NodeLedger, news: WorldNews) -> None:
+        if isinstance(news, RunClosed):
+            node.was_closed = True
+
+    def starts(self, node: NodeLedger, order: StartWorkers) -> None:
+        must(not node.has_workers, "L15", f"{node.node_id} starts workers beside others")
+        node.has_workers, node.has_state = True, False
+        node.num_handled = node.num_failures
+        node.is_paused = order.is_expected
+        must(
+            order.is_expected or order.world is node.machine.world,
+            "L8",
+            f"{node.node_id} starts in {_shown(order.world)}, which is over",
+        )
+        if not order.is_expected:
+            self._enters(node, order.world)
+
+    def replaces(self, node: NodeLedger, order: ReplaceWorkers) -> None:
+        must(bool(order.local_ranks), "L15", f"{node.node_id} replaces nobody")
+        node.has_state = False
+        node.num_handled = node.num_failures
+
+    def stops(self, node: NodeLedger, order: StopWorkers) -> None:
+        """Under the soft policies, workers end only for a reason of their own node."""
+        node.has_workers = node.has_state = False
+        has_reason = (
+            node.num_failures > node.num_handled
+            or node.was_hung
+            or node.was_stopped
+            or node.was_closed
+        )
+        if self._scenario.policy.is_soft and not has_reason:
+            waited_s = self._universe.now - node.last_healthy_at
+            is_over = waited_s >= self._settings.join_timeout_s + WAIT_SLACK_S - SLACK_S
+            must(is_over, "L15", f"{node.node_id} ends its workers: {order.reason}")
+
+    def broadcasts(self, node: NodeLedger, order: Broadcast) -> None:
+        if order.state is WorkerState.PAUSED:
+            must(not node.is_paused, "L15", f"{node.node_id} pauses its workers twice")
+            node.is_paused = True
+            return
+        must(node.is_paused, "L15", f"{node.node_id} tells of a world without a pause")
+        must(self._scenario.policy.is_soft, "L15", "a hard policy tells workers of a world")
+        must(
+            isinstance(order.change, WorldChangeEvent), "L15", f"{node.node_id} tells of no change"
+        )
+        self._enters(node, order.world)
+
+    def _enters(self, node: NodeLedger, world: World) -> None:
+        told = self._told.setdefault(world.round, world)
+        if not set(world.node_ids) & set(told.node_ids):
+            told = self._told[world.round] = world  # a lighthouse that heard of nobody else
+            self._reached.pop(world.round, None)
+            self._entered.pop(world.round, None)
+        must(told == world, "L8", f"{_shown(world)} and {_shown(told)} have one round")
+        must(world.round > node.last_round, "L8", f"{node.node_id} goes back to {_shown(world)}")
+        must(node.node_id in world.node_ids, "L5", f"{node.node_id} is not in {_shown(world)}")
+        store = (world.node_ids[0], world.master_port)
+        used = self._stores.setdefault(store, world.round)
+        must(used == world.round, "L7", f"{_shown(world)} has the store of {used}")
+        node.last_round, node.is_paused = world.round, False
+        node.last_healthy_at = self._universe.now
+        entered = self._entered.setdefault(world.round, {})
+        entered[node.node_id] = node.has_state
+        if not entered.get(world.node_ids[0], True):
+            must(
+                not any(entered.values()),
+                "L6",
+                f"rank 0 of {_shown(world)} has no state, others have: {entered}",
+            )
+
+    def ends(self, node: NodeLedger, end: End) -> None:
+        node.has_ended = True
+        outcome, machine = end.outcome, node.machine
+        if outcome is Outcome.SUCCEEDED:
+            must(node.has_finished, "L11", f"{node.node_id} has not finished")
+        elif outcome is Outcome.RUN_CLOSED:
+            must(node.was_closed, "L11", f"{node.node_id} was not told that the run is over")
+        elif outcome is Outcome.WORKERS_FAILED:
+            never_restarts = self._scenario.policy is RestartPolicy.SOFT_NO_REPLACE
+            must(
+                never_restarts or machine.num_restarts_left == 0,
+                "L16",
+                f"{node.node_id} ends with {machine.num_restarts_left} restarts left",
+            )
+        if node.has_finished:
+            must(outcome is Outcome.SUCCEEDED or node.was_stopped, "L11", f"it had finished: {end}")
+
+
+def _shown(world: World) -> str:
+    return f"world {world.round} of {', '.join(world.node_ids)}"

@@ -1,0 +1,315 @@
+"""Carries a scenario of the launcher out: its nodes, its faults, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchft_svc.core.agent import AgentConfig
+from torchft_svc.core.world import Node
+from torchft_svc.sim.invariants import InvariantFell, must
+from torchft_svc.sim.launch_agent import LaunchAgent
+from torchft_svc.sim.launch_checks import LOSS_S, LaunchChecks
+from torchft_svc.sim.launch_lighthouse import LaunchLighthouse
+from torchft_svc.sim.launch_scenario import LaunchScenario
+from torchft_svc.sim.network import MAX_KEEPALIVE_S, MEAN_LATENCY_S, Network
+from torchft_svc.sim.scenario import Fault
+from torchft_svc.sim.trace import Trace
+from torchft_svc.sim.world import Process, World
+
+LAG_FACTOR = 2000.0
+# How long an elected leader may be dead or frozen before another one is elected.
+LEASE_S = 2.0
+LOOK_S = 1.0
+# How long nothing may change after all have come together, and those that finish differ.
+STABLE_S = 30.0
+FINISH_SPREAD_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOutcome:
+    """How a run ended: well, unless ``fell`` names a rule."""
+
+    scenario: LaunchScenario
+    fell: str | None
+    what: str
+    trace: tuple[str, ...]
+    num_events: int
+    num_worlds: int
+    virtual_s: float
+
+
+@dataclass(slots=True)
+class _Site:
+    """Where one agent runs after the other."""
+
+    number: int
+    num_lives: int = 0
+    agent: LaunchAgent | None = None
+    is_starting: bool = False
+
+
+class LaunchFleet:
+    """One run."""
+
+    def __init__(self, scenario: LaunchScenario) -> None:
+        self._scenario = scenario
+        self.world = World(scenario.seed)
+        self.network = Network(self.world)
+        self.trace = Trace(self.world)
+        self.checks = LaunchChecks(self.world, scenario)
+        self.lighthouses = {
+            name: LaunchLighthouse(
+                name, self.world, scenario.heartbeat_timeout_s, self.checks, self.trace
+            )
+            for name in (f"lighthouse{n}" for n in range(scenario.num_lighthouses))
+        }
+        self._leader = next(iter(self.lighthouses.values()))
+        self._leader.leads = True
+        self._nature = self.world.process("nature")
+        self.sites = [_Site(number) for number in range(scenario.num_nodes)]
+        self._frozen_until: dict[str, float] = {}
+
+    def run(self) -> LaunchOutcome:
+        """To the end: all that can are in one world, or have ended; or a rule falls."""
+        fell, what = None, ""
+        try:
+            self._run()
+        except InvariantFell as fall:
+            fell, what = fall.name, fall.what
+        except Exception as error:  # noqa: BLE001 - whatever the core raises is a fall, too
+            fell, what = "crash", f"{type(error).__name__}: {error}"
+        return LaunchOutcome(
+            scenario=self._scenario,
+            fell=fell,
+            what=what,
+            trace=tuple(self.trace.lines()),
+            num_events=self.world.num_events,
+            num_worlds=self.checks.num_worlds,
+            virtual_s=self.world.now,
+        )
+
+    def _run(self) -> None:
+        scenario = self._scenario
+        chance = self.world.chance("begin")
+        for site in self.sites:
+            self._start_after(site, chance.uniform(0.0, scenario.start_spread_s))
+        for fault in scenario.faults:
+            self._nature.after(fault.at, self._happen, fault)
+        self._nature.after(LOOK_S, self._look)
+        self.world.run(scenario.quiet_at, lambda: False)
+        for agent in self._up():
+            agent.wants_next_start_to_fail = False
+        for is_last in (False, True):
+            if not self.world.run(self.world.now + scenario.patience_s, self._is_settled):
+                self._explain()
+            num_worlds = self.checks.num_worlds
+            self.world.run(self.world.now + STABLE_S, lambda: False)
+            must(
+                self.checks.num_worlds == num_worlds,
+                "L3",
+                "another world is made though nothing happens",
+            )
+            if is_last or not scenario.finishes:
+                return
+            self.trace.record("FAULT", "the workers come to their end")
+            for agent in self._up():
+                agent.process.after(chance.uniform(0.0, FINISH_SPREAD_S), agent.workers_finish)
+            self.world.run(self.world.now + FINISH_SPREAD_S + 1.0, lambda: False)
+
+    # -- agents ----------------------------------------------------------------------------------
+
+    def _start_after(self, site: _Site, delay_s: float) -> None:
+        if not site.is_starting:
+            site.is_starting = True
+            self._nature.after(delay_s, self._start, site)
+
+    def _start(self, site: _Site) -> None:
+        scenario = self._scenario
+        site.is_starting = False
+        site.num_lives += 1
+        node_id = f"n{site.number}.{site.num_lives}"
+        is_ranked = scenario.is_ranked and site.number < scenario.settings.max_nodes
+        config = AgentConfig(
+            node=Node(
+                node_id=node_id,
+                host=f"host{site.number}",
+                num_workers=1 + site.number % 3,
+                rank=site.number if is_ranked else None,
+            ),
+            settings=scenario.settings,
+            policy=scenario.policy,
+            max_restarts=scenario.max_restarts,
+            ready_timeout_s=scenario.ready_timeout_s,
+            exit_barrier_timeout_s=scenario.exit_barrier_timeout_s,
+            max_soft_failures=scenario.max_soft_failures,
+        )
+        self.trace.record(node_id, "begins")
+        site.agent = LaunchAgent(
+            config,
+            self.world,
+            self.network,
+            self.lighthouses,
+            self.checks,
+            self.trace,
+            scenario.worker_start_s,
+        )
+
+    def _up(self) -> list[LaunchAgent]:
+        return [site.agent for site in self.sites if site.agent is not None and site.agent.is_up]
+
+    def _look(self) -> None:
+        now = self.world.now
+        awake = {}
+        for site in self.sites:
+            agent = site.agent
+            if agent is None:
+                continue
+            if not agent.is_up:
+                after_s = self._scenario.returns_after_s
+                if after_s and now + after_s < self._scenario.quiet_at:
+                    self._start_after(site, after_s)
+            elif not agent.process.is_frozen:
+                awake[agent.node_id] = self._frozen_until.get(agent.node_id, 0.0)
+        self.checks.look_for_waits(awake)
+        self._nature.after(LOOK_S, self._look)
+
+    # -- faults ----------------------------------------------------------------------------------
+
+    def _happen(self, fault: Fault) -> None:
+        self.trace.record("FAULT", str(fault).split("s  ", 1)[1])
+        if fault.kind in ("lighthouse_crash", "lighthouse_freeze", "change_leader"):
+            self.checks.trouble_all(fault.seconds + MAX_KEEPALIVE_S)
+            getattr(self, f"_{fault.kind}")(fault)
+            return
+        agent = self.sites[fault.target % len(self.sites)].agent
+        if agent is not None and agent.is_up:
+            self.checks.trouble(agent.node_id, fault.seconds)
+            getattr(self, f"_{fault.kind}")(agent, fault)
+
+    def _kill_agent(self, agent: LaunchAgent, fault: Fault) -> None:
+        is_plain = not (agent.process.is_frozen or self.network.is_cut(agent.node_id))
+        was_well = self.checks.nodes[agent.node_id].troubled_until <= self.world.now + fault.seconds
+        agent.kill()
+        self.checks.nodes[agent.node_id].has_ended = True
+        if is_plain and was_well:
+            self._nature.after(LOSS_S, self.checks.expect_loss, agent.node_id)
+
+    def _kill_worker(self, agent: LaunchAgent, fault: Fault) -> None:
+        agent.worker_dies()
+
+    def _fail_start(self, agent: LaunchAgent, fault: Fault) -> None:
+        agent.wants_next_start_to_fail = True
+        agent.worker_dies()
+
+    def _hang_workers(self, agent: LaunchAgent, fault: Fault) -> None:
+        self.checks.trouble(agent.node_id, fault.seconds + 2 * self._scenario.ready_timeout_s)
+        agent.ledger.was_hung = True
+        agent.workers.hung_until = self.world.now + fault.seconds
+
+    def _freeze(self, agent: LaunchAgent, fault: Fault) -> None:
+        self._stop_processes(agent, agent.processes(), fault.seconds)
+
+    def _freeze_agent(self, agent: LaunchAgent, fault: Fault) -> None:
+        self._stop_processes(agent, [agent.process], fault.seconds)
+
+    def _stop_processes(
+        self, agent: LaunchAgent, processes: Iterable[Process], seconds: float
+    ) -> None:
+        until = self.world.now + seconds
+        self._frozen_until[agent.node_id] = max(self._frozen_until.get(agent.node_id, 0.0), until)
+        for process in processes:
+            process.freeze()
+            self._nature.after(seconds, process.thaw)
+
+    def _cut(self, agent: LaunchAgent, fault: Fault) -> None:
+        self.checks.trouble(agent.node_id, fault.seconds + MAX_KEEPALIVE_S)
+        self.network.cut(agent.node_id)
+        self._nature.after(fault.seconds, self.network.mend, agent.node_id)
+
+    def _reset(self, agent: LaunchAgent, fault: Fault) -> None:
+        self.network.break_streams(agent.node_id)
+
+    def _half_open(self, agent: LaunchAgent, fault: Fault) -> None:
+        self.checks.trouble(agent.node_id, MAX_KEEPALIVE_S)
+        self.network.half_open(agent.node_id)
+
+    def _lag(self, agent: LaunchAgent, fault: Fault) -> None:
+        factor = LAG_FACTOR * fault.value
+        self.checks.trouble(agent.node_id, fault.seconds + 10.0 * factor * MEAN_LATENCY_S)
+        self.network.set_lag(agent.node_id, factor)
+        self._nature.after(fault.seconds, self.network.set_lag, agent.node_id, 1.0)
+
+    def _stop(self, agent: LaunchAgent, fault: Fault) -> None:
+        agent.stop()
+
+    def _lighthouse_crash(self, fault: Fault) -> None:
+        leader = self._leader
+        leader.crash(fault.seconds)
+        self._nature.after(LEASE_S, self._elect, leader)
+
+    def _lighthouse_freeze(self, fault: Fault) -> None:
+        leader = self._leader
+        leader.process.freeze()
+        self._nature.after(fault.seconds, leader.process.thaw)
+        self._nature.after(LEASE_S, self._elect, leader)
+
+    def _change_leader(self, fault: Fault) -> None:
+        self._elect(self._leader, is_forced=True)
+
+    def _elect(self, before: LaunchLighthouse, is_forced: bool = False) -> None:
+        """Another one leads, if the leader cannot."""
+        is_up = not (before.process.is_dead or before.process.is_frozen)
+        able = [
+            each
+            for each in self.lighthouses.values()
+            if each is not before and not (each.process.is_dead or each.process.is_frozen)
+        ]
+        if before is not self._leader or not able or (is_up and not is_forced):
+            if is_forced and is_up:
+                before.end_term("")
+                self._nature.after(0.1, self._lead_again, before)
+            return
+        self._leader = able[0]
+        before.end_term(able[0].name)
+        able[0].leads = True
+
+    def _lead_again(self, lighthouse: LaunchLighthouse) -> None:
+        lighthouse.leads = lighthouse is self._leader
+
+    # -- how it goes -----------------------------------------------------------------------------
+
+    def _is_settled(self) -> bool:
+        """All that can are in one world, and know it; or all have ended."""
+        agents = self._up()
+        if not agents:
+            return True
+        if any(agent.ledger.has_finished for agent in agents):
+            return False
+        settings = self._scenario.settings
+        wanted = min(len(agents), settings.max_nodes)
+        if wanted < settings.min_nodes:
+            return False
+        world = max(
+            (agent.machine.entered for agent in agents if agent.machine.entered is not None),
+            key=lambda each: each.round,
+            default=None,
+        )
+        if world is None or len(world.nodes) != wanted:
+            return False
+        members = [agent for agent in agents if agent.node_id in world.node_ids]
+        return len(members) == wanted and all(
+            agent.machine.entered == world and agent.ledger.is_in_reached_world()
+            for agent in members
+        )
+
+    def _explain(self) -> None:
+        """Nobody may stand still."""
+        waits = [
+            f"{agent.node_id} {agent.machine.state.status.value} in round "
+            f"{agent.machine.state.round}{' paused' if agent.ledger.is_paused else ''}"
+            for agent in self._up()
+        ]
+        why = [str(each) for each in self._leader.core.status("", self.world.now)]
+        quiet_s = self.world.now - self._scenario.quiet_at
+        must(False, "I5", f"it has not settled after {quiet_s:.0f} s: {waits}; {why}")
