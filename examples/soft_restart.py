@@ -23,13 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchft_svc.client import (
-    ProcessGroup,
-    ProcessGroupBabyGloo,
-    ProcessGroupBabyNCCL,
-    ProcessGroupGloo,
-    ProcessGroupNCCL,
-)
+import torchft_svc
 from torchft_svc.elastic import (
     WorkerEvent,
     WorkerInfo,
@@ -45,10 +39,10 @@ CONTEXT, BATCH, WIDTH, VOCABULARY = 16, 64, 32, 128
 TIMEOUT = timedelta(seconds=60)
 # Reconfigurable process groups of this package; "torch" is the default process group.
 GROUPS = {
-    "gloo": ProcessGroupGloo,
-    "nccl": ProcessGroupNCCL,
-    "isolated-gloo": ProcessGroupBabyGloo,
-    "isolated-nccl": ProcessGroupBabyNCCL,
+    "gloo": "ProcessGroupGloo",
+    "nccl": "ProcessGroupNCCL",
+    "isolated-gloo": "ProcessGroupBabyGloo",
+    "isolated-nccl": "ProcessGroupBabyNCCL",
 }
 
 
@@ -85,17 +79,22 @@ class TorchGroup:
 class ReconfigurableGroup:
     """A process group of this package: one for all worlds, which gets new members."""
 
-    def __init__(self, pg: ProcessGroup) -> None:
-        self.pg = pg
+    def __init__(self, name: str) -> None:
+        self.pg = getattr(torchft_svc, GROUPS[name])(timeout=TIMEOUT)
+        self.round = 0
         on_worker_event(self.note)
 
     def note(self, event: WorkerEvent) -> None:
-        """On another thread: a lost worker may be frozen, so nobody must wait for it."""
+        """On another thread: nobody must wait for members that are frozen, or will never come."""
+        self.pg.lose_member(self.round, "another world replaces this one")
         if event.change_event is WorldChangeEvent.SCALE_DOWN:
             self.pg.cut()
 
     def join(self, info: WorkerInfo) -> None:
+        self.round = info.round
         ack_worker_event()
+        if world_changed():  # before `note` could know of this round
+            raise RuntimeError("another world has replaced this one")
         store = f"{info.master_addr}:{info.master_port}/soft_restart/{info.round}"
         self.pg.configure(store, f"rank{info.rank}", info.rank, info.world_size, info.round)
 
@@ -245,7 +244,7 @@ def main() -> None:
     if options.group == "torch":
         group = TorchGroup(options.backend)
     else:
-        group = ReconfigurableGroup(GROUPS[options.group](timeout=TIMEOUT))
+        group = ReconfigurableGroup(options.group)
 
     worker_info = get_worker_info()  # tells the launcher that the initialization is over
     while training.step < options.steps:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from support.fake_agents import FakeAgents, FakeWorker
 from support.running import ROOT, eventually
-from support.trained_steps import Step, check_all, trained
+from support.trained_steps import Step, check_all, check_survivor, trained
 
 from torchft_svc.elastic import WorldChangeEvent
 
 pytestmark = pytest.mark.processes
 UP, DOWN = WorldChangeEvent.SCALE_UP, WorldChangeEvent.SCALE_DOWN
 EXAMPLE = ROOT / "examples" / "soft_restart.py"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def train_in(round_: int, *workers: FakeWorker) -> int:
     return max(map(newest, workers))
 
 
-@pytest.mark.parametrize("group", ["torch", "gloo", "isolated-gloo"])
+@pytest.mark.parametrize("group", ["torch", "gloo"])
 def test_workers_live_through_every_change(agents: FakeAgents, group: str) -> None:
     workers = one, two, three, four = [start(agents, "--group", group) for _ in range(4)]
     steps = [train_in(agents.world(*workers), *workers)]
@@ -72,6 +72,5 @@ def test_workers_live_through_every_change(agents: FakeAgents, group: str) -> No
     assert steps == sorted(steps)
     all_steps = [step for worker in (*workers, five, six) for step in steps_of(worker)]
     check_all(all_steps)
-    mine = [each for each in all_steps if each.pid == one.pid]
-    assert mine[-1].loss < mine[0].loss
+    check_survivor(steps_of(one))
     assert steps_of(five)[0].step > steps[1], "it has got the state of a survivor"
