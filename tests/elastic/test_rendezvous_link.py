@@ -220,7 +220,7 @@ def test_a_token_is_needed() -> None:
 
 
 def test_both_sides_show_certificates(tmp_path: Path) -> None:
-    security = authority(tmp_path).issue("127.0.0.1")
+    security = authority(tmp_path / "ours").issue("127.0.0.1")
     with LighthouseServer("127.0.0.1:0", 1, security=security) as server:
         with Agent(server.address(), "a", security=security) as friend:
             friend.tell(JOINING)

@@ -165,9 +165,10 @@ def _run(agent: ElasticAgent, name: str, event_log_handler: str) -> dict[int, An
 
 
 def _rendezvous_parameters(config: LaunchConfig) -> RendezvousParameters:
-    endpoint = config.rdzv_endpoint
-    if config.rdzv_backend == BACKEND and not endpoint:
-        endpoint = env.Environment().lighthouse_address or ""
+    endpoint, of_this_node = config.rdzv_endpoint, {}
+    if config.rdzv_backend == BACKEND:
+        endpoint = endpoint or env.Environment().lighthouse_address or ""
+        of_this_node = {"num_workers": config.nproc_per_node, "role": config.role}
     try:
         return RendezvousParameters(
             backend=config.rdzv_backend,
@@ -177,6 +178,7 @@ def _rendezvous_parameters(config: LaunchConfig) -> RendezvousParameters:
             max_nodes=config.max_nodes,
             local_addr=config.local_addr,
             **config.rdzv_configs,
+            **of_this_node,
         )
     except ValueError as error:
         raise ConfigError("rdzv_backend", config.rdzv_backend, str(error)) from None

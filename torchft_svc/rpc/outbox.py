@@ -33,11 +33,9 @@ T = TypeVar("T")
 async def first_message(requests: AsyncIterator[T]) -> T | None:
     """The first of a stream's ``requests``; None: none came within `HELLO_TIMEOUT_S`."""
     reading = asyncio.ensure_future(_next(requests))
+    _leave_to_grpc(reading)  # also where the service stops meanwhile
     await asyncio.wait([reading], timeout=HELLO_TIMEOUT_S)
-    if reading.done():
-        return reading.result()
-    _leave_to_grpc(reading)
-    return None
+    return reading.result() if reading.done() else None
 
 
 async def _next(requests: AsyncIterator[T]) -> T | None:
