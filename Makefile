@@ -8,7 +8,8 @@ SEED ?= 0
 MINUTES ?= 10
 SECONDS ?= 60
 # Tests mostly wait, so a few processes run them; those of one file share fixtures, and one process.
-PARALLEL ?= -n 3 --dist loadfile
+# The order is that of tests/conftest.py: xdist's own would start the files with few tests last.
+PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test quick check proto proto-check bench soak soak-rounds sim programs chaos clean
 

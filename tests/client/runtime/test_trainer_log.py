@@ -183,9 +183,10 @@ def test_a_lighthouse_that_cannot_be_reached_is_named_until_the_end(tmp_path: Pa
 
 @pytest.mark.parametrize("own", ["", f"logging.basicConfig({FORMAT})"])
 def test_a_trainer_that_waits_for_others_says_so(tmp_path: Path, own: str) -> None:
+    sooner = f"{own}\nfrom torchft_svc.core import peers; peers._SAY_AFTER_S = 0.5"
     with lighthouse_process("--min-replicas=2") as lighthouse:
         (tmp_path / "lonely.py").write_text(
-            PROGRAM.format(before=own, after="", address=lighthouse.address)
+            PROGRAM.format(before=sooner, after="", address=lighthouse.address)
         )
         command = [sys.executable, str(tmp_path / "lonely.py")]
         with Warm(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
