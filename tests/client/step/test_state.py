@@ -1,4 +1,4 @@
-"""What a state may hold is found out before anybody needs it."""
+"""Tests the state that groups heal by: its pieces, its readers, and what it may hold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from support.training import (
 )
 
 from torchft_svc.client import CheckpointTransport, HTTPTransport, PGTransport, ProcessGroupGloo
-from torchft_svc.errors import ConfigError
+from torchft_svc.client.step.state import ReadGate, StateRegistry
+from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded
 
 
 @pytest.fixture
@@ -220,3 +221,66 @@ def test_who_waits_for_the_rest_of_a_step_that_is_given_up_heals_in_the_next(
             assert time.monotonic() - before < TIMEOUT.total_seconds()
             in_step(max(each.manager.current_step() for each in (a, b)) + 1, a, b)
             assert bits(a.model.state_dict()) == bits(b.model.state_dict())
+
+
+def test_a_shut_gate_keeps_readers_out_until_it_is_opened() -> None:
+    gate = ReadGate()
+    gate.shut(DEADLINE_S)
+    with pytest.raises(DeadlineExceeded, match="being changed"), gate.reading(0.01):
+        pass
+    entered = threading.Event()
+
+    def reads() -> None:
+        with gate.reading(DEADLINE_S):
+            entered.set()
+
+    reader = threading.Thread(target=reads)
+    reader.start()
+    assert not entered.is_set()
+    gate.open()
+    reader.join(DEADLINE_S)
+    assert entered.is_set()
+
+
+def test_shutting_waits_for_readers_and_gives_up_in_time() -> None:
+    gate = ReadGate()
+    with gate.reading(0.0):
+        with pytest.raises(DeadlineExceeded, match="waiting for readers"):
+            gate.shut(0.01)
+        with gate.reading(0.0):  # the gate is as it was
+            pass
+    gate.shut(0.0)
+
+
+def test_the_registry_collects_and_loads_by_key() -> None:
+    registry = StateRegistry()
+    loaded: dict[str, object] = {}
+    registry.register("one", lambda state: loaded.update(one=state), lambda: 1)
+    registry.register("two", lambda state: loaded.update(two=state), lambda: 2)
+    state = registry.collect({"step": 3, "batches_committed": 6}, 0.0)
+    assert state == {
+        "user": {"one": 1, "two": 2},
+        "torchft": {"step": 3, "batches_committed": 6},
+    }
+    assert registry.check(state, "there") == {"step": 3, "batches_committed": 6}
+    registry.load(state)
+    assert loaded == {"one": 1, "two": 2}
+
+
+@pytest.mark.parametrize("state", [None, [], {"user": {}}, {"user": {"x": 1}, "torchft": {}}])
+def test_a_foreign_state_is_refused(state: object) -> None:
+    registry = StateRegistry()
+    registry.register("one", print, dict)
+    with pytest.raises(CheckpointError, match="from there"):
+        registry.check(state, "there")
+
+
+def test_bad_pieces_are_refused() -> None:
+    registry = StateRegistry()
+    registry.register("one", print, dict)
+    with pytest.raises(ConfigError, match=r"key='one'.*another piece"):
+        registry.register("one", print, dict)
+    with pytest.raises(ConfigError, match="key=''"):
+        registry.register("", print, dict)
+    with pytest.raises(ConfigError, match="state_dict=3"):
+        registry.register("two", print, 3)  # type: ignore[arg-type]
