@@ -125,6 +125,13 @@ class ManagerServer(_Server):
         )
         self._running = Background(run_manager(config))
 
+    @classmethod
+    def configured(cls, config: ManagerConfig) -> ManagerServer:
+        """A manager with this ``config``."""
+        server = cls.__new__(cls)
+        server._running = Background(run_manager(config))
+        return server
+
     def address(self) -> str:
         """``http://host:port``, to be given to the group's workers."""
         return f"http://{self._running.value.address}"

@@ -1,4 +1,4 @@
-"""A process group that fails when told to."""
+"""A process group that fails on demand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchft_svc.client.process_groups.wrappers import ProcessGroupWrapper
 
 
 class FakeProcessGroupWrapper(ProcessGroupWrapper):
-    """Hands everything to ``pg``, save for the failures that a test asks for; each comes once."""
+    """Forwards everything to ``pg``; each failure that a test requests occurs once."""
 
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__(pg)
@@ -31,7 +31,7 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
         self._launch_error = error
 
     def report_future_error(self, error: Exception) -> None:
-        """The next collective is carried out, but who waits for it gets ``error``."""
+        """The next collective is carried out, but waiting for it raises ``error``."""
         self._future_error = error
 
     def _configure(self, members: Members) -> None:
@@ -57,11 +57,7 @@ class _FailingWork(WrappedWork):
         self._error = error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the operation.
-
-        Raises:
-            Exception: the one that was asked for.
-        """
+        """Wait for the operation, then raise the requested error."""
         self._work.wait(timeout) if timeout else self._work.wait()
         raise self._error
 

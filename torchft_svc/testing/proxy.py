@@ -11,20 +11,19 @@ from urllib.parse import urlsplit, urlunsplit
 
 from torchft_svc.errors import ConfigError
 
-# What a hook may do with bytes that begin at a place in the whole downstream: None cuts.
+# Gets bytes, and their offset in all bytes from the service; returns what to pass on, None to cut.
 Hook = Callable[[int, bytes], bytes | None]
 PIECE_BYTES = 16 << 10
 DEADLINE_S = 20.0
-# A link makes up for as much time in which nobody asked for bytes: sleeps end late.
+# A throttled link catches up after an idle time of at most this, because sleeps end late.
 BURST_S = 0.05
 
 
 class Proxy:
     """Stands in front of the service at ``url``, which may also be a plain ``host:port``.
 
-    ``hook`` sees what flows downstream, from the service to its callers, at most ``piece_bytes``
-    at once. ``delay_s`` delays each piece, in both directions. A context manager, which ends all
-    connections.
+    ``hook`` gets the bytes from the service to its callers, in pieces of at most ``piece_bytes``.
+    ``delay_s`` delays each piece, in both directions. A context manager; its end closes all.
 
     Raises:
         ConfigError: ``url`` names no port.
@@ -58,15 +57,15 @@ class Proxy:
         self._acceptor.start()
 
     def hold(self) -> None:
-        """Pass nothing on, in no direction: as if the service's host had gone without a word."""
+        """Pass nothing on in either direction, as if the host of the service were cut off."""
         self._passing.clear()
 
     def release(self) -> None:
-        """Pass on what was held, and what comes."""
+        """Pass on what was held, and everything later."""
         self._passing.set()
 
     def cut(self) -> None:
-        """End the connections that are there; new ones are passed on."""
+        """End the present connections; new ones are passed on."""
         with self._lock:
             for sock in self._sockets:
                 _end(sock)

@@ -1,4 +1,4 @@
-"""What every checkpoint transport has to do, as tests to inherit; and the simplest transport.
+"""The contract of checkpoint transports, as tests to inherit; and the simplest transport.
 
 In a test module::
 
@@ -8,8 +8,8 @@ In a test module::
             with MyTransport() as source, MyTransport() as receiver:
                 yield source, receiver
 
-pytest then runs every rule on that transport. Without pytest, call the methods: a rule that is
-broken raises an `AssertionError`.
+pytest then checks every rule on that transport. Without pytest, call the methods: a broken rule
+raises an `AssertionError`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Pair = tuple[Transport, Transport]
 class TransportContract:
     """Each ``test_`` method is one rule of `CheckpointTransport`; override `pair`.
 
-    ``timeout`` is for what succeeds, ``short`` for what has to fail at its timeout; both may be
-    longer for a slow transport.
+    ``timeout`` is for calls that succeed, ``short`` for calls that have to fail at their timeout; a
+    slow transport may need longer ones.
     """
 
     timeout: ClassVar[timedelta] = timedelta(seconds=20)
@@ -76,7 +76,7 @@ class TransportContract:
             assert bits(state) == bits(example_state(1))
 
     def test_the_state_may_change_once_it_is_disallowed(self) -> None:
-        """Then a late receiver gets the state as it was offered, or an error."""
+        """A late receiver gets the state as it was offered, or an error."""
         with self._opened() as run:
             state = example_state(1)
             sent = run.send(1, state)
@@ -188,7 +188,7 @@ class TransportContract:
 
 
 class _Run:
-    """One source and one receiver; calls that may wait are made on threads."""
+    """A source and a receiver; calls that may block run on threads."""
 
     def __init__(
         self, source: Transport, receiver: Transport, pool: ThreadPoolExecutor, timeout: timedelta
@@ -205,7 +205,7 @@ class _Run:
         return self.pool.submit(self.receiver.recv_checkpoint, 0, metadata, step, limit)
 
     def heal(self, step: int, state: Any) -> Any:
-        """Send and receive; what has arrived."""
+        """Send and receive; returns what has arrived."""
         received, sent = self.receive(step), self.send(step, state)
         arrived = self.result(received)
         self.result(sent)
@@ -217,11 +217,7 @@ class _Run:
         return future.result()
 
     def fails(self, received: Future[Any]) -> None:
-        """With an error that the manager takes for that of a peer, so that the group heals again.
-
-        Raises:
-            AssertionError: it does not, or with another one.
-        """
+        """Check that it fails with a `PeerError`: then the manager heals the group again."""
         try:
             arrived = self.result(received)
         except PeerError:
@@ -230,7 +226,7 @@ class _Run:
 
 
 def example_state(seed: int) -> dict[str, Any]:
-    """A state as trainers have it; every call gives other tensors with the same bits."""
+    """A typical state of a trainer; equal seeds give new tensors with equal bits."""
     dice = torch.Generator().manual_seed(seed)
     return {
         "model": {
@@ -247,14 +243,14 @@ def example_state(seed: int) -> dict[str, Any]:
 
 
 def change(state: dict[str, Any]) -> None:
-    """As an optimizer changes an `example_state`: in place."""
+    """Change an `example_state` in place, as an optimizer does."""
     for tensor in state["model"].values():
         tensor.zero_()
     state["optimizer"]["lr"] = -1.0
 
 
 def bits(state: Any) -> Any:
-    """``state`` such that two are equal if and only if every bit is."""
+    """A copy of ``state`` that compares equal to another one if all bits are equal."""
     if isinstance(state, torch.Tensor):
         flat = state.detach().contiguous().reshape(-1).view(torch.uint8)
         return (str(state.dtype), tuple(state.shape), flat.numpy().tobytes())
@@ -268,8 +264,7 @@ def bits(state: Any) -> Any:
 class InMemoryTransport(CheckpointTransport[Any]):
     """Heals within one process: the simplest transport that keeps the contract.
 
-    A place to start from for one of your own, and enough for tests whose replica groups are
-    threads.
+    Start from it for a transport of your own, or use it in tests whose replica groups are threads.
     """
 
     _sources: ClassVar[dict[str, InMemoryTransport]] = {}

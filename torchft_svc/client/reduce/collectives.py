@@ -149,7 +149,9 @@ class Collectives:
             operation = Operation.of(self._num_launched, tensor, called or op, kind)
             if not self._admit(operation, tensor.device):
                 return None
-        return self._start(tensor, op)
+        options = dist.AllreduceOptions()
+        options.reduceOp = op  # type: ignore[assignment]
+        return self._launch(tensor, lambda: self._pg.allreduce([tensor], options))
 
     def agree(self, tensor: torch.Tensor, wrapper: int) -> None:
         """Check that all groups begin a pass of ``wrapper`` with the sum of ``tensor``; if not, the
@@ -259,11 +261,6 @@ class Collectives:
                 if comparison.reduction.is_over():
                     self._read(comparison)
         self._latch(error, epoch)
-
-    def _start(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Reduction | None:
-        options = dist.AllreduceOptions()
-        options.reduceOp = op  # type: ignore[assignment]
-        return self._launch(tensor, lambda: self._pg.allreduce([tensor], options))
 
     def _launch(self, tensor: torch.Tensor, begin: Callable[[], Any]) -> Reduction | None:
         epoch = self._epoch

@@ -146,31 +146,12 @@ def _start_manager(
         address = str(parse_address(options.manager_address))
         steady = ManagerLocator(lambda: address, timeouts.connect_s)
         return GroupServices(address, steady, options.replica_name, _nothing)
-    bind = f":{options.port}"
-    if options.in_process:
-        server = ManagerServer(
-            replica_id=options.replica_name,
-            lighthouse_addr=options.lighthouse_address,
-            hostname=options.hostname or "",
-            bind=bind,
-            store_addr=str(store),
-            world_size=place.group_world_size,
-            heartbeat_interval=timedelta(seconds=timeouts.heartbeat_interval_s),
-            connect_timeout=timedelta(seconds=timeouts.connect_s),
-            quorum_retries=options.quorum_retries,
-            job_id=options.job_id,
-            min_replicas=options.min_replicas,
-            security=options.security,
-        )
-        address = str(parse_address(server.address()))
-        here = ManagerLocator(lambda: address, MANAGER_PATIENCE_S)
-        return GroupServices(address, here, options.replica_name, server.shutdown)
     config = ManagerConfig(
         lighthouse_address=options.lighthouse_address,
         replica_name=options.replica_name,
         group_world_size=place.group_world_size,
         store_address=str(store),
-        bind=bind,
+        bind=f":{options.port}",
         advertise_host=options.hostname,
         heartbeat_interval_s=timeouts.heartbeat_interval_s,
         connect_timeout_s=timeouts.connect_s,
@@ -179,6 +160,11 @@ def _start_manager(
         min_replicas=options.min_replicas,
         security=options.security,
     )
+    if options.in_process:
+        server = ManagerServer.configured(config)
+        address = str(parse_address(server.address()))
+        here = ManagerLocator(lambda: address, MANAGER_PATIENCE_S)
+        return GroupServices(address, here, options.replica_name, server.shutdown)
     supervisor = ManagerSupervisor(config, timeouts.connect_s, publish)
     first = supervisor.address
     assert first is not None, "it has just been started"
