@@ -89,11 +89,13 @@ class DistributedDataParallel(nn.Module):
             raise ConfigError("module", type(module).__name__, "it has no parameter to train")
         _refuse_sparse(module)
         _refuse_parts(module)
-        capacity_mb = _default_cap_mb(parameters) if bucket_cap_mb is None else bucket_cap_mb
+        if bucket_cap_mb is None:
+            on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+            bucket_cap_mb = CPU_BUCKET_CAP_MB if on_cpu else DEFAULT_BUCKET_CAP_MB
         # Not a submodule: the state dict must contain only the user's names.
         self._reducer = Reducer(
             manager,
-            plan_buckets(parameters, capacity_mb),
+            plan_buckets(parameters, bucket_cap_mb),
             hands_out=gradient_as_bucket_view,
             names={id(parameter): name for name, parameter in module.named_parameters()},
         )
@@ -135,11 +137,6 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self._reducer.enabled = before
-
-
-def _default_cap_mb(parameters: list[nn.Parameter]) -> float:
-    on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
-    return CPU_BUCKET_CAP_MB if on_cpu else DEFAULT_BUCKET_CAP_MB
 
 
 def _check_others(arguments: dict[str, Any]) -> None:

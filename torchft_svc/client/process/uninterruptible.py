@@ -40,7 +40,7 @@ def start_uninterruptible(target: Callable[[], object], name: str) -> None:
 
 
 def nothing() -> None:
-    """There is nothing to check, or to release."""
+    """There is nothing to check, to release, to stop or to wait for."""
 
 
 class UninterruptibleCall(Generic[T]):

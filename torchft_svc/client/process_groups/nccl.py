@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -82,7 +80,7 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         options = dist.ProcessGroupNCCL.Options(self._high_priority)
         options._timeout = self._timeout
         options.config.blocking = 0  # or a connection that hangs could not be aborted
-        with _without_watchdog():
+        with _MAKING, switched_on(_NO_WATCHDOG):
             backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
         connecting = _Connecting(backend, self._device)
         try:
@@ -336,12 +334,6 @@ class _Teardown(threading.Thread):
     def is_completed(self) -> bool:
         """Whether the communicator is aborted."""
         return not self.is_alive()
-
-
-@contextlib.contextmanager
-def _without_watchdog() -> Iterator[None]:
-    with _MAKING, switched_on(_NO_WATCHDOG):
-        yield
 
 
 def check_support(name: str, instead: str) -> None:

@@ -115,7 +115,10 @@ class Reduction:
 
     def is_over(self) -> bool:
         """Whether the tensor is known to hold the result; does not wait."""
-        return self._ok or (self._work is not None and _has_succeeded(self._work))
+        work = self._work
+        if work is None:
+            return self._ok
+        return bool(work.is_completed()) and work.exception() is None
 
     def _wait_in_slices(self) -> None:
         """Wait in short slices, so that signals are handled.
@@ -179,7 +182,3 @@ class ManagedWork(dist.Work):
         reach the waiters of a future."""
         self.wait()
         return self._future
-
-
-def _has_succeeded(work: Any) -> bool:
-    return bool(work.is_completed()) and work.exception() is None

@@ -13,6 +13,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from torchft_svc.client.config import GroupPlace, ServiceOptions, Timeouts
+from torchft_svc.client.process.uninterruptible import nothing
 from torchft_svc.client.process_groups.rendezvous import (
     StoreConnection,
     call_store,
@@ -145,7 +146,7 @@ def _start_manager(
     if options.manager_address is not None:
         address = str(parse_address(options.manager_address))
         steady = ManagerLocator(lambda: address, timeouts.connect_s)
-        return GroupServices(address, steady, options.replica_name, _nothing)
+        return GroupServices(address, steady, options.replica_name, nothing)
     config = ManagerConfig(
         lighthouse_address=options.lighthouse_address,
         replica_name=options.replica_name,
@@ -276,7 +277,3 @@ class _Leader:
     def close(self) -> None:
         with self._lock:
             self._watch.close()
-
-
-def _nothing() -> None:
-    """There is nothing to stop."""

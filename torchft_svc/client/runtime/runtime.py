@@ -114,7 +114,9 @@ def start_runtime(
     timeouts = rules.timeouts
     timeout = timedelta(seconds=timeouts.collective_s)
     with contextlib.ExitStack() as undo:
-        recorder = _open_recorder(options)
+        recorder = None
+        if options.flight_recorder:
+            recorder = FlightRecorder.of_job(options.flight_recorder, options.job_id)
         store = open_store(rules.place, options, environment, timeouts, *given.store)
         services = open_services(rules.place, options, environment, timeouts, store)
         undo.callback(services.close)
@@ -172,11 +174,6 @@ def _begin_log(place: GroupPlace, options: ServiceOptions, environment: Environm
     speak_on_stderr(environment.log_level or "info", f"{options.replica_name}{worker}")
     level = logging.INFO if place.leads else logging.DEBUG
     log.log(level, "joins job %s at %s", options.job_id, options.lighthouse_address)
-
-
-def _open_recorder(options: ServiceOptions) -> FlightRecorder | None:
-    directory = options.flight_recorder
-    return FlightRecorder.of_job(directory, options.job_id) if directory else None
 
 
 def _end(

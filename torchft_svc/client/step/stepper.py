@@ -47,6 +47,10 @@ _NOTHING_REDUCED = (
     "no gradient was averaged across groups in this step: each group has to call backward() once "
     "outside of no_sync() before step(), also where it has nothing to learn from (a loss of zero)"
 )
+_OTHER_PARAMETERS = (
+    "the healed state freezes other parameters (requires_grad) than this step did: the next one "
+    "heals again; if that does not end, give the manager use_async_quorum=False"
+)
 _UNSUMMED = (
     "nothing averages the gradients of %d parameters (the first one's shape is %s) that an "
     "optimizer updates: they will differ between groups. Wrap the module that they belong to, such "
@@ -518,7 +522,7 @@ class Stepper:
                 round_.step.apply_heal(counters["batches_committed"], counters.get("quorum_id", 0))
             log.info("healed to step %d from %s", self.state.step, runner.healed_from)
             if trains_others and not self._heals_first():
-                self.latch_error(_other_parameters(), self.state.epoch)
+                self.latch_error(RequestRefused(_OTHER_PARAMETERS), self.state.epoch)
         except Exception as error:
             log.exception("the healed state cannot be loaded")
             self._fail_heal(error)
@@ -534,14 +538,6 @@ class Stepper:
         with self._worker.changing() as round_:
             if self.state.pending_heal is not None:
                 round_.step.fail_heal(error)
-
-
-def _other_parameters() -> RequestRefused:
-    """The error of a step with other trained parameters than the healed state."""
-    return RequestRefused(
-        "the healed state freezes other parameters (requires_grad) than this step did: the next "
-        "one heals again; if that does not end, give the manager use_async_quorum=False"
-    )
 
 
 class Update:

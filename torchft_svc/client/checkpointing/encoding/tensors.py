@@ -81,7 +81,10 @@ class TensorTable:
         A blob shares the memory of a dense host tensor; otherwise it is a copy.
         """
         plain = [_plain(tensor) for tensor in self.tensors]
-        specs: list[TensorSpec] = [_empty_spec(tensor) for tensor in plain]
+        specs = [
+            TensorSpec(NO_BLOB, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0)
+            for tensor in plain
+        ]
         blobs: list[torch.Tensor] = []
         for run in _runs(plain):
             for number in run.numbers:
@@ -179,10 +182,6 @@ def _bytes_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     with torch.inference_mode(tensor.is_inference()):
         raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         return raw.set_(storage, start, (stop - start,), (1,)).cpu()
-
-
-def _empty_spec(tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(NO_BLOB, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0)
 
 
 def parse_spec(entry: Any, blob_sizes: Sequence[int]) -> TensorSpec:

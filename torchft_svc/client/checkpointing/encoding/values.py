@@ -90,10 +90,6 @@ def _write_timedelta(value: dt.timedelta) -> list[Json]:
     return [value.days, value.seconds, value.microseconds]
 
 
-def _write_zone(value: zoneinfo.ZoneInfo) -> list[Json]:
-    return [value.key]
-
-
 def _hexes(*values: int) -> list[Json]:
     return [hex(value) for value in values]
 
@@ -125,7 +121,7 @@ SCALARS: dict[type, _Scalar] = {
     dt.date: ("date", _name, dt.date.fromisoformat),
     dt.timedelta: ("timedelta", _write_timedelta, dt.timedelta),
     dt.timezone: ("timezone", _write_timezone, _timezone),
-    zoneinfo.ZoneInfo: ("zone", _write_zone, zoneinfo.ZoneInfo),
+    zoneinfo.ZoneInfo: ("zone", lambda v: [v.key], zoneinfo.ZoneInfo),
     type(pathlib.Path()): ("path", _name, pathlib.Path),
     pathlib.PurePosixPath: ("posix_path", _name, pathlib.PurePosixPath),
     pathlib.PureWindowsPath: ("windows_path", _name, pathlib.PureWindowsPath),

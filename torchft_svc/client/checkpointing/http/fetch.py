@@ -117,7 +117,11 @@ class Fetch:
     def _open_first(self) -> int:
         """The lead: the assigned source, or one that answers in its place."""
         try:
-            self._open_primary()
+            self._primary.open()
+            with self._changed:
+                if _PRIMARY in self._lost:  # it was lost meanwhile, and is stopped
+                    raise self._lost[_PRIMARY]
+                self._has_begun = True
         except PeerError as error:
             self._check()
             with self._changed:
@@ -130,13 +134,6 @@ class Fetch:
             log.warning("source %s is lost, others continue: %s", self._primary.address, why)
             return ready[0]
         return _PRIMARY
-
-    def _open_primary(self) -> None:
-        self._primary.open()
-        with self._changed:
-            if _PRIMARY in self._lost:  # it was lost meanwhile, and is stopped
-                raise self._lost[_PRIMARY]
-            self._has_begun = True
 
     def _has_other_opening(self) -> bool:
         return (
@@ -184,11 +181,11 @@ class Fetch:
                     return
                 self._feeds[number] = feed
             opening = feed.open()
-        except (TorchFTError, OSError) as error:
-            log.info("source %s takes no part: %s", address, error)
-            self._answered(number, None)
-        except Exception:
-            log.exception("source %s takes no part", address)
+        except Exception as error:
+            if isinstance(error, TorchFTError | OSError):
+                log.info("source %s takes no part: %s", address, error)
+            else:
+                log.exception("source %s takes no part", address)
             self._answered(number, None)
         else:
             self._answered(number, opening)

@@ -191,8 +191,8 @@ class Conversation:
         state = slot.wait_for(step, min(wait_ms, MAX_WAIT_MS) / 1000)
         if "extra" in request.query:
             state.admit(request.name("extra"))
-        self._wire.timeout_s = state.offer.idle_timeout_s
-        first_line = f"{state.state_id} {state.offer.chunk_bytes}\n".encode("ascii")
+        self._wire.timeout_s = state.idle_timeout_s
+        first_line = f"{state.state_id} {state.chunk_bytes}\n".encode("ascii")
         body = seal(first_line + state.description, DESCRIPTION_SEED)
         self._send_head(len(body))
         self._wire.send(body)
@@ -204,7 +204,7 @@ class Conversation:
         with reading(0, 0):
             pass  # raises `Gone` before the head is sent, while a refusal is still possible
         start, stop = state.bounds(chunk)
-        self._wire.timeout_s = state.offer.idle_timeout_s
+        self._wire.timeout_s = state.idle_timeout_s
         self._send_head(stop - start + DIGEST_BYTES)
         try:
             self._wire.send_sealed(
@@ -215,7 +215,7 @@ class Conversation:
 
     def _send_digests(self, state: ServedState) -> None:
         """Send each digest as soon as it is computed, so that the peer sees progress."""
-        self._wire.timeout_s = state.offer.idle_timeout_s
+        self._wire.timeout_s = state.idle_timeout_s
         self._send_head((state.num_chunks + 1) * DIGEST_BYTES)
         sent = b""
         try:

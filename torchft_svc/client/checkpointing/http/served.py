@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from torchft_svc.client.checkpointing.encoding.memory import Memory
+from torchft_svc.client.checkpointing.encoding.serialization import Described
 from torchft_svc.client.checkpointing.http.wire import MAX_VIEWS, Reading, digest_of
 from torchft_svc.client.checkpointing.transport import why_not_offered
 
@@ -35,44 +35,40 @@ class NotOffered(Exception):
     """The requested step has not been offered yet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """What the owner of a state decides about serving it.
+class ServedState:
+    """A state under its ``state_id``; thread-safe.
 
     ``num_receivers``: groups that will fetch it; ``num_extras``: groups that may fetch a part of
-    it, and announce that soon (`ServedState.admit`); ``idle_timeout_s``: how long copies are kept
-    without progress.
+    it, and announce that soon (`admit`); ``idle_timeout_s``: how long copies are kept without
+    progress.
     """
-
-    step: int
-    num_receivers: int
-    chunk_bytes: int
-    idle_timeout_s: float
-    num_extras: int = 0
-
-
-class ServedState:
-    """A state under its ``state_id``; thread-safe."""
 
     def __init__(
         self,
-        offer: Offer,
-        description: bytes,
-        memory: Memory,
+        described: Described,
+        *,
+        step: int,
+        num_receivers: int,
+        chunk_bytes: int,
+        idle_timeout_s: float,
+        num_extras: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.offer = offer
-        self.description = description
+        self.step = step
+        self.chunk_bytes = chunk_bytes
+        self.idle_timeout_s = idle_timeout_s
+        self.description = described.description
         self.state_id = secrets.token_hex(8)
-        self.size = memory.size
-        self.num_chunks = -(-memory.size // offer.chunk_bytes)
-        self._live: Memory | None = memory
+        self.size = described.memory.size
+        self.num_chunks = -(-self.size // chunk_bytes)
+        self._num_receivers = num_receivers
+        self._live: Memory | None = described.memory
         self._copies: dict[int, memoryview] = {}
         self._retired = ""
         self._verified: list[set[str]] = [set() for _ in range(self.num_chunks)]
         self._receivers: set[str] = set()
         self._extras: set[str] = set()
-        self._num_extras = offer.num_extras
+        self._num_extras = num_extras
         self._extras_until = clock() + EXTRAS_TIMEOUT_S
         self._digests: dict[int, bytes] = {}
         self._num_reading_live = 0
@@ -88,7 +84,7 @@ class ServedState:
                 return False
             if self._retired or self.num_chunks:
                 return not self._copies
-            return len(self._receivers) >= self.offer.num_receivers
+            return len(self._receivers) >= self._num_receivers
 
     @property
     def copied_bytes(self) -> int:
@@ -97,13 +93,13 @@ class ServedState:
 
     def expires_at(self) -> float:
         """When to call `expire`; progress moves it to a later time."""
-        until = self._progress_at + self.offer.idle_timeout_s
+        until = self._progress_at + self.idle_timeout_s
         return min(until, self._extras_until) if self._awaits_extras else until
 
     def expire(self) -> None:
         """Drop what is kept for receivers that did not arrive, or make no progress."""
         if not self._awaits_extras:
-            self.retire(f"no receiver fetched from it for {self.offer.idle_timeout_s:.3g} s")
+            self.retire(f"no receiver fetched from it for {self.idle_timeout_s:.3g} s")
             return
         with self._changed:
             self._num_extras = len(self._extras)
@@ -116,8 +112,8 @@ class ServedState:
 
     def bounds(self, chunk: int) -> tuple[int, int]:
         """The start and the end of ``chunk`` in bytes."""
-        start = chunk * self.offer.chunk_bytes
-        return start, min(start + self.offer.chunk_bytes, self.size)
+        start = chunk * self.chunk_bytes
+        return start, min(start + self.chunk_bytes, self.size)
 
     def reader(self, chunk: int) -> Reading:
         """A reader of ``chunk``; offsets count from its start.
@@ -229,7 +225,7 @@ class ServedState:
 
     def _is_wanted(self, chunk: int) -> bool:
         verified = self._verified[chunk]
-        has_all_announced = len(verified - self._extras) >= self.offer.num_receivers
+        has_all_announced = len(verified - self._extras) >= self._num_receivers
         has_all_extras = len(verified & self._extras) >= self._num_extras
         return not (self._retired or (has_all_announced and has_all_extras))
 
@@ -253,11 +249,11 @@ class OfferSlot:
         """Serve ``state`` from now on, in place of the previous one."""
         with self._changed:
             before, self._state = self._state, state
-            self._newest_step = state.offer.step
+            self._newest_step = state.step
             self._refused = None
             self._changed.notify_all()
         if before is not None:
-            before.retire(f"step {state.offer.step} is served now")
+            before.retire(f"step {state.step} is served now")
 
     def withdraw(self, why: str) -> None:
         """Serve nothing until another state is offered, possibly of the same step."""
@@ -290,7 +286,7 @@ class OfferSlot:
                 if step < self._newest_step:
                     raise Gone(f"step {step} is gone, the newest is {self._newest_step}")
                 state = self._state
-                if state is not None and state.offer.step == step and not state.is_over:
+                if state is not None and state.step == step and not state.is_over:
                     return state
                 if self._refused is not None and self._refused[0] == step:
                     raise Gone(why_not_offered(*self._refused))

@@ -24,7 +24,7 @@ from torchft_svc.client.checkpointing.http.feed import (
 )
 from torchft_svc.client.checkpointing.http.fetch import Fetch
 from torchft_svc.client.checkpointing.http.requests import DEFERRED, STATE
-from torchft_svc.client.checkpointing.http.served import Offer, OfferSlot, ServedState
+from torchft_svc.client.checkpointing.http.served import OfferSlot, ServedState
 from torchft_svc.client.checkpointing.http.server import CheckpointServer
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.config import positive_s
@@ -157,14 +157,14 @@ class HTTPTransport(CheckpointTransport[T]):
         if not dst_ranks and not extras:
             return None
         log.debug("offering step %d (%d bytes) to %s, a part to %s", step, size, dst_ranks, extras)
-        offer = Offer(
+        return ServedState(
+            described,
             step=step,
             num_receivers=len(dst_ranks),
             num_extras=len(extras),
             chunk_bytes=chunk_bytes,
             idle_timeout_s=self._timeout_s if timeout is None else positive_s("timeout", timeout),
         )
-        return ServedState(offer, described.description, described.memory)
 
     def disallow_checkpoint(self) -> None:
         state = self._current.state

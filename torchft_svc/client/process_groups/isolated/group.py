@@ -183,7 +183,9 @@ class IsolatedProcessGroup(ProcessGroup):
                 raise self._error or left_error()
             results = [] if name in _WITHOUT_RESULT else result_of(name, args, kwargs)
             shared, lent = self._locate(child, [results, args, kwargs])
-            loan = self._lend(child, lent)
+            loan, is_new = self._pool.lend(lent)
+            if is_new:
+                child.share(loan.segment.announce(), loan.segment.descriptor)
             written = set() if name in IN_PLACE else _only_written(results, args, kwargs)
             pairs = zip(loan.tensors(), lent, strict=True)
             loan.segment.put([(a, b.detach()) for a, b in pairs if id(b) not in written])
@@ -220,12 +222,6 @@ class IsolatedProcessGroup(ProcessGroup):
         self._shared_tensors.forget_freed(child)
         replace_leaves(args, note)
         return places, list(lent.values())
-
-    def _lend(self, child: ChildProcess, tensors: list[torch.Tensor]) -> Loan:
-        loan, is_new = self._pool.lend(tensors)
-        if is_new:
-            child.share(loan.segment.announce(), loan.segment.descriptor)
-        return loan
 
     def _request(
         self, name: str, loan: Loan, places: Mapping[int, Place], args: Any, kwargs: Any

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torchft_svc.client.process.uninterruptible import nothing
 from torchft_svc.client.process_groups.isolated.messages import Place, Share, ShareDevice
 
 # Tensors start at multiples of this, for vector instructions.
@@ -95,7 +96,7 @@ class HostSegment(Segment):
     def take(self, pairs: Pairs) -> StreamWait:
         for result, shared in pairs:
             _copy(result, shared)
-        return _nothing
+        return nothing
 
     def run(self, launch: Callable[[], torch.distributed.Work]) -> torch.distributed.Work:
         """Start an operation on tensors in this segment."""
@@ -199,7 +200,3 @@ class Pool:
         for segment in self._all:
             segment.close()
         self._all, self._free = [], []
-
-
-def _nothing() -> None:
-    """Results on the host are complete after the copy."""
