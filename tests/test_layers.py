@@ -19,6 +19,8 @@ MAX_FUNCTION_LINES = 70
 LONGER = {
     "torchft_svc/client/manager.py:__init__": 80,  # 29 keywords of the user-facing class
 }
+# Names that two classes have, and why.
+ONE_NAME = {"Quorum": "`coordination.Quorum` has the public release's fields, `core`'s the rules'"}
 WITHOUT_TORCH = (
     "core",
     "sim",
@@ -87,6 +89,16 @@ def test_the_first_line_of_every_file_says_what_it_does() -> None:
         if not text.startswith(('"""', "#!", 'r"""')) or len(docstring.split("\n")[0]) < 15:
             silent.append(shown(path))
     assert not silent
+
+
+def test_no_two_classes_have_one_name() -> None:
+    found: dict[str, list[str]] = {}
+    for path in sources():
+        if shown(path).startswith("torchft_svc/"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name, []).append(shown(path))
+    assert {name for name, paths in found.items() if len(paths) > 1} == ONE_NAME.keys()
 
 
 def modules() -> list[str]:

@@ -20,7 +20,7 @@ from torchft_svc.core.group_orders import (
 from torchft_svc.core.manager import (
     ANSWER_MARGIN_S,
     AskLink,
-    End,
+    EndGroup,
     GroupManager,
     ManagerOver,
     OwnGroupLost,
@@ -183,7 +183,7 @@ def test_an_order_to_end_reaches_workers_that_attach_later_until_all_are_gone() 
 
 def test_a_group_that_is_killed_ends_once_and_says_why_it_leaves() -> None:
     made = manager(1, attached=1)
-    assert made.kill("by hand") == (TellWorkers((0,), Kill("by hand")), End())
+    assert made.kill("by hand") == (TellWorkers((0,), Kill("by hand")), EndGroup())
     assert made.kill("again") == (TellWorkers((0,), Kill("again")),)
     assert made.kill_reason == "killed: by hand"
     orders = made.detach(0, "w0", "it died", 101.0)

@@ -82,7 +82,7 @@ class AskLink:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndGroup:
     """When the workers have been sent their last news, end the group."""
 
 
@@ -94,7 +94,7 @@ Order = (
     | AnswerWorker
     | AnswerVote
     | RefuseWorker
-    | End
+    | EndGroup
 )
 Orders = tuple[Order, ...]
 
@@ -253,7 +253,7 @@ class GroupManager:
         self._last_command = Kill(reason)
         is_first = self.kill_reason is None
         self.kill_reason = self.kill_reason or f"killed: {reason}"
-        return (*self.tell(Kill(reason)), *([End()] if is_first else []))
+        return (*self.tell(Kill(reason)), *([EndGroup()] if is_first else []))
 
     def drain(self, reason: str, now: float) -> Orders:
         """The group has to finish its step and end: every worker is told, also one that attaches

@@ -18,7 +18,7 @@ from torchft_svc.core.group_orders import (
 )
 from torchft_svc.core.manager import (
     AskLink,
-    End,
+    EndGroup,
     GroupManager,
     ManagerOver,
     Order,
@@ -199,7 +199,7 @@ class ManagerDriver:
                 news = self._encode(order.news)
                 for group_rank in order.group_ranks:
                     self._outboxes[group_rank].tell(news)
-            elif isinstance(order, End):
+            elif isinstance(order, EndGroup):
                 self._tasks.start(self._end(), "end")
             else:
                 self._answer(order)

@@ -19,7 +19,7 @@ from torchft_svc.sim.shared import Shared
 from torchft_svc.sim.site import Saved, Site
 from torchft_svc.sim.sums import Sums
 from torchft_svc.sim.trace import Trace
-from torchft_svc.sim.world import Process, World
+from torchft_svc.sim.world import Process, VirtualWorld
 
 LAG_FACTOR = 2000.0
 # One message in 20,000 is on its way for longer than so many times the mean.
@@ -51,7 +51,7 @@ class Fleet:
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
-        self.world = World(scenario.seed)
+        self.world = VirtualWorld(scenario.seed)
         self.network = Network(self.world)
         policy = scenario.config.on_step_regression
         self.invariants = Invariants(self.world, scenario.is_clock_honest, policy)

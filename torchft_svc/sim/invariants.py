@@ -17,7 +17,7 @@ from torchft_svc.core.assignment import Assignment
 from torchft_svc.core.lighthouse_orders import AnswerQuorum, ReportEviction, ReportHang, ReportLoss
 from torchft_svc.core.step import StepState
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum
-from torchft_svc.sim.world import Process, World
+from torchft_svc.sim.world import Process, VirtualWorld
 
 # A timer of the world is exact; what it starts may still need a few messages.
 SLACK_S = 2.0
@@ -307,7 +307,7 @@ class Progress:
 class Waits:
     """I5: nobody waits beyond his deadline; whoever is answered, waits, and is answered once."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: VirtualWorld) -> None:
         self._world = world
         self._open: dict[object, tuple[float, Process, str, float]] = {}
         self._due: list[tuple[float, int, object]] = []
@@ -358,7 +358,7 @@ class Waits:
 class Hangs:
     """A group that is told to hang is one that something has happened to."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: VirtualWorld) -> None:
         self._world = world
         self._troubled_until: dict[str, float] = {}
 
@@ -457,7 +457,7 @@ def parts_of(thing: object, path: str) -> Iterator[tuple[str, Collection[object]
 class Invariants:
     """All of them, over one run."""
 
-    def __init__(self, world: World, is_clock_honest: bool, policy: str) -> None:
+    def __init__(self, world: VirtualWorld, is_clock_honest: bool, policy: str) -> None:
         self._is_clock_honest, self._policy = is_clock_honest, policy
         self.ids = Ids(is_clock_honest)
         self.agreement = Agreement()

@@ -25,11 +25,9 @@ from torchft_svc.core.world import AgentMessage, AgentWelcome, WorkerState, Worl
 from torchft_svc.errors import NotLeader, RequestRefused
 from torchft_svc.sim.launch_checks import LaunchChecks, NodeLedger
 from torchft_svc.sim.launch_lighthouse import LaunchLighthouse
-from torchft_svc.sim.network import End as StreamEnd
-from torchft_svc.sim.network import Network, Reason, Stream
+from torchft_svc.sim.network import Network, Reason, Stream, StreamEnd
 from torchft_svc.sim.trace import Trace
-from torchft_svc.sim.world import Event, Process
-from torchft_svc.sim.world import World as Universe
+from torchft_svc.sim.world import Event, Process, VirtualWorld
 
 # The longest that a worker takes to look at its events, and to end.
 MAX_STEP_S, MAX_STOP_S = 0.5, 1.0
@@ -43,7 +41,7 @@ class LaunchAgent:
     def __init__(
         self,
         config: AgentConfig,
-        universe: Universe,
+        universe: VirtualWorld,
         network: Network,
         lighthouses: dict[str, LaunchLighthouse],
         checks: LaunchChecks,
@@ -225,7 +223,7 @@ class LaunchAgent:
 class Workers:
     """All workers of one node: they start, look at their events, and end."""
 
-    def __init__(self, agent: LaunchAgent, universe: Universe, start_s: float) -> None:
+    def __init__(self, agent: LaunchAgent, universe: VirtualWorld, start_s: float) -> None:
         self._agent = agent
         self._universe = universe
         self._start_s = start_s

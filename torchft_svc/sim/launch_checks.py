@@ -30,7 +30,7 @@ from torchft_svc.core.world import (
 from torchft_svc.sim.invariants import SLACK_S, must
 from torchft_svc.sim.launch_scenario import LaunchScenario
 from torchft_svc.sim.network import MAX_KEEPALIVE_S
-from torchft_svc.sim.world import World as Universe
+from torchft_svc.sim.world import VirtualWorld
 
 # A loss that is noticed at once has led to another world by then, also after many others.
 LOSS_S = 2.0
@@ -71,7 +71,7 @@ class NodeLedger:
 class LaunchChecks:
     """Over one run."""
 
-    def __init__(self, universe: Universe, scenario: LaunchScenario) -> None:
+    def __init__(self, universe: VirtualWorld, scenario: LaunchScenario) -> None:
         self._universe = universe
         self._scenario = scenario
         self._settings = scenario.settings

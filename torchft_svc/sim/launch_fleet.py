@@ -15,7 +15,7 @@ from torchft_svc.sim.launch_scenario import LaunchScenario
 from torchft_svc.sim.network import MAX_KEEPALIVE_S, MEAN_LATENCY_S, Network
 from torchft_svc.sim.scenario import Fault
 from torchft_svc.sim.trace import Trace
-from torchft_svc.sim.world import Process, World
+from torchft_svc.sim.world import Process, VirtualWorld
 
 LAG_FACTOR = 2000.0
 # How long an elected leader may be dead or frozen before another one is elected.
@@ -54,7 +54,7 @@ class LaunchFleet:
 
     def __init__(self, scenario: LaunchScenario) -> None:
         self._scenario = scenario
-        self.world = World(scenario.seed)
+        self.world = VirtualWorld(scenario.seed)
         self.network = Network(self.world)
         self.trace = Trace(self.world)
         self.checks = LaunchChecks(self.world, scenario)

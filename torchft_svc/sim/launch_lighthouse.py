@@ -12,9 +12,9 @@ from torchft_svc.core.session_orders import EndStream
 from torchft_svc.core.world import AgentHello, AgentMessage
 from torchft_svc.errors import NotLeader, RequestRefused
 from torchft_svc.sim.launch_checks import LaunchChecks
-from torchft_svc.sim.network import End, Reason, Stream
+from torchft_svc.sim.network import Reason, Stream, StreamEnd
 from torchft_svc.sim.trace import Trace
-from torchft_svc.sim.world import Event, World
+from torchft_svc.sim.world import Event, VirtualWorld
 
 RUN = "run"
 
@@ -23,7 +23,7 @@ class LaunchLighthouse:
     """One lighthouse host; the process on it comes and goes, and only leads now and then."""
 
     def __init__(
-        self, name: str, world: World, timeout_s: float, checks: LaunchChecks, trace: Trace
+        self, name: str, world: VirtualWorld, timeout_s: float, checks: LaunchChecks, trace: Trace
     ) -> None:
         self.name = name
         self.leads = False
@@ -67,13 +67,13 @@ class LaunchLighthouse:
                 0.0, self.feed, lambda now: () if self.leads else self.core.term_ended(over, now)
             )
 
-    def accept(self, stream: Stream) -> End | None:
+    def accept(self, stream: Stream) -> StreamEnd | None:
         """The server's end of a new stream, if somebody listens."""
         if self.process.is_dead:
             return None
         if not self.leads:
             refusal = NotLeader(self.leader)
-            return End(self.process, lambda *_: stream.end(refusal), lambda reason: None)
+            return StreamEnd(self.process, lambda *_: stream.end(refusal), lambda reason: None)
         connection = _Connection(self, stream, next(self._numbers))
         self._connections[connection.number] = connection
         return connection.end
@@ -119,7 +119,7 @@ class _Connection:
         self._lighthouse = lighthouse
         self.stream = stream
         self.number = number
-        self.end = End(lighthouse.process, self._receive, self._on_end)
+        self.end = StreamEnd(lighthouse.process, self._receive, self._on_end)
 
     def finish(self, reason: Reason) -> None:
         """End the stream behind all that was sent; what else was on its way is not read."""

@@ -36,11 +36,11 @@ from torchft_svc.core.step import Phase
 from torchft_svc.core.types import LastQuorum, Member, QuorumConfig
 from torchft_svc.errors import NotLeader, RequestRefused, TorchFTError
 from torchft_svc.sim.invariants import SLACK_S, Invariants
-from torchft_svc.sim.lighthouse_checks import Client, LighthouseChecks
+from torchft_svc.sim.lighthouse_checks import ClientRecord, LighthouseChecks
 from torchft_svc.sim.liveness import LOOK_S
-from torchft_svc.sim.network import End, Network, Stream
+from torchft_svc.sim.network import Network, Stream, StreamEnd
 from torchft_svc.sim.trace import Trace
-from torchft_svc.sim.world import Event, World
+from torchft_svc.sim.world import Event, VirtualWorld
 
 # The wall clock at the world's beginning: ids start from it, as in the service.
 WALL_CLOCK_AT_START_S = ID_EPOCH_S + 1000.0
@@ -53,7 +53,7 @@ class LighthouseActor:
 
     def __init__(
         self,
-        world: World,
+        world: VirtualWorld,
         network: Network,
         config: QuorumConfig,
         invariants: Invariants,
@@ -125,7 +125,7 @@ class LighthouseActor:
         self.leads = True
         self._trace.record("lighthouse", "leads again")
 
-    def accept(self, stream: Stream) -> End | None:
+    def accept(self, stream: Stream) -> StreamEnd | None:
         """The server's end of a new stream, if somebody listens."""
         if self.process.is_dead or not self.leads:
             return None
@@ -243,7 +243,7 @@ class LighthouseActor:
         self.process.after(LOOK_S, self._look)
 
 
-class Connection(Client):
+class Connection(ClientRecord):
     """The lighthouse's end of a group's stream.
 
     Without sessions (no ``last`` is told), its messages stand for calls of their own, and its end
@@ -258,7 +258,7 @@ class Connection(Client):
         self.number = number
         self.is_unary = False
         self.call = -1
-        self.end = End(lighthouse.process, self._receive, self._close)
+        self.end = StreamEnd(lighthouse.process, self._receive, self._close)
 
     def finish(self, reason: str | TorchFTError) -> None:
         """End the stream behind all that was sent; what else was on its way is not read."""

@@ -31,7 +31,7 @@ TIMER_SLACK_S = 0.01
 MAX_UNTOLD_S = 2 * REPORT_PAUSE_AFTER_S + LOOK_S
 
 
-class Client:
+class ClientRecord:
     """What is known of a group's stream: whose it is, and which question it has asked."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Client:
         self.number_asked = 0
 
     @property
-    def question(self) -> tuple[Client, int]:
+    def question(self) -> tuple[ClientRecord, int]:
         """Names the question that it has asked."""
         return self, self.number_asked
 
@@ -60,12 +60,14 @@ class LighthouseChecks:
         self._process = process
         self._invariants = invariants
         self._trace = trace
-        self._sessions: set[Client] = set()
-        self._waiting: set[Client] = set()
+        self._sessions: set[ClientRecord] = set()
+        self._waiting: set[ClientRecord] = set()
         self._heard_at: dict[Key, float] = {}
         self._heard_awake_at: dict[Key, float] = {}
-        self._asked_at: dict[Client, float] = {}  # of those that do not know what they wait for
-        self._untold: set[Client] = set()  # who has to be told of a loss at once
+        self._asked_at: dict[
+            ClientRecord, float
+        ] = {}  # of those that do not know what they wait for
+        self._untold: set[ClientRecord] = set()  # who has to be told of a loss at once
         self._liveness = LivenessChecks(config)
 
     @property
@@ -79,18 +81,18 @@ class LighthouseChecks:
 
     # -- what comes in ---------------------------------------------------------------------------
 
-    def opened(self, client: Client, last: LastQuorum) -> None:
+    def opened(self, client: ClientRecord, last: LastQuorum) -> None:
         self._sessions.add(client)
         self._heard(client)
         self._invariants.progress.opened(*client.key, last)
 
-    def beat(self, client: Client, beat: Beat) -> None:
+    def beat(self, client: ClientRecord, beat: Beat) -> None:
         self._heard(client)
         if beat.phase is not None:
             doing = Activity(beat.phase, beat.step, self._now - beat.lasts_s)
             self._liveness.does(client.key, doing)
 
-    def asked(self, client: Client, question: Question) -> None:
+    def asked(self, client: ClientRecord, question: Question) -> None:
         """It withdraws the question before."""
         self.withdrew(client)
         client.number_asked = question.number
@@ -106,20 +108,20 @@ class LighthouseChecks:
         self._invariants.progress.asked(client.key[0], member, lambda: self._has_rival(*client.key))
         self._liveness.asked(client.key, member, self._now)
 
-    def withdrew(self, client: Client, number: int | None = None) -> None:
+    def withdrew(self, client: ClientRecord, number: int | None = None) -> None:
         """Nobody waits for ``number``, or whatever it has asked."""
         if client in self._waiting and number in (None, client.number_asked):
             self._forget(client)
             self._invariants.waits.end(client.question)
             self._liveness.withdrew(client.key, self._now)
 
-    def left(self, client: Client, leave: Leave) -> None:
+    def left(self, client: ClientRecord, leave: Leave) -> None:
         self._sessions.discard(client)
         if leave.between_steps:
             self._invariants.discards.left(client.key[1])
         self._invariants.progress.gone(*client.key)
 
-    def closed(self, client: Client) -> None:
+    def closed(self, client: ClientRecord) -> None:
         """Without another session, its group is gone."""
         self.withdrew(client)
         if client in self._sessions:
@@ -132,7 +134,7 @@ class LighthouseChecks:
         for client in self._waiting & self._sessions:
             self.withdrew(client)
 
-    def _heard(self, client: Client) -> None:
+    def _heard(self, client: ClientRecord) -> None:
         key = client.key
         if client in self._sessions:
             self._invariants.discards.heard(key[1])
@@ -142,7 +144,7 @@ class LighthouseChecks:
 
     # -- what goes out ---------------------------------------------------------------------------
 
-    def told(self, clients: Sequence[Client], news: News) -> None:
+    def told(self, clients: Sequence[ClientRecord], news: News) -> None:
         """The same to each."""
         if isinstance(news, Lost):
             self._untold.difference_update(clients)
@@ -154,12 +156,12 @@ class LighthouseChecks:
         """All orders of an input were carried out."""
         must(not self._untold, "I5", lambda: f"{len(self._untold)} sessions miss a loss")
 
-    def refused(self, client: Client, number: int) -> None:
+    def refused(self, client: ClientRecord, number: int) -> None:
         self._answered(client, number)
         if all(each.key != client.key for each in self._waiting):
             self._liveness.withdrew(client.key, self._now)
 
-    def published(self, decided: AnswerQuorum, told: Sequence[tuple[Client, int]]) -> None:
+    def published(self, decided: AnswerQuorum, told: Sequence[tuple[ClientRecord, int]]) -> None:
         """``told``: who hears it, each as the answer to this question."""
         quorum = decided.quorum
         self._trace.record(
@@ -195,12 +197,12 @@ class LighthouseChecks:
             self._invariants.progress.accepted(report.job)
             self._trace.record("lighthouse", f"the loss of {report.job} is accepted")
 
-    def _answered(self, client: Client, number: int) -> None:
+    def _answered(self, client: ClientRecord, number: int) -> None:
         what = "the lighthouse answers a question"
         self._invariants.waits.answered((client, number), what)
         self._forget(client)
 
-    def _forget(self, client: Client) -> None:
+    def _forget(self, client: ClientRecord) -> None:
         self._waiting.discard(client)
         self._asked_at.pop(client, None)
 

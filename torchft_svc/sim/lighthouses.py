@@ -10,10 +10,10 @@ from torchft_svc.core.types import Quorum
 from torchft_svc.errors import NotLeader
 from torchft_svc.sim.invariants import Invariants, must
 from torchft_svc.sim.lighthouse_actor import LighthouseActor
-from torchft_svc.sim.network import MAX_KEEPALIVE_S, End, Network, Stream
+from torchft_svc.sim.network import MAX_KEEPALIVE_S, Network, Stream, StreamEnd
 from torchft_svc.sim.scenario import Fault, Scenario
 from torchft_svc.sim.trace import Trace
-from torchft_svc.sim.world import Process, World
+from torchft_svc.sim.world import Process, VirtualWorld
 
 # How long an elected leader may be dead or frozen before another one is elected.
 LEASE_S = 2.0
@@ -29,7 +29,7 @@ class Lighthouses:
 
     def __init__(
         self,
-        world: World,
+        world: VirtualWorld,
         network: Network,
         scenario: Scenario,
         invariants: Invariants,
@@ -143,12 +143,12 @@ class Host:
         """Whether it would take a group now."""
         return self._among.leads(self.name) and self.actor.leads and not self.process.is_dead
 
-    def accept(self, stream: Stream) -> End | None:
+    def accept(self, stream: Stream) -> StreamEnd | None:
         """The server's end of a new stream, if somebody listens."""
         if self.takes_groups() or self.process.is_dead:
             return self.actor.accept(stream)
         refusal = NotLeader(self._among.leader if self._among.is_elected else "")
-        return End(self.process, lambda *_: stream.end(refusal), lambda reason: None)
+        return StreamEnd(self.process, lambda *_: stream.end(refusal), lambda reason: None)
 
 
 @dataclass(slots=True)
@@ -165,7 +165,7 @@ class _Taken:
 class Splits:
     """Two parts of a job never train at two lighthouses at once (rule F4)."""
 
-    _world: World
+    _world: VirtualWorld
     _among: Lighthouses
     _has_time: bool  # newcomers may wait for as long as they like
     _troubled_until: dict[str, float] = field(default_factory=dict)
@@ -244,7 +244,7 @@ def _extend(until: dict[str, float], group: str, at: float) -> None:
 class _Named(Trace):
     """A trace that tells one lighthouse from the others."""
 
-    def __init__(self, world: World, trace: Trace, name: str) -> None:
+    def __init__(self, world: VirtualWorld, trace: Trace, name: str) -> None:
         super().__init__(world)
         self._trace = trace
         self._name = name

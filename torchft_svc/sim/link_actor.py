@@ -24,7 +24,7 @@ from torchft_svc.core.link_types import (
 )
 from torchft_svc.core.types import Quorum
 from torchft_svc.errors import TorchFTError, Unreachable
-from torchft_svc.sim.network import End, Network, Stream
+from torchft_svc.sim.network import Network, Stream, StreamEnd
 from torchft_svc.sim.world import Event, Process
 
 Outcome = Quorum | TorchFTError
@@ -46,7 +46,7 @@ class Server(Protocol):
     def process(self) -> Process:
         """Of now."""
 
-    def accept(self, stream: Stream) -> End | None:
+    def accept(self, stream: Stream) -> StreamEnd | None:
         """The server's end of a new stream, if somebody listens."""
 
     def takes_groups(self) -> bool:
@@ -163,7 +163,7 @@ class LinkActor:
 
     def _connect(self, order: Connect) -> None:
         number, self._host = order.connection, order.address
-        end = End(self._process, partial(self._hear, number), partial(self._ended, order))
+        end = StreamEnd(self._process, partial(self._hear, number), partial(self._ended, order))
         stream = self._network.connect(end, self._site.lighthouses[order.address].accept)
         if stream is None:
             return

@@ -20,7 +20,7 @@ from torchft_svc.core.group_orders import (
 )
 from torchft_svc.core.manager import (
     AskLink,
-    End,
+    EndGroup,
     GroupManager,
     Order,
     OwnGroupLost,
@@ -172,7 +172,7 @@ class ManagerActor:
                 self._end(order.caller, order.error)
             elif isinstance(order, TellWorkers):
                 self._tell_workers(order)
-            elif isinstance(order, End):
+            elif isinstance(order, EndGroup):
                 self.process.after(KILL_NEWS_S, self._on_killed)
         self._arm()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchft_svc.errors import TorchFTError
-from torchft_svc.sim.world import Process, World
+from torchft_svc.sim.world import Process, VirtualWorld
 
 MEAN_LATENCY_S = 0.0005
 # As the real channels: a sign of life is asked for after 5 s, and waited for as long.
@@ -25,7 +25,7 @@ Reason = str | TorchFTError  # why a stream has ended; an error is what the serv
 class Network:
     """Which processes are cut off from the others, and how slow the way to each of them is."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: VirtualWorld) -> None:
         self.world = world
         self._lag: dict[str, float] = {}
         self._cut: set[str] = set()
@@ -66,10 +66,12 @@ class Network:
     def is_cut(self, name: str) -> bool:
         return name in self._cut
 
-    def connect(self, client: End, server: Callable[[Stream], End | None]) -> Stream | None:
+    def connect(
+        self, client: StreamEnd, server: Callable[[Stream], StreamEnd | None]
+    ) -> Stream | None:
         """Open a stream; ``server`` makes the other end, or None if nobody listens there.
 
-        Where there is none, `End.on_end` says why.
+        Where there is none, `StreamEnd.on_end` says why.
         """
         if self.is_cut(client.process.name):
             client.process.after(CONNECT_TIMEOUT_S, client.on_end, "the connection timed out")
@@ -106,7 +108,7 @@ class Network:
             stream.lose_client()
 
 
-class End:
+class StreamEnd:
     """One end of a stream: where its messages arrive, and the news that it has ended."""
 
     def __init__(self, process: Process, on_message: Callable[..., None], on_end: Any) -> None:
@@ -120,17 +122,17 @@ class End:
 class Stream:
     """Messages between a group's manager and the lighthouse."""
 
-    def __init__(self, network: Network, client: End) -> None:
+    def __init__(self, network: Network, client: StreamEnd) -> None:
         self._network = network
         self.name = client.process.name
-        self.ends: tuple[End, End] = (client, client)
-        self._held: deque[tuple[End, tuple[Any, ...]]] = deque()
+        self.ends: tuple[StreamEnd, StreamEnd] = (client, client)
+        self._held: deque[tuple[StreamEnd, tuple[Any, ...]]] = deque()
         self._silences = 0
         self._broke_in_silence = False
         self._is_half_open = False
 
-    def send(self, to: End, *message: Any) -> None:
-        """Whoever sends over a broken stream learns it from `End.on_end`."""
+    def send(self, to: StreamEnd, *message: Any) -> None:
+        """Whoever sends over a broken stream learns it from `StreamEnd.on_end`."""
         if not to.is_open:
             return
         if self._network.is_cut(self.name):
@@ -172,7 +174,7 @@ class Stream:
         patience_s = client.process.chance.uniform(MIN_KEEPALIVE_S, MAX_KEEPALIVE_S)
         server.process.after(patience_s, self._deliver, server, None, "the keepalive timed out")
 
-    def on_death(self, end: End) -> Callable[[], None]:
+    def on_death(self, end: StreamEnd) -> Callable[[], None]:
         """What to do when the process at ``end`` dies: its system tells the other end."""
 
         def died() -> None:
@@ -197,20 +199,20 @@ class Stream:
             self._broke_in_silence = False
             self.end("the other end has given up")
 
-    def _give_up(self, end: End, silence: int) -> None:
+    def _give_up(self, end: StreamEnd, silence: int) -> None:
         if self._network.is_cut(self.name) and silence == self._silences and end.is_open:
             self._broke_in_silence = True
             end.is_open = False
             end.on_end("the keepalive timed out")
 
-    def _deliver(self, to: End, message: tuple[Any, ...] | None, reason: Reason = "") -> None:
+    def _deliver(self, to: StreamEnd, message: tuple[Any, ...] | None, reason: Reason = "") -> None:
         at = max(
             to.last_arrival, to.process.world.now + self._network.latency(self.ends[0].process)
         )
         to.last_arrival = at
         to.process.after(at - to.process.world.now, self._arrive, to, message, reason)
 
-    def _arrive(self, to: End, message: tuple[Any, ...] | None, reason: Reason) -> None:
+    def _arrive(self, to: StreamEnd, message: tuple[Any, ...] | None, reason: Reason) -> None:
         if not to.is_open:
             return
         if message is None:

@@ -14,7 +14,7 @@ from torchft_svc.sim.scenario import Scenario
 from torchft_svc.sim.shared import Shared
 from torchft_svc.sim.sums import GroupCollective
 from torchft_svc.sim.trainer_actor import WorkerActor
-from torchft_svc.sim.world import Process, World
+from torchft_svc.sim.world import Process, VirtualWorld
 
 Saved = dict[int, Fetched]  # by group rank
 
@@ -34,7 +34,7 @@ class Site:
     def __init__(
         self,
         number: int,
-        world: World,
+        world: VirtualWorld,
         lighthouses: Lighthouses,
         shared: Shared,
         scenario: Scenario,

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torchft_svc.sim.world import World
+from torchft_svc.sim.world import VirtualWorld
 
 # A trace is read by people: what happened long before the fall rarely matters.
 MAX_LINES = 400
@@ -16,7 +16,7 @@ MAX_LINES = 400
 class Trace:
     """The last lines of a run."""
 
-    world: World
+    world: VirtualWorld
     _lines: deque[tuple[float, str, str]] = field(default_factory=lambda: deque(maxlen=MAX_LINES))
 
     def record(self, who: str, what: str) -> None:

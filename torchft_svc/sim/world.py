@@ -27,7 +27,7 @@ class Event:
         self.cancelled = False
 
 
-class World:
+class VirtualWorld:
     """All that happens, in order; two runs with one seed are the same run."""
 
     def __init__(self, seed: int) -> None:
@@ -74,7 +74,7 @@ class World:
 class Process:
     """Something that can die or freeze as a whole."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: VirtualWorld, name: str) -> None:
         self.world = world
         self.name = name
         self.chance = world.chance(name)
