@@ -31,12 +31,10 @@ from torchft_svc.core.link_types import (
     Order,
     Probe,
     SendBeat,
-    SendLeave,
-    SendQuestion,
-    SendWithdrawal,
 )
 from torchft_svc.core.membership import GATHER_S
 from torchft_svc.core.route import LOOK_BACK_S, MAX_PAUSE_S, MIN_PAUSE_S
+from torchft_svc.core.session_messages import Hello, Leave, Question, Withdrawal
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum
 from torchft_svc.errors import (
     DeadlineExceeded,
@@ -142,8 +140,8 @@ def without_beats(orders: list[Order]) -> list[Order]:
     return [order for order in orders if not isinstance(order, SendBeat)]
 
 
-def question(number: int = 1, connection: int = 1, timeout_s: float = 60.0) -> SendQuestion:
-    return SendQuestion(connection, number, member(), timeout_s)
+def question(number: int = 1, timeout_s: float = 60.0) -> Question:
+    return Question(number, member(), timeout_s)
 
 
 # -- connecting ------------------------------------------------------------------------------------
@@ -151,19 +149,21 @@ def question(number: int = 1, connection: int = 1, timeout_s: float = 60.0) -> S
 
 def test_it_connects_again_after_pauses_that_grow_and_end_with_a_welcome() -> None:
     link = Link()
-    assert link(lambda machine: machine.start(0.0)) == [Connect(1, "a", "g:1", NO_QUORUM)]
+    assert link(lambda machine: machine.start(0.0)) == [Connect(1, "a", Hello("g:1", NO_QUORUM))]
     waits = []
     for number in range(1, 9):
         assert link.close(number) == [Close(number)]
         began_at = link.now
-        assert link.until(began_at + MAX_PAUSE_S)[0] == Connect(number + 1, "a", "g:1", NO_QUORUM)
+        assert link.until(began_at + MAX_PAUSE_S)[0] == Connect(
+            number + 1, "a", Hello("g:1", NO_QUORUM)
+        )
         connection = link.machine._connection
         assert connection is not None
         waits.append(round(connection.closes_at - WELCOME_TIMEOUT_S - began_at, 6))
     assert waits == [0.04, 0.08, 0.16, 0.32, 0.5, 0.5, 0.5, 0.5]
     link.open(9)
     assert link.close(9) == [Close(9)]
-    assert link.until(link.now + MIN_PAUSE_S) == [Connect(10, "a", "g:1", NO_QUORUM)]
+    assert link.until(link.now + MIN_PAUSE_S) == [Connect(10, "a", Hello("g:1", NO_QUORUM))]
 
 
 @pytest.mark.parametrize("reached_after_s", [None, 1.5])
@@ -176,7 +176,7 @@ def test_a_lighthouse_that_does_not_answer_is_given_up(reached_after_s: float | 
         link(lambda machine: machine.introduced(1, link.now))
     due_at = link.now + WELCOME_TIMEOUT_S
     assert link.until(due_at - 0.01) == []
-    assert link.until(due_at + MIN_PAUSE_S) == [Close(1), Connect(2, "b", "g:1", NO_QUORUM)]
+    assert link.until(due_at + MIN_PAUSE_S) == [Close(1), Connect(2, "b", Hello("g:1", NO_QUORUM))]
     assert "does not answer" in link.log[0]
     assert link.open(1) == [], "its welcome comes too late"
 
@@ -231,18 +231,18 @@ def test_a_question_and_its_answer() -> None:
     assert link.answer(quorum(5, "g:1", "h:1")) == [AnswerAsker(7, quorum(5, "g:1", "h:1"))]
     assert link.machine.seen_quorum_id == 5
     told = member(seen_quorum_id=5, last_num_groups=2)
-    assert link.ask() == [SendQuestion(1, 2, told, 60.0)]
+    assert link.ask() == [Question(2, told, 60.0)]
     link.close()
     again = link.until(link.now + MIN_PAUSE_S)
-    assert again == [Connect(2, "a", "g:1", LastQuorum(5, 3))]
-    assert link.open(2) == [SendQuestion(2, 3, told, 60.0 - link.now)]
+    assert again == [Connect(2, "a", Hello("g:1", LastQuorum(5, 3)))]
+    assert link.open(2) == [Question(3, told, 60.0 - link.now)]
 
 
 def test_answers_to_questions_that_were_given_up_are_dropped() -> None:
     link = Link().opened()
     link.ask()
     assert link(lambda machine: machine.withdraw(6, 0.0)) == [], "of another round"
-    assert link(lambda machine: machine.withdraw(7, 0.0)) == [SendWithdrawal(1, 1)]
+    assert link(lambda machine: machine.withdraw(7, 0.0)) == [Withdrawal(1)]
     assert link.ask() == [question(2)]
     assert link.answer(quorum(5), question=1) == []
     assert link.log == ["dropped the answer to question 1, which was given up"]
@@ -273,7 +273,7 @@ def test_what_is_no_quorum_is_told(outcome: Quorum | TorchFTError, why: str) -> 
 def test_ids_may_begin_anew_where_there_are_no_sessions() -> None:
     link = Link()
     link(lambda machine: machine.start(0.0))
-    assert link(lambda machine: machine.not_supported(1, 0.0)) == [SendBeat(1)]
+    assert link(lambda machine: machine.not_supported(1, 0.0)) == [SendBeat()]
     link.open()
     link.ask(dataclasses.replace(ASK, seen_quorum_id=5))
     assert link.answer(quorum(1)) == [AnswerAsker(7, quorum(1))]
@@ -297,7 +297,7 @@ def test_a_silent_lighthouse_has_a_little_longer_than_the_question() -> None:
     link.ask(timeout_s=1.0)
     assert without_beats(link.until(1.0 + REFUSAL_GRACE_S - 0.01)) == []
     withdrawn, told = without_beats(link.until(1.0 + REFUSAL_GRACE_S))
-    assert withdrawn == SendWithdrawal(1, 1)
+    assert withdrawn == Withdrawal(1)
     assert isinstance(told, AnswerAsker)
     assert str(told.outcome) == "quorum timed out after 1 s: the lighthouse is silent"
 
@@ -326,9 +326,9 @@ def test_a_question_that_has_waited_for_long_survives_a_lighthouses_restart() ->
     link.ask()
     link.until(10 * CONFIG.connect_timeout_s)
     assert link.close() == [Close(1)]
-    assert link.until(link.now + MIN_PAUSE_S) == [Connect(2, "a", "g:1", NO_QUORUM)]
+    assert link.until(link.now + MIN_PAUSE_S) == [Connect(2, "a", Hello("g:1", NO_QUORUM))]
     link.until(link.now + 1.0)
-    assert isinstance(link.open(2)[0], SendQuestion)
+    assert isinstance(link.open(2)[0], Question)
 
 
 def test_a_lighthouse_that_welcomes_and_never_answers_is_given_up_in_time() -> None:
@@ -365,7 +365,7 @@ def test_a_lighthouse_may_want_fewer_beats_but_not_none(wanted_s: float, interva
     link(lambda machine: machine.start(0.0))
     link.open(interval_s=wanted_s)
     assert link.until(0.99 * interval_s) == []
-    assert link.until(2.01 * interval_s) == [SendBeat(1)] * 2
+    assert link.until(2.01 * interval_s) == [SendBeat()] * 2
 
 
 def test_a_question_is_a_sign_of_life() -> None:
@@ -373,20 +373,20 @@ def test_a_question_is_a_sign_of_life() -> None:
     link.until(0.05)
     link.ask()
     assert link.until(0.149) == []
-    assert link.until(0.151) == [SendBeat(1)]
+    assert link.until(0.151) == [SendBeat()]
 
 
 def test_a_heartbeat_without_a_session_waits_for_the_one_before() -> None:
     link = Link()
     link(lambda machine: machine.start(0.0))
-    assert link(lambda machine: machine.not_supported(1, 0.0)) == [SendBeat(1)]
+    assert link(lambda machine: machine.not_supported(1, 0.0)) == [SendBeat()]
     assert link.until(5.0) == []
     link(lambda machine: machine.beat_was_late(1, 5.0))
-    assert link.until(5.0) == [SendBeat(1)]
+    assert link.until(5.0) == [SendBeat()]
     link.until(5.02)
     assert link.open() == []
     assert link.until(5.09) == []
-    assert link.until(5.11) == [SendBeat(1)]
+    assert link.until(5.11) == [SendBeat()]
 
 
 # -- leaving ---------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def leave(machine: LinkMachine, now: float = 0.0) -> None:
 def test_it_leaves_and_is_not_waited_for() -> None:
     link = Link().opened()
     link.ask()
-    assert link(leave) == [SendLeave(1, "it is told to", between_steps=False, ends=True)]
+    assert link(leave) == [Leave("it is told to", between_steps=False, ends=True)]
     assert link.until(LEAVE_TIMEOUT_S - 0.01) == [], "no beat brings it back"
     left = AnswerAsker(7, QuorumFailed("this group has left the lighthouse"))
     closed, confirmed, told = link.until(LEAVE_TIMEOUT_S)
@@ -433,13 +433,13 @@ def test_a_restarted_worker_makes_another_incarnation() -> None:
     link.answer(quorum(5))
     restarted = dataclasses.replace(ASK, new_incarnation=True)
     assert link.ask(restarted) == [
-        SendLeave(1, "a worker of the group was restarted", between_steps=False, ends=False)
+        Leave("a worker of the group was restarted", between_steps=False, ends=False)
     ]
     assert link(lambda machine: machine.withdraw(7, 0.0)) == [], "it gives up; the move goes on"
-    assert link.close() == [Close(1), ConfirmLeft(), Connect(2, "a", "g:2", NO_QUORUM)]
+    assert link.close() == [Close(1), ConfirmLeft(), Connect(2, "a", Hello("g:2", NO_QUORUM))]
     assert link.open(2) == []
     (asked,) = link.ask()
-    assert isinstance(asked, SendQuestion)
+    assert isinstance(asked, Question)
     assert asked.member.replica_id == "g:2"
 
 
@@ -461,7 +461,7 @@ def at_second(*lighthouses: str) -> Link:
     link = Link(*(lighthouses or ("a", "b")))
     link(lambda machine: machine.start(0.0))
     link.close(1)
-    assert link.until(MIN_PAUSE_S) == [Connect(2, "b", "g:1", NO_QUORUM)]
+    assert link.until(MIN_PAUSE_S) == [Connect(2, "b", Hello("g:1", NO_QUORUM))]
     assert link.open(2) == [Probe(2, ("a",))]
     assert link.probed(number=2) == []
     return link
@@ -471,7 +471,7 @@ def test_a_leader_is_gone_to_at_once() -> None:
     link = Link("a", "b", "c")
     link(lambda machine: machine.start(0.0))
     link.close(1, NotLeader("c"))
-    assert link.until(MIN_PAUSE_S) == [Connect(2, "c", "g:1", NO_QUORUM)]
+    assert link.until(MIN_PAUSE_S) == [Connect(2, "c", Hello("g:1", NO_QUORUM))]
 
 
 def test_it_goes_back_between_two_steps_and_nobody_gives_one_up() -> None:
@@ -481,20 +481,20 @@ def test_it_goes_back_between_two_steps_and_nobody_gives_one_up() -> None:
     assert link.probed(number=2) == []
     assert without_beats(link.until(5.0)) == [Probe(2, ("a",))], "a slow look makes none rarer"
     why = "it goes back to lighthouse a"
-    assert link.probed("a", number=2) == [SendLeave(2, why, between_steps=True, ends=False)]
-    assert link.close(2) == [Close(2), ConfirmLeft(), Connect(3, "a", "g:2", NO_QUORUM)]
+    assert link.probed("a", number=2) == [Leave(why, between_steps=True, ends=False)]
+    assert link.close(2) == [Close(2), ConfirmLeft(), Connect(3, "a", Hello("g:2", NO_QUORUM))]
 
 
 def test_a_question_goes_back_too() -> None:
     link = at_second()
-    assert link.ask() == [question(connection=2, timeout_s=60.0)]
+    assert link.ask() == [question(timeout_s=60.0)]
     link.until(2.0)
     why = "it goes back to lighthouse a"
-    assert link.probed("a", number=2) == [SendLeave(2, why, between_steps=False, ends=False)]
+    assert link.probed("a", number=2) == [Leave(why, between_steps=False, ends=False)]
     assert link.answer(QuorumFailed("withdrawn"), number=2) == []
     link.close(2)
     (asked,) = link.open(3)
-    assert isinstance(asked, SendQuestion)
+    assert isinstance(asked, Question)
     assert asked.member.replica_id == "g:2"
 
 
@@ -503,7 +503,7 @@ def test_f4_who_was_frozen_looks_back_before_it_asks() -> None:
     link = at_second()
     link.now = 2 * MAX_LOOK_AGE_S
     assert link.ask() == [Probe(2, ("a",))]
-    assert link.probed(number=2) == [question(connection=2)]
+    assert link.probed(number=2) == [question()]
 
 
 def test_f4_who_was_frozen_while_it_asked_looks_back_before_it_takes_the_answer() -> None:
@@ -517,10 +517,10 @@ def test_f4_who_was_frozen_while_it_asked_looks_back_before_it_takes_the_answer(
     link.now *= 3
     assert link.answer(quorum(6), 2, number=2) == [Probe(2, ("a",))]
     (left,) = link.probed("a", number=2)
-    assert isinstance(left, SendLeave)
+    assert isinstance(left, Leave)
     link.close(2)
     (asked,) = link.open(3)
-    assert isinstance(asked, SendQuestion)
+    assert isinstance(asked, Question)
 
 
 def test_f4_the_others_gather_for_longer_than_a_look_is_believed() -> None:
@@ -534,7 +534,7 @@ def test_f4_a_look_from_before_it_was_frozen_is_too_old() -> None:
     assert link.ask() == []
     assert link.probed(number=2) == [Probe(2, ("a",))]
     link.now += 0.1
-    assert link.probed(number=2) == [question(connection=2, timeout_s=59.9)]
+    assert link.probed(number=2) == [question(timeout_s=59.9)]
 
 
 def test_f4_who_is_connected_again_looks_back_before_it_asks() -> None:
@@ -544,7 +544,7 @@ def test_f4_who_is_connected_again_looks_back_before_it_asks() -> None:
     link.until(link.now + MIN_PAUSE_S)
     assert link.open(3) == [Probe(3, ("a",))]
     assert link.ask() == []
-    assert link.probed(number=3) == [question(connection=3, timeout_s=60.0)]
+    assert link.probed(number=3) == [question(timeout_s=60.0)]
 
 
 def test_f4_a_newcomer_waits_where_the_others_may_be_elsewhere() -> None:
@@ -553,7 +553,7 @@ def test_f4_a_newcomer_waits_where_the_others_may_be_elsewhere() -> None:
     assert link.probed("b") == []
     assert without_beats(link.until(NEWCOMER_PAUSE_S - 0.01)) == []
     (asked,) = without_beats(link.until(NEWCOMER_PAUSE_S))
-    assert isinstance(asked, SendQuestion)
+    assert isinstance(asked, Question)
 
 
 def test_f4_a_newcomer_with_little_time_waits_for_less() -> None:
@@ -561,21 +561,21 @@ def test_f4_a_newcomer_with_little_time_waits_for_less() -> None:
     link.ask(NEWCOMER, timeout_s=2.0)
     link.probed("b")
     (asked,) = without_beats(link.until(2.0 * NEWCOMER_SHARE))
-    assert isinstance(asked, SendQuestion)
+    assert isinstance(asked, Question)
 
 
 def test_f4_a_newcomer_does_not_wait_for_lighthouses_that_take_nobody() -> None:
     link = Link("a", "b").opened()
     link.ask(NEWCOMER)
     (asked,) = link.probed()
-    assert isinstance(asked, SendQuestion)
+    assert isinstance(asked, Question)
     link.answer(quorum(5))
     (asked,) = link.ask(NEWCOMER)
-    assert isinstance(asked, SendQuestion), "it is no newcomer any more"
+    assert isinstance(asked, Question), "it is no newcomer any more"
 
 
 def test_a_newcomer_looks_at_all_others() -> None:
     link = at_second("a", "b", "c")
     assert link.ask(NEWCOMER) == [Probe(2, ("a", "c"))]
     (left,) = link.probed("a", "c", number=2)
-    assert isinstance(left, SendLeave)
+    assert isinstance(left, Leave)

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from grpc.aio import AioRpcError, Metadata
 
-from torchft_svc.core.link_types import Connect
+from torchft_svc.core.session_messages import Hello
 from torchft_svc.core.types import NO_QUORUM
 from torchft_svc.errors import NotLeader, TorchFTError, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
@@ -71,7 +71,7 @@ def failure_of(channel: Any) -> TorchFTError:
         on_news=lambda number, news: None,
         beat=pb.SessionBeat,
     )
-    return asyncio.run(SessionTransport(contact, Connect(1, "a:1", "g:1", NO_QUORUM)).run())
+    return asyncio.run(SessionTransport(contact, Hello("g:1", NO_QUORUM)).run())
 
 
 def test_it_is_asked_again_why() -> None:

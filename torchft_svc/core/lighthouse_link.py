@@ -29,11 +29,9 @@ from torchft_svc.core.link_types import (
     Order,
     Probe,
     SendBeat,
-    SendLeave,
-    SendQuestion,
-    SendWithdrawal,
 )
 from torchft_svc.core.route import LOOK_BACK_S, MIN_PAUSE_S, Backoff, Route
+from torchft_svc.core.session_messages import Hello, Leave, Question, Withdrawal
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, one_line
 from torchft_svc.errors import (
     DeadlineExceeded,
@@ -140,7 +138,7 @@ class LinkMachine:
     def leave(
         self, reason: str, now: float, *, between_steps: bool = False, ends: bool = False
     ) -> None:
-        """See `SendLeave`; `ConfirmLeft` follows, soon. An answer may come before it."""
+        """See `Leave`; `ConfirmLeft` follows, soon. An answer may come before it."""
         self._restarts = False
         if self.state is LinkState.OPEN:
             self._send_leave(reason, now, between_steps=between_steps, ends=ends)
@@ -317,7 +315,8 @@ class LinkMachine:
             self._num_connections, address, closes_at=now + WELCOME_TIMEOUT_S
         )
         self.state = LinkState.OPENING
-        self._orders.append(Connect(connection.number, address, self._me.replica_id, self._last))
+        hello = Hello(self._me.replica_id, self._last)
+        self._orders.append(Connect(connection.number, address, hello))
 
     def _opened(self, connection: LinkConnection, now: float) -> None:
         self.state = LinkState.OPEN
@@ -375,7 +374,7 @@ class LinkMachine:
         connection.closes_at = now + LEAVE_TIMEOUT_S
         connection.beat_at = connection.look_at = math.inf  # a beat would bring the group back
         # The lighthouse refuses a longer reason, and takes a session that breaks for a loss.
-        self._orders.append(SendLeave(connection.number, one_line(reason), between_steps, ends))
+        self._orders.append(Leave(one_line(reason), between_steps, ends))
 
     def _begin_again(self, reason: str, now: float, *, between_steps: bool = False) -> None:
         """As another incarnation: this one leaves, if it has not."""
@@ -511,9 +510,7 @@ class LinkMachine:
             layout=ask.layout,
             step_quorum_id=ask.step_quorum_id,
         )
-        self._orders.append(
-            SendQuestion(connection.number, question.number, question.member, question.timeout_s)
-        )
+        self._orders.append(Question(question.number, question.member, question.timeout_s))
 
     def _conclude(self, question: LinkQuestion, outcome: Quorum | TorchFTError, now: float) -> None:
         """What the lighthouse says; it has the question no more."""
@@ -566,13 +563,13 @@ class LinkMachine:
 
     def _send_withdrawal(self, question: LinkQuestion) -> None:
         if self._connection is not None:
-            self._orders.append(SendWithdrawal(self._connection.number, question.number))
+            self._orders.append(Withdrawal(question.number))
 
     # -- beats -----------------------------------------------------------------------------------
 
     def _beat(self, connection: LinkConnection, now: float) -> None:
         connection.beat_sent_at = now
-        self._orders.append(SendBeat(connection.number))
+        self._orders.append(SendBeat())
 
     def _plan_call(self, connection: LinkConnection, now: float) -> None:
         if self.state is not LinkState.LEAVING:

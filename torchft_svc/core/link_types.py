@@ -1,7 +1,4 @@
-"""The values of a manager's link to its lighthouses: settings, states, and orders to its shell.
-
-All orders but the last three are for one connection, by its number.
-"""
+"""The values of a manager's link to its lighthouses: settings, states, and orders to its shell."""
 
 from __future__ import annotations
 
@@ -12,7 +9,8 @@ from typing import Literal
 
 from torchft_svc.core.group_orders import AskLighthouse
 from torchft_svc.core.route import LOOK_BACK_S, Backoff
-from torchft_svc.core.types import LastQuorum, Member, Quorum
+from torchft_svc.core.session_messages import Hello, Leave, Question, Withdrawal
+from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import TorchFTError, Unauthorized
 
 # A heartbeat is worthless when it is late; the next one is a new chance.
@@ -108,52 +106,20 @@ class Incarnation:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Open a session with ``address``, and introduce the group."""
+    """Open a session with ``address``, which begins with ``hello``.
+
+    The messages among the orders that follow go over this connection; the answer to a question
+    comes as `LinkMachine.answered`.
+    """
 
     connection: int
     address: str
-    replica_id: str
-    last: LastQuorum
-
-
-@dataclass(frozen=True, slots=True)
-class SendQuestion:
-    """Ask for a quorum; the answer comes as `LinkMachine.answered`."""
-
-    connection: int
-    number: int
-    member: Member
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class SendWithdrawal:
-    """Nobody waits for the answer to question ``number`` any more."""
-
-    connection: int
-    number: int
+    hello: Hello
 
 
 @dataclass(frozen=True, slots=True)
 class SendBeat:
-    """Tell that the group is alive, and what it does. ``timeout_s``: for one that is answered."""
-
-    connection: int
-    timeout_s: float = BEAT_TIMEOUT_S
-
-
-@dataclass(frozen=True, slots=True)
-class SendLeave:
-    """Nobody has to wait for this group any more; the lighthouse ends the connection.
-
-    ``between_steps``: nor has anybody to give up the step that it is in. ``ends``: its program ends
-    on purpose.
-    """
-
-    connection: int
-    reason: str
-    between_steps: bool
-    ends: bool
+    """Send a `Beat` with what the group does. Where a beat is a call, it has `BEAT_TIMEOUT_S`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +162,5 @@ class Log:
     text: str
 
 
-Order = (
-    Connect
-    | SendQuestion
-    | SendWithdrawal
-    | SendBeat
-    | SendLeave
-    | Close
-    | Probe
-    | AnswerAsker
-    | ConfirmLeft
-    | Log
-)
+Message = Question | Withdrawal | SendBeat | Leave
+Order = Connect | Message | Close | Probe | AnswerAsker | ConfirmLeft | Log

@@ -64,6 +64,7 @@ class LighthouseLink:
             min_replicas=config.min_replicas,
         )
         self._machine = LinkMachine(settings, self._new_replica_id, draw)
+        self._number = 0  # of the connection that messages go over
         self._transports: dict[int, Transport] = {}
         self._holding: dict[int, asyncio.Task[None]] = {}
         self._left = asyncio.Event()
@@ -141,6 +142,7 @@ class LighthouseLink:
 
     def _carry_out(self, order: Order) -> None:
         if isinstance(order, Connect):
+            self._number = order.connection
             self._holding[order.connection] = self._tasks.start(
                 self._hold(order), "connection to the lighthouse"
             )
@@ -156,8 +158,8 @@ class LighthouseLink:
             self._left.set()
         elif isinstance(order, Log):
             log.log(logging.INFO if order.level == "info" else logging.WARNING, order.text)
-        elif order.connection in self._transports:
-            self._transports[order.connection].send(order)
+        elif self._number in self._transports:
+            self._transports[self._number].send(order)
 
     async def _hold(self, order: Connect) -> None:
         """One connection, to its end."""
@@ -169,11 +171,11 @@ class LighthouseLink:
         )
         broken: TorchFTError
         try:
-            session = self._transports[number] = SessionTransport(contact, order)
+            session = self._transports[number] = SessionTransport(contact, order.hello)
             try:
                 broken = await session.run()
             except NotSupported:
-                calls = self._transports[number] = UnaryTransport(contact, order.replica_id)
+                calls = self._transports[number] = UnaryTransport(contact, order.hello.replica_id)
                 self._tell(lambda machine, now: machine.not_supported(number, now))
                 broken = await calls.run()
         except Exception as error:

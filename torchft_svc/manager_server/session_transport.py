@@ -11,10 +11,11 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.link_types import Connect, SendBeat, SendQuestion, SendWithdrawal
+from torchft_svc.core.link_types import Message, SendBeat
+from torchft_svc.core.session_messages import Hello, Question, Withdrawal
 from torchft_svc.core.types import Quorum
 from torchft_svc.errors import QuorumFailed, RequestRefused, TorchFTError, Unreachable
-from torchft_svc.manager_server.transport import Contact, Message, NotSupported
+from torchft_svc.manager_server.transport import Contact, NotSupported
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.client_stream import (
     BROKEN,
@@ -25,7 +26,8 @@ from torchft_svc.rpc.client_stream import (
     is_untold,
     raise_status,
 )
-from torchft_svc.rpc.codec import JOB_KEY, fit_for_logs, member_to_wire, quorum_from_wire
+from torchft_svc.rpc.codec import JOB_KEY, fit_for_logs, quorum_from_wire
+from torchft_svc.rpc.codec_session import session_message_to_wire
 from torchft_svc.rpc.parsing import checked, parser
 from torchft_svc.rpc.status import error_from_wire
 
@@ -37,14 +39,9 @@ _ANSWER = "what the lighthouse said"
 class SessionTransport:
     """See `Transport`; to be used on one event loop."""
 
-    def __init__(self, contact: Contact, order: Connect) -> None:
+    def __init__(self, contact: Contact, hello: Hello) -> None:
         self._contact = contact
-        hello = pb.SessionHello(
-            replica_id=order.replica_id,
-            last_quorum_id=order.last.quorum_id,
-            last_max_step=order.last.max_step,
-        )
-        self._hello = pb.SessionRequest(hello=hello)
+        self._hello = session_message_to_wire(hello)
         config = contact.config
         self._metadata = ((JOB_KEY, config.job_id), *config.security.metadata)
         self._open_stream: Any = contact.channel.stream_stream(
@@ -71,15 +68,15 @@ class SessionTransport:
 
     def send(self, message: Message) -> None:
         """See `Transport.send`. What a stream that does not move keeps unsent is bounded."""
-        if isinstance(message, SendQuestion):
+        if isinstance(message, Question):
             self._timeout_s = message.timeout_s
         elif isinstance(message, SendBeat) and any(
             isinstance(each, SendBeat) for each in self._unsent
         ):
             return
-        elif isinstance(message, SendWithdrawal):
+        elif isinstance(message, Withdrawal):
             for each in self._unsent:
-                if isinstance(each, SendQuestion) and each.number == message.number:
+                if isinstance(each, Question) and each.number == message.number:
                     self._unsent.remove(each)
                     return
         self._unsent.append(message)
@@ -133,21 +130,9 @@ class SessionTransport:
                 self._has_unsent.clear()
 
     def _encoded(self, message: Message) -> pb.SessionRequest:
-        if isinstance(message, SendQuestion):
-            question = pb.SessionQuestion(
-                requester=member_to_wire(message.member),
-                number=message.number,
-                timeout_ms=max(1, int(message.timeout_s * 1000)),
-            )
-            return pb.SessionRequest(question=question)
-        if isinstance(message, SendWithdrawal):
-            return pb.SessionRequest(withdrawal=pb.SessionWithdrawal(number=message.number))
         if isinstance(message, SendBeat):
             return pb.SessionRequest(beat=self._contact.beat())
-        leave = pb.SessionLeave(
-            reason=message.reason, between_steps=message.between_steps, ends=message.ends
-        )
-        return pb.SessionRequest(leave=leave)
+        return session_message_to_wire(message)
 
     def _receive(self, news: pb.SessionNews) -> None:
         kind = news.WhichOneof("kind")

@@ -9,12 +9,10 @@ from typing import Protocol
 import grpc
 
 from torchft_svc.core.lighthouse_link import LinkMachine
-from torchft_svc.core.link_types import SendBeat, SendLeave, SendQuestion, SendWithdrawal
+from torchft_svc.core.link_types import Message
 from torchft_svc.errors import TorchFTError
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.proto import torchft_pb2 as pb
-
-Message = SendQuestion | SendWithdrawal | SendBeat | SendLeave
 
 
 @dataclass(frozen=True, slots=True)

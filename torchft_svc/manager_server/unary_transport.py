@@ -10,10 +10,11 @@ from typing import Any
 import grpc
 
 from torchft_svc.core.lighthouse_link import LEAVE_TIMEOUT_S
-from torchft_svc.core.link_types import SendBeat, SendLeave, SendQuestion, SendWithdrawal
+from torchft_svc.core.link_types import BEAT_TIMEOUT_S, Message, SendBeat
+from torchft_svc.core.session_messages import Leave, Question, Withdrawal
 from torchft_svc.core.types import Quorum
 from torchft_svc.errors import TorchFTError, Unreachable
-from torchft_svc.manager_server.transport import Contact, Message
+from torchft_svc.manager_server.transport import Contact
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY, member_to_wire, quorum_from_wire
 from torchft_svc.rpc.status import to_error
@@ -42,10 +43,10 @@ class UnaryTransport:
     def send(self, message: Message) -> None:
         """See `Transport.send`."""
         if isinstance(message, SendBeat):
-            self._start(self._beat(message))
-        elif isinstance(message, SendQuestion):
+            self._start(self._beat())
+        elif isinstance(message, Question):
             self._question = self._start(self._ask(message))
-        elif isinstance(message, SendWithdrawal):
+        elif isinstance(message, Withdrawal):
             if self._question is not None:
                 self._question.cancel()
         else:
@@ -54,21 +55,21 @@ class UnaryTransport:
     def _start(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._calls.start(call, "call to the lighthouse")
 
-    async def _beat(self, message: SendBeat) -> None:
-        number, timeout_s = self._contact.number, message.timeout_s
+    async def _beat(self) -> None:
+        number = self._contact.number
         request = pb.LighthouseHeartbeatRequest(replica_id=self._replica_id)
         try:
-            answer = await self._call("Heartbeat", request, timeout_s)
+            answer = await self._call("Heartbeat", request, BEAT_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                self._end(self._to_error(error, "heartbeat", timeout_s))
+                self._end(self._to_error(error, "heartbeat", BEAT_TIMEOUT_S))
             else:
                 self._contact.tell(lambda machine, now: machine.beat_was_late(number, now))
         else:
             interval_s = answer.min_interval_ms / 1000
             self._contact.tell(lambda machine, now: machine.welcomed(number, interval_s, now))
 
-    async def _ask(self, message: SendQuestion) -> None:
+    async def _ask(self, message: Question) -> None:
         number, question = self._contact.number, message.number
         request = pb.LighthouseQuorumRequest(requester=member_to_wire(message.member))
         outcome: Quorum | TorchFTError
@@ -81,7 +82,7 @@ class UnaryTransport:
             outcome = error
         self._contact.tell(lambda machine, now: machine.answered(number, question, outcome, now))
 
-    async def _leave(self, message: SendLeave) -> None:
+    async def _leave(self, message: Leave) -> None:
         request = pb.LighthouseLeaveRequest(
             replica_id=self._replica_id,
             reason=message.reason,

@@ -26,6 +26,7 @@ from torchft_svc.rpc.codec import (
     kill_news,
     member_from_wire,
     member_lost,
+    member_to_wire,
     no_quorum_yet,
     phase_from_wire,
 )
@@ -46,6 +47,31 @@ def hello_from_wire(request: pb.SessionRequest | None) -> Hello:
         raise RequestRefused("a session begins with a hello")
     hello = request.hello
     return Hello(hello.replica_id, LastQuorum(hello.last_quorum_id, hello.last_max_step))
+
+
+def session_message_to_wire(message: Hello | Question | Withdrawal | Leave) -> pb.SessionRequest:
+    """A beat, which holds the time of now, is made by `beat_to_wire`."""
+    if isinstance(message, Question):
+        question = pb.SessionQuestion(
+            requester=member_to_wire(message.member),
+            number=message.number,
+            timeout_ms=max(1, int(message.timeout_s * 1000)),
+        )
+        return pb.SessionRequest(question=question)
+    if isinstance(message, Withdrawal):
+        return pb.SessionRequest(withdrawal=pb.SessionWithdrawal(number=message.number))
+    if isinstance(message, Hello):
+        last = message.last
+        hello = pb.SessionHello(
+            replica_id=message.replica_id,
+            last_quorum_id=last.quorum_id,
+            last_max_step=last.max_step,
+        )
+        return pb.SessionRequest(hello=hello)
+    leave = pb.SessionLeave(
+        reason=message.reason, between_steps=message.between_steps, ends=message.ends
+    )
+    return pb.SessionRequest(leave=leave)
 
 
 def session_message_from_wire(request: pb.SessionRequest) -> SessionMessage | None:

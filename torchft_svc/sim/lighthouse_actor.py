@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchft_svc.core.session_messages import (
     Beat,
     Drain,
     Hello,
-    Kill,
     Leave,
-    Lost,
-    NewcomerWaits,
     News,
-    NoQuorumYet,
     Question,
     Refusal,
     SessionMessage,
@@ -32,20 +29,37 @@ from torchft_svc.core.session_orders import (
     Send,
 )
 from torchft_svc.core.sessions import ID_EPOCH_S, LighthouseSessions, first_quorum_id
-from torchft_svc.core.step import Phase
-from torchft_svc.core.types import LastQuorum, Member, QuorumConfig
+from torchft_svc.core.timer import DeadlineTimer
+from torchft_svc.core.types import Quorum, QuorumConfig
 from torchft_svc.errors import NotLeader, RequestRefused, TorchFTError
 from torchft_svc.sim.invariants import SLACK_S, Invariants
 from torchft_svc.sim.lighthouse_checks import ClientRecord, LighthouseChecks
 from torchft_svc.sim.liveness import LOOK_S
 from torchft_svc.sim.network import Network, Stream, StreamEnd
 from torchft_svc.sim.trace import Trace
-from torchft_svc.sim.world import Event, VirtualWorld
+from torchft_svc.sim.world import VirtualWorld
 
 # The wall clock at the world's beginning: ids start from it, as in the service.
 WALL_CLOCK_AT_START_S = ID_EPOCH_S + 1000.0
 # In a larger fleet it would cost more than all that happens in it.
 MAX_LOOKED_AT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """The first message of a stream. Without a session the messages stand for calls, and this one
+    for the first heartbeat."""
+
+    job: str
+    hello: Hello
+    has_session: bool
+
+
+class QuorumAnswer(NamedTuple):
+    """The answer to question ``number``."""
+
+    number: int
+    quorum: Quorum
 
 
 class LighthouseActor:
@@ -83,8 +97,7 @@ class LighthouseActor:
         self.checks = self._new_checks()
         self._connections: dict[int, Connection] = {}
         self._calls: dict[int, Connection] = {}
-        self._timer: Event | None = None
-        self._timer_at = math.inf
+        self._timer = DeadlineTimer(self.process.after, self._tick)
         if self._config.max_members_per_job <= MAX_LOOKED_AT:
             self.process.after(LOOK_S, self._look)
 
@@ -159,23 +172,17 @@ class LighthouseActor:
         for order in orders:
             self._carry_out(order)
         self.checks.fed()
-        self._arm()
+        self._timer.set(self.core.next_deadline(), self._world.now)
 
-    def ask(self, of: Connection, question: Question) -> None:
-        """A question over a session, or as a call of its own."""
-        if not of.is_unary:
-            self.feed(
-                lambda now: self.core.received(of.number, question, now),
-                lambda: self.checks.asked(of, question),
-            )
-            return
+    def call(self, of: Connection, question: Question) -> None:
+        """A question as a call of its own, which cancels the one before."""
         self.cancel(of)
         call = of.call = next(self._numbers)
         self._calls[call] = of
         member, timeout_s = question.member, question.timeout_s
         self.feed(
             lambda now: self.core.called(call, of.key[0], member, timeout_s, now),
-            lambda: self.checks.asked(of, question),
+            lambda: self.checks.received(of, question),
         )
 
     def cancel(self, of: Connection) -> None:
@@ -212,7 +219,7 @@ class LighthouseActor:
     def _send(self, of: Connection, news: News) -> None:
         if isinstance(news, Refusal):
             self.checks.refused(of, news.number)
-        of.stream.to_client(*_as_sent(news))
+        of.stream.to_client(news)
 
     def _publish(self, order: Publish) -> None:
         told = [(self._connections[stream], number) for stream, number in order.answers]
@@ -221,19 +228,9 @@ class LighthouseActor:
             told.append((of, of.number_asked))
         self.checks.published(order.decided, told)
         for of, number in told:
-            of.stream.to_client("quorum", number, order.decided.quorum)
-
-    def _arm(self) -> None:
-        at = self.core.next_deadline()
-        if at is None or at >= self._timer_at:
-            return
-        if self._timer is not None:
-            self._timer.cancelled = True
-        self._timer_at = at
-        self._timer = self.process.after(at - self._world.now, self._tick)
+            of.stream.to_client(QuorumAnswer(number, order.decided.quorum))
 
     def _tick(self) -> None:
-        self._timer, self._timer_at = None, math.inf
         self.feed(self.core.tick)
 
     def _look(self) -> None:
@@ -270,68 +267,40 @@ class Connection(ClientRecord):
     def _close(self, reason: str) -> None:
         self._lighthouse.closed(self)
 
-    def _receive(self, kind: str, *what: object) -> None:
-        getattr(self, f"_on_{kind}")(*what)
+    def _receive(self, message: Introduction | SessionMessage) -> None:
+        if isinstance(message, Introduction):
+            self._introduce(message)
+        elif self.is_unary:
+            self._call(message)
+        else:
+            self._feed(lambda now: self._core.received(self.number, message, now), message)
 
-    def _say(self, message: SessionMessage, note: Callable[[], None]) -> None:
-        self._lighthouse.feed(lambda now: self._core.received(self.number, message, now), note)
+    def _feed(self, take: Callable[[float], Orders], message: SessionMessage) -> None:
+        self._lighthouse.feed(take, lambda: self._lighthouse.checks.received(self, message))
 
-    def _on_hello(self, job: str, replica_id: str, last: LastQuorum | None) -> None:
-        self.key = (job, replica_id)
-        checks = self._lighthouse.checks
-        if last is not None:
-            hello = Hello(replica_id, last)
+    def _introduce(self, message: Introduction) -> None:
+        job, hello = message.job, message.hello
+        self.key = (job, hello.replica_id)
+        if message.has_session:
+            checks = self._lighthouse.checks
             self._lighthouse.feed(
                 lambda now: self._core.opened(self.number, job, hello, now),
-                lambda: checks.opened(self, last),
+                lambda: checks.opened(self, hello.last),
             )
             return
         self.is_unary = True
-        self._on_beat()
-        self.stream.to_client("welcome", self._core.lighthouse.beat_interval_s(job))
+        self._call(Beat())
+        self.stream.to_client(Welcome(self._core.lighthouse.beat_interval_s(job)))
 
-    def _on_beat(self, phase: Phase | None = None, step: int = 0, lasts_s: float = 0.0) -> None:
-        beat = Beat() if self.is_unary else Beat(phase, step, lasts_s)  # a call tells no phase
-        note = lambda: self._lighthouse.checks.beat(self, beat)  # noqa: E731
-        if self.is_unary:
-            self._lighthouse.feed(lambda now: self._core.heartbeat(*self.key, now), note)
-        else:
-            self._say(beat, note)
-
-    def _on_question(self, number: int, member: Member, timeout_s: float) -> None:
-        self._lighthouse.ask(self, Question(number, member, timeout_s))
-
-    def _on_withdrawal(self, number: int) -> None:
-        if self.is_unary:
-            if number == self.number_asked:
+    def _call(self, message: SessionMessage) -> None:
+        """Without a session each message is a call."""
+        if isinstance(message, Question):
+            self._lighthouse.call(self, message)
+        elif isinstance(message, Withdrawal):
+            if message.number == self.number_asked:
                 self._lighthouse.cancel(self)
-            return
-        note = lambda: self._lighthouse.checks.withdrew(self, number)  # noqa: E731
-        self._say(Withdrawal(number), note)
-
-    def _on_leave(self, reason: str, between_steps: bool, ends: bool) -> None:
-        leave = Leave(reason, between_steps, ends)
-        note = lambda: self._lighthouse.checks.left(self, leave)  # noqa: E731
-        if self.is_unary:
-            self._lighthouse.feed(lambda now: self._core.left(*self.key, leave, now), note)
+        elif isinstance(message, Leave):
+            self._feed(lambda now: self._core.left(*self.key, message, now), message)
             self.finish("it has left")
         else:
-            self._say(leave, note)
-
-
-def _as_sent(news: News) -> tuple[object, ...]:
-    """The message's kind, and what a manager of the simulator wants to know of it."""
-    if isinstance(news, Welcome):
-        return "welcome", news.min_interval_s
-    if isinstance(news, Refusal):
-        return "refusal", news.number, news.error
-    if isinstance(news, Lost):
-        return "lost", news.replica_id, news.quorum_id
-    if isinstance(news, NewcomerWaits):
-        return "waiting", news.replica_id
-    if isinstance(news, NoQuorumYet):
-        return "no_quorum_yet", news.reason
-    if isinstance(news, Kill):
-        return ("kill",)
-    assert isinstance(news, Drain)
-    return ("drain",)
+            self._feed(lambda now: self._core.heartbeat(*self.key, now), message)

@@ -14,7 +14,16 @@ from torchft_svc.core.lighthouse_orders import (
     ReportStraggler,
 )
 from torchft_svc.core.names import stable_name
-from torchft_svc.core.session_messages import Beat, Leave, Lost, News, NoQuorumYet, Question
+from torchft_svc.core.session_messages import (
+    Beat,
+    Leave,
+    Lost,
+    News,
+    NoQuorumYet,
+    Question,
+    SessionMessage,
+    Withdrawal,
+)
 from torchft_svc.core.session_orders import Report, ReportAcceptedLoss
 from torchft_svc.core.sessions import REPORT_PAUSE_AFTER_S, LighthouseSessions
 from torchft_svc.core.types import LastQuorum, QuorumConfig
@@ -86,13 +95,23 @@ class LighthouseChecks:
         self._heard(client)
         self._invariants.progress.opened(*client.key, last)
 
-    def beat(self, client: ClientRecord, beat: Beat) -> None:
+    def received(self, client: ClientRecord, message: SessionMessage) -> None:
+        if isinstance(message, Beat):
+            self._beat(client, message)
+        elif isinstance(message, Question):
+            self._asked(client, message)
+        elif isinstance(message, Withdrawal):
+            self.withdrew(client, message.number)
+        else:
+            self._left(client, message)
+
+    def _beat(self, client: ClientRecord, beat: Beat) -> None:
         self._heard(client)
         if beat.phase is not None:
             doing = Activity(beat.phase, beat.step, self._now - beat.lasts_s)
             self._liveness.does(client.key, doing)
 
-    def asked(self, client: ClientRecord, question: Question) -> None:
+    def _asked(self, client: ClientRecord, question: Question) -> None:
         """It withdraws the question before."""
         self.withdrew(client)
         client.number_asked = question.number
@@ -115,7 +134,7 @@ class LighthouseChecks:
             self._invariants.waits.end(client.question)
             self._liveness.withdrew(client.key, self._now)
 
-    def left(self, client: ClientRecord, leave: Leave) -> None:
+    def _left(self, client: ClientRecord, leave: Leave) -> None:
         self._sessions.discard(client)
         if leave.between_steps:
             self._invariants.discards.left(client.key[1])

@@ -6,9 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torchft_svc.core.activity import Activity
 from torchft_svc.core.assignment import Assignment
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
@@ -18,6 +16,7 @@ from torchft_svc.core.group_orders import (
     RefuseWorker,
     StopAsking,
 )
+from torchft_svc.core.link_types import LinkConfig
 from torchft_svc.core.manager import (
     AskLink,
     EndGroup,
@@ -27,14 +26,15 @@ from torchft_svc.core.manager import (
     TellWorkers,
     WorkerNews,
 )
-from torchft_svc.core.session_messages import Lost
+from torchft_svc.core.session_messages import Drain, Kill, Lost
 from torchft_svc.core.step import Phase
+from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.core.types import Quorum, Vote, WorkerRequest
 from torchft_svc.errors import CommitFailed, TorchFTError
 from torchft_svc.sim.invariants import Invariants, must
-from torchft_svc.sim.link_actor import LinkActor, Outcome
+from torchft_svc.sim.link_actor import LinkActor, LinkSite, Outcome
 from torchft_svc.sim.trace import Trace
-from torchft_svc.sim.world import Event, Process
+from torchft_svc.sim.world import Process
 
 FIRST_ROUND = 1 << 40
 
@@ -49,8 +49,6 @@ class Part(Assignment):
 WorkerAnswer = Part | bool | TorchFTError
 Reply = Callable[[WorkerAnswer], None]
 OnNews = Callable[[WorkerNews], None]
-OnLinkNews = Callable[..., None]  # the kind of news, and what it tells
-OnOutcome = Callable[[int, Outcome], None]  # of a round
 # How long the workers have to end by themselves when they are told to.
 KILL_NEWS_S = 0.5
 
@@ -61,29 +59,29 @@ class ManagerActor:
     def __init__(
         self,
         process: Process,
-        job: str,
-        group_world_size: int,
-        link: Callable[[OnLinkNews, OnOutcome, Callable[[], Activity | None]], LinkActor],
+        site: LinkSite,
+        config: LinkConfig,
         on_killed: Callable[[], None],
-        shared: tuple[Invariants, Trace],
+        invariants: Invariants,
+        trace: Trace,
     ) -> None:
         self.process = process
-        self._job = job
-        self._group = process.name.partition("/")[0]
+        self._job = site.job
+        self._group = site.name
         self._on_killed = on_killed
-        self._invariants, self._trace = shared
+        self._invariants = invariants
+        self._trace = trace
         now = process.world.now
         # Each life begins far from the others; here it is always below the one before.
-        group = Group(group_world_size, FIRST_ROUND - int(now * 1000))
+        group = Group(config.group_world_size, FIRST_ROUND - int(now * 1000))
         self.core = GroupManager(group, now, look_s=math.inf)
-        self.link = link(self._hear, self._told, self.core.activity)
+        self.link = LinkActor(process, site, config, self._receive, self._told, self.core.activity)
         self._replies: dict[int, Reply] = {}
         self._rounds: dict[int, int] = {}  # by the callers that vote
         self._askers: dict[int, str] = {}  # the workers that ask, by caller
         self._workers: dict[int, tuple[str, OnNews]] = {}  # by group rank
         self._formed: Quorum | None = None  # the last one
-        self._timer: Event | None = None
-        self._armed_for = math.inf
+        self._timer = DeadlineTimer(process.after, self._tick)
 
     # -- what workers say ------------------------------------------------------------------------
 
@@ -174,26 +172,13 @@ class ManagerActor:
                 self._tell_workers(order)
             elif isinstance(order, EndGroup):
                 self.process.after(KILL_NEWS_S, self._on_killed)
-        self._arm()
-
-    def _arm(self) -> None:
-        """One timer, for whatever is over next; one that comes too early does no harm."""
-        deadline = self.core.next_deadline()
-        if self._armed_for <= deadline < math.inf:
-            return
-        if self._timer is not None:
-            self._timer.cancelled = True
-        self._timer, self._armed_for = None, deadline
-        if deadline < math.inf:
-            in_s = max(0.0, deadline - self.process.world.now)
-            self._timer = self.process.after(in_s, self._tick)
+        self._timer.set(self.core.next_deadline(), self.process.world.now)
 
     def _tick(self) -> None:
-        self._armed_for = math.inf
         self._carry_out(self.core.tick(self.process.world.now))
 
     def _told(self, round_: int, outcome: Outcome) -> None:
-        replica_id = self.link.replica_id
+        replica_id = self.link.machine.replica_id
         if isinstance(outcome, Quorum):
             self._formed = outcome
         self._carry_out(self.core.outcome(round_, outcome, replica_id, self.process.world.now))
@@ -209,21 +194,20 @@ class ManagerActor:
     def _tell_workers(self, order: TellWorkers) -> None:
         news = order.news
         if isinstance(news, OwnGroupLost):
-            news = Lost(self.link.replica_id, news.reason, self.link.seen_quorum_id)
+            news = Lost(self.link.machine.replica_id, news.reason, self.link.machine.seen_quorum_id)
         for group_rank in order.group_ranks:
             self._workers[group_rank][1](news)
 
     # -- news ------------------------------------------------------------------------------------
 
-    def _hear(self, kind: str, *what: Any) -> None:
+    def _receive(self, news: Lost | Kill | Drain) -> None:
         """From the lighthouse."""
-        if kind == "drain":
-            self.drain("the lighthouse says so")
-        elif kind == "kill":
-            self._carry_out(self.core.kill("the lighthouse says so"))
-        elif kind == "lost":
-            replica_id, quorum_id = what
-            self._carry_out(self.core.tell(Lost(replica_id, "it is gone", quorum_id)))
+        if isinstance(news, Drain):
+            self.drain(news.reason)
+        elif isinstance(news, Kill):
+            self._carry_out(self.core.kill(news.reason))
+        else:
+            self._carry_out(self.core.tell(news))
 
 
 def _life(worker_id: str) -> int:

@@ -111,10 +111,12 @@ class Network:
 class StreamEnd:
     """One end of a stream: where its messages arrive, and the news that it has ended."""
 
-    def __init__(self, process: Process, on_message: Callable[..., None], on_end: Any) -> None:
+    def __init__(
+        self, process: Process, on_message: Callable[[Any], None], on_end: Callable[[Any], None]
+    ) -> None:
         self.process = process
         self.on_message = on_message
-        self.on_end: Callable[[Reason], None] = on_end
+        self.on_end = on_end
         self.is_open = True
         self.last_arrival = 0.0
 
@@ -126,12 +128,12 @@ class Stream:
         self._network = network
         self.name = client.process.name
         self.ends: tuple[StreamEnd, StreamEnd] = (client, client)
-        self._held: deque[tuple[StreamEnd, tuple[Any, ...]]] = deque()
+        self._held: deque[tuple[StreamEnd, object]] = deque()
         self._silences = 0
         self._broke_in_silence = False
         self._is_half_open = False
 
-    def send(self, to: StreamEnd, *message: Any) -> None:
+    def send(self, to: StreamEnd, message: object) -> None:
         """Whoever sends over a broken stream learns it from `StreamEnd.on_end`."""
         if not to.is_open:
             return
@@ -140,11 +142,11 @@ class Stream:
             return
         self._deliver(to, message)
 
-    def to_client(self, *message: Any) -> None:
-        self.send(self.ends[0], *message)
+    def to_client(self, message: object) -> None:
+        self.send(self.ends[0], message)
 
-    def to_server(self, *message: Any) -> None:
-        self.send(self.ends[1], *message)
+    def to_server(self, message: object) -> None:
+        self.send(self.ends[1], message)
 
     def end(self, reason: Reason) -> None:
         """Both ends hear of it, after what was sent before."""
@@ -205,14 +207,14 @@ class Stream:
             end.is_open = False
             end.on_end("the keepalive timed out")
 
-    def _deliver(self, to: StreamEnd, message: tuple[Any, ...] | None, reason: Reason = "") -> None:
+    def _deliver(self, to: StreamEnd, message: object, reason: Reason = "") -> None:
         at = max(
             to.last_arrival, to.process.world.now + self._network.latency(self.ends[0].process)
         )
         to.last_arrival = at
         to.process.after(at - to.process.world.now, self._arrive, to, message, reason)
 
-    def _arrive(self, to: StreamEnd, message: tuple[Any, ...] | None, reason: Reason) -> None:
+    def _arrive(self, to: StreamEnd, message: object, reason: Reason) -> None:
         if not to.is_open:
             return
         if message is None:
@@ -221,4 +223,4 @@ class Stream:
         elif self._network.is_cut(self.name):
             self._held.append((to, message))
         else:
-            to.on_message(*message)
+            to.on_message(message)

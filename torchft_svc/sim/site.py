@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchft_svc.core.activity import Activity
 from torchft_svc.core.link_types import LinkConfig
 from torchft_svc.sim.lighthouses import Lighthouses
-from torchft_svc.sim.link_actor import LinkActor, LinkSite
-from torchft_svc.sim.manager_actor import ManagerActor, OnLinkNews, OnOutcome
+from torchft_svc.sim.link_actor import LinkSite
+from torchft_svc.sim.manager_actor import ManagerActor
 from torchft_svc.sim.offers import Fetched
 from torchft_svc.sim.scenario import Scenario
 from torchft_svc.sim.shared import Shared
@@ -79,11 +78,11 @@ class Site:
             job=self.job,
             name=self.name,
             has_sessions=not (every and int(self.name[1:]) % every == 0),
-            lighthouses=self._lighthouses.hosts,
-            on_quorum=self._lighthouses.splits.took,
+            network=self._shared.network,
+            lighthouses=self._lighthouses,
         )
         config = LinkConfig(
-            lighthouses=tuple(site.lighthouses),
+            lighthouses=tuple(self._lighthouses.hosts),
             store_address=process.name,
             group_world_size=self.group_world_size,
             heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
@@ -91,20 +90,9 @@ class Site:
             quorum_retries=self._scenario.quorum_retries,
             min_replicas=self._scenario.requested_min_replicas,
         )
-
-        def link(
-            on_news: OnLinkNews, on_outcome: OnOutcome, activity: Callable[[], Activity | None]
-        ) -> LinkActor:
-            listeners = (on_news, on_outcome, activity)
-            return LinkActor(process, self._shared.network, site, config, *listeners)
-
+        shared = self._shared
         self.manager = ManagerActor(
-            process,
-            self.job,
-            self.group_world_size,
-            link,
-            self._manager_ended,
-            (self._shared.invariants, self._shared.trace),
+            process, site, config, self._manager_ended, shared.invariants, shared.trace
         )
         self._shared.managers[process.name] = self.manager
 

@@ -26,6 +26,9 @@ class Event:
         self.args = args
         self.cancelled = False
 
+    def cancel(self) -> None:
+        self.cancelled = True
+
 
 class VirtualWorld:
     """All that happens, in order; two runs with one seed are the same run."""
