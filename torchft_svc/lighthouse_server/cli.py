@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import click
 
 from torchft_svc.core.types import DEFAULT_QUORUM_BYTES, QuorumConfig
 from torchft_svc.env import LIGHTHOUSE_BIND_VARIABLE
-from torchft_svc.errors import UsageError
 from torchft_svc.lighthouse_server.app import run_lighthouse
 from torchft_svc.lighthouse_server.election import Election, election_options
 from torchft_svc.lighthouse_server.operator_commands import OPERATOR_COMMANDS
@@ -16,11 +16,13 @@ from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.cli import (
     MILLISECONDS,
     Address,
+    in_seconds,
     log_level_option,
     option,
     run,
     say,
     security_options,
+    telling_usage,
 )
 from torchft_svc.rpc.commands import ServiceCommand
 from torchft_svc.rpc.security import Security
@@ -120,44 +122,19 @@ from torchft_svc.rpc.security import Security
 @election_options
 @security_options
 def main(
+    *,
     bind: HostPort,
-    min_replicas: int,
-    join_timeout_ms: int,
-    heal_timeout_ms: int | None,
-    startup_timeout_ms: int | None,
-    heartbeat_timeout_ms: int,
-    on_step_regression: str,
-    on_step_jump: str,
-    hang_timeout_ms: int | None,
-    on_hang: str,
-    max_jobs: int,
-    max_members_per_job: int,
-    max_quorum_bytes: int,
     quorum_tick_ms: int | None,
     log_level: str,
     security: Security,
     election: Election | None,
+    **settings: Any,
 ) -> None:
     """Decide for every step which replica groups train together."""
     if quorum_tick_ms is not None:
         say("note: --quorum-tick-ms is ignored: quorums form without polling", err=True)
-    try:
-        config = QuorumConfig(
-            min_replicas=min_replicas,
-            join_timeout_s=join_timeout_ms / 1000,
-            heal_timeout_s=None if heal_timeout_ms is None else heal_timeout_ms / 1000,
-            startup_timeout_s=None if startup_timeout_ms is None else startup_timeout_ms / 1000,
-            heartbeat_timeout_s=heartbeat_timeout_ms / 1000,
-            on_step_regression=on_step_regression,  # type: ignore[arg-type]  # click checked it
-            on_step_jump=on_step_jump,  # type: ignore[arg-type]  # click checked it
-            hang_timeout_s=None if hang_timeout_ms is None else hang_timeout_ms / 1000,
-            on_hang=on_hang,  # type: ignore[arg-type]  # click checked it
-            max_jobs=max_jobs,
-            max_members_per_job=max_members_per_job,
-            max_quorum_bytes=max_quorum_bytes,
-        )
-    except UsageError as error:
-        raise click.UsageError(str(error)) from None
+    with telling_usage():
+        config = QuorumConfig(**in_seconds(settings))
 
     async def serve(stop: asyncio.Event) -> int:
         async with run_lighthouse(config, bind, security, election) as bound:

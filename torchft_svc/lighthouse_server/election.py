@@ -7,15 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import click
-
 from torchft_svc.core.types import check_length
 from torchft_svc.env import Environment
-from torchft_svc.errors import ConfigError, UsageError
+from torchft_svc.errors import ConfigError
 from torchft_svc.lighthouse_server.etcd_access import EtcdAccess, resolve_etcd_access
 from torchft_svc.lighthouse_server.leadership import MIN_LEASE_S
 from torchft_svc.rpc.address import parse_address
-from torchft_svc.rpc.cli import Text, option
+from torchft_svc.rpc.cli import Text, option, telling_usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,28 +76,15 @@ def election_options(main: Callable[..., None]) -> Callable[..., None]:
         leader_election: str | None,
         lease_ttl_s: int,
         advertise: str | None,
-        etcd_ca: str | None,
-        etcd_cert: str | None,
-        etcd_key: str | None,
-        etcd_user: str | None,
-        etcd_password_file: str | None,
         **others: Any,
     ) -> None:
+        etcd = {flag: others.pop(f"etcd_{flag}") for flag in ("user", "password_file")}
+        etcd |= {f"{flag}_file": others.pop(f"etcd_{flag}") for flag in ("ca", "cert", "key")}
         election = None
-        try:
+        with telling_usage():
             if leader_election is not None:
-                etcd = resolve_etcd_access(
-                    Environment(),
-                    leader_election,
-                    ca_file=etcd_ca,
-                    cert_file=etcd_cert,
-                    key_file=etcd_key,
-                    user=etcd_user,
-                    password_file=etcd_password_file,
-                )
-                election = Election(etcd=etcd, lease_ttl_s=lease_ttl_s, advertise=advertise)
-        except UsageError as error:
-            raise click.UsageError(str(error)) from None
+                access = resolve_etcd_access(Environment(), leader_election, **etcd)
+                election = Election(etcd=access, lease_ttl_s=lease_ttl_s, advertise=advertise)
         main(election=election, **others)
 
     return elected

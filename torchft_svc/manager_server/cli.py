@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from typing import Any
 
 import click
 
 from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.env import MANAGER_BIND_VARIABLE
-from torchft_svc.errors import UsageError
 from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.liveness_pipe import write_signs
@@ -21,11 +21,13 @@ from torchft_svc.rpc.cli import (
     MILLISECONDS,
     Address,
     Addresses,
+    in_seconds,
     log_level_option,
     option,
     run,
     say,
     security_options,
+    telling_usage,
 )
 from torchft_svc.rpc.commands import ServiceCommand
 from torchft_svc.rpc.security import Security
@@ -104,41 +106,28 @@ log = logging.getLogger(__name__)
 @log_level_option
 @security_options
 def main(
+    *,
     lighthouse: str,
     replica_name: str,
-    group_world_size: int,
     store_address: HostPort,
     bind: HostPort,
-    advertise_host: str | None,
-    heartbeat_interval_ms: int,
-    connect_timeout_ms: int,
-    quorum_retries: int,
-    job_id: str,
-    min_replicas: int,
     owner_pid: int | None,
     liveness_descriptor: int | None,
     log_level: str,
     security: Security,
+    **settings: Any,
 ) -> None:
     """Speak for one replica group: forward its quorum requests, collect its votes."""
-    try:
+    with telling_usage():
         config = ManagerConfig(
             lighthouse_address=lighthouse,
             replica_name=replica_name,
-            group_world_size=group_world_size,
             store_address=str(store_address),
             bind=str(bind),
-            advertise_host=advertise_host,
-            heartbeat_interval_s=heartbeat_interval_ms / 1000,
-            connect_timeout_s=connect_timeout_ms / 1000,
-            quorum_retries=quorum_retries,
-            job_id=job_id,
-            min_replicas=min_replicas,
             owner_pid=owner_pid,
             security=security,
+            **in_seconds(settings),
         )
-    except UsageError as error:
-        raise click.UsageError(str(error)) from None
     run(
         lambda stop: _serve(config, stop, liveness_descriptor),
         log_level,

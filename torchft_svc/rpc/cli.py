@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -85,26 +85,34 @@ def security_options(main: Callable[..., None]) -> Callable[..., None]:
     )
     @functools.wraps(main)
     def secured(
-        *,
-        tls_cert: str | None,
-        tls_key: str | None,
-        tls_ca: str | None,
-        token_file: str | None,
-        **others: Any,
+        *, tls_cert: str, tls_key: str, tls_ca: str, token_file: str, **others: Any
     ) -> None:
-        try:
-            security = resolve_security(
-                Environment(),
-                cert_file=tls_cert,
-                key_file=tls_key,
-                ca_file=tls_ca,
-                token_file=token_file,
-            )
-        except UsageError as error:
-            raise click.UsageError(str(error)) from None
+        files = {"cert_file": tls_cert, "key_file": tls_key, "ca_file": tls_ca}
+        with telling_usage():
+            security = resolve_security(Environment(), **files, token_file=token_file)
         main(security=security, **others)
 
     return secured
+
+
+@contextlib.contextmanager
+def telling_usage() -> Iterator[None]:
+    """A setting that cannot work ends the command as click's own usage errors do."""
+    try:
+        yield
+    except UsageError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def in_seconds(settings: Mapping[str, float | None]) -> dict[str, Any]:
+    """``settings`` with the names and units of a config: what ends in ``_ms``, in seconds."""
+    config: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name.endswith("_ms"):
+            config[f"{name[:-3]}_s"] = None if value is None else value / 1000
+        else:
+            config[name] = value
+    return config
 
 
 class _Milliseconds(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since 8.4
