@@ -519,7 +519,7 @@ def test_q7_an_operator_accepts_the_loss_once() -> None:
 
 def test_q7_a_loss_is_accepted_before_there_are_enough_groups() -> None:
     scene = held(min_replicas=2)
-    assert scene.why() == "1 of at least 2 groups ask"
+    assert scene.why() == "1 of at least 2 groups ask (--min-replicas)"
     scene.accept_loss()
     assert scene.take() == []
     scene.accept_loss()  # twice does no harm

@@ -20,7 +20,7 @@ def test_jobs_never_see_each_other() -> None:
     scene.leave("a", job="two")
     scene.ask("c", job="one")
     assert scene.take_quorums() == [(1, ["a", "c"])]
-    assert scene.why("two") == "1 of at least 2 groups ask"
+    assert scene.why("two") == "1 of at least 2 groups ask (--min-replicas)"
     assert scene.why("three") == "no group asks for a quorum"
 
 

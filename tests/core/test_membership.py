@@ -132,7 +132,7 @@ def test_q3_not_enough_at_the_deadline_then_enough() -> None:
     scene.ask("a")
     scene.until(50)
     assert scene.take() == []
-    assert scene.why() == "1 of at least 2 groups ask"
+    assert scene.why() == "1 of at least 2 groups ask (--min-replicas)"
     scene.ask("c")
     assert scene.take_quorums() == [(1, ["a", "c"])]
 

@@ -234,11 +234,11 @@ def test_a_question_expires_at_its_own_time_and_says_what_was_waited_for() -> No
     assert machine.after(0.4) == []
     (refused,) = machine.after(0.2)
     assert isinstance(refused, RefuseCall)
-    late = DeadlineExceeded("quorum", 0.5, "2 of at least 3 groups ask")
+    late = DeadlineExceeded("quorum", 0.5, "2 of at least 3 groups ask (--min-replicas)")
     assert (refused.call, str(refused.error)) == (50, str(late))
     assert machine.after(0.8) == []
     ((streams, refusal),) = news(machine.after(0.2))
-    late = DeadlineExceeded("quorum", 1.5, "1 of at least 3 groups ask")
+    late = DeadlineExceeded("quorum", 1.5, "1 of at least 3 groups ask (--min-replicas)")
     assert (streams, str(refusal)) == ((1,), str(Refusal(6, late)))
     assert machine.say(1, Withdrawal(6)) == (), "nobody waits for it"
     assert machine.core._asked == machine.core._calls == machine.core._pauses == {}
@@ -263,7 +263,8 @@ def test_who_waits_long_hears_why_and_again_when_that_changes() -> None:
     machine = Machine()
     machine.open(1, "a:1")
     machine.ask(1, "a:1")
-    why, later = "1 of at least 2 groups ask", "2 of at least 3 groups ask"
+    why = "1 of at least 2 groups ask (--min-replicas)"
+    later = "2 of at least 3 groups ask (--min-replicas)"
     assert machine.after(REPORT_PAUSE_AFTER_S - 0.1) == []
     assert machine.after(0.2) == [ReportPause(JOB, 2.0, why), Send((1,), NoQuorumYet(why))]
     machine.say(1)

@@ -128,7 +128,7 @@ def test_the_reason_is_told_before_the_callers_deadline(server: LighthouseServer
     assert took_s > 0.9 * IMPATIENT.total_seconds()
     assert isinstance(caught.value, DeadlineExceeded)
     assert str(caught.value) == (
-        "lighthouse's Quorum timed out after 2 s: 1 of at least 2 groups ask"
+        "lighthouse's Quorum timed out after 2 s: 1 of at least 2 groups ask (--min-replicas)"
     )
 
 

@@ -178,10 +178,10 @@ def test_a_withdrawn_question_does_not_get_into_the_next_quorum(
 @pytest.mark.usefixtures("early_news")
 def test_who_waits_long_hears_why_and_when_that_changes(line: Line, session: RawSession) -> None:
     session.ask(1)
-    assert next(session.news).no_quorum_yet.reason == "1 of at least 2 groups ask"
+    assert next(session.news).no_quorum_yet.reason == "1 of at least 2 groups ask (--min-replicas)"
     session.send(beat={})
     peers = [line.quorum("b:1", min_replicas=3)]
-    assert next(session.news).no_quorum_yet.reason == "2 of at least 3 groups ask"
+    assert next(session.news).no_quorum_yet.reason == "2 of at least 3 groups ask (--min-replicas)"
     peers.append(line.quorum("c:1"))
     assert members(next(session.news)) == ["a:1", "b:1", "c:1"]
     for peer in peers:

@@ -365,7 +365,7 @@ def test_the_first_worker_that_waits_hears_why() -> None:
         assert told[1].get(timeout=LONG.seconds) == missing
         asked.append(workers.ask(0, timeout=timedelta(seconds=30)))
         reasons = iter(lambda: told[0].get(timeout=LONG.seconds), None)
-        assert next(filter(None, reasons)) == "1 of at least 2 groups ask"
+        assert next(filter(None, reasons)) == "1 of at least 2 groups ask (--min-replicas)"
         workers.close()
         for each in asked:
             assert each.exception() is not None

@@ -57,7 +57,10 @@ def explain(waiting: Waiting, now: float | None = None) -> str:
         return f"waiting for {name_some(waiting.awaited)}: alive, but has not asked{heal}"
     if waiting.why is Why.TOO_FEW:
         left = f", {waiting.num_kept_out} more kept out by shrink_only" * (waiting.num_kept_out > 0)
-        return f"{waiting.num_asking} of at least {waiting.num_needed} groups ask{left}"
+        return (
+            f"{waiting.num_asking} of at least {waiting.num_needed} groups ask "
+            f"(--min-replicas){left}"
+        )
     if waiting.why is Why.NOT_BELIEVED:
         return (
             f"{name_some(waiting.not_believed)}: more than a step ahead of the job, which has "

@@ -195,7 +195,7 @@ def test_a_trainer_that_waits_for_others_says_so(tmp_path: Path, own: str) -> No
             process.kill()
     start = "mine" if own else r"[\d-]+ [\d:,]+"
     who = "" if own else r"torchft_svc\[a\] "
-    why = r"no quorum for \d s: 1 of at least 2 groups ask\n"
+    why = r"no quorum for \d s: 1 of at least 2 groups ask \(--min-replicas\)\n"
     assert re.fullmatch(f"{start} WARNING {who}{why}", told), told
 
 
