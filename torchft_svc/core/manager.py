@@ -27,7 +27,7 @@ from torchft_svc.core.group_orders import (
     StopAsking,
 )
 from torchft_svc.core.pausable_clock import MAX_LOOK_S, PausableClock
-from torchft_svc.core.session_messages import Drain, Kill, Lost, NewcomerWaits, NoQuorumYet
+from torchft_svc.core.session_messages import Drain, Kill, Lost, NoQuorumYet
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Quorum, Vote, WorkerRequest
 from torchft_svc.errors import DeadlineExceeded, TorchFTError
@@ -59,7 +59,8 @@ class ManagerOver:
     reason: str
 
 
-WorkerNews = Lost | NewcomerWaits | NoQuorumYet | Kill | Drain | OwnGroupLost | ManagerOver
+# Bytes: news from a lighthouse, as it has encoded them.
+WorkerNews = Lost | NoQuorumYet | Kill | Drain | OwnGroupLost | ManagerOver | bytes
 
 
 # -- orders ----------------------------------------------------------------------------------------
@@ -248,19 +249,19 @@ class GroupManager:
         """Every attached worker is told."""
         return (TellWorkers(tuple(sorted(self._attached)), news),) if self._attached else ()
 
-    def kill(self, reason: str) -> Orders:
-        """The group has to end at once: every worker is told, also one that attaches later."""
-        self._last_command = Kill(reason)
+    def kill(self, reason: str, told: WorkerNews | None = None) -> Orders:
+        """The group has to end at once: every worker is ``told``, also one that attaches later."""
+        self._last_command = told or Kill(reason)
         is_first = self.kill_reason is None
         self.kill_reason = self.kill_reason or f"killed: {reason}"
-        return (*self.tell(Kill(reason)), *([EndGroup()] if is_first else []))
+        return (*self.tell(self._last_command), *([EndGroup()] if is_first else []))
 
-    def drain(self, reason: str, now: float) -> Orders:
-        """The group has to finish its step and end: every worker is told, also one that attaches
-        later."""
-        self._last_command = Drain(reason)
-        told = self.tell(Drain(reason))
-        return (*told, *self._follow(self.group.drain(reason), now))
+    def drain(self, reason: str, now: float, told: WorkerNews | None = None) -> Orders:
+        """The group has to finish its step and end: every worker is ``told``, also one that
+        attaches later."""
+        self._last_command = told or Drain(reason)
+        orders = self.tell(self._last_command)
+        return (*orders, *self._follow(self.group.drain(reason), now))
 
     def over(self) -> Orders:
         """This manager ends, and there will be no other: nobody need look for one."""

@@ -48,7 +48,7 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
     host = config.advertise_host or advertised_host(*map(parse_address, config.lighthouses))
 
     def build(bound: HostPort) -> Service:
-        link.address = str(HostPort(host, bound.port))
+        link.machine.address = str(HostPort(host, bound.port))
         return manager_service(driver)
 
     bind = parse_address(config.bind, may_bind=True)
@@ -59,7 +59,7 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
         stack.push_async_callback(_end, driver, link, has_owner=config.owner_pid is not None)
         tasks.start(driver.keep_looking(), "looks at the clock")
         link.start()
-        yield RunningManager(link.address, driver.killed)
+        yield RunningManager(link.machine.address, driver.killed)
 
 
 async def _end(driver: ManagerDriver, link: LighthouseLink, *, has_owner: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Sequence
 
@@ -26,15 +25,16 @@ from torchft_svc.core.manager import (
     TellWorkers,
     WorkerNews,
 )
-from torchft_svc.core.session_messages import Lost, NewcomerWaits
+from torchft_svc.core.session_messages import Lost
+from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.core.types import Quorum, Vote, WorkerRequest, check_step
 from torchft_svc.errors import TorchFTError
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import beat_to_wire, over_news, phase_from_wire, worker_answer
+from torchft_svc.rpc.codec import beat_to_wire, phase_from_wire, worker_answer
 from torchft_svc.rpc.codec_session import session_news_to_wire
 from torchft_svc.rpc.outbox import Outbox
-from torchft_svc.rpc.tasks import Tasks
+from torchft_svc.rpc.tasks import Tasks, call_later
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,7 @@ class ManagerDriver:
         self._tasks = tasks
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._outboxes: dict[int, Outbox] = {}  # by group rank
-        self._timer: asyncio.TimerHandle | None = None
-        self._armed_for = math.inf
+        self._timer = DeadlineTimer(call_later, self._tick)
         self.killed = asyncio.Event()
 
     @property
@@ -133,37 +132,37 @@ class ManagerDriver:
         Who waits for a quorum is told what for."""
         while True:
             await asyncio.sleep(self._core.look_s)
-            self._carry_out(self._core.tell_why(self._link.why_no_quorum, time.monotonic()))
+            self._carry_out(self._core.tell_why(self._link.machine.why_no_quorum, time.monotonic()))
 
     # -- news ------------------------------------------------------------------------------------
 
     def receive(self, news: pb.SessionNews) -> None:
-        """News from the lighthouse."""
-        kind = news.WhichOneof("kind")
+        """News from the lighthouse; the workers receive all of it, also fields that only a newer
+        version knows."""
+        kind, encoded = news.WhichOneof("kind"), news.SerializeToString()
         if kind == "kill":
-            self.kill(news.kill.reason)
+            self.kill(news.kill.reason, encoded)
         elif kind == "drain":
-            self.drain(news.drain.reason)
+            self.drain(news.drain.reason, encoded)
         elif kind == "lost":
             lost = news.lost
-            if lost.replica_id == self._link.replica_id:
+            if lost.replica_id == self._link.machine.replica_id:
                 log.warning("the others continue without this group: %s", lost.reason)
             else:
                 log.info("group lost replica=%s: %s", lost.replica_id, lost.reason)
-            loss = Lost(lost.replica_id, lost.reason, lost.quorum_id)
-            self._carry_out(self._core.tell(loss))
+            self._carry_out(self._core.tell(encoded))
         elif kind == "waiting":
-            self._carry_out(self._core.tell(NewcomerWaits(news.waiting.replica_id)))
+            self._carry_out(self._core.tell(encoded))
 
-    def kill(self, reason: str) -> None:
+    def kill(self, reason: str, told: bytes | None = None) -> None:
         """The group has to end at once: every worker is told, then ``killed`` is set."""
         log.warning("killed by request: %r", reason)
-        self._carry_out(self._core.kill(reason))
+        self._carry_out(self._core.kill(reason, told))
 
-    def drain(self, reason: str) -> None:
+    def drain(self, reason: str, told: bytes | None = None) -> None:
         """The group has to finish its step and end: every worker is told."""
         log.warning("draining: %r", reason)
-        self._carry_out(self._core.drain(reason, time.monotonic()))
+        self._carry_out(self._core.drain(reason, time.monotonic(), told))
 
     def tell_over(self) -> None:
         """This manager ends, and there will be no other: nobody need look for one."""
@@ -203,7 +202,7 @@ class ManagerDriver:
                 self._tasks.start(self._end(), "end")
             else:
                 self._answer(order)
-        self._arm()
+        self._timer.set(self._core.next_deadline(), time.monotonic())
 
     def _leave(self, order: LeaveLighthouse) -> None:
         log.info("leaving: %s", order.reason)
@@ -225,31 +224,20 @@ class ManagerDriver:
 
     def _encode(self, news: WorkerNews) -> bytes:
         if isinstance(news, OwnGroupLost):
-            news = Lost(self._link.replica_id, news.reason, self._link.seen_quorum_id)
+            news = Lost(
+                self._link.machine.replica_id, news.reason, self._link.machine.seen_quorum_id
+            )
         if isinstance(news, ManagerOver):
-            return over_news(news.reason)
-        return session_news_to_wire(news)
+            return pb.AttachNews(over=pb.AttachOver(reason=news.reason)).SerializeToString()
+        return news if isinstance(news, bytes) else session_news_to_wire(news)
 
     def _told(self, round_: int, outcome: Quorum | TorchFTError) -> None:
         """The lighthouse has answered, or cannot be asked."""
         if not isinstance(outcome, Quorum):
             log.info("error for the workers: %s", outcome)  # who say it, or raise it
         self._carry_out(
-            self._core.outcome(round_, outcome, self._link.replica_id, time.monotonic())
+            self._core.outcome(round_, outcome, self._link.machine.replica_id, time.monotonic())
         )
 
-    def _arm(self) -> None:
-        """One timer, for whatever is over next; one that comes too early does no harm."""
-        deadline = self._core.next_deadline()
-        if self._armed_for <= deadline < math.inf:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer, self._armed_for = None, deadline
-        if deadline < math.inf:
-            in_s = max(0.0, deadline - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(in_s, self._tick)
-
     def _tick(self) -> None:
-        self._armed_for = math.inf
         self._carry_out(self._core.tick(time.monotonic()))

@@ -22,6 +22,7 @@ from torchft_svc.core.link_types import (
     Order,
     Probe,
 )
+from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.core.types import Quorum
 from torchft_svc.errors import TorchFTError, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
@@ -31,7 +32,7 @@ from torchft_svc.manager_server.unary_transport import UnaryTransport
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import IMPATIENT_KEEPALIVE_MS, KEEPALIVE_MS, open_aio_channel
 from torchft_svc.rpc.probing import would_take
-from torchft_svc.rpc.tasks import Tasks
+from torchft_svc.rpc.tasks import Tasks, call_later
 
 log = logging.getLogger(__name__)
 
@@ -41,19 +42,20 @@ Input = Callable[[LinkMachine, float], object]
 class LighthouseLink:
     """To be used on one event loop.
 
-    ``address`` is where others reach this manager; ``on_news`` hears of members of the last quorum
-    that are gone, and of orders to end; ``on_outcome`` of what came of a question, by its round;
-    ``beat`` tells what the group does. All are set before `start`. ``draw`` is for pauses.
+    ``on_news`` receives losses, newcomers and commands, ``on_outcome`` the outcome of each
+    question, by its round; ``beat`` tells what the group does. They and ``machine.address`` are set
+    before `start`. ``draw`` is for pauses.
     """
+
+    on_news: Callable[[pb.SessionNews], None]
+    on_outcome: Callable[[int, Quorum | TorchFTError], None]
+    beat: Callable[[], pb.SessionBeat]
 
     def __init__(
         self, config: ManagerConfig, tasks: Tasks, draw: Callable[[], float] = random.random
     ) -> None:
         self._config = config
         self._tasks = tasks
-        self.on_news: Callable[[pb.SessionNews], None] = _not_listening
-        self.on_outcome: Callable[[int, Quorum | TorchFTError], None] = _not_asking
-        self.beat: Callable[[], pb.SessionBeat] = pb.SessionBeat
         settings = LinkConfig(
             lighthouses=config.lighthouses,
             store_address=config.store_address,
@@ -63,43 +65,20 @@ class LighthouseLink:
             quorum_retries=config.quorum_retries,
             min_replicas=config.min_replicas,
         )
-        self._machine = LinkMachine(settings, self._new_replica_id, draw)
+        self.machine = LinkMachine(settings, self._new_replica_id, draw)
         self._number = 0  # of the connection that messages go over
         self._transports: dict[int, Transport] = {}
         self._holding: dict[int, asyncio.Task[None]] = {}
         self._left = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = DeadlineTimer(call_later, lambda: self._tell(LinkMachine.tick))
 
     def _new_replica_id(self) -> str:
         return f"{self._config.replica_name}:{uuid.uuid4()}"
 
     @property
-    def address(self) -> str:
-        return self._machine.address
-
-    @address.setter
-    def address(self, address: str) -> None:
-        self._machine.address = address
-
-    @property
-    def replica_id(self) -> str:
-        """Of the incarnation that asks now."""
-        return self._machine.replica_id
-
-    @property
-    def seen_quorum_id(self) -> int:
-        """Of the newest quorum that the group was told (0: none)."""
-        return self._machine.seen_quorum_id
-
-    @property
-    def why_no_quorum(self) -> str:
-        """What the question under way waits for; empty: the lighthouse does not say."""
-        return self._machine.why_no_quorum
-
-    @property
     def is_connected(self) -> bool:
         """Whether a lighthouse has welcomed the group, and it has not left."""
-        return self._machine.state is LinkState.OPEN
+        return self.machine.state is LinkState.OPEN
 
     def start(self) -> None:
         """Begin to prove that the group is alive."""
@@ -128,17 +107,11 @@ class LighthouseLink:
 
     def _tell(self, tell: Input) -> None:
         """Pass an input on, carry out what it orders, and set the timer."""
-        tell(self._machine, time.monotonic())
-        for order in self._machine.take_orders():
+        tell(self.machine, time.monotonic())
+        for order in self.machine.take_orders():
             self._carry_out(order)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         now = time.monotonic()
-        wait_s = self._machine.next_deadline(now) - now
-        if wait_s < float("inf"):
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, wait_s), self._tell, LinkMachine.tick)
+        self._timer.set(self.machine.next_deadline(now), now)
 
     def _carry_out(self, order: Order) -> None:
         if isinstance(order, Connect):
@@ -198,13 +171,5 @@ class LighthouseLink:
 
     def _hear(self, number: int, news: pb.SessionNews) -> None:
         why = news.no_quorum_yet.reason if news.WhichOneof("kind") == "no_quorum_yet" else ""
-        if self._machine.news(number, why):
+        if self.machine.news(number, why):
             self.on_news(news)
-
-
-def _not_listening(news: pb.SessionNews) -> None:
-    """Before the manager serves there is nobody to be told."""
-
-
-def _not_asking(round_: int, outcome: Quorum | TorchFTError) -> None:
-    """Before the manager serves nobody asks."""

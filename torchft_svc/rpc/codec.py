@@ -106,33 +106,6 @@ def answers(number: int) -> bytes:
     return pb.SessionNews(answers=number).SerializeToString()
 
 
-def member_lost(replica_id: str, reason: str, quorum_id: int) -> bytes:
-    """The news that a member of the last quorum is gone."""
-    lost = pb.MemberLost(replica_id=replica_id, reason=reason, quorum_id=quorum_id)
-    return pb.SessionNews(lost=lost).SerializeToString()
-
-
-def no_quorum_yet(reason: str) -> bytes:
-    """The news, for those that wait, why there is no quorum; to a manager as to a worker."""
-    news = pb.NoQuorumYet(reason=one_line(reason))
-    return pb.SessionNews(no_quorum_yet=news).SerializeToString()
-
-
-def kill_news(reason: str) -> bytes:
-    """The news that its group has to end at once; the same bytes for a manager and a worker."""
-    return pb.SessionNews(kill=pb.Kill(reason=reason)).SerializeToString()
-
-
-def drain_news(reason: str) -> bytes:
-    """The news that its group has to finish its step, leave, and end."""
-    return pb.SessionNews(drain=pb.Drain(reason=reason)).SerializeToString()
-
-
-def over_news(reason: str) -> bytes:
-    """The news, for a worker, that its manager ends and will have no successor."""
-    return pb.AttachNews(over=pb.AttachOver(reason=reason)).SerializeToString()
-
-
 News = TypeVar("News", pb.SessionNews, pb.AttachNews)
 
 

@@ -13,21 +13,16 @@ from torchft_svc.core.session_messages import (
     News,
     NoQuorumYet,
     Question,
-    Refusal,
     SessionMessage,
     Welcome,
     Withdrawal,
 )
-from torchft_svc.core.types import MAX_DURATION_MS, LastQuorum, check_step
+from torchft_svc.core.types import MAX_DURATION_MS, LastQuorum, check_step, one_line
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (
-    drain_news,
-    kill_news,
     member_from_wire,
-    member_lost,
     member_to_wire,
-    no_quorum_yet,
     phase_from_wire,
 )
 from torchft_svc.rpc.deadline import MAX_WAIT_S
@@ -107,22 +102,26 @@ def beat_from_wire(message: pb.SessionBeat) -> Beat:
 
 
 def session_news_to_wire(news: News) -> bytes:
-    """Encoded, for all sessions that are told the same."""
+    """Encoded, for all sessions that are told the same; what a worker is told, too, has the same
+    bytes for it."""
     if isinstance(news, Lost):
-        return member_lost(news.replica_id, news.reason, news.quorum_id)
-    if isinstance(news, NoQuorumYet):
-        return no_quorum_yet(news.reason)
-    if isinstance(news, Kill):
-        return kill_news(news.reason)
-    if isinstance(news, Drain):
-        return drain_news(news.reason)
-    if isinstance(news, Welcome):
-        welcome = pb.SessionWelcome(min_interval_ms=int(news.min_interval_s * 1000))
-        return pb.SessionNews(welcome=welcome).SerializeToString()
-    if isinstance(news, NewcomerWaits):
-        waiting = pb.MemberWaiting(replica_id=news.replica_id)
-        return pb.SessionNews(waiting=waiting).SerializeToString()
-    assert isinstance(news, Refusal)
-    name, text = error_to_wire(news.error)
-    refusal = pb.SessionRefusal(number=news.number, error=name, reason=text)
-    return pb.SessionNews(refusal=refusal).SerializeToString()
+        lost = pb.MemberLost(
+            replica_id=news.replica_id, reason=news.reason, quorum_id=news.quorum_id
+        )
+        message = pb.SessionNews(lost=lost)
+    elif isinstance(news, NoQuorumYet):
+        message = pb.SessionNews(no_quorum_yet=pb.NoQuorumYet(reason=one_line(news.reason)))
+    elif isinstance(news, Kill):
+        message = pb.SessionNews(kill=pb.Kill(reason=news.reason))
+    elif isinstance(news, Drain):
+        message = pb.SessionNews(drain=pb.Drain(reason=news.reason))
+    elif isinstance(news, Welcome):
+        interval_ms = int(news.min_interval_s * 1000)
+        message = pb.SessionNews(welcome=pb.SessionWelcome(min_interval_ms=interval_ms))
+    elif isinstance(news, NewcomerWaits):
+        message = pb.SessionNews(waiting=pb.MemberWaiting(replica_id=news.replica_id))
+    else:
+        name, text = error_to_wire(news.error)
+        refusal = pb.SessionRefusal(number=news.number, error=name, reason=text)
+        message = pb.SessionNews(refusal=refusal)
+    return message.SerializeToString()

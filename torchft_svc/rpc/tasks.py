@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any
 
@@ -50,3 +50,8 @@ class Tasks:
             for task in running:
                 task.cancel()
             _, running = await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
+
+
+def call_later(delay_s: float, act: Callable[[], None]) -> asyncio.TimerHandle:
+    """On the event loop that runs."""
+    return asyncio.get_running_loop().call_later(delay_s, act)
