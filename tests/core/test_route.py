@@ -7,7 +7,15 @@ from collections import Counter
 
 import pytest
 
-from torchft_svc.core.route import MAX_PAUSE_S, Backoff, Route
+from torchft_svc.core.route import (
+    MAX_PAUSE_S,
+    MIN_PAUSE_S,
+    AttachEnd,
+    AttachRetry,
+    Backoff,
+    Reattach,
+    Route,
+)
 from torchft_svc.core.types import QuorumConfig
 
 NUM_MANAGERS = 1000
@@ -101,3 +109,16 @@ def test_a_fleet_that_lost_its_lighthouse_in_one_moment_comes_back_spread() -> N
         (OUTAGE_S - 1) * NUM_MANAGERS / (0.75 * MAX_PAUSE_S), rel=0.05
     )
     assert max(later) < 0.1 * NUM_MANAGERS, "of all managers in one hundredth of a second"
+
+
+def test_a_stream_to_the_manager_is_opened_again() -> None:
+    retry = AttachRetry(lambda: 1.0)
+    first = MIN_PAUSE_S
+    assert retry.ended(AttachEnd.BROKEN) == Reattach(first, is_cut=True, is_lost=True)
+    again = retry.ended(AttachEnd.BROKEN)
+    assert again == Reattach(2 * first, is_cut=False, is_lost=True), "the worker knows already"
+    assert retry.ended(AttachEnd.MOVED) == Reattach(4 * first, is_cut=False, is_lost=False)
+    retry.received()
+    assert retry.ended(AttachEnd.CLOSED) == Reattach(8 * first, is_cut=True, is_lost=False)
+    assert retry.ended(AttachEnd.REFUSED) == Reattach(first, is_cut=True, is_lost=False)
+    assert retry.ended(AttachEnd.MOVED) == Reattach(2 * first, is_cut=False, is_lost=False)

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from torchft_svc.coordination.outgoing import Outgoing
-from torchft_svc.core.route import Backoff
+from torchft_svc.core.route import AttachEnd, AttachRetry, Reattach
 from torchft_svc.core.types import one_line
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import fit_for_logs
@@ -110,46 +110,43 @@ class Attachment:
             self._thread.join(JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
-        backoff = Backoff(random.random)
-        self._failing = False
+        retry = AttachRetry(random.random)
         while True:
             outgoing = self._outgoing = Outgoing(self._hello)
             if self._closing.is_set():  # looked at after that which `close` ends is there
                 return
             if self._phase is not None:
                 outgoing.tell(self._phase)
+            how, reason = AttachEnd.CLOSED, ""
             try:
-                self._read(outgoing)
-                self._cut()
+                self._read(outgoing, retry)
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     return  # an older manager: this worker goes without news
+                reason = one_line(error.details() or "")
                 if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                    told = one_line(error.details() or "")
-                    log.error("the manager does not trust this worker: %s", told)
+                    log.error("the manager does not trust this worker: %s", reason)
                     return  # asking again would not help
-                self._broke(error)
-            except ValueError:  # the channel was closed, because the manager is elsewhere now
-                self._failing = True
-            self._closing.wait(backoff.pause_s())
-            backoff.tried(failed=self._failing)
+                is_refused = error.code() is grpc.StatusCode.INVALID_ARGUMENT
+                how = AttachEnd.REFUSED if is_refused else AttachEnd.BROKEN
+            except ValueError:  # the channel was closed
+                how = AttachEnd.MOVED
+            following = retry.ended(how)
+            if not self._closing.is_set():
+                self._react(following, reason)
+            self._closing.wait(following.pause_s)
 
-    def _broke(self, error: grpc.RpcError) -> None:
-        if not self._failing and not self._closing.is_set():
-            level = logging.DEBUG if self._is_over else logging.WARNING
-            log.log(level, "no stream to the manager: %s", one_line(error.details() or ""))
-            self._cut()
-        self._failing = True
-        # Refused: a worker that had this rank before may be dead, and not be missed yet.
-        is_refused = error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        if not is_refused and not self._closing.is_set():
+    def _react(self, following: Reattach, reason: str) -> None:
+        """``reason``: why the stream has ended, if not in good order."""
+        if following.is_cut:
+            if reason:
+                level = logging.DEBUG if self._is_over else logging.WARNING
+                log.log(level, "no stream to the manager: %s", reason)
+            self._listeners.on_cut()
+        if following.is_lost:
             self._on_break()
 
-    def _cut(self) -> None:
-        if not self._closing.is_set():
-            self._listeners.on_cut()
-
-    def _read(self, outgoing: Outgoing) -> None:
+    def _read(self, outgoing: Outgoing, retry: AttachRetry) -> None:
         """One stream, from hello to its end."""
         attach: Any = self._channel().stream_stream(
             "/torchft.ManagerService/Attach",
@@ -159,7 +156,7 @@ class Attachment:
         self._stream = attach(outgoing.messages(), metadata=self._metadata)
         try:
             for news in self._stream:
-                self._failing = False
+                retry.received()
                 self._is_over = news.WhichOneof("kind") == "over"
                 self._listeners.receive(news)
         finally:

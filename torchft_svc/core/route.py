@@ -1,8 +1,10 @@
-"""Which service of a list to try next, and after which pause (rule F2)."""
+"""Which service of a list to try next, when to open a stream again, and after which pause (F2)."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 # Pauses between two attempts, in seconds. A short interruption must be over long before the
 # heartbeat timeout (5 s by default) takes a group for dead.
@@ -73,3 +75,48 @@ class Backoff:
     def pause_s(self) -> float:
         """The next pause, in seconds."""
         return self._longest_s * (1 + self._draw()) / 2
+
+
+class AttachEnd(enum.Enum):
+    """How a worker's stream to its manager has ended."""
+
+    CLOSED = "in good order"
+    BROKEN = "the manager, or the connection to it, is gone"
+    REFUSED = "another worker had this rank: it may be dead, and not be missed yet"
+    MOVED = "the worker has found the manager at another address"
+
+
+@dataclass(frozen=True, slots=True)
+class Reattach:
+    """Open the stream again after ``pause_s``.
+
+    ``is_cut``: the group is out of its quorum, and this worker has not been told so before.
+    ``is_lost``: the manager may be at another address.
+    """
+
+    pause_s: float
+    is_cut: bool
+    is_lost: bool
+
+
+class AttachRetry:
+    """When a worker opens its stream to the manager again, and what its end means (rule M3)."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self._backoff = Backoff(draw)
+        self._is_failing = False
+
+    def received(self) -> None:
+        """News have come: the stream is open."""
+        self._is_failing = False
+
+    def ended(self, how: AttachEnd) -> Reattach:
+        is_first = not self._is_failing and how is not AttachEnd.MOVED
+        self._is_failing |= how is not AttachEnd.CLOSED
+        pause_s = self._backoff.pause_s()
+        self._backoff.tried(failed=self._is_failing)
+        return Reattach(
+            pause_s,
+            is_cut=is_first or how is AttachEnd.CLOSED,
+            is_lost=how is AttachEnd.BROKEN,
+        )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchft_svc.core.manager import WorkerNews
-from torchft_svc.core.round import RETRY_S, WorkerCalls
+from torchft_svc.core.round import WorkerCalls
+from torchft_svc.core.route import AttachEnd, AttachRetry
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Vote, WorkerRequest
 from torchft_svc.errors import TorchFTError
@@ -37,6 +38,8 @@ class LineActor:
         self._arrives_at = 0.0  # what was said last: nothing overtakes it
         self._calls = WorkerCalls(process.name)
         self._call: Call | None = None  # the last one
+        self._retry = AttachRetry(process.world.chance(f"{process.name}/attach").random)
+        self._stream = 0  # the number of the one that is open, or being opened
         self.loses_next_answer = False
 
     def manager_name(self) -> str:
@@ -45,12 +48,27 @@ class LineActor:
         return manager.process.name if manager else ""
 
     def attach(self) -> None:
-        """Open the stream, again for each new manager."""
-        self._say(self._attached)
+        """Open the stream to the manager, and again when it has ended."""
+        self._stream += 1
+        number, manager = self._stream, self._home.manager
+        if manager is None or manager.process.is_dead:
+            self.end()
+        else:
+            self._say(lambda manager: self._attached(manager, number))
 
     def end(self) -> None:
-        """The manager is dead, or the way to it."""
-        self._process.after(self._network.latency(self._process), self._on_cut)
+        """The manager is dead, or the connection to it."""
+        latency_s = self._network.latency(self._process)
+        self._process.after(latency_s, self._ended, self._stream, AttachEnd.BROKEN)
+
+    def _ended(self, number: int, how: AttachEnd) -> None:
+        if number != self._stream:  # known already
+            return
+        self._stream += 1
+        following = self._retry.ended(how)
+        if following.is_cut:
+            self._on_cut()
+        self._process.after(following.pause_s, self.attach)
 
     def tell_phase(self, phase: Phase, step: int) -> None:
         """What the worker does from now on."""
@@ -112,9 +130,8 @@ class LineActor:
         self._call.start(enter, stalls_s)
 
     def break_off(self) -> None:
-        """Something on the way forgets the connection; both ends live, and it is opened again."""
+        """The connection is lost, although both ends live; it is opened again."""
         self._say(self._detached)
-        self.attach()
         self.end()
         if self._call is not None:
             self._call.break_off()
@@ -135,11 +152,13 @@ class LineActor:
         if not self._process.is_dead:
             what(manager)
 
-    def _attached(self, manager: ManagerActor) -> None:
+    def _attached(self, manager: ManagerActor, number: int) -> None:
         try:
             manager.attach(self._group_rank, self._process.name, self._receive)
         except TorchFTError:
-            self._process.after(RETRY_S, self.attach)
+            self._process.after(0.0, self._ended, number, AttachEnd.REFUSED)
+        else:
+            self._process.after(0.0, self._retry.received)
 
     def _receive(self, news: WorkerNews) -> None:
         self._process.after(self._network.latency(self._process), self._on_news, news)

@@ -204,8 +204,6 @@ class Site:
         if self._is_starting or (self.manager is not None and not self.manager.process.is_dead):
             return
         self._start_manager()
-        for worker in self.workers:
-            worker.line.attach()
 
     def restart_workers(self) -> None:
         """The trainers start again, beside a manager that lives on if it is not theirs."""
