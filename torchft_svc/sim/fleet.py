@@ -28,6 +28,8 @@ LONG_WAY = 10.0
 MAX_LOSSES = 2
 # Groups that end when their question times out, and are started again, do not ask all the time.
 OPERATOR_REPEATS_S, MAX_REPEATS = 0.7, 40
+# The step of another run's checkpoint.
+FOREIGN_STEP = 7
 # So many pass for each group before the core is walked through again: a walk costs more for many.
 EVENTS_PER_GROUP = 20
 
@@ -112,6 +114,8 @@ class Fleet:
         else:
             self._explain()
         self._check_memory(self.sites)
+        for site in self.sites:
+            site.check_streams()
 
     # -- faults ----------------------------------------------------------------------------------
 
@@ -154,6 +158,18 @@ class Fleet:
 
     def _crash_manager(self, site: Site, fault: Fault) -> None:
         site.crash_manager()
+
+    def _lose_decision(self, site: Site, fault: Fault) -> None:
+        def crash() -> None:
+            if not self.shared.is_calm:
+                site.crash_manager(fault.seconds)
+
+        if site.manager is not None:
+            site.manager.on_yes = crash
+
+    def _foreign_checkpoint(self, site: Site, fault: Fault) -> None:
+        site.begins_at = FOREIGN_STEP
+        site.crash(fault.seconds)
 
     def _restart_workers(self, site: Site, fault: Fault) -> None:
         site.restart_workers()

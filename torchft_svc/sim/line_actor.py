@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torchft_svc.core.manager import WorkerNews
@@ -39,6 +40,7 @@ class LineActor:
         self._calls = WorkerCalls(process.name)
         self._call: Call | None = None  # the last one
         self._retry = AttachRetry(process.world.chance(f"{process.name}/attach").random)
+        self.lost_at = -math.inf  # when the last one has ended
         self._stream = 0  # the number of the one that is open, or being opened
         self.loses_next_answer = False
 
@@ -65,6 +67,7 @@ class LineActor:
         if number != self._stream:  # known already
             return
         self._stream += 1
+        self.lost_at = self._process.world.now
         following = self._retry.ended(how)
         if following.is_cut:
             self._on_cut()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class ManagerActor:
         self._workers: dict[int, tuple[str, OnNews]] = {}  # by group rank
         self._formed: Quorum | None = None  # the last one
         self._timer = DeadlineTimer(process.after, self._tick)
+        self.on_yes: Callable[[], None] | None = None  # its end, when one worker was told yes
 
     # -- what workers say ------------------------------------------------------------------------
 
@@ -89,6 +91,9 @@ class ManagerActor:
         orders = self.core.attach(group_rank, worker_id)
         self._workers[group_rank] = (worker_id, on_news)
         self._carry_out(orders)
+
+    def is_attached(self, worker_id: str) -> bool:
+        return any(attached == worker_id for attached, _ in self._workers.values())
 
     def detach(self, group_rank: int, worker_id: str, reason: str) -> None:
         if self._workers.get(group_rank, ("",))[0] != worker_id:
@@ -150,11 +155,14 @@ class ManagerActor:
             size = self.core.group.world_size
             self._invariants.identity.decided(self._group, round_, size)
         self._replies.pop(caller)(answer)
+        if answer is True and self.on_yes is not None:
+            self.on_yes()
 
     # -- orders ----------------------------------------------------------------------------------
 
     def _carry_out(self, orders: Sequence[Order]) -> None:
-        for order in orders:
+        # It may die while it tells a decision (`on_yes`).
+        for order in itertools.takewhile(lambda _: not self.process.is_dead, orders):
             if isinstance(order, AskLink):
                 self.link.ask(order.question, order.timeout_s)
             elif isinstance(order, StopAsking):

@@ -50,6 +50,10 @@ MAX_OCCASIONS = 3
 NUMS_OF_BROKEN_SESSIONS = (0, 0, 2, 10)
 # How often programs raise in an update, or put off what they have to heal.
 NUMS_OF_ODD_STEPS = (0, 0, 0, 4)
+# Of runs with groups of several workers; and of all.
+LOST_DECISION_RATE, FOREIGN_CHECKPOINT_RATE = 0.3, 0.1
+ALONE_S = 5.0  # nothing else happens before
+LONG_RESTART_S = 7.0  # of a manager: longer than its workers wait for another one
 LIST_RATE = 0.35  # of runs with several lighthouses
 MIN_JOIN_TIMEOUT_S = 5.0  # there: far more than a look back
 MAX_SKEW_S = 50.0
@@ -190,7 +194,8 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
         is_lockstep=False,
         faults=_draw_faults(chance, groups, is_clock_honest, is_large),
     )
-    return _draw_patience(chance, scenario, is_large)
+    scenario = _draw_patience(chance, scenario, is_large)
+    return scenario if is_large else _draw_rare(chance, scenario)
 
 
 def _draw_patience(chance: random.Random, scenario: Scenario, is_large: bool) -> Scenario:
@@ -284,6 +289,28 @@ def _draw_moves(chance: random.Random, num_groups: int, is_elected: bool) -> lis
             Fault(at=began_at, kind=kind, target=target, seconds=seconds, value=chance.random())
         )
     return faults
+
+
+def _draw_rare(chance: random.Random, scenario: Scenario) -> Scenario:
+    """What needs a moment of its own: a manager dies while it tells a decision, or a group begins
+    with the checkpoint of another run while the job is at step 0."""
+    num_groups = scenario.num_groups
+    more: list[Fault] = []
+    if scenario.group_world_size > 1 and chance.random() < LOST_DECISION_RATE:
+        for _ in range(chance.randint(1, MAX_OCCASIONS)):
+            at, target = chance.uniform(0.0, FAULTS_END_S), chance.randrange(num_groups)
+            down_s = chance.choice([0.2, LONG_RESTART_S])
+            more.append(
+                Fault(at=at, kind="lose_decision", target=target, seconds=down_s, value=0.0)
+            )
+    if chance.random() < FOREIGN_CHECKPOINT_RATE:
+        later = tuple(fault for fault in scenario.faults if fault.at > ALONE_S)
+        scenario = replace(scenario, start_spread_s=0.0, faults=later)
+        stranger = chance.randrange(num_groups)
+        for target in range(num_groups):
+            kind = "foreign_checkpoint" if target == stranger else "break_sum"
+            more.append(Fault(at=0.02, kind=kind, target=target, seconds=0.02, value=0.0))
+    return replace(scenario, faults=_in_order((*scenario.faults, *more)))
 
 
 def _draw_hangs(

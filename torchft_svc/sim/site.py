@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchft_svc.core.link_types import LinkConfig
+from torchft_svc.sim.invariants import SLACK_S, must
 from torchft_svc.sim.lighthouses import Lighthouses
 from torchft_svc.sim.link_actor import LinkSite
 from torchft_svc.sim.manager_actor import ManagerActor
 from torchft_svc.sim.offers import Fetched
 from torchft_svc.sim.scenario import Scenario
 from torchft_svc.sim.shared import Shared
-from torchft_svc.sim.sums import GroupCollective
+from torchft_svc.sim.sums import GroupCollective, State
 from torchft_svc.sim.trainer_actor import WorkerActor
 from torchft_svc.sim.world import Process, VirtualWorld
 
@@ -45,6 +46,7 @@ class Site:
         self.manager: ManagerActor | None = None
         self.workers: list[WorkerActor] = []
         self.collective: GroupCollective | None = None
+        self.begins_at = 0  # the next life: the step of a checkpoint that is not the job's
         self._world = world
         self._lighthouses = lighthouses
         self._shared = shared
@@ -109,12 +111,15 @@ class Site:
             process = self._world.process(f"{self.name}/w{group_rank}.{self._num_lives}")
             worker = WorkerActor(process, self, group_rank, self._scenario.trainer, self._shared)
             self._shared.offers[process.name] = worker.offers
-            if saved is not None:
+            if self.begins_at:
+                worker.restore(Fetched(State(self.begins_at, worker.weights), 0, 0))
+            elif saved is not None:
                 worker.restore(saved[group_rank])
             self.workers.append(worker)
             process.on_death.append(self._on_worker_death(worker))
             worker.line.attach()
             process.after(0.0, worker.begin_step)
+        self.begins_at = 0
 
     def _on_worker_death(self, worker: WorkerActor) -> Callable[[], None]:
         """The worker's line to its manager ends; with rank 0, the manager ends too."""
@@ -191,14 +196,14 @@ class Site:
     def _outlives_workers(self) -> bool:
         return self._is_sidecar and self.manager is not None and not self.manager.process.is_dead
 
-    def crash_manager(self) -> None:
+    def crash_manager(self, down_s: float = NEW_MANAGER_S) -> None:
         """Rank 0 starts another one."""
         self._kill_manager()
         if self.collective is not None:
             self.collective.excuse()
         for worker in self.workers:
             worker.line.end()
-        self._launcher.after(NEW_MANAGER_S, self._replace_manager)
+        self._launcher.after(down_s, self._replace_manager)
 
     def _replace_manager(self) -> None:
         if self._is_starting or (self.manager is not None and not self.manager.process.is_dead):
@@ -231,6 +236,15 @@ class Site:
         alive = [worker for worker in self.workers if not worker.process.is_dead]
         if alive:
             alive[-1].drain("it got SIGTERM")
+
+    def check_streams(self) -> None:
+        """Each worker has a stream to its manager, or has lost it just now."""
+        for worker in self.workers:
+            process = worker.process
+            is_new = worker.line.lost_at + SLACK_S > self._world.now
+            is_attached = self.manager is not None and self.manager.is_attached(process.name)
+            what = f"{process.name} has no stream to its manager"
+            must(is_attached or is_new or process.is_dead, "I5", what)
 
     def processes(self) -> list[Process]:
         """All that live here now."""

@@ -12,6 +12,8 @@ from typing import Any
 from torchft_svc.core.manager import WorkerNews
 from torchft_svc.core.peers import LoseMember
 from torchft_svc.core.round import (
+    MANAGER_PATIENCE_S,
+    RETRY_S,
     AskDecision,
     AskManager,
     BeginTraining,
@@ -36,7 +38,9 @@ from torchft_svc.errors import (
     QuorumFailed,
     RequestRefused,
     TorchFTError,
+    Unreachable,
 )
+from torchft_svc.sim.invariants import must
 from torchft_svc.sim.line_actor import LineActor
 from torchft_svc.sim.manager_actor import Part
 from torchft_svc.sim.offers import Fetched, Offers
@@ -47,6 +51,7 @@ from torchft_svc.sim.world import Event, Process
 
 # A user's loop that catches a failed quorum tries again after a moment.
 PAUSE_S = 0.01
+ROUNDING_S = 1e-6
 NO_STEP = -1  # of weights that an update has spoiled
 
 
@@ -181,6 +186,7 @@ class WorkerActor:
             return
         broken = self._seat is not None and self._seat.error is not None
         request = self.round.question(self.process.name, are_connections_broken=broken)
+        step.deadline = order.deadline
         timeout_s = max(0.001, order.deadline - self.process.world.now)
         self.line.ask(request, timeout_s, lambda answer: self._on_answer(step, answer))
 
@@ -190,6 +196,7 @@ class WorkerActor:
         if isinstance(answer, TorchFTError):
             is_over = self.home.is_manager_over()
             orders = self.round.unanswered(answer, self.process.world.now, is_manager_over=is_over)
+            self._check_patience(step, answer, orders)
         else:
             step.part = answer
             orders = self.round.answered(answer)
@@ -205,6 +212,18 @@ class WorkerActor:
             self._go_forward(step)
         else:
             self._reduce_if_ready(step)
+
+    def _check_patience(self, step: _Step, error: TorchFTError, orders: Sequence[Order]) -> None:
+        """A manager that may be started again is asked again (rule M3)."""
+        is_lost = isinstance(error, Unreachable) and error.peer == "manager"
+        if not is_lost or self.home.is_manager_over():
+            return
+        now = self.process.world.now
+        step.lost_at = now if step.lost_at is None else step.lost_at
+        if not any(isinstance(order, AskManager | AskDecision) for order in orders):
+            until = min(step.deadline, step.lost_at + MANAGER_PATIENCE_S)
+            is_over = now + RETRY_S + ROUNDING_S >= until
+            must(is_over, "I5", f"{self.process.name} does not ask its manager again")
 
     def _go_on_without_quorum(self, step: _Step, error: Exception) -> None:
         try:
@@ -347,6 +366,7 @@ class WorkerActor:
         if self._is_hanging(self._decide, step) or step is not self._step:
             return
         self._apply_heal(step)
+        step.lost_at = None
         orders = self.round.vote(self.process.world.now, self._rules.collective_s)
         self._tell_phase()
         self._carry_out(step, orders)
@@ -354,6 +374,7 @@ class WorkerActor:
     def _ask_decision(self, step: _Step, order: AskDecision) -> None:
         stalls_s, self.vote_stalls_s = self.vote_stalls_s, 0.0
         self._shared.invariants.hangs.trouble(self.home.name, stalls_s)
+        step.deadline = order.deadline
         timeout_s = max(0.001, order.deadline - self.process.world.now)
         ballot = self.round.ballot()
         self.line.vote(ballot, timeout_s, lambda answer: self._on_decision(step, answer), stalls_s)
@@ -362,6 +383,7 @@ class WorkerActor:
         if isinstance(answer, TorchFTError):
             is_over = self.home.is_manager_over()
             orders = self.round.vote_failed(answer, self.process.world.now, is_manager_over=is_over)
+            self._check_patience(step, answer, orders)
         else:
             orders = self.round.voted(answer)
         for order in orders:
@@ -469,4 +491,6 @@ class _Step:
     part: Part | None = None
     fetched: Fetched | None = None
     result: int | None = None
+    deadline: float = 0.0  # of the call to the manager
+    lost_at: float | None = None  # since when that does not answer
     expiry: Event | None = None
