@@ -20,7 +20,11 @@ LONGER = {
     "torchft_svc/client/manager.py:__init__": 80,  # 29 keywords of the user-facing class
 }
 # Names that two classes have, and why.
-ONE_NAME = {"Quorum": "`coordination.Quorum` has the public release's fields, `core`'s the rules'"}
+ONE_NAME = {
+    "Leave": "of a group, and of a node of a launched run",
+    "Quorum": "`coordination.Quorum` has the public release's fields, `core`'s the rules'",
+    "RendezvousConfig": "of the lighthouse, and of an agent",
+}
 WITHOUT_TORCH = (
     "core",
     "sim",

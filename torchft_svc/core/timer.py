@@ -29,11 +29,11 @@ class DeadlineTimer:
         """Let `act` be called by ``deadline`` (None, infinite: there is none)."""
         if deadline is None or deadline >= self._at:
             return
-        self.cancel()
+        self.stop()
         self._at = deadline
         self._handle = self._call_later(max(0.0, deadline - now), self._fire)
 
-    def cancel(self) -> None:
+    def stop(self) -> None:
         """Nothing is called any more, until the next deadline is set."""
         if self._handle is not None:
             self._handle.cancel()

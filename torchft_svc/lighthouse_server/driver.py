@@ -17,12 +17,12 @@ from torchft_svc.core.rendezvous import RendezvousConfig
 from torchft_svc.core.session_messages import Drain, Kill, Leave
 from torchft_svc.core.session_orders import EndStream, Orders, Publish, RefuseCall, Send
 from torchft_svc.core.sessions import ID_STRIDE, LighthouseSessions, first_quorum_id
+from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.core.world import MAX_NODES
 from torchft_svc.errors import NotLeader, TorchFTError
 from torchft_svc.lighthouse_server.rendezvous_driver import RendezvousDriver
 from torchft_svc.lighthouse_server.reports import Reports
-from torchft_svc.lighthouse_server.timer import DeadlineTimer
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import answers, quorum_answer
 from torchft_svc.rpc.codec_session import (
@@ -32,6 +32,7 @@ from torchft_svc.rpc.codec_session import (
 )
 from torchft_svc.rpc.heavy_writes import HeavyWrites
 from torchft_svc.rpc.outbox import Outbox, Unread, first_message
+from torchft_svc.rpc.tasks import call_later
 
 
 class LighthouseDriver:
@@ -50,7 +51,7 @@ class LighthouseDriver:
         self._numbers = itertools.count()  # of streams and calls
         self._streams: dict[int, Outbox] = {}
         self._calls: dict[int, asyncio.Future[bytes]] = {}
-        self._timer = DeadlineTimer(lambda: self._feed_last(self._core.tick))
+        self._timer = DeadlineTimer(call_later, lambda: self._feed_last(self._core.tick))
         self.heavy_writes = HeavyWrites()
         self._unread = Unread()
         self.runs = RendezvousDriver(
@@ -186,7 +187,7 @@ class LighthouseDriver:
                 self._end_stream(order)
             else:
                 self._reports.write(order)
-        self._timer.set(self._core.next_deadline())
+        self._timer.set(self._core.next_deadline(), time.monotonic())
 
     def _end_stream(self, order: EndStream) -> None:
         outbox = self._streams[order.stream]

@@ -14,9 +14,9 @@ import grpc
 from torchft_svc.core.rendezvous import Rendezvous, RendezvousConfig
 from torchft_svc.core.rendezvous_orders import Orders, RunStatus, SendNews
 from torchft_svc.core.session_orders import EndStream
+from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.errors import NotLeader, TorchFTError
 from torchft_svc.lighthouse_server.run_reports import write_run_report
-from torchft_svc.lighthouse_server.timer import DeadlineTimer
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec_rendezvous import (
     RunMove,
@@ -26,6 +26,7 @@ from torchft_svc.rpc.codec_rendezvous import (
 )
 from torchft_svc.rpc.heavy_writes import HeavyWrites
 from torchft_svc.rpc.outbox import Outbox, Unread, first_message
+from torchft_svc.rpc.tasks import call_later
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class RendezvousDriver:
         self._numbers = itertools.count()
         self._streams: dict[int, Outbox] = {}
         self._runs: dict[str, set[int]] = {}  # the streams of each
-        self._timer = DeadlineTimer(lambda: self._feed_last(self._core.tick))
+        self._timer = DeadlineTimer(call_later, lambda: self._feed_last(self._core.tick))
 
     async def attend(
         self,
@@ -146,7 +147,7 @@ class RendezvousDriver:
                 self._end_stream(order)
             else:
                 write_run_report(order)
-        self._timer.set(self._core.next_deadline())
+        self._timer.set(self._core.next_deadline(), time.monotonic())
 
     def _end_stream(self, order: EndStream) -> None:
         outbox = self._streams.get(order.stream)

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from torchft_svc.sim.explore import describe, run_launch_seed, run_seed
-from torchft_svc.sim.fleet import Outcome
+from torchft_svc.sim.fleet import RunOutcome
 from torchft_svc.sim.launch_fleet import LaunchOutcome
 
 # How often the line of progress is written anew.
@@ -86,10 +86,10 @@ class _Progress:
         self._num_worlds = 0
         self._virtual_s = 0.0
 
-    def add(self, outcome: Outcome | LaunchOutcome) -> None:
+    def add(self, outcome: RunOutcome | LaunchOutcome) -> None:
         self._num_seeds += 1
         self._num_events += outcome.num_events
-        if isinstance(outcome, Outcome):
+        if isinstance(outcome, RunOutcome):
             self._num_commits += outcome.num_commits
         else:
             self._num_worlds += outcome.num_worlds

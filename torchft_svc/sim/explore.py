@@ -6,18 +6,18 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TypeVar
 
-from torchft_svc.sim.fleet import Fleet, Outcome
+from torchft_svc.sim.fleet import Fleet, RunOutcome
 from torchft_svc.sim.launch_fleet import LaunchFleet, LaunchOutcome
 from torchft_svc.sim.launch_scenario import LaunchScenario, draw_launch
 from torchft_svc.sim.scenario import Fault, Scenario, draw
 
-_Outcome = TypeVar("_Outcome", Outcome, LaunchOutcome)
+_Outcome = TypeVar("_Outcome", RunOutcome, LaunchOutcome)
 
 # A scenario is run again this often at most, to make its trace shorter.
 MAX_SHRINKING_RUNS = 150
 
 
-def run_seed(seed: int, num_groups: int | None = None) -> Outcome:
+def run_seed(seed: int, num_groups: int | None = None) -> RunOutcome:
     """The run of ``seed``; one that falls comes back as small as it could be made."""
     outcome = Fleet(draw(seed, num_groups)).run()
     return outcome if outcome.fell is None else shrink(outcome)
@@ -48,7 +48,7 @@ def shrink(fallen: _Outcome, max_runs: int = MAX_SHRINKING_RUNS) -> _Outcome:
 
 def _smaller_ones(outcome: _Outcome) -> Iterator[_Outcome]:
     """How smaller scenarios end."""
-    if isinstance(outcome, Outcome):
+    if isinstance(outcome, RunOutcome):
         for scenario in _smaller(outcome.scenario):
             yield Fleet(scenario).run()
     else:
@@ -86,7 +86,7 @@ def _fewer(faults: tuple[Fault, ...]) -> Iterator[tuple[Fault, ...]]:
         size //= 2
 
 
-def describe(outcome: Outcome | LaunchOutcome) -> str:
+def describe(outcome: RunOutcome | LaunchOutcome) -> str:
     """What fell, in which scenario, and the trace that led there."""
     scenario = outcome.scenario
     fields = {

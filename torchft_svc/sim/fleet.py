@@ -35,7 +35,7 @@ EVENTS_PER_GROUP = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """How a run ended: well, unless ``fell`` names an invariant."""
 
     scenario: Scenario
@@ -76,7 +76,7 @@ class Fleet:
         )
         self.world.after_event = self._check
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """To the end: all jobs train together again, or an invariant falls."""
         fell, what = None, ""
         try:
@@ -85,7 +85,7 @@ class Fleet:
             fell, what = fall.name, fall.what
         except Exception as error:  # noqa: BLE001 - whatever the core raises is a fall, too
             fell, what = "crash", f"{type(error).__name__}: {error}"
-        return Outcome(
+        return RunOutcome(
             scenario=self._scenario,
             fell=fell,
             what=what,
