@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +15,6 @@ from torchft_svc.core.step import (
     Participation,
     PendingHeal,
     Phase,
-    Standing,
     StepEvent,
     StepMachine,
     StepState,
@@ -338,7 +339,7 @@ def test_the_table(phase: Phase, event: StepEvent) -> None:
 
 
 @pytest.mark.parametrize(
-    ("standing", "heals_first", "num_wanted", "expected"),
+    ("place", "heals_first", "num_wanted", "expected"),
     [
         # All are at max_step.
         ((1, 3, 1, 3), False, None, (1, 3)),
@@ -355,15 +356,15 @@ def test_the_table(phase: Phase, event: StepEvent) -> None:
     ],
 )
 def test_participation(
-    standing: tuple[int, int, int | None, int],
+    place: tuple[int, int, int | None, int],
     heals_first: bool,
     num_wanted: int | None,
     expected: tuple[int | None, int],
 ) -> None:
     fields = ("replica_rank", "replica_world_size", "max_replica_rank", "max_world_size")
-    where = Standing(**dict(zip(fields, standing, strict=True)))  # type: ignore[arg-type]
+    quorum = cast(Any, SimpleNamespace(**dict(zip(fields, place, strict=True))))
     rank, num = expected
-    assert participation(where, heals_first=heals_first, num_wanted=num_wanted) == Participation(
+    assert participation(quorum, heals_first=heals_first, num_wanted=num_wanted) == Participation(
         participating_rank=rank, num_participants=num
     )
 

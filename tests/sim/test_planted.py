@@ -414,9 +414,9 @@ def who_is_behind_contributes(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(core_round, "participation", _all_contribute)
 
 
-def _all_contribute(standing: Any, **how: Any) -> Any:
+def _all_contribute(part: Any, **how: Any) -> Any:
     how["heals_first"] = True
-    return step.participation(standing, **how)
+    return step.participation(part, **how)
 
 
 def spoiled_weights_count(plant: pytest.MonkeyPatch) -> None:
@@ -623,7 +623,7 @@ PLANTS: dict[Plant, int] = {
     who_hangs_is_left_out_though_nobody_waits: 2,
     nobody_is_left_out: 0,
     who_is_left_out_does_not_hear_of_it: 2,
-    a_quorum_that_was_left_keeps_its_id: 230,
+    a_quorum_that_was_left_keeps_its_id: 784,
     who_was_left_out_stays_out: 2,
     who_hangs_is_not_waited_for_again: 401,
     who_was_waited_for_again_is_never_left_out: 401,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Generic
 
 from torchft_svc.core.peers import Part, Peers
-from torchft_svc.core.step import Phase, Standing, StepMachine, participation
+from torchft_svc.core.step import Phase, StepMachine, participation
 from torchft_svc.core.types import Vote, WorkerRequest
 from torchft_svc.errors import (
     CommitFailed,
@@ -315,14 +315,7 @@ class Round(Generic[Part]):
         heals = quorum.heal and may_heal
         before = self.step.state.step
         place = participation(
-            Standing(
-                replica_rank=quorum.replica_rank,
-                replica_world_size=quorum.replica_world_size,
-                max_replica_rank=quorum.max_replica_rank,
-                max_world_size=quorum.max_world_size,
-            ),
-            heals_first=self.heals_first,
-            num_wanted=self._rules.num_wanted,
+            quorum, heals_first=self.heals_first, num_wanted=self._rules.num_wanted
         )
         self.step.form(place, quorum.max_step if quorum.heal else None, may_heal=may_heal)
         if problem is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
+from torchft_svc.core.peers import QuorumPart
 from torchft_svc.core.types import MAX_INT64
 from torchft_svc.errors import (
     CommitFailed,
@@ -88,27 +89,17 @@ class Participation:
     num_participants: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """A group's place in a quorum; ``max_replica_rank``: among the groups at ``max_step``."""
-
-    replica_rank: int
-    replica_world_size: int
-    max_replica_rank: int | None
-    max_world_size: int
-
-
 def participation(
-    standing: Standing, *, heals_first: bool, num_wanted: int | None = None
+    quorum: QuorumPart, *, heals_first: bool, num_wanted: int | None = None
 ) -> Participation:
     """Who contributes in a quorum.
 
     ``heals_first``: the groups behind are healed before the step, so all contribute; else only
     those at ``max_step`` do. ``num_wanted``: how many may contribute at most, the rest are spares.
     """
-    rank, num = standing.max_replica_rank, standing.max_world_size
+    rank, num = quorum.max_replica_rank, quorum.max_world_size
     if heals_first:
-        rank, num = standing.replica_rank, standing.replica_world_size
+        rank, num = quorum.replica_rank, quorum.replica_world_size
     if num_wanted is not None and num > num_wanted:
         num = num_wanted
         rank = rank if rank is not None and rank < num else None

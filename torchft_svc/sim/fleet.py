@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchft_svc.sim.invariants import (
@@ -19,7 +20,8 @@ from torchft_svc.sim.shared import Shared
 from torchft_svc.sim.site import Saved, Site
 from torchft_svc.sim.sums import Sums
 from torchft_svc.sim.trace import Trace
-from torchft_svc.sim.world import Process, VirtualWorld
+from torchft_svc.sim.trainer_actor import WorkerActor
+from torchft_svc.sim.world import VirtualWorld
 
 LAG_FACTOR = 2000.0
 # One message in 20,000 is on its way for longer than so many times the mean.
@@ -75,6 +77,24 @@ class Fleet:
             }
         )
         self.world.after_event = self._check
+        self._site_faults: dict[str, Callable[[Site, Fault], None]] = {
+            "crash": lambda site, fault: site.crash(fault.seconds),
+            "crash_worker": lambda site, fault: site.crash_worker(fault.value, fault.seconds),
+            "crash_manager": lambda site, fault: site.crash_manager(),
+            "lose_decision": self._lose_decision,
+            "foreign_checkpoint": self._foreign_checkpoint,
+            "restart_workers": lambda site, fault: site.restart_workers(),
+            "leave": lambda site, fault: site.leave(fault.seconds),
+            "drain": lambda site, fault: site.drain(by_signal=fault.value < 0.5),
+            "freeze": self._freeze,
+            "cut": lambda site, fault: self._cut_off(
+                [process.name for process in site.processes()], fault.seconds
+            ),
+            "cut_manager": self._cut_manager,
+            "reset": self._reset,
+            "half_open": self._half_open,
+            "lag": self._lag,
+        }
 
     def run(self) -> RunOutcome:
         """To the end: all jobs train together again, or an invariant falls."""
@@ -133,8 +153,31 @@ class Fleet:
         elif fault.kind == "crash_all":
             for site in self.sites:
                 site.crash(fault.seconds)
+        elif fault.kind in self._site_faults:
+            self._site_faults[fault.kind](concerned[0], fault)
         else:
-            getattr(self, f"_{fault.kind}")(concerned[0], fault)
+            for worker in concerned[0].workers[int(fault.value * 2) :]:
+                self._trouble(worker, fault)
+
+    def _trouble(self, worker: WorkerActor, fault: Fault) -> None:
+        until = self.world.now + fault.seconds
+        match fault.kind:
+            case "stall":
+                worker.vote_stalls_s = fault.seconds
+            case "hang":
+                worker.hung_until = until
+            case "break_sum":
+                worker.is_broken = True
+            case "put_off":
+                worker.puts_heals_off_until = until
+            case "lose_update":
+                worker.loses_update = ""
+            case "spoil_update":
+                worker.loses_update = "it raises"
+            case "lose_answer":
+                worker.line.loses_next_answer = True
+            case "reset_worker":
+                worker.line.break_off()
 
     def _accept_losses(self) -> bool:
         """Whether a job was held back for that."""
@@ -149,16 +192,6 @@ class Fleet:
             if self._accept_losses() or self.world.run(until, self._is_together):
                 return
 
-    def _crash(self, site: Site, fault: Fault) -> None:
-        site.crash(fault.seconds)
-
-    def _crash_worker(self, site: Site, fault: Fault) -> None:
-        if site.workers:
-            site.crash_worker(int(fault.value * len(site.workers)), fault.seconds)
-
-    def _crash_manager(self, site: Site, fault: Fault) -> None:
-        site.crash_manager()
-
     def _lose_decision(self, site: Site, fault: Fault) -> None:
         def crash() -> None:
             if not self.shared.is_calm:
@@ -171,50 +204,11 @@ class Fleet:
         site.begins_at = FOREIGN_STEP
         site.crash(fault.seconds)
 
-    def _restart_workers(self, site: Site, fault: Fault) -> None:
-        site.restart_workers()
-
-    def _leave(self, site: Site, fault: Fault) -> None:
-        site.leave(fault.seconds)
-
-    def _drain(self, site: Site, fault: Fault) -> None:
-        site.drain(by_signal=fault.value < 0.5)
-
-    def _stall(self, site: Site, fault: Fault) -> None:
-        for worker in site.workers[int(fault.value * 2) :]:
-            worker.vote_stalls_s = fault.seconds
-
     def _freeze(self, site: Site, fault: Fault) -> None:
-        self._stop(site.processes(), fault.seconds)
-
-    def _stop(self, processes: list[Process], seconds: float) -> None:
         """SIGSTOP, and SIGCONT later."""
-        for process in processes:
+        for process in site.processes():
             process.freeze()
-            self.world.process("nature").after(seconds, process.thaw)
-
-    def _hang(self, site: Site, fault: Fault) -> None:
-        for worker in site.workers[int(fault.value * 2) :]:
-            worker.hung_until = self.world.now + fault.seconds
-
-    def _break_sum(self, site: Site, fault: Fault) -> None:
-        for worker in site.workers[int(fault.value * 2) :]:
-            worker.is_broken = True
-
-    def _put_off(self, site: Site, fault: Fault) -> None:
-        for worker in site.workers[int(fault.value * 2) :]:
-            worker.puts_heals_off_until = self.world.now + fault.seconds
-
-    def _lose_update(self, site: Site, fault: Fault) -> None:
-        for worker in site.workers[int(fault.value * 2) :]:
-            worker.loses_update = ""
-
-    def _spoil_update(self, site: Site, fault: Fault) -> None:
-        for worker in site.workers[int(fault.value * 2) :]:
-            worker.loses_update = "it raises"
-
-    def _cut(self, site: Site, fault: Fault) -> None:
-        self._cut_off([process.name for process in site.processes()], fault.seconds)
+            self.world.process("nature").after(fault.seconds, process.thaw)
 
     def _cut_manager(self, site: Site, fault: Fault) -> None:
         if site.manager is not None:
@@ -234,15 +228,6 @@ class Fleet:
     def _half_open(self, site: Site, fault: Fault) -> None:
         if site.manager is not None:
             self.network.half_open(site.manager.process.name)
-
-    def _reset_worker(self, site: Site, fault: Fault) -> None:
-        for worker in site.workers[int(fault.value * 2) :]:
-            if not (worker.process.is_dead or worker.process.is_frozen):
-                worker.line.break_off()
-
-    def _lose_answer(self, site: Site, fault: Fault) -> None:
-        for worker in site.workers[int(fault.value * 2) :]:
-            worker.line.loses_next_answer = True
 
     def _lag(self, site: Site, fault: Fault) -> None:
         last_s = LONG_WAY * LAG_FACTOR * fault.value * MEAN_LATENCY_S  # what was sent at its end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from torchft_svc.core.group_orders import AnswerWorker
 from torchft_svc.core.manager import WorkerNews
 from torchft_svc.core.round import WorkerCalls
 from torchft_svc.core.route import AttachEnd, AttachRetry
@@ -12,7 +13,7 @@ from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Vote, WorkerRequest
 from torchft_svc.errors import TorchFTError
 from torchft_svc.sim.call import Call, Enter
-from torchft_svc.sim.manager_actor import ManagerActor, OnNews, Part, Reply, WorkerAnswer
+from torchft_svc.sim.manager_actor import ManagerActor, OnNews, Reply, WorkerAnswer
 from torchft_svc.sim.network import Network
 from torchft_svc.sim.shared import Home
 from torchft_svc.sim.world import Process
@@ -82,15 +83,18 @@ class LineActor:
         self._say(lambda manager: manager.drain(reason))
 
     def ask(
-        self, request: WorkerRequest, timeout_s: float, done: Callable[[Part | TorchFTError], None]
+        self,
+        request: WorkerRequest,
+        timeout_s: float,
+        done: Callable[[AnswerWorker | TorchFTError], None],
     ) -> None:
         """Wait for the quorum."""
         signed = self._calls.question(request)
 
         def answered(answer: WorkerAnswer) -> None:
             assert not isinstance(answer, bool)
-            if isinstance(answer, Part):
-                self._calls.answered(answer.quorum_id, answer.round)
+            if isinstance(answer, AnswerWorker):
+                self._calls.answered(answer.assignment.quorum_id, answer.round)
             done(answer)
 
         def enter(manager: ManagerActor, left_s: float, reply: Reply) -> int:
@@ -109,7 +113,7 @@ class LineActor:
         signed = self._calls.ballot(vote)
 
         def answered(answer: WorkerAnswer) -> None:
-            assert not isinstance(answer, Part)
+            assert not isinstance(answer, AnswerWorker)
             done(answer)
 
         def enter(manager: ManagerActor, left_s: float, reply: Reply) -> int:
@@ -134,6 +138,8 @@ class LineActor:
 
     def break_off(self) -> None:
         """The connection is lost, although both ends live; it is opened again."""
+        if self._process.is_dead or self._process.is_frozen:
+            return
         self._say(self._detached)
         self.end()
         if self._call is not None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from torchft_svc.core.assignment import Assignment
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     AnswerVote,
@@ -40,14 +37,7 @@ from torchft_svc.sim.world import Process
 FIRST_ROUND = 1 << 40
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part(Assignment):
-    """What a worker is told: its part in a quorum, and the round to vote in."""
-
-    round: int
-
-
-WorkerAnswer = Part | bool | TorchFTError
+WorkerAnswer = AnswerWorker | bool | TorchFTError
 Reply = Callable[[WorkerAnswer], None]
 OnNews = Callable[[WorkerNews], None]
 # How long the workers have to end by themselves when they are told to.
@@ -196,8 +186,7 @@ class ManagerActor:
         assert self._formed is not None
         agreement = self._invariants.agreement
         agreement.assigned(self._job, self._formed, part, order.request.group_rank)
-        fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-        self._end(order.caller, Part(**fields, round=order.round))
+        self._end(order.caller, order)
 
     def _tell_workers(self, order: TellWorkers) -> None:
         news = order.news

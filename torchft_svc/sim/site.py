@@ -150,10 +150,11 @@ class Site:
         self._kill_manager()
         self.start_after(down_s)
 
-    def crash_worker(self, group_rank: int, down_s: float) -> None:
+    def crash_worker(self, which: float, down_s: float) -> None:
         """One worker is killed; the launcher ends the others when it notices."""
-        self.workers[group_rank].process.kill()
-        self._launcher.after(NOTICE_S, self._end_the_others, down_s)
+        if self.workers:
+            self.workers[int(which * len(self.workers))].process.kill()
+            self._launcher.after(NOTICE_S, self._end_the_others, down_s)
 
     def worker_failed(self, why: str) -> None:
         """A worker ends with an error; its launcher starts the group again."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchft_svc.core.assignment import Assignment
+from torchft_svc.core.group_orders import AnswerWorker
 from torchft_svc.core.manager import WorkerNews
 from torchft_svc.core.peers import LoseMember
 from torchft_svc.core.round import (
@@ -42,7 +44,6 @@ from torchft_svc.errors import (
 )
 from torchft_svc.sim.invariants import must
 from torchft_svc.sim.line_actor import LineActor
-from torchft_svc.sim.manager_actor import Part
 from torchft_svc.sim.offers import Fetched, Offers
 from torchft_svc.sim.scenario import MEAN_COPY_S, TrainerRules
 from torchft_svc.sim.shared import Home, Shared
@@ -67,7 +68,7 @@ class WorkerActor:
         self._rules = rules
         self._shared = shared
         self.machine = StepMachine(min_replica_size=rules.min_replica_size)
-        self.round: Round[Part] = Round(
+        self.round: Round[Assignment] = Round(
             WorkerRules(
                 group_rank=group_rank,
                 group_world_size=home.group_world_size,
@@ -190,7 +191,7 @@ class WorkerActor:
         timeout_s = max(0.001, order.deadline - self.process.world.now)
         self.line.ask(request, timeout_s, lambda answer: self._on_answer(step, answer))
 
-    def _on_answer(self, step: _Step, answer: Part | TorchFTError) -> None:
+    def _on_answer(self, step: _Step, answer: AnswerWorker | TorchFTError) -> None:
         if step is not self._step:
             return
         if isinstance(answer, TorchFTError):
@@ -198,8 +199,8 @@ class WorkerActor:
             orders = self.round.unanswered(answer, self.process.world.now, is_manager_over=is_over)
             self._check_patience(step, answer, orders)
         else:
-            step.part = answer
-            orders = self.round.answered(answer)
+            step.part, step.round = answer.assignment, answer.round
+            orders = self.round.answered(answer.assignment)
         if any(isinstance(order, AskManager) for order in orders):
             self._carry_out(step, orders)
             return
@@ -389,7 +390,7 @@ class WorkerActor:
         for order in orders:
             if isinstance(order, Decide):
                 assert step.part is not None or not order.committed
-                barrier = (self.line.manager_name(), step.part.round if step.part else 0)
+                barrier = (self.line.manager_name(), step.round)
                 shared_fate = self._shared.invariants.identity.shared_fate
                 shared_fate(barrier, self.process, order.committed)
         self._carry_out(step, orders)
@@ -488,7 +489,8 @@ class _Step:
     is_fetching: bool = False
     is_reducing: bool = False
     is_reduced: bool = False
-    part: Part | None = None
+    part: Assignment | None = None
+    round: int = 0  # to vote in
     fetched: Fetched | None = None
     result: int | None = None
     deadline: float = 0.0  # of the call to the manager
