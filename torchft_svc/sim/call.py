@@ -14,9 +14,9 @@ Enter = Callable[[ManagerActor, float, Reply], int]
 
 
 class Call:
-    """An answer, or the deadline, or the manager's death: whichever is first.
+    """Ends with an answer, at the deadline, or when the manager dies: whichever is first.
 
-    The manager hears that the worker gave up, or died, a moment later: a request that was long on
+    The manager learns a moment later that the worker gave up or died, so a request that was long on
     its way may take effect although nobody waits for it any more, as with the real transport.
     """
 
@@ -72,7 +72,7 @@ class Call:
             self._finish(_unreachable())
 
     def _cancel(self) -> None:
-        """Follows the request on its way, so it does not come before it."""
+        """Does not overtake the request."""
         assert self._manager is not None
         now = self._process.world.now
         delay_s = max(self._arrives_at - now, 0.0) + self._latency()

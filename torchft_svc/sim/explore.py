@@ -65,7 +65,7 @@ def _smaller_launches(scenario: LaunchScenario) -> Iterator[LaunchScenario]:
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """Half the groups, one group less; the faults without a half, a quarter, ..., one of them."""
+    """Fewer groups; fewer workers; without a half, a quarter, ..., one of the faults."""
     fewest = max(scenario.config.min_replicas, scenario.trainer.min_replica_size)
     for num_groups in (scenario.num_groups // 2, scenario.num_groups - 1):
         if scenario.num_jobs * fewest <= num_groups:

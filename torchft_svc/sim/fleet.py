@@ -248,7 +248,6 @@ class Fleet:
             self._check_memory([self.sites[number % len(self.sites)]])
 
     def _check_memory(self, sites: list[Site]) -> None:
-        """Of the lighthouses, and of the managers of these groups."""
         for lighthouse in self.lighthouses:
             self.invariants.bounds.check(lighthouse.core, len(self.sites))
             process = lighthouse.process
@@ -269,7 +268,7 @@ class Fleet:
         )
 
     def _explain(self) -> None:
-        """Nobody may stand still: who is held back has been let through by now."""
+        """Whoever was held back has been let through by now, so nobody may wait any more."""
         for job, num_workers in self._num_workers.items():
             why = "; ".join(
                 each.core.lighthouse.why(job, self.world.now) for each in self.lighthouses

@@ -40,7 +40,6 @@ class InvariantFell(Exception):
 
 
 def must(holds: bool, name: str, what: Callable[[], str] | str) -> None:
-    """Raise `InvariantFell` unless it ``holds``."""
     if not holds:
         raise InvariantFell(name, what if isinstance(what, str) else what())
 
@@ -51,8 +50,8 @@ Places = tuple[tuple[str, str, str], ...]
 class Ids:
     """I1: quorum ids strictly grow per job; one id never names two member lists.
 
-    Where the wall clock has gone back, a new lighthouse knows of earlier ids only what the groups
-    that ask tell it: then a group must not be told an id below one that it has told.
+    If the wall clock was set back, a new lighthouse knows earlier ids only from the groups that
+    ask: then no group may receive an id below one that it has reported.
     """
 
     def __init__(self, is_clock_honest: bool) -> None:
@@ -61,13 +60,14 @@ class Ids:
         self._spent: dict[str, int] = {}
 
     def restarted(self) -> None:
-        """If the clock went back, a new lighthouse may repeat an id that no asking group saw."""
+        """If the clock was set back, a new lighthouse may repeat an id that no group has
+        reported."""
         if not self._is_clock_honest:
             self._last.clear()
             self._spent.clear()
 
     def spent(self, out: ReportEviction) -> None:
-        """The members of this quorum are told to leave it: none may begin to meet in it now."""
+        """The members leave this quorum: none of them may meet in it again."""
         self._spent[out.job] = out.quorum_id
 
     def published(self, job: str, quorum: Quorum) -> None:
@@ -143,9 +143,9 @@ class _Agreed:
 class Identity:
     """I3: groups that committed the same step hold identical state.
 
-    "The same" are steps of one quorum. A step that one group committed and the others discarded
-    may be done again without that group (ARCHITECTURE.md); what must never happen is that states
-    which differ meet in one sum.
+    "The same step" is a step of one quorum. If one group commits a step that the others discard,
+    they may repeat it without that group (ARCHITECTURE.md); but different states never meet in one
+    sum.
     """
 
     # Commits of one quorum and step happen close together: older ones need not be remembered.
@@ -172,7 +172,6 @@ class Identity:
             del self._committed[next(iter(self._committed))]
 
     def voted_yes(self, group: str, round_: int, group_rank: int) -> None:
-        """A worker's yes has come to its manager."""
         self._yes.setdefault((group, round_), set()).add(group_rank)
         if len(self._yes) > self.MAX_REMEMBERED:
             del self._yes[next(iter(self._yes))]
@@ -187,7 +186,7 @@ class Identity:
         )
 
     def shared_fate(self, barrier: tuple[str, int], worker: Process, committed: bool) -> None:
-        """A worker goes on, having ``committed`` or discarded: as all of its group that live."""
+        """All living workers of a group commit a step, or all discard it."""
         fates = self._fates.setdefault(barrier, [])
         for other, theirs in fates:
             differ = f"{(worker.name, committed)}, but {(other.name, theirs)} in {barrier}"
@@ -200,10 +199,10 @@ class Identity:
 class Progress:
     """I4: a job's committed step never goes back unless it is accepted.
 
-    It is accepted where the policy says warn, or where no group of the job is left, and is told. A
-    new lighthouse cannot know more than the groups that have a session with it. What it did itself
-    counts for older than a quorum with a higher id, which those tell who come when nobody is left:
-    so another one may have gone on with the job, or its wall clock has gone back.
+    It is accepted if the policy is to warn, or if no group of the job is left, and is reported. A
+    new lighthouse knows no more than the groups that have a session with it. A quorum with a higher
+    id, which newcomers report when nobody else is left, is newer than its own: another lighthouse
+    may have continued the job, or the wall clock was set back.
     """
 
     def __init__(self, policy: str) -> None:
@@ -218,8 +217,8 @@ class Progress:
         self._members: dict[str, set[str]] = {}  # of the last quorum
 
     def opened(self, job: str, replica_id: str, last: LastQuorum) -> None:
-        """A group has a session with the lighthouse, and has told what it knew when it connected:
-        it may be elsewhere by now, if the lighthouse was frozen meanwhile."""
+        """A session begins, with what the group knew when it connected: if the lighthouse was
+        frozen meanwhile, the group may be elsewhere by now."""
         if last != NO_QUORUM:
             took_part = self._took_part.setdefault(job, {})
             if not took_part and last.quorum_id > self._last_ids.get(job, 0):
@@ -228,24 +227,20 @@ class Progress:
             self._heard[job] = max(self._heard.get(job, 0), last.max_step)
 
     def asked(self, job: str, member: Member, has_rival: Callable[[], bool]) -> None:
-        """A group asks, maybe as another incarnation of the one that has told.
-
-        It is not let in while it ``has_rival``, another one that lives under its name.
-        """
+        """A group asks, maybe as another incarnation; it is not let in while a rival with its
+        name lives."""
         took_part = self._took_part.setdefault(job, {})
         if member.has_history and member.replica_id not in took_part and not has_rival():
             took_part[member.replica_id] = member.seen_quorum_id, member.step
 
     def gone(self, job: str, replica_id: str) -> None:
-        """A group has left, which is told as a loss only if it was let in."""
+        """A group has left; that is reported as a loss only if it was let in."""
         self._took_part.get(job, {}).pop(replica_id, None)
 
     def accepted(self, job: str) -> None:
-        """An operator gives up what the groups that ask do not have."""
         self._accepted.add(job)
 
     def restarted(self) -> None:
-        """A new lighthouse knows only what it hears."""
         self._committed.clear()
         self._heard.clear()
         self._accepted.clear()
@@ -291,7 +286,7 @@ class Progress:
         took_part.update((each.replica_id, latest) for each in order.quorum.participants)
 
     def _check_jump(self, order: AnswerQuorum) -> None:
-        """A job does not follow one that is far ahead of those that stay, but from elsewhere."""
+        """A job follows a group that is far ahead only if that was in a newer quorum elsewhere."""
         if order.job not in self._committed or order.job not in self._members:
             return
         limit = self._committed[order.job] + 1
@@ -305,7 +300,8 @@ class Progress:
 
 
 class Waits:
-    """I5: nobody waits beyond his deadline; whoever is answered, waits, and is answered once."""
+    """I5: nobody waits beyond a deadline; each waiting party is answered once, and no other
+    party."""
 
     def __init__(self, world: VirtualWorld) -> None:
         self._world = world
@@ -356,19 +352,17 @@ class Waits:
 
 
 class Hangs:
-    """A group that is told to hang is one that something has happened to."""
+    """Only a group that something has happened to is reported as hanging."""
 
     def __init__(self, world: VirtualWorld) -> None:
         self._world = world
         self._troubled_until: dict[str, float] = {}
 
     def trouble(self, group: str, seconds: float) -> None:
-        """Something happens to ``group``, and lasts ``seconds``."""
         until = max(self._troubled_until.get(group, 0.0), self._world.now + seconds)
         self._troubled_until[group] = until
 
     def has_trouble(self, group: str, since: float) -> bool:
-        """Whether something was the matter with ``group`` after ``since``."""
         return self._troubled_until.get(group, -math.inf) >= since
 
     def reported(self, hang: ReportHang) -> None:
@@ -388,33 +382,27 @@ class Discards:
         self._left: dict[str, None] = {}
 
     def began(self, who: str, step: int, step_of_weights: int) -> None:
-        """A worker begins a step."""
         must(step == step_of_weights, "I6", f"{who}: step {step}, weights of {step_of_weights}")
 
     def updates(self, who: str, step: int, step_of_weights: int, max_step: int) -> None:
-        """A worker applies the update to ``step``, in a quorum that trains ``max_step``."""
         steps = (step, step_of_weights)
         must(set(steps) == {max_step}, "I3", f"{who}: step and weights of {steps} at {max_step}")
 
     def left(self, replica_id: str) -> None:
-        """A group has told that it leaves between two steps."""
         self._left[replica_id] = None
         if len(self._left) > self.MAX_LEFT:
             del self._left[next(iter(self._left))]
 
     def heard(self, replica_id: str) -> None:
-        """Another session leads to a group that may have left, e.g. one that is open on one side.
-
-        A stranger may have left in its name, so the lighthouse takes it in again.
-        """
+        """Another session of a group that may have left: a stranger may have left in its name."""
         self._left.pop(replica_id, None)
 
     def told_as_lost(self, replica_id: str) -> None:
-        """Its peers give up the step that they are in."""
+        """Its peers discard the step that they are in."""
         must(replica_id not in self._left, "I6", f"{replica_id} left, and is told as lost")
 
     def drained(self, who: str, num_commits: int) -> None:
-        """A worker that has to end has committed again: the step it was in, or one granted."""
+        """It may finish the step that it was in, and one more that was granted meanwhile."""
         must(num_commits <= 2, "I5", f"{who} has to end, and has committed {num_commits} steps")
 
     def decided(self, who: str, before: StepState, after: StepState, committed: bool) -> None:
@@ -430,7 +418,7 @@ class Discards:
 
 
 class Bounds:
-    """I7: what is dead is forgotten: no collection in the core outgrows the living."""
+    """I7: dead groups are forgotten: no collection of the core outgrows the living ones."""
 
     def check(self, core: object, num_living: int) -> None:
         """``num_living``: the groups of a lighthouse, the workers of a group."""
@@ -469,7 +457,7 @@ class Invariants:
         self.bounds = Bounds()
 
     def of_lighthouse(self) -> Invariants:
-        """The same checks, with their own ledgers of what one lighthouse does."""
+        """The same checks, with separate ledgers for one lighthouse."""
         its_own = copy.copy(self)
         its_own.ids = Ids(self._is_clock_honest)
         its_own.progress = Progress(self._policy)

@@ -12,9 +12,9 @@ from torchft_svc.core.step import Phase
 class Ledger:
     """Of one job, in one life of a lighthouse.
 
-    ``late``: waited for in vain, and not to be waited for again until it asks. ``evicted``: left
-    out of ``previous`` since it was published, and has not asked; ``recalled`` may be waited for
-    again, because nobody else was left. ``doing`` is what groups tell, or that they ask.
+    ``late``: groups that missed their deadline, and are not awaited until they ask. ``evicted``:
+    left out of ``previous`` since it was published, and have not asked; ``recalled`` may be awaited
+    again, because nobody else was left. ``doing``: what groups report, or that they ask.
     """
 
     previous: frozenset[str] = frozenset()
@@ -31,19 +31,17 @@ class Ledger:
     hangs_unheeded_since: float | None = None
 
     def going_on(self) -> frozenset[str]:
-        """Who of the last quorum may still ask, or does."""
+        """The groups of the last quorum that ask, or may still ask."""
         return self.previous - self.evicted - self.recalled - self.late - self.dead
 
     def who(self, *phases: Phase) -> set[str]:
-        """The groups that tell one of ``phases``."""
         return {key for key, doing in self.doing.items() if doing.phase in phases}
 
     def may_be_late(self, now: float, join_timeout_s: float) -> bool:
-        """Whether those of the last quorum that have not asked may have been given up."""
+        """Whether groups of the last quorum that have not asked may be out of time."""
         return self.first_back_at is not None and now >= self.first_back_at + join_timeout_s
 
     def forget(self, replica_id: str) -> None:
-        """It is dead."""
         self.asking.pop(replica_id, None)
         self.gave_up.pop(replica_id, None)
         self.doing.pop(replica_id, None)

@@ -18,7 +18,8 @@ ROUNDING_S = 1e-6
 
 
 def check_eviction(ledger: Ledger, out: ReportEviction, config: QuorumConfig, now: float) -> None:
-    """It hangs, and somebody else of its quorum waits for it, who is not left out himself."""
+    """The group hangs, and another one of its quorum, which is not left out itself, waits for
+    it."""
     who = out.replica_id
     must(who in _hung(ledger, config, now), "I5", f"{who} is left out: {ledger.doing.get(who)}")
     must(who in out.recipients, "I5", f"{who} is left out, and does not hear of it")
@@ -30,7 +31,7 @@ def check_eviction(ledger: Ledger, out: ReportEviction, config: QuorumConfig, no
 
 
 def check_hangs_are_heeded(name: str, ledger: Ledger, config: QuorumConfig, now: float) -> None:
-    """Nobody waits in a quorum with one that hangs, from when he has said that he waits."""
+    """Nobody waits for a hanging group for long after having reported that it waits."""
     hung = ledger.going_on() | (ledger.recalled & ledger.previous)
     hung &= _hung(ledger, config, now) - ledger.asking.keys()
     is_certain = not ledger.may_be_late(now, config.join_timeout_s)
@@ -46,7 +47,7 @@ def check_hangs_are_heeded(name: str, ledger: Ledger, config: QuorumConfig, now:
 def check_left_healing(
     ledger: Ledger, left: ReportLeftHealing, config: QuorumConfig, now: float
 ) -> None:
-    """It is told once of each group, and when its time is up."""
+    """It is reported once for each group, when its time is up."""
     who = left.replica_id
     must(who in ledger.who(Phase.HEALING), "I5", f"{who} was left out, but does not heal")
     must(who not in ledger.left_healing, "I5", f"{who} was left out, which is told twice")
@@ -54,7 +55,7 @@ def check_left_healing(
 
 
 def check_heals(ledger: Ledger, quorum: Quorum, config: QuorumConfig, now: float) -> None:
-    """Who heals is left out only when its time is up; of others that was told."""
+    """A healing group is left out only when its time is up; for others that was reported."""
     members = {member.replica_id for member in quorum.participants}
     left = (ledger.going_on() & ledger.who(Phase.HEALING)) - ledger.left_healing - members
     if left:
@@ -70,7 +71,8 @@ def _check_time_is_up(ledger: Ledger, healing: str, config: QuorumConfig, now: f
 
 
 def check_history(name: str, ledger: Ledger, quorum: Quorum) -> None:
-    """Newcomers do not go on without a member of the last quorum while some of it hang."""
+    """Newcomers do not continue without a member of the last quorum while some of its members
+    hang."""
     members = {member.replica_id for member in quorum.participants}
     hung = (ledger.evicted | ledger.recalled) - ledger.dead
     must(
@@ -81,9 +83,10 @@ def check_history(name: str, ledger: Ledger, quorum: Quorum) -> None:
 
 
 def check_all_are_in(ledger: Ledger, quorum: Quorum, known: Collection[str]) -> None:
-    """Whoever asks is in the quorum, whatever happened to him before.
+    """Every group that asks is in the quorum.
 
-    But newcomers where a member wants none, and whose name another of the ``known`` still has.
+    Except newcomers if a member wants none (``shrink_only``), and groups whose name another one of
+    the ``known`` groups has.
     """
     members = {member.replica_id: member for member in quorum.participants}
     left = ledger.asking.keys() - members.keys()

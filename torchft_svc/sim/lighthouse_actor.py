@@ -109,7 +109,7 @@ class LighthouseActor:
         )
 
     def crash(self, down_s: float, clock_back_s: float) -> None:
-        """SIGKILL, and a new one after ``down_s``, whose clock has gone back meanwhile."""
+        """SIGKILL, and a new process after ``down_s``, whose wall clock was set back meanwhile."""
         if self.process.is_dead:
             return
         self.clock_skew_s -= clock_back_s
@@ -125,7 +125,7 @@ class LighthouseActor:
         self._trace.record("lighthouse", "is back")
 
     def end_term(self, seconds: float) -> None:
-        """It loses the election; ``seconds`` later it is elected again."""
+        """It loses the election, and is elected again after ``seconds``."""
         if self.process.is_dead or not self.leads:
             return
         self.leads = False
@@ -154,7 +154,6 @@ class LighthouseActor:
         return False
 
     def drain(self, job: str, name: str) -> None:
-        """An operator drains the group called ``name``, if it can be reached."""
         with contextlib.suppress(RequestRefused):
             self._command(lambda now: self.core.commanded(job, name, Drain("enough"), now))
 
@@ -165,7 +164,7 @@ class LighthouseActor:
     # -- the driver ------------------------------------------------------------------------------
 
     def feed(self, take: Callable[[float], Orders], note: Callable[[], None] | None = None) -> None:
-        """Let the core ``take`` an input, which the checks ``note``, and carry its orders out."""
+        """Pass an input to the core and to the checks (``note``), and carry out the orders."""
         orders = take(self._world.now)
         if note is not None:
             note()
@@ -186,14 +185,13 @@ class LighthouseActor:
         )
 
     def cancel(self, of: Connection) -> None:
-        """Nobody waits for its call any more, if there is one."""
         if self._calls.pop(of.call, None) is not None:
             self.feed(
                 lambda now: self.core.cancelled(of.call, now), lambda: self.checks.withdrew(of)
             )
 
     def closed(self, of: Connection) -> None:
-        """Its stream has ended, which tells nothing of a client without sessions."""
+        """For a client without a session this means nothing."""
         if of.is_unary:
             self.cancel(of)
         else:
@@ -243,8 +241,7 @@ class LighthouseActor:
 class Connection(ClientRecord):
     """The lighthouse's end of a group's stream.
 
-    Without sessions (no ``last`` is told), its messages stand for calls of their own, and its end
-    tells nothing.
+    Without a session, its messages stand for calls, and its end means nothing.
     """
 
     def __init__(self, lighthouse: LighthouseActor, stream: Stream, number: int) -> None:
@@ -258,7 +255,8 @@ class Connection(ClientRecord):
         self.end = StreamEnd(lighthouse.process, self._receive, self._close)
 
     def finish(self, reason: str | TorchFTError) -> None:
-        """End the stream behind all that was sent; what else was on its way is not read."""
+        """End the stream behind all that was sent; messages that are still on their way are not
+        read."""
         if self.end.is_open:
             self.end.is_open = False
             self.stream.end(reason)
@@ -293,7 +291,6 @@ class Connection(ClientRecord):
         self.stream.to_client(Welcome(self._core.lighthouse.beat_interval_s(job)))
 
     def _call(self, message: SessionMessage) -> None:
-        """Without a session each message is a call."""
         if isinstance(message, Question):
             self._lighthouse.call(self, message)
         elif isinstance(message, Withdrawal):

@@ -41,7 +41,7 @@ MAX_UNTOLD_S = 2 * REPORT_PAUSE_AFTER_S + LOOK_S
 
 
 class ClientRecord:
-    """What is known of a group's stream: whose it is, and which question it has asked."""
+    """Whose stream it is, and the last question that came over it."""
 
     def __init__(self) -> None:
         self.key: Key = ("", "")
@@ -49,12 +49,11 @@ class ClientRecord:
 
     @property
     def question(self) -> tuple[ClientRecord, int]:
-        """Names the question that it has asked."""
         return self, self.number_asked
 
 
 class LighthouseChecks:
-    """All times are of the lighthouse's clock, which stands still with its process."""
+    """All times are on the lighthouse's clock, which stops with its process."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class LighthouseChecks:
 
     @property
     def _awake_at(self) -> float:
-        """As the process's own time, whatever the core takes it for."""
+        """The time that this process has run, whatever the core takes it for."""
         return self._process.world.now - self._process.stopped_s
 
     # -- what comes in ---------------------------------------------------------------------------
@@ -112,7 +111,6 @@ class LighthouseChecks:
             self._liveness.does(client.key, doing)
 
     def _asked(self, client: ClientRecord, question: Question) -> None:
-        """It withdraws the question before."""
         self.withdrew(client)
         client.number_asked = question.number
         self._waiting.add(client)
@@ -128,7 +126,7 @@ class LighthouseChecks:
         self._liveness.asked(client.key, member, self._now)
 
     def withdrew(self, client: ClientRecord, number: int | None = None) -> None:
-        """Nobody waits for ``number``, or whatever it has asked."""
+        """Nobody waits for question ``number`` (None: the last one) any more."""
         if client in self._waiting and number in (None, client.number_asked):
             self._forget(client)
             self._invariants.waits.end(client.question)
@@ -141,7 +139,7 @@ class LighthouseChecks:
         self._invariants.progress.gone(*client.key)
 
     def closed(self, client: ClientRecord) -> None:
-        """Without another session, its group is gone."""
+        """A group without another session is gone."""
         self.withdrew(client)
         if client in self._sessions:
             self._sessions.remove(client)
@@ -149,7 +147,7 @@ class LighthouseChecks:
                 self._invariants.progress.gone(*client.key)
 
     def term_ended(self) -> None:
-        """Nobody waits over a session any more; calls are refused."""
+        """Questions over sessions are withdrawn; calls are refused."""
         for client in self._waiting & self._sessions:
             self.withdrew(client)
 
@@ -164,7 +162,6 @@ class LighthouseChecks:
     # -- what goes out ---------------------------------------------------------------------------
 
     def told(self, clients: Sequence[ClientRecord], news: News) -> None:
-        """The same to each."""
         if isinstance(news, Lost):
             self._untold.difference_update(clients)
         elif isinstance(news, NoQuorumYet):
@@ -172,7 +169,7 @@ class LighthouseChecks:
                 self._asked_at.pop(client, None)
 
     def fed(self) -> None:
-        """All orders of an input were carried out."""
+        """All orders of an input are carried out."""
         must(not self._untold, "I5", lambda: f"{len(self._untold)} sessions miss a loss")
 
     def refused(self, client: ClientRecord, number: int) -> None:
@@ -181,7 +178,7 @@ class LighthouseChecks:
             self._liveness.withdrew(client.key, self._now)
 
     def published(self, decided: AnswerQuorum, told: Sequence[tuple[ClientRecord, int]]) -> None:
-        """``told``: who hears it, each as the answer to this question."""
+        """``told``: the clients that receive it, each as the answer to this question."""
         quorum = decided.quorum
         self._trace.record(
             "lighthouse",
@@ -254,18 +251,16 @@ class LighthouseChecks:
     # -- what is looked at -----------------------------------------------------------------------
 
     def look(self) -> None:
-        """At whom it waits for."""
         self._liveness.look(self._core.lighthouse, self._alive(), self._now)
         for client, at in self._asked_at.items():
             waits_s = self._now - at
             must(waits_s <= MAX_UNTOLD_S, "I5", f"{client.key} is not told why it waits")
 
     def check_memory(self) -> None:
-        """At whom it remembers."""
         self._liveness.check_memory(self._core.lighthouse, self._alive())
 
     def _alive(self) -> set[Key]:
-        """The groups that have a session, or were heard of in time."""
+        """The groups that have a session, or gave a sign of life in time."""
         since = self._now - self._config.heartbeat_timeout_s - SLACK_S
         heard = (key for key, at in self._heard_at.items() if at >= since)
         return {*heard, *(client.key for client in self._sessions)}

@@ -54,11 +54,10 @@ class Lighthouses:
         return (host.actor for host in self.hosts.values())
 
     def leads(self, name: str) -> bool:
-        """Whether lighthouse ``name`` answers as far as the election goes."""
         return not self.is_elected or self.leader == name
 
     def happen(self, fault: Fault) -> bool:
-        """A fault; False if it is none of a lighthouse."""
+        """Whether ``fault`` is one of a lighthouse."""
         host = list(self.hosts.values())[fault.target % len(self.hosts)]
         if fault.kind == "lighthouse_crash":
             self.crash(host, fault.seconds, fault.value * 100.0)
@@ -88,12 +87,10 @@ class Lighthouses:
         self._miss(host, seconds)
 
     def end_term(self, host: Host, seconds: float) -> None:
-        """It takes no group for a while, as one that loses its election and wins the next."""
         host.is_away_for(seconds)
         host.actor.end_term(seconds)
 
     def change_leader(self) -> None:
-        """The leader steps down: its sessions end."""
         if self.is_elected:
             self._elect(self.hosts[self.leader])
 
@@ -102,7 +99,7 @@ class Lighthouses:
             self._nature.after(LEASE_S, self._elect, host)
 
     def _elect(self, before: Host) -> None:
-        """Another one that can answer; it begins with empty hands, as the one before will."""
+        """Choose another one that can answer; both begin without any memory."""
         if before.name != self.leader:
             return
         able = [each for each in self.hosts.values() if each is not before and each.is_up]
@@ -129,7 +126,6 @@ class Host:
 
     @property
     def process(self) -> Process:
-        """Of now; another one when it comes back."""
         return self.actor.process
 
     @property
@@ -140,11 +136,9 @@ class Host:
         self.up_since = max(self.up_since, self.process.world.now + seconds)
 
     def takes_groups(self) -> bool:
-        """Whether it would take a group now."""
         return self._among.leads(self.name) and self.actor.leads and not self.process.is_dead
 
     def accept(self, stream: Stream) -> StreamEnd | None:
-        """The server's end of a new stream, if somebody listens."""
         if self.takes_groups() or self.process.is_dead:
             return self.actor.accept(stream)
         refusal = NotLeader(self._among.leader if self._among.is_elected else "")
@@ -174,19 +168,18 @@ class Splits:
     num_moves: int = 0
 
     def trouble(self, group: str, seconds: float) -> None:
-        """Something is the matter with it, for so long."""
         _extend(self._troubled_until, group, self._world.now + seconds)
 
     def unreachable(self, group: str, seconds: float) -> None:
-        """It hears nothing, or late, for so long.
+        """It receives nothing, or late, for ``seconds``.
 
-        If that does not break its session, it takes an earlier lighthouse for silent for a while.
+        If its session survives that, it takes an earlier lighthouse for silent for a while.
         """
         known_s = KNOWN_AFTER_S if seconds > MAX_KEEPALIVE_S else 0.0
         _extend(self._unreachable_until, group, self._world.now + seconds - known_s)
 
     def took(self, job: str, group: str, host: str, quorum: Quorum, is_newcomer: bool) -> None:
-        """``group`` trains in ``quorum``, which it has got at lighthouse ``host``."""
+        """``group`` received ``quorum`` at lighthouse ``host``."""
         if self._among.is_elected or len(self._among.hosts) == 1:
             return
         names = frozenset(each.replica_id.partition(":")[0] for each in quorum.participants)
@@ -205,7 +198,7 @@ class Splits:
         groups[group] = _Taken(self._world.now, host, group, names)
 
     def _check_later(self, group: str, host: str, other: _Taken) -> None:
-        """The others are at an earlier lighthouse, which this group could have found."""
+        """The other group is at an earlier lighthouse, which this one could have found."""
         was_unreachable = self._is_recent(self._unreachable_until, group)
         is_known = self._is_up(other.host) and not was_unreachable
         must(
@@ -215,7 +208,7 @@ class Splits:
         )
 
     def _check_newcomer(self, group: str, host: str, other: _Taken) -> None:
-        """The others are at a later one, from which they could have come."""
+        """The other group is at a later lighthouse, from which it could have come."""
         is_well = not self._is_recent(self._troubled_until, other.group)
         is_up = self._among.hosts[other.host].is_up
         # One that was frozen had the newcomer's session all the time, and the others had none.

@@ -20,7 +20,7 @@ from torchft_svc.sim.world import Process
 
 
 class LineActor:
-    """What a worker sends to whichever manager its group has now; ``on_news`` receives its news."""
+    """A worker's calls and stream to the manager that its group has now."""
 
     def __init__(
         self,
@@ -46,7 +46,6 @@ class LineActor:
         self.loses_next_answer = False
 
     def manager_name(self) -> str:
-        """The manager of now; one that follows it need not know all that it has told."""
         manager = self._home.manager
         return manager.process.name if manager else ""
 
@@ -75,11 +74,9 @@ class LineActor:
         self._process.after(following.pause_s, self.attach)
 
     def tell_phase(self, phase: Phase, step: int) -> None:
-        """What the worker does from now on."""
         self._say(lambda manager: manager.receive_phase(self._group_rank, phase, step))
 
     def ask_to_drain(self, reason: str) -> None:
-        """The worker was told to end."""
         self._say(lambda manager: manager.drain(reason))
 
     def ask(
@@ -128,7 +125,7 @@ class LineActor:
         done: Callable[[WorkerAnswer], None],
         stalls_s: float = 0.0,
     ) -> None:
-        """One RPC, which ends by its deadline whatever happens to the manager."""
+        """One RPC, which ends by its deadline."""
         manager = self._home.manager
         self._call = Call(self._process, self._network, manager, timeout_s, done)
         if self.loses_next_answer:

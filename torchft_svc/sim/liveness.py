@@ -56,7 +56,6 @@ class LivenessChecks:
         ledger.doing[key[1]] = Activity(Phase.QUORUM, member.step, now)
 
     def does(self, key: Key, activity: Activity) -> None:
-        """What a group tells."""
         self._ledger(key[0]).doing[key[1]] = activity
 
     def withdrew(self, key: Key, now: float) -> None:
@@ -66,7 +65,7 @@ class LivenessChecks:
             ledger.gave_up[key[1]] = (since, now)
 
     def gone(self, key: Key, now: float) -> None:
-        """If nobody of the last quorum is left, those who hang are waited for again."""
+        """If no group of the last quorum is left, hanging groups are awaited again."""
         ledger = self._ledger(key[0])
         ledger.forget(key[1])
         left = ledger.going_on()
@@ -77,11 +76,10 @@ class LivenessChecks:
             ledger.evicted.clear()
 
     def over(self, name: str) -> None:
-        """No group of the job is left: who was in its last quorum is forgotten."""
+        """No group of the job is left: its last quorum is forgotten."""
         self._ledgers[name] = Ledger()
 
     def evicted(self, out: ReportEviction, now: float) -> None:
-        """It hangs, and nobody waits for it from here on."""
         ledger = self._ledger(out.job)
         check_eviction(ledger, out, self._config, now)
         ledger.recalled.discard(out.replica_id)
@@ -106,7 +104,7 @@ class LivenessChecks:
             ledger.asking.pop(replica_id, None)
 
     def look(self, core: Lighthouse, alive: Collection[Key], now: float) -> None:
-        """At what each job waits for: a straggler costs the others its time once, the dead none."""
+        """A straggler delays the others once, a dead group not at all."""
         for name, ledger in self._ledgers.items():
             decision = core.pause(name, now).decision
             self._check_due(name, ledger, decision, now)
@@ -136,7 +134,7 @@ class LivenessChecks:
             must(is_new, "I5", f"a quorum of {name} is due since {ledger.due_since:.2f} s")
 
     def check_memory(self, core: Lighthouse, alive: Collection[Key]) -> None:
-        """Nothing in the core names a group that is dead, but the last quorum."""
+        """The core remembers no dead group, except those of the last quorum."""
         known = {replica_id for _, replica_id in alive}
         for ledger in self._ledgers.values():
             known |= ledger.previous

@@ -101,15 +101,13 @@ class ManagerActor:
         must(told_all, "I5", f"{self.process.name}: {worker_id} is gone, and others still wait")
 
     def receive_phase(self, group_rank: int, phase: Phase, step: int) -> None:
-        """A worker does something else now."""
         self.core.receive_phase(group_rank, phase, step, self.process.world.now)
 
     def drain(self, reason: str) -> None:
-        """The group has to finish its step and end."""
         self._carry_out(self.core.drain(reason, self.process.world.now))
 
     def quorum(self, request: WorkerRequest, timeout_s: float, reply: Reply) -> int:
-        """The caller's number, to cancel the call by."""
+        """The number of the call, for `cancel`."""
         caller, orders = self.core.ask(request, timeout_s, self.process.world.now)
         self._askers[caller] = request.worker_id
         self._wait(caller, "quorum", timeout_s, reply)
@@ -117,7 +115,6 @@ class ManagerActor:
         return caller
 
     def vote(self, vote: Vote, timeout_s: float, reply: Reply) -> int:
-        """The caller's number, to cancel the call by."""
         if vote.should_commit:
             self._invariants.identity.voted_yes(self._group, vote.round, vote.group_rank)
         caller, orders = self.core.vote(vote, timeout_s, self.process.world.now)
@@ -127,7 +124,6 @@ class ManagerActor:
         return caller
 
     def cancel(self, caller: int) -> None:
-        """The worker gave up waiting, or its connection ended."""
         if caller in self._replies:
             self._end(caller, CommitFailed("cancelled"))
             self._carry_out(self.core.withdraw(caller, self.process.world.now))
@@ -137,7 +133,6 @@ class ManagerActor:
         self._invariants.waits.begin((self, caller), self.process, action, timeout_s)
 
     def _end(self, caller: int, answer: WorkerAnswer) -> None:
-        """Answer and forget."""
         self._invariants.waits.answered((self, caller), "a manager answers a worker")
         self._askers.pop(caller, None)
         round_ = self._rounds.pop(caller, 0)
@@ -198,7 +193,6 @@ class ManagerActor:
     # -- news ------------------------------------------------------------------------------------
 
     def _receive(self, news: Lost | Kill | Drain) -> None:
-        """From the lighthouse."""
         if isinstance(news, Drain):
             self.drain(news.reason)
         elif isinstance(news, Kill):

@@ -37,19 +37,18 @@ class Network:
         return process.chance.expovariate(1.0) * MEAN_LATENCY_S * self._lag.get(process.name, 1.0)
 
     def set_lag(self, name: str, factor: float) -> None:
-        """Messages of process ``name`` take ``factor`` times as long."""
         self._lag[name] = factor
         if factor == 1.0:
             del self._lag[name]
 
     def cut(self, name: str) -> None:
-        """A manager ``name`` and the lighthouse, a worker ``name`` and its peers, hear nothing."""
+        """A manager ``name`` and the lighthouse, a worker ``name`` and its peers, receive
+        nothing."""
         self._cut.add(name)
         for stream in self._streams.get(name, ()):
             stream.begin_silence()
 
     def mend(self, name: str) -> None:
-        """The cut is over."""
         self._cut.discard(name)
         for stream in list(self._streams.get(name, ())):
             stream.end_silence()
@@ -57,7 +56,7 @@ class Network:
             action(*args)
 
     def when_mended(self, name: str, action: Callable[..., None], *args: Any) -> None:
-        """Call ``action`` now, or when process ``name`` is not cut off any more."""
+        """Call ``action`` now, or when the cut is over."""
         if name in self._cut:
             self._waiting.setdefault(name, []).append((action, args))
         else:
@@ -69,10 +68,8 @@ class Network:
     def connect(
         self, client: StreamEnd, server: Callable[[Stream], StreamEnd | None]
     ) -> Stream | None:
-        """Open a stream; ``server`` makes the other end, or None if nobody listens there.
-
-        Where there is none, `StreamEnd.on_end` says why.
-        """
+        """Open a stream; ``server`` makes the other end (None: nobody listens there, see
+        `StreamEnd.on_end`)."""
         if self.is_cut(client.process.name):
             client.process.after(CONNECT_TIMEOUT_S, client.on_end, "the connection timed out")
             return None
@@ -95,15 +92,15 @@ class Network:
             self._streams.pop(stream.name, None)
 
     def break_streams(self, name: str) -> None:
-        """Something on the way forgets the connections of ``name``; both ends live, and what is
-        not there yet when they hear of it is lost."""
+        """A device on the way forgets the connections of ``name``: both ends live, and lose what
+        has not arrived yet."""
         for stream in list(self._streams.get(name, ())):
             for end in stream.ends:
                 end.last_arrival = self.world.now
             stream.end("the connection was reset")
 
     def half_open(self, name: str) -> None:
-        """The same, but the servers' ends notice nothing until their keepalive times out."""
+        """The same, but the servers notice nothing until their keepalive times out."""
         for stream in list(self._streams.get(name, ())):
             stream.lose_client()
 
@@ -134,7 +131,7 @@ class Stream:
         self._is_half_open = False
 
     def send(self, to: StreamEnd, message: object) -> None:
-        """Whoever sends over a broken stream learns it from `StreamEnd.on_end`."""
+        """The sender learns from `StreamEnd.on_end` that the stream is broken."""
         if not to.is_open:
             return
         if self._network.is_cut(self.name):
@@ -149,13 +146,12 @@ class Stream:
         self.send(self.ends[1], message)
 
     def end(self, reason: Reason) -> None:
-        """Both ends hear of it, after what was sent before."""
+        """Both ends receive the reason, after what was sent before."""
         for end in self.ends:
             self._deliver(end, None, reason)
         self._network.forget(self)
 
     def cancel(self) -> None:
-        """The client wants no more of it; the server hears of it."""
         client, server = self.ends
         client.is_open = False
         if self._is_half_open:
@@ -167,7 +163,7 @@ class Stream:
         self._network.forget(self)
 
     def lose_client(self) -> None:
-        """Only the client hears that the connection is gone; its messages still arrive."""
+        """Only the client notices that the connection is gone; its messages still arrive."""
         self._is_half_open = True
         client, server = self.ends
         client.last_arrival = server.process.world.now
@@ -177,7 +173,7 @@ class Stream:
         server.process.after(patience_s, self._deliver, server, None, "the keepalive timed out")
 
     def on_death(self, end: StreamEnd) -> Callable[[], None]:
-        """What to do when the process at ``end`` dies: its system tells the other end."""
+        """When the process at ``end`` dies, its system informs the other end."""
 
         def died() -> None:
             end.is_open = False

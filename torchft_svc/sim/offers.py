@@ -23,7 +23,7 @@ class Fetched:
 
 
 class Offers:
-    """What one worker offers now; a copy takes what ``mean_copy_s`` tells, more or less."""
+    """What one worker offers now; a copy takes about ``mean_copy_s``."""
 
     def __init__(self, process: Process, mean_copy_s: Callable[[], float]) -> None:
         self.process = process
@@ -39,7 +39,6 @@ class Offers:
             self.fetch(wanted, receive)
 
     def retract(self) -> None:
-        """The worker has healed: what it offered is not its state any more."""
         self._offered = {}
 
     def fetch(self, step: int, receive: Callable[[Fetched | PeerError], None]) -> None:

@@ -87,7 +87,6 @@ class Fault:
 
     @property
     def is_for_all(self) -> bool:
-        """Whether it concerns all groups."""
         return self.kind in LIGHTHOUSE_FAULTS or self.kind in LATER_LIGHTHOUSE_FAULTS
 
     def __str__(self) -> str:
@@ -128,7 +127,7 @@ class Scenario:
     def patience_s(self) -> float:
         """How long after that all groups of a job must have committed a step together.
 
-        A fault may have left somebody in each of the waits of a step, one after the other.
+        A fault may have left a group in each of the waits of a step, one after the other.
         """
         parts = (
             self.trainer.quorum_s,
@@ -199,10 +198,9 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
 
 
 def _draw_patience(chance: random.Random, scenario: Scenario, is_large: bool) -> Scenario:
-    """Who hangs is left out, who heals is waited for, in some runs, which are given occasion;
-    workers lose the way to their manager, and have collectives of their own.
+    """Hangs that evict, long heals, broken streams and odd steps, in some runs.
 
-    Drawn last: what else a seed is stays as it was.
+    Drawn late, so that the rest of a seed stays as it was.
     """
     config, trainer = scenario.config, scenario.trainer
     more: list[Fault] = []

@@ -60,7 +60,7 @@ class Shared:
         group_rank: int,
         receive: Callable[[Fetched | PeerError], None],
     ) -> None:
-        """Ask the source's manager where its worker is, and that worker for the state."""
+        """Ask the source's manager for its worker's address, and that worker for the state."""
 
         def ask(manager: ManagerActor) -> None:
             try:
@@ -82,7 +82,6 @@ class Shared:
             source.process.after(self.network.latency(process), ask, source)
 
     def count_commit(self, job: str, quorum_id: int, step: int) -> None:
-        """Another worker has committed ``step`` in this quorum."""
         self.num_commits += 1
         key, count = self.together.get(job, ((quorum_id, step), 0))
         count = count + 1 if key == (quorum_id, step) else 1

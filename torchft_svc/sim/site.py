@@ -122,7 +122,7 @@ class Site:
         self.begins_at = 0
 
     def _on_worker_death(self, worker: WorkerActor) -> Callable[[], None]:
-        """The worker's line to its manager ends; with rank 0, the manager ends too."""
+        """The worker's stream to its manager ends; with rank 0, the manager ends, too."""
         collective = self.collective
 
         def died() -> None:
@@ -144,39 +144,38 @@ class Site:
     # -- faults ----------------------------------------------------------------------------------
 
     def crash(self, down_s: float) -> None:
-        """The whole group is killed at once."""
         for worker in self.workers:
             worker.process.kill()
         self._kill_manager()
         self.start_after(down_s)
 
     def crash_worker(self, which: float, down_s: float) -> None:
-        """One worker is killed; the launcher ends the others when it notices."""
+        """The launcher ends the other workers when it notices."""
         if self.workers:
             self.workers[int(which * len(self.workers))].process.kill()
             self._launcher.after(NOTICE_S, self._end_the_others, down_s)
 
     def worker_failed(self, why: str) -> None:
-        """A worker ends with an error; its launcher starts the group again."""
+        """The launcher starts the group again."""
         self._shared.trace.record(self.name, f"a worker ends: {why}")
         self._launcher.after(NOTICE_S, self._end_the_others, RESTART_S)
 
     def _manager_ended(self) -> None:
-        """It was told to end its group, and ends itself; its launcher starts another one."""
+        """It was told to end its group."""
         self._kill_manager()
         self.worker_failed("its manager was told to end it")
 
     def is_manager_over(self) -> bool:
-        """It has ended with the first worker, which would have started another."""
+        """It has ended with the first worker, which would have started another one."""
         return not self._is_sidecar and self.workers[0].process.is_dead
 
     def worker_drained(self) -> None:
-        """A worker has ended in good order; when all have, the group is started again later."""
+        """When all workers have ended in good order, the group is started again later."""
         if all(worker.process.is_dead for worker in self.workers):
             self._launcher.after(NOTICE_S, self._end_the_others, RESTART_S)
 
     def _end_the_others(self, down_s: float) -> None:
-        """A manager that is not a child of the first worker outlives them all."""
+        """A manager that is not a child of the first worker survives."""
         if self._is_starting:
             return
         if not self._outlives_workers():
@@ -212,7 +211,7 @@ class Site:
         self._start_manager()
 
     def restart_workers(self) -> None:
-        """The trainers start again, beside a manager that lives on if it is not theirs."""
+        """Beside a manager that survives, if it is not a child of the first worker."""
         if self._is_starting or not self.workers:
             return
         if not self._outlives_workers():
@@ -223,7 +222,7 @@ class Site:
         self._start_workers()
 
     def leave(self, down_s: float) -> None:
-        """It is shut down, so the group leaves in the middle of its step; back later."""
+        """It is shut down in the middle of a step, and is back later."""
         if self.manager is not None and not self.manager.process.is_dead:
             self.manager.link.leave("it wants to", between_steps=False, ends=True)
         self._launcher.after(NOTICE_S, self.crash, down_s)
@@ -248,7 +247,6 @@ class Site:
             must(is_attached or is_new or process.is_dead, "I5", what)
 
     def processes(self) -> list[Process]:
-        """All that live here now."""
         found = [worker.process for worker in self.workers]
         if self.manager is not None:
             found.append(self.manager.process)
@@ -262,7 +260,8 @@ class Site:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def save(self, group_rank: int, saved: Fetched) -> None:
-        """A periodic checkpoint, shared by the job: it counts when all workers have written."""
+        """A periodic checkpoint of the job, which counts when all workers of a group have
+        written."""
         every = self._scenario.save_every
         if not every or saved.state.step % every:
             return

@@ -43,7 +43,8 @@ class Sums:
     def join(self, key: Key, members: tuple[str, ...], me: str, process: Process) -> Seat:
         """The seat of group ``me`` among ``members``.
 
-        What was broken cannot be built again under its id: its store holds the old addresses.
+        A broken process group cannot be built again under its id: its store holds the old
+        addresses.
         """
         ring = self._rings.setdefault(key, Ring(self, key, members))
         seat = Seat(ring, me, process)
@@ -63,8 +64,8 @@ class Sums:
 class GroupCollective:
     """What the workers of one group do together in each step, such as gathering their shards.
 
-    All of them have to come. One that waits here asks its manager nothing, so a peer that waits
-    for it in the quorum at the same time waits in vain.
+    All of them have to come. A worker that waits here does not ask its manager, so a peer that
+    waits for it in the quorum at the same time waits in vain.
     """
 
     def __init__(self, network: Network, invariants: Invariants, group: str, size: int) -> None:
@@ -78,18 +79,14 @@ class GroupCollective:
         self._is_excused = False
 
     def excuse(self) -> None:
-        """Their manager is another one, which does not know who has gone on without an answer.
-
-        Until all come, one may wait in the quorum for as long as a question may take.
-        """
+        """The manager was replaced, and does not know which worker continued without an answer:
+        until all come, one may wait in the quorum for the whole time of its question."""
         self._is_excused = True
 
     def asks(self, process: Process) -> None:
-        """A worker waits for the quorum."""
         self._asks_since[process] = self._network.world.now
 
     def is_answered(self, process: Process) -> None:
-        """It has the quorum, or an error."""
         self._asks_since.pop(process, None)
 
     def arrive(self, process: Process, done: Callable[[], None], fail: Callable[[], None]) -> None:
@@ -139,7 +136,7 @@ class Ring:
         self._arrived: dict[int, dict[str, tuple[State | None, Done]]] = {}
 
     def arrive(self, number: int, seat: Seat, state: State | None, done: Done) -> None:
-        """``seat`` is in sum ``number``, with zeros if it has no ``state`` to contribute from."""
+        """``state`` is None for a seat that contributes zeros."""
         arrived = self._arrived.setdefault(number, {})
         arrived[seat.me] = (state, done)
         if len(arrived) < len(self.members) or self.is_broken:
@@ -155,7 +152,8 @@ class Ring:
             other.process.after(delay_s, other.receive, number, result, tell)
 
     def break_up(self, but: Seat, in_order: bool = False) -> None:
-        """A member has closed its connections: the others notice, ``in_order`` after its result."""
+        """A member has closed its connections: the others notice, if ``in_order`` after its
+        result."""
         self.is_broken = True
         for seat in self.seats.values():
             if seat is not but:
@@ -191,21 +189,20 @@ class Seat:
             self._when_connected(self._finish, result)
 
     def abort(self) -> None:
-        """Close the connections: nobody's sum is finished any more."""
+        """Close the connections: no member finishes another sum."""
         self._fail("it was aborted")
         if not self._ring.is_broken:
             self._ring.is_broken = True
             self._when_connected(self._ring.break_up, self)
 
     def depart(self) -> None:
-        """Its worker ends in good order, and has sent what the others wait for."""
+        """The worker ends in good order, and has sent what the others wait for."""
         if self.abort in self.process.on_death:
             self.process.on_death.remove(self.abort)
         if not self._ring.is_broken:
             self._when_connected(self._ring.break_up, self, True)
 
     def leave(self) -> None:
-        """Its worker has another one."""
         self.abort()
         if self._ring.seats.get(self.me) is self:
             del self._ring.seats[self.me]
@@ -215,7 +212,6 @@ class Seat:
             self._ring.sums.forget(self._ring)
 
     def notice(self) -> None:
-        """Another member is gone."""
         self._fail("a member has closed its connections")
 
     def _fail(self, reason: str) -> None:

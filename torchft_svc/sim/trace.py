@@ -23,6 +23,5 @@ class Trace:
         self._lines.append((self.world.now, who, what))
 
     def lines(self) -> Iterator[str]:
-        """One line for each, oldest first."""
         for at, who, what in self._lines:
             yield f"{at:10.4f} s  {who:<16} {what}"

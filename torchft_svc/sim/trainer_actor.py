@@ -172,8 +172,6 @@ class WorkerActor:
         self._end(order.error)
 
     def _soon(self, action: Callable[..., None]) -> Callable[[_Step, Any], None]:
-        """``action``, after the pause that its order wants."""
-
         def act(step: _Step, order: AskManager | AskDecision) -> None:
             if order.pause_s:
                 self.process.after(order.pause_s, action, step, order)
@@ -248,7 +246,7 @@ class WorkerActor:
             self.process.after(PAUSE_S, self.begin_step)
 
     def _meet(self, anew: bool) -> PeerError | None:
-        """Sit down with the members of the quorum; the reason why not."""
+        """Join the process group of the quorum; returns why that is not possible."""
         if anew:
             if self._seat is not None:
                 self._seat.leave()
@@ -261,7 +259,6 @@ class WorkerActor:
         return self._seat.error
 
     def _leave_members(self) -> None:
-        """At once: nobody's sum is finished any more."""
         if self._seat is not None:
             self._seat.abort()
 
@@ -331,7 +328,7 @@ class WorkerActor:
             self.process.after(0.0, self._end_backward, step)
 
     def _end_backward(self, step: _Step) -> None:
-        """In the other half of the pass the group's workers need each other."""
+        """In the second half of the backward pass the workers of a group need one another."""
         collective = self.home.collective
         if collective is None:
             self._decide(step)
@@ -462,12 +459,11 @@ class WorkerActor:
             self._leave_members()
 
     def _end(self, error: object) -> None:
-        """The training loop raises."""
         self.process.kill()
         self.home.worker_failed(str(error))
 
     def _is_hanging(self, then: Callable[..., None], *args: object) -> bool:
-        """The main thread is stuck: go on with ``then`` when it is not any more."""
+        """If the main thread is stuck, call ``then`` when it moves again."""
         if self.hung_until <= self.process.world.now:
             return False
         self.process.after(self.hung_until - self.process.world.now, then, *args)
@@ -475,7 +471,7 @@ class WorkerActor:
 
 
 def _nothing(step: _Step, order: Order) -> None:
-    """Of what an order does in a trainer nothing is simulated."""
+    """The simulator does not model what this order does in a trainer."""
 
 
 @dataclass(slots=True)

@@ -46,17 +46,15 @@ class VirtualWorld:
         return random.Random(f"{self.seed}/{name}")  # noqa: S311 - it is to be repeated
 
     def process(self, name: str) -> Process:
-        """A new process that lives."""
         return Process(self, name)
 
     def plan(self, delay_s: float, event: Event) -> Event:
-        """Let ``event`` happen after ``delay_s``."""
         self._num_planned += 1
         heapq.heappush(self._queue, (self.now + max(0.0, delay_s), self._num_planned, event))
         return event
 
     def run(self, until: float, enough: Callable[[], bool]) -> bool:
-        """Let happen what happens ``until`` then, or until it is ``enough``, which is returned."""
+        """Process events ``until`` then, or until ``enough`` is true, which is returned."""
         while self._queue and self._queue[0][0] <= until:
             at, _, event = heapq.heappop(self._queue)
             if event.cancelled or event.process.is_dead:
@@ -90,11 +88,10 @@ class Process:
         self.on_death: list[Action] = []
 
     def after(self, delay_s: float, action: Action, *args: Any) -> Event:
-        """Call ``action`` in this process after ``delay_s``."""
         return self.world.plan(delay_s, Event(self, action, args))
 
     def kill(self) -> None:
-        """SIGKILL: nothing of it happens any more; those who watch it are told at once."""
+        """SIGKILL: its events do not happen any more; ``on_death`` is called at once."""
         if self.is_dead:
             return
         self.is_dead = True
@@ -109,7 +106,7 @@ class Process:
             self.is_frozen, self._frozen_at = True, self.world.now
 
     def thaw(self) -> None:
-        """SIGCONT: what has come meanwhile happens now, in its order."""
+        """SIGCONT: the events that have come meanwhile happen now, in their order."""
         if not self.is_frozen:
             return
         self.is_frozen = False
