@@ -14,8 +14,8 @@ MAX_AHEAD_S, MAX_AHEAD_OF_NEW_JOB_S = 15 * 3600.0, 30 * 3600.0
 class QuorumIds:
     """``first`` must be above any id of an earlier lighthouse.
 
-    Ids go up by ``stride``: lighthouses with other remainders have others, whatever they hear.
-    ``per_s``: by which the first id of a lighthouse grows as it begins later than ``now``.
+    Ids grow by ``stride``; lighthouses with other remainders issue other ids. ``per_s``: by how
+    much the first id of a lighthouse grows as it starts later than ``now``.
     """
 
     def __init__(self, first: int, stride: int, per_s: float, now: float) -> None:
@@ -24,12 +24,13 @@ class QuorumIds:
         self._stride, self._remainder = stride, first % stride
 
     def next(self, known: int) -> int:
-        """The first one above ``known``."""
         return known + self._stride - (known - self._remainder) % self._stride
 
     def check_told(self, told: int, known: int, now: float, *, is_running: bool) -> None:
-        """Refuse an id that cannot have been given out. ``known`` is the highest one of its job;
-        ``is_running``: it has a quorum here."""
+        """Refuse an id that cannot have been issued.
+
+        ``known``: the highest id of its job; ``is_running``: the job has a quorum here.
+        """
         is_clock_unset = self._base < self._stride  # it says a time before all ids
         if told <= max(self._base, known) or is_clock_unset:
             return
@@ -42,10 +43,10 @@ class QuorumIds:
             )
 
     def forget(self, last: int, now: float) -> None:
-        """A job that had the id ``last`` is forgotten, and may begin again.
+        """A job whose last id was ``last`` is forgotten, and may start again.
 
-        What was given out is below the clock. What was told may not be, and must not move the ids
-        of other jobs.
+        Issued ids are below the clock; a reported one may not be, and must not move the ids of
+        other jobs.
         """
         clock_id = self._base + int(self._per_s * (now - self._began_at))
         self.first = max(self.first, min(last, clock_id))

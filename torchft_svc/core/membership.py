@@ -23,7 +23,7 @@ GATHER_S = 2.0
 
 
 class GroupState(enum.Enum):
-    """What a living group of a job is; a group that is gone is forgotten."""
+    """What a living group of a job is."""
 
     __hash__ = object.__hash__  # by identity: quick
 
@@ -79,7 +79,7 @@ SILENT = (*AWAITED_MEMBERS, GroupState.ABSENT, GroupState.NEWCOMER)
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """A group whose request waits for an answer, since ``asked_at`` (monotonic seconds)."""
+    """A group whose request waits for an answer since ``asked_at``."""
 
     member: Member
     asked_at: float
@@ -87,7 +87,7 @@ class Waiter:
 
 @dataclass(frozen=True, slots=True)
 class Heal:
-    """A group has been healing since ``since``, until ``ended_at`` (None: it still does)."""
+    """A group heals since ``since``, until ``ended_at`` (None: it still does)."""
 
     since: float
     ended_at: float | None = None
@@ -95,12 +95,12 @@ class Heal:
 
 @dataclass(slots=True)
 class GroupRecord:
-    """What is known of one living group; its ``state`` follows from the rest.
+    """A living group; its ``state`` follows from the other fields.
 
     ``caller`` waits for the answer to its request (None: it does not ask), which needs
-    ``num_bytes`` in a quorum. ``gave_up``: since when
-    it had asked, and until when. ``left_out``: LATE or HANGS, if nobody waits for it. ``heal`` is
-    the last one since it asked. ``is_reported``: it was left out while it healed once.
+    ``num_bytes`` in a quorum. ``gave_up``: since when it had asked, and until when. ``left_out``:
+    LATE or HANGS, if it is not awaited. ``heal``: the last one since it asked. ``is_reported``: it
+    was left out while it healed.
     """
 
     seen_at: float
@@ -126,19 +126,17 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """How long a lighthouse that is new to a job waits for groups not seen yet (rule Q11).
+    """How long a lighthouse that is new to a job waits for groups it has not seen (rule Q11).
 
-    Of a job that has no quorum here yet, though its groups tell that they were in one.
-
-    The first of them would else train alone, and where the others are still with another
-    lighthouse, both halves would commit the same steps.
+    It has published no quorum of the job, but groups report that they were in one. Otherwise the
+    first group would train alone, and if the others are still at another lighthouse, both halves
+    would commit the same steps.
     """
 
     num_groups: int = 0
     until: float | None = None
 
     def after_request(self, member: Member, now: float, join_timeout_s: float) -> Gathering:
-        """The same after ``member`` has asked at ``now``."""
         if member.last_num_groups < 2:
             return self  # a newcomer, or one that was alone: there is nobody to come
         until = now + min(GATHER_S, join_timeout_s) if self.until is None else self.until
@@ -150,17 +148,16 @@ NOBODY_IS_TO_COME = Gathering()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """All that a decision depends on; save for ``previous``, all ids are of groups in ``living``.
+    """All that a decision depends on; except for ``previous``, all ids are of groups in ``living``.
 
-    ``groups`` are the living by their state. ``previous`` are the members of the last quorum; if
-    this lighthouse has published none yet, who tells that it was in the newest one. ``first``:
-    since when the first of those that ask does, and when the first of those that have healed was
-    done. ``heals`` are those of groups that have not asked since. ``num_veterans`` of the living
-    took part in a quorum of this job. ``requested_min_replicas`` is the largest of those who wait
-    (0: none). ``loss_accepted``: an operator gave up the steps that those who wait do not have.
-    ``is_finished``: that step is the one of a run that has ended on purpose. ``ahead`` report a
-    quorum that is newer than the last one here, because the job went on elsewhere, and are
-    believed. ``gathering`` matters until this lighthouse has published a quorum.
+    ``groups``: the living groups by state. ``previous``: the members of the last quorum; before the
+    first one, the groups that report the newest quorum. ``first``: the time of the first request,
+    and of the first heal that ended. ``heals``: of groups that have not asked since.
+    ``num_veterans``: living groups that took part in a quorum of the job.
+    ``requested_min_replicas``: the largest of the requests (0: none). ``loss_accepted``: an
+    operator gave up the steps that the groups that ask do not have. ``is_finished``: the last run
+    ended on purpose. ``ahead``: groups that report a newer quorum than the last one here, because
+    the job went on elsewhere, and are believed. ``gathering`` matters until the first quorum here.
     """
 
     waiting: Mapping[str, Waiter]
@@ -179,7 +176,7 @@ class JobView:
 
 
 class Membership:
-    """The groups of one job. ``now`` is monotonic seconds and never goes back."""
+    """The groups of one job. ``now`` is monotonic seconds."""
 
     def __init__(
         self, config: QuorumConfig, last: LastQuorum = NO_QUORUM, *, is_finished: bool = False
@@ -221,10 +218,10 @@ class Membership:
         self._known.move_to_end(replica_id)
 
     def reported(self, replica_id: str, last: LastQuorum) -> None:
-        """A group that has been seen tells of the last quorum that it was in, maybe elsewhere.
+        """A group reports the ``last`` quorum that it was in, maybe elsewhere.
 
-        As long as none was published here, the newest that is told stands for it: newcomers do not
-        go on without its members, nor anybody without its step.
+        Until one is published here, the newest reported quorum stands for it: newcomers do not
+        continue without its members, and no group continues without its step.
         """
         if not last.quorum_id:
             return
@@ -244,16 +241,18 @@ class Membership:
         self._take_part(replica_id, Tenure.MEMBER)
 
     def _note_ahead(self, replica_id: str, quorum_id: int) -> None:
-        """It tells that it was in this quorum; if that is newer than the last one here, the job may
-        have gone on there."""
+        """If the reported quorum is newer than the last one here, the job may have gone on
+        there."""
         if self.previous is not None and quorum_id > self.last.quorum_id:
             self._ahead.add(replica_id)
 
     def asked(self, member: Member, caller: int, now: float) -> int | None:
-        """``caller`` asks on behalf of ``member``, which has been seen; returns the caller that it
-        replaces, if any. Whoever repeats a request has asked since the first of them, also if
-        it gave up in between: with a patience shorter than ours it would never see a straggler left
-        out."""
+        """``caller`` asks for ``member``, which has been seen; returns the caller that it replaces,
+        if any.
+
+        A repeated request counts from the first one, also if it was withdrawn in between: a client
+        with a shorter timeout than ours would otherwise never see a straggler left out.
+        """
         replica_id = member.replica_id
         group = self._known[replica_id]
         replaced = group.caller
@@ -282,7 +281,7 @@ class Membership:
         return replaced
 
     def withdrew(self, caller: int, now: float) -> None:
-        """``caller`` waits no longer; the group itself is still alive."""
+        """``caller`` waits no longer; its group is still alive."""
         replica_id = self._replica_of.get(caller)
         if replica_id is None:
             return
@@ -291,7 +290,7 @@ class Membership:
         self._place(replica_id, group)
 
     def does(self, replica_id: str, activity: Activity, now: float) -> bool:
-        """What a living group tells; whether it is another state."""
+        """A living group reports its activity; returns whether its state has changed."""
         group = self._known[replica_id]
         heal = group.heal
         if activity.phase is Phase.HEALING and group.caller is None:
@@ -307,21 +306,20 @@ class Membership:
         return group.state is not before
 
     def _is_back_to_heal(self, group: GroupRecord) -> bool:
-        """Whether it was taken for late because it had not told yet that it heals, or heals once
-        more: with a session that breaks that is forgotten, and the next one does not begin with it.
-        """
+        """Whether it counts as late only because it had not reported yet that it heals, or heals
+        again: a session that breaks loses that report, and the next session does not repeat it."""
         is_late = group.state is GroupState.STRAGGLING and group.tenure is Tenure.MEMBER
         is_news = group.heal is None or group.heal.ended_at is not None
         return is_late and is_news and self._config.heal_timeout_s is not None
 
     def evicted(self, replica_ids: Iterable[str]) -> None:
-        """These, which are awaited, hang: nobody waits for them until they ask."""
+        """These awaited groups hang: they are not awaited until they ask."""
         for replica_id in replica_ids:
             self._leave_out(replica_id, Conduct.HANGS)
 
     def left_out(self, replica_ids: Iterable[str]) -> list[tuple[str, float]]:
-        """These have not asked in time. Returns who of them heals, and since when; each is told
-        once."""
+        """These groups have not asked in time. Returns those that heal, and since when, each
+        only once."""
         healing = []
         for replica_id in replica_ids:
             self._leave_out(replica_id, Conduct.LATE)
@@ -332,9 +330,9 @@ class Membership:
         return healing
 
     def recalled(self) -> list[str]:
-        """Who is waited for again, because nobody else of the last quorum is left.
+        """Groups that are awaited again, because no other member of the last quorum is left.
 
-        To be called when somebody is gone: newcomers must not begin a second history while members
+        To be called when a group is gone: newcomers must not start a second history while members
         of the first one hang.
         """
         evicted = self.groups[GroupState.EVICTED]
@@ -346,7 +344,7 @@ class Membership:
         return recalled
 
     def turned_away(self, replica_id: str, now: float) -> int | None:
-        """A group that waits is refused; returns its caller. It may be alive."""
+        """A request is refused; returns its caller. The group may be alive."""
         group = self._known.get(replica_id)
         caller = group.caller if group else None
         if caller is not None:
@@ -370,7 +368,7 @@ class Membership:
         return caller
 
     def publish(self, quorum: Quorum) -> tuple[int, ...]:
-        """``quorum`` is the answer to its members; returns their callers, in member order."""
+        """Returns the callers of the members, in member order."""
         callers = []
         before = self._previous_ids
         self._previous_ids = {member.replica_id for member in quorum.participants}
@@ -391,13 +389,12 @@ class Membership:
         return tuple(callers)
 
     def accept_loss(self) -> None:
-        """An operator gives up the steps that those who ask do not have."""
         self._loss_accepted = True
 
     # -- the records -----------------------------------------------------------------------------
 
     def _place(self, replica_id: str, group: GroupRecord) -> None:
-        """Something that is known of this group has changed."""
+        """Update the state of a group that has changed."""
         state = STATES[group.conduct][group.tenure]
         if state is not group.state:
             self._remove(replica_id, group.state)
@@ -424,7 +421,7 @@ class Membership:
         self._place(replica_id, group)
 
     def _end_quorum(self, replica_ids: Iterable[str]) -> None:
-        """These were in the last quorum, and there is a newer one."""
+        """These members of the last quorum are not in the new one."""
         for replica_id in replica_ids:
             group = self._known.get(replica_id)
             if group is not None:
@@ -438,7 +435,7 @@ class Membership:
         self._place(replica_id, group)
 
     def _take_request(self, replica_id: str, group: GroupRecord) -> Waiter:
-        """It waits no longer; `_place` is to follow."""
+        """It waits no longer; `_place` must follow."""
         assert group.caller is not None
         del self._replica_of[group.caller]
         group.caller = None
@@ -454,7 +451,6 @@ class Membership:
     # -- what follows ----------------------------------------------------------------------------
 
     def view(self) -> JobView:
-        """What decisions look at."""
         return JobView(
             waiting=self._waiting,
             groups=self.groups,
@@ -472,7 +468,7 @@ class Membership:
         )
 
     def _first_of_all(self) -> dict[GroupState, float]:
-        """As `first`, but exact. It matters only if somebody is waited for."""
+        """As `first`, but exact, which matters only if a group is awaited."""
         if not any(self.groups[state] for state in SILENT):
             return self.first
         return {
@@ -481,7 +477,7 @@ class Membership:
         }
 
     def _since(self, replica_id: str, state: GroupState) -> float:
-        """A request waits, or a heal is over."""
+        """When its request came, or its heal ended."""
         if state is not GroupState.HEALED:
             return self._waiting[replica_id].asked_at
         heal = self._known[replica_id].heal
@@ -489,20 +485,20 @@ class Membership:
         return heal.ended_at
 
     def _heals(self) -> dict[str, Heal]:
-        """Those of groups that have not asked since."""
         silent = (self.groups[state] for state in SILENT)
         found = ((key, self._known[key].heal) for keys in silent for key in keys)
         return {key: heal for key, heal in found if heal is not None}
 
     def sharpen(self, view: JobView) -> None:
-        """What ``view`` has counted anew need not be counted again."""
+        """Keep what ``view`` has counted."""
         self.first = dict(view.first)
 
     def _believed_ahead(self) -> set[str]:
-        """Who tells that the job went on elsewhere, and had a name in the last quorum here.
+        """The groups that report that the job went on elsewhere, and had a name in the last quorum
+        here.
 
-        Everybody may tell that. So it counts only if more groups of the last quorum, by their
-        names, say so than live that do not: the others have been here all the time.
+        Any group may report that. So it counts only if more groups of the last quorum, by name,
+        report it than live without reporting it: those have been here all the time.
         """
         names = {stable_name(replica_id) for replica_id in self._previous_ids}
         stay = {stable_name(key) for key in self._previous_ids - self._ahead if key in self._known}
@@ -544,7 +540,6 @@ class Membership:
 
     @property
     def num_awaited(self) -> int:
-        """Living members of the last quorum that neither ask nor were left out."""
         return sum(len(self.groups[state]) for state in AWAITED_MEMBERS)
 
     def state(self, replica_id: str) -> GroupState | None:
@@ -559,33 +554,32 @@ class Membership:
 
     @property
     def min_replicas(self) -> int:
-        """Of the lighthouse; what the groups tell goes before it."""
+        """Of the lighthouse; groups may ask for more."""
         return self._config.min_replicas
 
     @property
     def gathers_until(self) -> float | None:
-        """Until when groups are waited for that were not seen yet, if they are."""
+        """See `Gathering`."""
         return self._gathering.until
 
     def asking(self) -> list[Member]:
-        """The requests that wait for an answer."""
         return [waiter.member for waiter in self._waiting.values()]
 
     def num_bytes_of_others(self, replica_id: str) -> int:
-        """Of a quorum of all who ask, without this group."""
+        """Of a quorum of all groups that ask, without this one."""
         group = self._known.get(replica_id)
         return self._waiting_bytes - (group.num_bytes if group else 0)
 
     def silences(self, now: float) -> list[tuple[str, float]]:
-        """The living groups, and for how many seconds each has been silent."""
+        """The living groups, each with the seconds since its last sign of life."""
         return [(replica_id, now - group.seen_at) for replica_id, group in self._known.items()]
 
     def waiting(self) -> list[str]:
-        """The groups that ask."""
         return list(self._waiting)
 
     def is_past(self, replica_id: str, last: LastQuorum) -> bool:
-        """Whether the others go on without this group, which was in quorum ``last`` and is back."""
+        """Whether the others continue without this group, which was in quorum ``last`` and is
+        back."""
         newest = self.previous.quorum_id if self.previous is not None else 0
         return not self.knows(replica_id) and 0 < last.quorum_id <= newest
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 
 class Names:
-    """Of the living groups of a job. What is asked on every sign of life does not depend on how
-    many there are with other names."""
+    """Of the living groups of a job. The cost of a sign of life does not depend on their number."""
 
     def __init__(self) -> None:
         self._groups: dict[str, dict[str, None]] = {}  # by stable name, the oldest first
@@ -24,27 +23,27 @@ class Names:
             self._vacated.pop(name, None)
 
     def earlier(self, replica_id: str) -> list[str]:
-        """Those that had the same name before this one."""
+        """The groups that had the same name before this one."""
         same = self.of(stable_name(replica_id))
         return same[: same.index(replica_id)] if replica_id in same else same
 
     def later(self, replica_id: str) -> list[str]:
-        """Those that took the name of this one, if it lives, after it."""
+        """The groups that took the name of this one after it; none if it is dead."""
         same = self.of(stable_name(replica_id))
         return same[same.index(replica_id) + 1 :] if replica_id in same else []
 
     def is_free_for(self, replica_id: str) -> bool:
-        """Whether none had the name before this one."""
+        """Whether no other living group had the name before this one."""
         same = self._groups.get(stable_name(replica_id), ())
         return next(iter(same), replica_id) == replica_id
 
     def take_heirs(self) -> list[str]:
-        """Who has the names now of which a bearer is gone; each change is told once."""
+        """The present owners of names that lost a group since the last call."""
         vacated, self._vacated = self._vacated, {}
         return [next(iter(self._groups[name])) for name in vacated]
 
     def of(self, name: str) -> list[str]:
-        """Those with this stable name, the oldest first."""
+        """The groups with this stable name, the oldest first."""
         return list(self._groups.get(name, ()))
 
 

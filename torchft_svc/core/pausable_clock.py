@@ -13,15 +13,15 @@ ROUNDING_S = 1e-6
 
 
 def usual_look_s(heartbeat_timeout_s: float) -> float:
-    """How often to look where groups are dead after so much silence."""
+    """How often to look if groups are dead after so much silence."""
     return min(max(heartbeat_timeout_s / LOOKS_PER_TIMEOUT, MIN_LOOK_S), MAX_LOOK_S)
 
 
 class PausableClock:
-    """Monotonic seconds, less those in which this process was stopped, or its machine was.
+    """Monotonic seconds, less those in which this process or its machine was stopped.
 
-    `now` has to be called at least every ``look_s`` while it matters, with the instant of a
-    monotonic clock. Time that passes without it is time in which nothing could be heard or done.
+    `now` must be called at least every ``look_s`` while it matters, with a monotonic clock's time.
+    In time that passes without it, nothing could be received or done.
     """
 
     def __init__(self, look_s: float, at: float) -> None:
@@ -37,10 +37,10 @@ class PausableClock:
         return at - self.missed_s
 
     def skip_to(self, at: float) -> None:
-        """Until ``at`` nobody had to look: nothing was missed."""
+        """Nobody had to look until ``at``: nothing was missed."""
         self._looked_at = at
 
     def look_by(self, instant: float) -> float:
-        """When to call `now` next, as ``at``: when this clock shows ``instant`` at the latest."""
+        """When to call `now` next: at the latest when this clock shows ``instant``."""
         at = instant + self.missed_s + (ROUNDING_S if self.missed_s else 0.0)
         return min(at, self._looked_at + self.look_s)

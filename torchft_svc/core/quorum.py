@@ -23,8 +23,8 @@ from torchft_svc.core.types import Member, QuorumConfig
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """These members are the quorum, sorted by replica id. ``lost_from`` is the committed step of
-    the job if it goes back with this quorum (rule Q7), else None."""
+    """``members`` are the quorum, sorted by replica id. ``lost_from``: the committed step of the
+    job if it goes back with this quorum (rule Q7), else None."""
 
     members: tuple[Member, ...]
     lost_from: int | None = None
@@ -45,13 +45,12 @@ class Why(enum.Enum):
 class Waiting:
     """No quorum yet; time alone changes that at ``until`` (None: never).
 
-    ``awaited`` have not asked, and ``heal`` is of the one of them that heals for the longest time
-    (its id, and since when). ``num_missing`` groups were not seen yet. ``num_asking`` of
-    ``num_needed`` ask, and ``num_kept_out`` more may not join because of ``shrink_only``.
-    ``not_believed`` are those that ask and tell too much. The job has ``committed_step``, in a run
-    that has ended on purpose (``is_finished``) or not; those that ask have at most ``max_step``.
-
-    The sentence about it is made by `torchft_svc.core.overview.explain`.
+    ``awaited`` have not asked, and ``heal`` is the longest heal among them (replica id, and since
+    when). ``num_missing`` groups were not seen yet. ``num_asking`` of ``num_needed`` groups ask,
+    and ``num_kept_out`` more may not join because of ``shrink_only``. ``not_believed`` ask, but
+    report too high a step. The job has ``committed_step``, in a run that ended on purpose
+    (``is_finished``) or not; the groups that ask have at most ``max_step``.
+    `torchft_svc.core.overview.explain` makes the sentence.
     """
 
     why: Why
@@ -69,7 +68,6 @@ class Waiting:
 
 
 def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
-    """Apply the rules to what is known at ``now`` (monotonic seconds)."""
     too_early = _before_all_are_here(view, config, now)
     if too_early is not None:
         return too_early
@@ -92,15 +90,15 @@ def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
 def patience(
     groups: Mapping[GroupState, Set[str]], first: Mapping[GroupState, float], config: QuorumConfig
 ) -> dict[GroupState, float]:
-    """Until when groups that have not asked are waited for, by their state; for others, nobody is.
+    """Until when groups that have not asked are awaited, by state; groups in other states are not.
 
-    ``first``: see `JobView`. For HEALED it is the time of those that have healed first.
+    ``first``: see `JobView`; for HEALED, when the first heal ended.
 
     All deadlines count from the first request of a member of the last quorum (rules Q3 and Q16).
-    Newcomers do not hold up members (rules Q2 and Q9), and do not begin without them: if no member
-    asks, one that may be in a long step is waited for as long as it lives (rule Q10). Where no
-    member is left, deadlines count from the first request of anyone. Who straggles or was evicted
-    is not waited for (rules Q4 and Q18).
+    Newcomers do not delay members (rules Q2 and Q9), and do not start without them: if no member
+    asks, one that may be in a long step is awaited as long as it lives (rule Q10). If no member is
+    left, deadlines count from the first request. Stragglers and evicted groups are not awaited
+    (rules Q4 and Q18).
     """
     if groups[GroupState.ASKING]:
         since = first[GroupState.ASKING]
@@ -121,21 +119,22 @@ def patience(
 
 
 def _healed_until(since: float, healed_at: float, config: QuorumConfig) -> float:
-    """A group whose heal is over has a step to finish: others get the join timeout for it."""
+    """A group whose heal has ended has a step to finish, and gets the join timeout for it."""
     longest = min(since + config.healing_timeout_s, healed_at + config.join_timeout_s)
     return max(since + config.join_timeout_s, longest)
 
 
 def look_at(members: Membership, config: QuorumConfig) -> float:
-    """Before this time there is nothing to decide, whoever asks meanwhile: somebody is waited for
-    (-inf: nobody is). It costs the same however many groups there are."""
+    """Before this time there is nothing to decide, because a group is awaited (-inf: none is).
+    The cost does not depend on the number of groups."""
     until = patience(members.groups, members.first, config)
     ats = [at for state, at in until.items() if members.groups[state]]
     return min(ats) if ats else -math.inf
 
 
 def absent_deadlines(view: JobView, config: QuorumConfig) -> dict[str, float]:
-    """Who is waited for, or was, each with the time until which it is (``inf``: while it lives)."""
+    """The groups that are or were awaited, each with its deadline (``inf``: as long as it
+    lives)."""
     until = patience(view.groups, view.first, config)
     deadlines = {key: at for state, at in until.items() for key in view.groups[state]}
     if view.groups[GroupState.ASKING]:
@@ -147,7 +146,7 @@ def absent_deadlines(view: JobView, config: QuorumConfig) -> dict[str, float]:
 
 
 def _before_all_are_here(view: JobView, config: QuorumConfig, now: float) -> Waiting | None:
-    """Why it is too early to look at who asks: nobody does, or somebody is still waited for."""
+    """Why it is too early to look at the requests: there is none, or a group is still awaited."""
     if not view.waiting:
         return Waiting(Why.NOBODY_ASKS)
     num_missing = view.gathering.num_groups - len(view.living)
@@ -167,7 +166,7 @@ def _before_all_are_here(view: JobView, config: QuorumConfig, now: float) -> Wai
 
 
 def _longest_heal(view: JobView, awaited: Iterable[str]) -> tuple[str, float] | None:
-    """Which of these heals for the longest time, and since when."""
+    """The id of the group that has been healing for the longest time, and since when."""
     heals = ((key, view.heals[key]) for key in awaited if key in view.heals)
     healing = [(heal.since, key) for key, heal in heals if heal.ended_at is None]
     if not healing:
@@ -177,7 +176,7 @@ def _longest_heal(view: JobView, awaited: Iterable[str]) -> tuple[str, float] | 
 
 
 def _candidates(view: JobView) -> list[Member]:
-    """Who could be in the quorum: all who ask, or with shrink_only, no newcomers (rule Q5)."""
+    """All groups that ask; with shrink_only, no newcomers (rule Q5)."""
     back = [waiter.member for key, waiter in view.waiting.items() if key in view.previous]
     if any(member.shrink_only for member in back):
         return back
@@ -212,13 +211,13 @@ def _check_progress(
 
 
 def _doubted(view: JobView, config: QuorumConfig, candidates: list[Member]) -> dict[str, int]:
-    """Whose step is not believed (rule Q14), and which: it is further than a commit ahead of the
-    job, though a group of the last quorum lives that does not say so.
+    """The groups whose step is not believed (rule Q14), and that step: it is more than a commit
+    ahead of the job, and a living group of the last quorum does not report the same.
 
-    From a quorum to the next a group commits one step, also alone while the others discard it, and
-    maybe while this lighthouse was away: then it was not in the last quorum here. Who tells more
-    comes from another run, or is wrong, unless it was in a newer quorum elsewhere. A lighthouse
-    that has published none yet knows the last one only if all its groups are here.
+    From one quorum to the next a group commits one step, also alone while the others discard it,
+    and maybe while this lighthouse was away. A group that reports more comes from another run, or
+    is wrong, unless it was in a newer quorum elsewhere. A lighthouse that has published no quorum
+    yet knows the last one only if all its groups are here.
     """
     limit = view.committed_step + 1
     jumps = {member.replica_id: member.step for member in candidates if member.step > limit}
@@ -234,14 +233,14 @@ def _doubted(view: JobView, config: QuorumConfig, candidates: list[Member]) -> d
 
 
 def _with_doubt(member: Member, *, is_doubted: bool) -> Member:
-    """As it is published: who has the step 0 heals, whatever version its manager has."""
+    """As it is published: a group with step 0 heals, whatever version its manager has."""
     if is_doubted:
         return replace(member, step=0, doubted_step=member.step)
     return replace(member, doubted_step=0) if member.doubted_step else member
 
 
 def _is_loss_allowed(view: JobView, config: QuorumConfig) -> bool:
-    """Without asking an operator. Who took part in the job never takes it back: it was frozen, or
+    """Without an operator. No group that took part in the job takes it back: it was frozen, or
     cut off, and the others went on."""
     policy = config.on_step_regression
     is_restart = view.num_veterans == 0 and (policy == "auto" or view.is_finished)
@@ -249,8 +248,9 @@ def _is_loss_allowed(view: JobView, config: QuorumConfig) -> bool:
 
 
 def has_loss_to_accept(view: JobView, config: QuorumConfig, now: float) -> bool:
-    """Whether those who ask are behind the job's committed step, and held back because of that,
-    or would be as soon as they are enough. Who is still waited for may have the newer state."""
+    """Whether the groups that ask are held back because they are behind the job's committed
+    step, or would be as soon as they are enough. A group that is still awaited may have the
+    newer state."""
     if _before_all_are_here(view, config, now) is not None or _is_loss_allowed(view, config):
         return False
     candidates = _candidates(view)
@@ -260,14 +260,14 @@ def has_loss_to_accept(view: JobView, config: QuorumConfig, now: float) -> bool:
 
 
 def joining(members: tuple[Member, ...], previous: Set[str] | None) -> frozenset[str]:
-    """Whose state may not be that of the others, although its step is theirs (rule Q13).
+    """Members whose state may differ from that of the others although their step is equal (rule
+    Q13).
 
-    Those of ``members`` that were not in the ``previous`` quorum, or have not healed since.
-
-    A lighthouse that was restarted does not know that quorum (None); whoever is as far as others
-    but was told only of earlier ones was not in it, and may have another state. So may one that has
-    restored a checkpoint of a step that was committed in an earlier quorum: the job went back to
-    before it once, and did it again.
+    Those that were not in the ``previous`` quorum, or have not healed since. A restarted lighthouse
+    does not know that quorum (None): a group at the highest step that reports only earlier quorums
+    than others was not in it, and may have another state. So may a group that has restored a
+    checkpoint of a step that was committed in an earlier quorum: the job went back to before it
+    once, and repeated it.
     """
     max_step = max(member.step for member in members)
     strangers = {member.replica_id for member in members if member.unhealed}
@@ -283,7 +283,8 @@ def joining(members: tuple[Member, ...], previous: Set[str] | None) -> frozenset
 
 
 def _most_trusted(strangers: list[Member]) -> set[str]:
-    """Of ``strangers`` at one step, those from whom all go on, because nobody else is as far."""
+    """Of ``strangers`` at one step, those whose state all take, because no other group is as
+    far."""
     healthy = [each for each in strangers if not each.unhealed]
     if not healthy:
         return {strangers[0].replica_id}  # whoever should have served them is gone
@@ -292,12 +293,11 @@ def _most_trusted(strangers: list[Member]) -> set[str]:
 
 
 def to_evict(members: Membership, hangs: HangWatch, candidates: Iterable[str]) -> list[str]:
-    """The groups that hang to leave out now (rule Q18), if one of ``candidates`` waits for them.
+    """The hanging groups to leave out now (rule Q18), if one of ``candidates`` waits for them.
 
-    If all stand still, as on a file system that does not answer, leaving some of them out would
-    help nobody. So a member of the last quorum has to be there which was not left out itself, and
-    waits: one that trains for less than the hang timeout may stand still in the same place, and its
-    time is up a moment later.
+    If all stand still, as on a file system that does not answer, leaving some of them out helps
+    nobody. So a member of the last quorum must wait that was not left out itself. One that trains
+    for less than the hang timeout may stand still in the same place, and exceed it a moment later.
     """
     if not hangs.unheeded or not any(_waits(members, hangs, each) for each in candidates):
         return []

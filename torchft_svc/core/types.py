@@ -45,18 +45,17 @@ DEFAULT_JOB = "default"
 class Member:
     """One replica group, as it asks for a quorum.
 
-    ``step`` counts committed optimizer updates, ``commit_failures`` the steps discarded since,
-    ``seen_quorum_id`` is the highest quorum id that the group has been told (0: none),
-    ``min_replicas`` the fewest groups that its job trains with (0: the lighthouse knows),
-    ``last_num_groups`` how many were in the last quorum that it has been told (0: none).
-    ``unhealed``: that quorum wanted it to heal, which has failed; its step need not show that.
-    ``has_history``: all its workers have been told a quorum, so that it is no restart.
-    ``layout``: what it sums, and how, which must be the same in all groups (empty: not told).
-    ``doubted_step``: in a quorum, the step that it told, if that is not believed (0: it is); its
-    ``step`` is 0 then.
-    ``step_quorum_id``: in which quorum ``step`` was committed, be it before the checkpoint that was
-    restored (0: not known).
-    ``unknown`` is what a newer client says about itself, encoded; its peers get it as it came.
+    ``step``: committed optimizer updates; ``commit_failures``: steps discarded since.
+    ``seen_quorum_id``: the highest quorum id that the group has received (0: none);
+    ``has_history``: all of its workers have received one, so that this is no restart.
+    ``last_num_groups``: the size of the last quorum that it has received (0: none).
+    ``min_replicas``: the fewest groups that its job trains with (0: the lighthouse decides).
+    ``unhealed``: the last heal has failed, which its step need not show. ``layout``: what the group
+    reduces, and how; it must be equal in all groups (empty: not known). ``doubted_step``: in a
+    quorum, the reported step if it is not believed (else 0); its ``step`` is 0 then.
+    ``step_quorum_id``: the quorum in which ``step`` was committed, also before a checkpoint that
+    was restored (0: not known). ``unknown``: encoded fields of a newer client, which its peers
+    receive unchanged.
     """
 
     replica_id: str
@@ -104,18 +103,18 @@ class Member:
 
     @property
     def num_bytes(self) -> int:
-        """At most so many are needed for it in an encoded quorum."""
+        """An upper bound of its size in an encoded quorum."""
         texts = self.replica_id + self.address + self.store_address + self.data
         return MAX_NUMBERS_LENGTH + len(self.unknown) + utf8_length(texts)
 
     @property
     def history(self) -> tuple[int, int]:
-        """Of two groups at one step, the state of the one where this is larger is the newer one."""
+        """Of two groups at one step, the one with the larger history has the newer state."""
         return self.seen_quorum_id, self.step_quorum_id
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """What must be the same for two quorums to share an id."""
+        """Two quorums share an id only if this is equal for all members."""
         return self.replica_id, self.address, self.store_address
 
 
@@ -123,10 +122,9 @@ class Member:
 class Quorum:
     """The groups that train together; ``participants`` are sorted by replica id.
 
-    ``joining`` are those that were not in the quorum before, or have not healed since. One of them
-    may be at the same step as the others with another state: it committed the step that they
-    discarded, and was left out while they did it again. So its state counts as up to date only if
-    no other group's does.
+    ``joining``: members that were not in the quorum before, or have not healed since. A member may
+    be at the same step as the others with another state: it committed the step that they discarded
+    and repeated without it. So its state counts as up to date only if no other member's does.
     """
 
     quorum_id: int
@@ -149,7 +147,7 @@ class Quorum:
 
 @dataclass(frozen=True, slots=True, order=True)
 class LastQuorum:
-    """The newest quorum that somebody knows of, and its ``max_step``; ids from 1 (0: none)."""
+    """The newest known quorum, and its ``max_step``; ids start at 1 (0: none)."""
 
     quorum_id: int = 0
     max_step: int = 0
@@ -167,13 +165,11 @@ NO_QUORUM = LastQuorum()
 class WorkerRequest:
     """A worker asks for a quorum; ``worker_id`` is new at every start of its process.
 
-    ``drain_reason``: why this worker has to end, so that its group leaves when all have asked
-    (empty: it has not). ``unhealed``: the last quorum wanted it to heal, which has failed.
-    ``last_quorum_id``: the highest that it has been told (0: none), maybe by the manager before
-    this one. ``question``
-    counts the questions of this worker, and stays the same when one is repeated because its answer
-    was lost (0: the worker does not count). ``layout``: what it sums (empty: not told).
-    ``step_quorum_id``: in which its step was committed (0: not known).
+    ``drain_reason``: why this worker has to end, so that its group leaves when all workers have
+    asked (empty: it has not to). ``unhealed``: its last heal has failed. ``last_quorum_id``: the
+    highest that it has received (0: none), maybe from an earlier manager. ``question`` counts this
+    worker's questions; a question is repeated with the same number if its answer was lost (0: the
+    worker does not count). ``layout``, ``step_quorum_id``: see `Member`.
     """
 
     group_rank: int
@@ -205,7 +201,7 @@ class WorkerRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """A worker's vote; ``round`` is 0 if the worker does not know rounds."""
+    """``round`` is 0 if the worker does not know rounds."""
 
     group_rank: int
     step: int
@@ -218,14 +214,14 @@ class Vote:
 class QuorumConfig:
     """When a job's quorum is formed (architecture, section 4); durations in seconds.
 
-    ``on_step_regression`` decides what happens to a quorum that would lose committed steps:
-    ``hold`` keeps it back, ``warn`` lets it pass with a warning; ``auto`` holds it back while a
-    group that took part in the job is alive, and warns when none is left. ``on_step_jump`` decides
-    about a group whose step is more than a commit ahead of the running job: it has to ``heal``, or
-    the others ``follow`` it. A group that stands in
-    one phase of its own work for ``hang_timeout_s`` (None: however long) is reported, and ended if
-    ``on_hang`` is ``kill``; if it is ``evict``, those of its quorum that wait go on without it.
-    ``heal_timeout_s`` (None: the join timeout) is the join timeout for a group as long as it heals.
+    ``on_step_regression``: what happens to a quorum that would lose committed steps: ``hold`` holds
+    it back, ``warn`` publishes it with a warning; ``auto`` holds it back while a group that took
+    part in the job is alive, else warns. ``on_step_jump``: a group whose step is more than a commit
+    ahead of the running job has to ``heal``, or the others ``follow`` it. A group that stays in one
+    phase of its own work for ``hang_timeout_s`` (None: no limit) is reported; with
+    ``on_hang="kill"`` it is ended, with ``"evict"`` the members of its quorum that wait continue
+    without it. ``heal_timeout_s`` (None: the join timeout) is the join timeout for a group while it
+    heals.
     """
 
     min_replicas: int = 1
@@ -308,17 +304,17 @@ class QuorumConfig:
 
     @property
     def healing_timeout_s(self) -> float:
-        """How long a group is waited for as long as it heals."""
+        """How long a healing group is awaited."""
         return self.join_timeout_s if self.heal_timeout_s is None else self.heal_timeout_s
 
     @property
     def newcomer_timeout_s(self) -> float:
-        """How long a cold start waits for groups that live but have not asked."""
+        """How long a cold start waits for living groups that have not asked."""
         return self.join_timeout_s if self.startup_timeout_s is None else self.startup_timeout_s
 
 
 def check_length(field: str, duration_s: float) -> None:
-    """Raise `ConfigError` if the setting ``field`` is longer than the longest wait."""
+    """Raise `ConfigError` if the setting ``field`` exceeds the longest possible wait."""
     if duration_s > MAX_DURATION_S:
         reason = f"use {MAX_DURATION_S:.0f} s (24 days) at most, which is as good as no limit"
         raise ConfigError(field, f"{duration_s:g} s", reason)
@@ -336,14 +332,14 @@ def check_not_empty(field: str, value: str | None) -> None:
 
 
 def check_name(field: str, value: str) -> None:
-    """Refuse a name that is empty, too long, or would break a log line."""
+    """Refuse a name that is empty, too long or not printable."""
     if not value:
         raise RequestRefused(f"{field} is empty")
     check_text(field, value, MAX_NAME_LENGTH)
 
 
 def check_quorum_id(field: str, quorum_id: int) -> None:
-    """Refuse an id that no lighthouse gave out (0: none was told)."""
+    """Refuse an id that no lighthouse can have issued (0: none was reported)."""
     if quorum_id < 0:
         raise RequestRefused(f"{field} is {quorum_id}, must be 0 or more")
     # The clock-derived base of a lighthouse is far below this; more would exhaust the ids.
@@ -352,19 +348,17 @@ def check_quorum_id(field: str, quorum_id: int) -> None:
 
 
 def check_step(step: int) -> None:
-    """Refuse a step that cannot be."""
     if not 0 <= step <= MAX_INT64:
         raise RequestRefused(f"step is {step}, must be 0 or more")
 
 
 def utf8_length(text: str) -> int:
-    """How many bytes it has on the wire."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def one_line(text: str, limit: int = MAX_REASON_LENGTH) -> str:
-    """``text``, whoever said it, fit for a line of a log: no longer than ``limit``, with ``?`` for
-    each character that cannot be printed, such as a newline or the escape codes of terminals."""
+    """``text`` for one line of a log: at most ``limit`` characters, with ``?`` for each that
+    cannot be printed, such as a newline or an escape code."""
     shown = text if len(text) <= limit else f"{text[: limit - 3]}..."
     if shown.isprintable():
         return shown
@@ -372,7 +366,6 @@ def one_line(text: str, limit: int = MAX_REASON_LENGTH) -> str:
 
 
 def check_text(field: str, value: str, limit: int) -> None:
-    """Refuse a text that is longer than ``limit`` characters or not printable."""
     if len(value) > limit:
         raise RequestRefused(f"{field} has {len(value)} characters, {limit} are allowed")
     if not value.isprintable():
