@@ -15,10 +15,10 @@ from torchft_svc.core.group_orders import (
     AnswerVote,
     AnswerWorker,
     AwaitOwner,
-    LeaveLighthouse,
     RefuseWorker,
     StopAsking,
 )
+from torchft_svc.core.session_messages import Leave
 from torchft_svc.core.types import WorkerRequest
 from torchft_svc.errors import (
     CommitFailed,
@@ -260,7 +260,7 @@ def test_whose_line_has_ended_is_followed_by_the_one_that_waits() -> None:
     asked = group.quorum_requested(again, 12)
     assert plain(asked) == [Refused(11, "QuorumFailed", newer)]
     assert group.owner_was_silent(0, 11) == (), "its line tells"
-    gone = LeaveLighthouse("group rank 0 is gone: killed")
+    gone = Leave("group rank 0 is gone: killed")
     new = asks(2, new_incarnation=True, step=7)
     assert group.detached(0, "x", "killed") == (gone, new)
     group.attached(0, "new")
@@ -342,7 +342,7 @@ def test_a_worker_that_dies_releases_those_that_ask_and_the_group_leaves() -> No
     assert plain(group.detached(2, "z", "its connection ended")) == [
         Refused(10, "QuorumFailed", f"no quorum: {gone}"),
         Refused(11, "QuorumFailed", f"no quorum: {gone}"),
-        LeaveLighthouse(gone),
+        Leave(gone),
     ]
     assert group.detached(2, "z", "its connection ended") == ()
 
@@ -355,7 +355,7 @@ def test_a_worker_that_dies_while_the_lighthouse_is_asked() -> None:
     assert plain(group.detached(0, "x", "killed")) == [
         StopAsking(1),
         Refused(10, "QuorumFailed", f"no quorum: {gone}"),
-        LeaveLighthouse(gone),
+        Leave(gone),
     ]
     assert group.quorum_formed(1, QUORUM, "a") == ()
     again = group.quorum_requested(request(0, worker_id="y"), 11)
@@ -381,7 +381,7 @@ def test_a_worker_that_dies_releases_those_that_vote() -> None:
     gone = "group rank 1 is gone: killed"
     assert plain(group.detached(1, "", "killed")) == [
         Refused(20, "CommitFailed", f"no commit decision: {gone}"),
-        LeaveLighthouse(gone),
+        Leave(gone),
     ]
 
 
@@ -540,7 +540,7 @@ def test_the_next_life_of_a_group_does_not_miss_the_one_before() -> None:
         group.quorum_requested(request(1, worker_id=f"{life}1", question=1), 12)
         for rank in (1, 0):
             orders = group.detached(rank, f"{old}{rank}", "killed")
-            assert orders == (LeaveLighthouse(f"group rank {rank} is gone: killed"),)
+            assert orders == (Leave(f"group rank {rank} is gone: killed"),)
         old = life
         if life != "new":
             group.attached(0, f"{life}0")

@@ -10,10 +10,10 @@ from torchft_svc.core.group_orders import (
     AnswerWorker,
     AskLighthouse,
     AwaitOwner,
-    LeaveLighthouse,
     Order,
     RefuseWorker,
 )
+from torchft_svc.core.session_messages import Leave
 from torchft_svc.core.types import Vote, WorkerRequest
 from torchft_svc.errors import GroupLeft, QuorumFailed
 
@@ -27,7 +27,7 @@ def request(group_rank: int, drain_reason: str = "", worker_id: str = "w") -> Wo
 def left(orders: tuple[Order, ...]) -> list[int]:
     """The group leaves between two steps, and these callers are told."""
     leave, *refusals = orders
-    assert isinstance(leave, LeaveLighthouse)
+    assert isinstance(leave, Leave)
     assert leave.between_steps
     assert all(isinstance(r, RefuseWorker) and isinstance(r.error, GroupLeft) for r in refusals)
     return [refusal.caller for refusal in refusals if isinstance(refusal, RefuseWorker)]
@@ -86,7 +86,7 @@ def test_it_does_not_wait_for_a_worker_that_dies() -> None:
     assert group.drain("preempted") == ()
     orders = group.detached(1, "w", "killed")
     assert ended(orders) == [0, 2]
-    assert not any(order.between_steps for order in orders if isinstance(order, LeaveLighthouse))
+    assert not any(order.between_steps for order in orders if isinstance(order, Leave))
 
 
 def test_it_does_not_wait_for_a_worker_that_is_dead() -> None:

@@ -16,11 +16,11 @@ from torchft_svc.core.group_orders import (
     AnswerWorker,
     AskLighthouse,
     AwaitOwner,
-    LeaveLighthouse,
     Order,
     RefuseWorker,
     StopAsking,
 )
+from torchft_svc.core.session_messages import Leave
 from torchft_svc.core.types import Vote, WorkerRequest
 from torchft_svc.errors import GroupLeft, QuorumFailed, RequestRefused
 
@@ -230,7 +230,7 @@ class Barriers(RuleBasedStateMachine):
         rank = data.draw(st.sampled_from(sorted(self.lines)))
         self.over = True
         orders = self.group.detached(rank, self.lines.pop(rank), "killed")
-        (leaves,) = [at for at, each in enumerate(orders) if isinstance(each, LeaveLighthouse)]
+        (leaves,) = [at for at, each in enumerate(orders) if isinstance(each, Leave)]
         self.carry_out(orders[: leaves + 1])
         assert not self.asking, "its death releases the others"
         assert not self.voting, "its death releases the others"
@@ -247,7 +247,7 @@ class Barriers(RuleBasedStateMachine):
                 assert self.question is not None
                 assert order.round == self.question.round
                 self.question = None
-            elif isinstance(order, LeaveLighthouse):
+            elif isinstance(order, Leave):
                 if order.between_steps:
                     assert self.is_draining
                     assert not (self.voting or self.votes) or self.over, "it finishes its step"

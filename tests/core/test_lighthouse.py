@@ -9,6 +9,7 @@ from support.core.scenes import JOB, Scene, config, formed
 
 from torchft_svc.core.lighthouse import MAX_LOSSES_TOLD
 from torchft_svc.core.lighthouse_orders import ReportLoss
+from torchft_svc.core.session_messages import Leave
 from torchft_svc.errors import RequestRefused
 
 
@@ -35,7 +36,7 @@ def test_the_living_others_of_the_last_quorum_are_told_of_a_loss() -> None:
 
 def test_nobody_gives_a_step_up_for_a_group_that_has_finished_it() -> None:
     scene = formed("a", "b")
-    (order,) = scene.house.leave(JOB, "a", "preempted", scene.now, between_steps=True)
+    (order,) = scene.house.leave(JOB, "a", Leave("preempted", between_steps=True), scene.now)
     assert isinstance(order, ReportLoss)
     assert (order.replica_id, order.between_steps, order.recipients) == ("a", True, ())
 

@@ -393,7 +393,7 @@ def test_a_heartbeat_without_a_session_waits_for_the_one_before() -> None:
 
 
 def leave(machine: LinkMachine, now: float = 0.0) -> None:
-    machine.leave("it is told to", now, ends=True)
+    machine.leave(Leave("it is told to", ends=True), now)
 
 
 def test_it_leaves_and_is_not_waited_for() -> None:

@@ -13,7 +13,6 @@ from torchft_svc.core.group_orders import (
     OWNER_SILENCE_S,
     AnswerVote,
     AnswerWorker,
-    LeaveLighthouse,
     RefuseWorker,
     StopAsking,
 )
@@ -26,7 +25,7 @@ from torchft_svc.core.manager import (
     OwnGroupLost,
     TellWorkers,
 )
-from torchft_svc.core.session_messages import Drain, Kill, Lost, NoQuorumYet
+from torchft_svc.core.session_messages import Drain, Kill, Leave, Lost, NoQuorumYet
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import WorkerRequest
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed, RequestRefused
@@ -169,7 +168,7 @@ def test_a_worker_that_is_gone_lets_the_group_leave_and_the_others_hear_of_it() 
     tell, leave = made.detach(1, "w1", "it died", 101.0)
     reason = "group rank 1 is gone: it died"
     assert tell == TellWorkers((0,), OwnGroupLost(reason))
-    assert leave == LeaveLighthouse(reason)
+    assert leave == Leave(reason)
 
 
 def test_an_order_to_end_reaches_workers_that_attach_later_until_all_are_gone() -> None:
@@ -187,7 +186,7 @@ def test_a_group_that_is_killed_ends_once_and_says_why_it_leaves() -> None:
     assert made.kill("again") == (TellWorkers((0,), Kill("again")),)
     assert made.kill_reason == "killed: by hand"
     orders = made.detach(0, "w0", "it died", 101.0)
-    assert orders == (LeaveLighthouse("killed: by hand", ends=True),)
+    assert orders == (Leave("killed: by hand", ends=True),)
     assert made.attach(0, "w1") == (TellWorkers((0,), Kill("again")),), "it has to end as well"
 
 

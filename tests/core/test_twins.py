@@ -17,6 +17,7 @@ from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.lighthouse_orders import AnswerQuorum, Order, RefuseRequest, ReportLoss
 from torchft_svc.core.membership import SILENT, Gathering, Heal, JobView, Waiter
 from torchft_svc.core.quorum import Formed, decide
+from torchft_svc.core.session_messages import Leave
 from torchft_svc.core.types import LastQuorum, QuorumConfig
 from torchft_svc.errors import RequestRefused
 
@@ -148,7 +149,7 @@ def test_the_lighthouse_publishes_exactly_when_a_naive_one_does(
             run.fast += run.orders(run.house.opened(JOB, *what, run.now))
             run.naive.hello(*what, run.now)
         elif kind == "leave":
-            run.fast += run.orders(run.house.leave(JOB, what, "bye", run.now))
+            run.fast += run.orders(run.house.leave(JOB, what, Leave("bye"), run.now))
             run.naive.leave(what, run.now)
         elif kind == "withdraw":
             run.fast += run.orders(run.house.withdraw(JOB, number - what, run.now))

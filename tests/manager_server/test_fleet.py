@@ -12,6 +12,7 @@ from support.running import eventually, lighthouse_process, steady_address
 
 from chaos.bounds import LIGHTHOUSE_BACK_S
 from torchft_svc.core.route import MAX_PAUSE_S, MIN_PAUSE_S
+from torchft_svc.core.session_messages import Leave
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.rpc.tasks import Tasks
@@ -63,7 +64,7 @@ def test_fifty_sessions_are_back_soon_after_their_lighthouse() -> None:
                 back_at = time.monotonic()
                 await all_connected(links)
                 check("fifty sessions are back", time.monotonic() - back_at, LIGHTHOUSE_BACK_S)
-                await asyncio.gather(*(link.leave("the test ends") for link in links))
+                await asyncio.gather(*(link.leave(Leave("the test ends")) for link in links))
 
     asyncio.run(story())
 

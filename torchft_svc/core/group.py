@@ -23,12 +23,12 @@ from torchft_svc.core.group_orders import (
     AnswerWorker,
     AskLighthouse,
     AwaitOwner,
-    LeaveLighthouse,
     Order,
     RefuseWorker,
     StopAsking,
 )
 from torchft_svc.core.likeness import group_layout
+from torchft_svc.core.session_messages import Leave
 from torchft_svc.core.types import Quorum, Vote, WorkerRequest
 from torchft_svc.errors import (
     CommitFailed,
@@ -110,7 +110,7 @@ class Group:
         orders += self._drop_votes(gone)
         if not self._attached:
             self._drain_reason = None  # whoever comes after those that were told begins anew
-        orders.append(LeaveLighthouse(gone, ends=ends))
+        orders.append(Leave(gone, ends=ends))
         return (*orders, *self._give_away(group_rank))
 
     def belongs_to(self, group_rank: int, worker_id: str) -> bool:
@@ -203,9 +203,9 @@ class Group:
             self._owners.pop(rank, None)
         return self._refuse_requests(GroupLeft(reason))
 
-    def _leave(self) -> LeaveLighthouse:
+    def _leave(self) -> Leave:
         assert self._drain_reason is not None
-        return LeaveLighthouse(self._drain_reason, between_steps=True, ends=True)
+        return Leave(self._drain_reason, between_steps=True, ends=True)
 
     # -- the quorum barrier ----------------------------------------------------------------------
 

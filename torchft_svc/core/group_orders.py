@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchft_svc.core.assignment import Assignment
+from torchft_svc.core.session_messages import Leave
 from torchft_svc.core.types import WorkerRequest
 from torchft_svc.errors import TorchFTError
 
@@ -37,19 +38,6 @@ class StopAsking:
     """Nobody waits for the outcome of ``round`` any more."""
 
     round: int
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveLighthouse:
-    """The other groups must not wait for this one any more.
-
-    ``between_steps``: it has finished its last step, so nobody has to give one up. ``ends``: its
-    program ends on purpose.
-    """
-
-    reason: str
-    between_steps: bool = False
-    ends: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +83,4 @@ class AwaitOwner:
     number: int
 
 
-Order = (
-    AskLighthouse
-    | StopAsking
-    | LeaveLighthouse
-    | AnswerWorker
-    | AnswerVote
-    | RefuseWorker
-    | AwaitOwner
-)
+Order = AskLighthouse | StopAsking | Leave | AnswerWorker | AnswerVote | RefuseWorker | AwaitOwner

@@ -38,6 +38,7 @@ from torchft_svc.core.quorum import (
     look_at,
     to_evict,
 )
+from torchft_svc.core.session_messages import Leave
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import (
     MAX_NAME_LENGTH,
@@ -125,19 +126,6 @@ class _Job:
             return []
         waiting = [key for key in asked if self.members.state(key) is GroupState.JOINING]
         return self.announcements.of_newcomers(waiting, len(self.members.previous_ids))
-
-
-@dataclass(frozen=True, slots=True)
-class _Departure:
-    """How a group goes: see `Lighthouse.leave`."""
-
-    reason: str
-    between_steps: bool = False
-    ends: bool = False
-
-    @property
-    def is_orderly(self) -> bool:
-        return self.between_steps or self.ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,25 +223,12 @@ class Lighthouse:
             return self._settle(job, state, orders, now)
         return ()
 
-    def leave(
-        self,
-        job: str,
-        replica_id: str,
-        reason: str,
-        now: float,
-        *,
-        between_steps: bool = False,
-        ends: bool = False,
-    ) -> tuple[Order, ...]:
-        """The group is gone, and says so: nobody waits for its heartbeats to run out.
-
-        ``between_steps``: its last step is finished. ``ends``: its program ends on purpose.
-        """
+    def leave(self, job: str, replica_id: str, leave: Leave, now: float) -> tuple[Order, ...]:
+        """The group is gone: its heartbeat timeout need not pass."""
         state = self._jobs.get(job)
         if state is None or not state.members.knows(replica_id):
             return ()
-        how = _Departure(reason, between_steps, ends)
-        orders = self._remove(job, state, replica_id, how, now)
+        orders = self._remove(job, state, replica_id, leave, now)
         return self._settle(job, state, orders, now)
 
     def killed(self, job: str, replica_id: str, reason: str) -> None:
@@ -284,7 +259,7 @@ class Lighthouse:
         self._wake_at = None
         orders: list[Order] = []
         for name, state in list(self._jobs.items()):
-            silent = _Departure(f"no sign of life for {self._config.heartbeat_timeout_s:g} s")
+            silent = Leave(f"no sign of life for {self._config.heartbeat_timeout_s:g} s")
             for replica_id in state.members.dead(now):
                 orders += self._remove(name, state, replica_id, silent, now)
             orders += self._heed_hangs(name, state, now)
@@ -448,10 +423,10 @@ class Lighthouse:
         return orders
 
     def _remove(
-        self, job: str, state: _Job, replica_id: str, how: _Departure, now: float
+        self, job: str, state: _Job, replica_id: str, how: Leave, now: float
     ) -> list[Order]:
         if replica_id in state.killed:
-            how = _Departure(state.killed.pop(replica_id), how.between_steps, ends=True)
+            how = Leave(state.killed.pop(replica_id), how.between_steps, ends=True)
         quorum_id = state.members.last.quorum_id
         # The news would make its peers give up a step that it has finished.
         told = () if how.between_steps else state.loss_recipients(replica_id)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torchft_svc.core.assignment import check_answer
@@ -127,7 +127,7 @@ class LinkMachine:
         self._question = LinkQuestion(ask, now + timeout_s, timeout_s, self.config.quorum_retries)
         if ask.new_incarnation:
             self._last = NO_QUORUM
-            self._begin_again("a worker of the group was restarted", now)
+            self._begin_again(Leave("a worker of the group was restarted"), now)
         self._begin_attempt(now)
 
     def withdraw(self, round_: int, now: float) -> None:
@@ -135,13 +135,11 @@ class LinkMachine:
         if self._question is not None and self._question.ask.round == round_:
             self._withdraw()
 
-    def leave(
-        self, reason: str, now: float, *, between_steps: bool = False, ends: bool = False
-    ) -> None:
-        """See `Leave`; `ConfirmLeft` follows, soon. An answer may come before it."""
+    def leave(self, leave: Leave, now: float) -> None:
+        """`ConfirmLeft` follows, soon. An answer may come before it."""
         self._restarts = False
         if self.state is LinkState.OPEN:
-            self._send_leave(reason, now, between_steps=between_steps, ends=ends)
+            self._send_leave(leave, now)
         elif self.state is not LinkState.LEAVING:
             self._have_left(now)
 
@@ -365,22 +363,20 @@ class LinkMachine:
 
     # -- leaving, and beginning again ------------------------------------------------------------
 
-    def _send_leave(
-        self, reason: str, now: float, *, between_steps: bool = False, ends: bool = False
-    ) -> None:
+    def _send_leave(self, leave: Leave, now: float) -> None:
         assert self._connection is not None
         self.state = LinkState.LEAVING
         connection = self._connection
         connection.closes_at = now + LEAVE_TIMEOUT_S
         connection.beat_at = connection.look_at = math.inf  # a beat would bring the group back
         # The lighthouse refuses a longer reason, and takes a session that breaks for a loss.
-        self._orders.append(Leave(one_line(reason), between_steps, ends))
+        self._orders.append(replace(leave, reason=one_line(leave.reason)))
 
-    def _begin_again(self, reason: str, now: float, *, between_steps: bool = False) -> None:
+    def _begin_again(self, leave: Leave, now: float) -> None:
         """As another incarnation: this one leaves, if it has not."""
         self._restarts = True
         if self.state is LinkState.OPEN:
-            self._send_leave(reason, now, between_steps=between_steps)
+            self._send_leave(leave, now)
         elif self.state is not LinkState.LEAVING:
             self._have_left(now)
 
@@ -410,7 +406,8 @@ class LinkMachine:
         self._log("info", f"lighthouse {address} accepts this group again, returning to it")
         is_asking = self._question is not None and self._question.number > 0
         self._route.go_back(address)
-        self._begin_again(f"it goes back to lighthouse {address}", now, between_steps=not is_asking)
+        leave = Leave(f"it goes back to lighthouse {address}", between_steps=not is_asking)
+        self._begin_again(leave, now)
 
     # -- looking at other lighthouses ------------------------------------------------------------
 

@@ -22,12 +22,11 @@ from torchft_svc.core.group_orders import (
     AnswerWorker,
     AskLighthouse,
     AwaitOwner,
-    LeaveLighthouse,
     RefuseWorker,
     StopAsking,
 )
 from torchft_svc.core.pausable_clock import MAX_LOOK_S, PausableClock
-from torchft_svc.core.session_messages import Drain, Kill, Lost, NoQuorumYet
+from torchft_svc.core.session_messages import Drain, Kill, Leave, Lost, NoQuorumYet
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Quorum, Vote, WorkerRequest
 from torchft_svc.errors import DeadlineExceeded, TorchFTError
@@ -88,14 +87,7 @@ class EndGroup:
 
 
 Order = (
-    TellWorkers
-    | AskLink
-    | StopAsking
-    | LeaveLighthouse
-    | AnswerWorker
-    | AnswerVote
-    | RefuseWorker
-    | EndGroup
+    TellWorkers | AskLink | StopAsking | Leave | AnswerWorker | AnswerVote | RefuseWorker | EndGroup
 )
 Orders = tuple[Order, ...]
 
@@ -313,7 +305,7 @@ class GroupManager:
                 completed.append(AskLink(order, deadline - now - ANSWER_MARGIN_S))
             elif isinstance(order, AwaitOwner):
                 self._silences.append(_Silence(now + OWNER_SILENCE_S, order))
-            elif isinstance(order, LeaveLighthouse):
+            elif isinstance(order, Leave):
                 if not order.between_steps:
                     completed += self.tell(OwnGroupLost(order.reason))
                 if self.kill_reason is not None:  # of which the worker that is gone has died

@@ -46,14 +46,19 @@ class Withdrawal:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The last message. ``between_steps``: its last step is finished, so nobody has to discard one.
+    """A group leaves; its last message.
 
+    ``between_steps``: its last step is finished, so that no other group has to discard one.
     ``ends``: its program ends on purpose.
     """
 
     reason: str = ""
     between_steps: bool = False
     ends: bool = False
+
+    @property
+    def is_orderly(self) -> bool:
+        return self.between_steps or self.ends
 
     def check(self) -> None:
         """Raise `RequestRefused` if the reason is too long, or cannot be printed."""

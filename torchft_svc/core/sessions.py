@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from torchft_svc.core.activity import Activity
@@ -210,8 +210,7 @@ class LighthouseSessions:
         if self._forget(session):
             is_refused = error is not None and not isinstance(error, Unreachable)
             reason = f"its session was refused: {error}" if is_refused else "its session ended"
-            gone = self.lighthouse.leave(session.job, session.replica_id, reason, at)
-            orders += self._translate(gone)
+            orders += self._gone(session.job, session.replica_id, Leave(reason), at)
         return self._finish(orders)
 
     def _ask(self, session: _Session, question: Question, at: float) -> list[Order]:
@@ -370,15 +369,8 @@ class LighthouseSessions:
         return self._translate(self.lighthouse.heartbeat(job, replica_id, at, doing))
 
     def _gone(self, job: str, replica_id: str, leave: Leave, at: float) -> list[Order]:
-        gone = self.lighthouse.leave(
-            job,
-            replica_id,
-            leave.reason or "it has left",
-            at,
-            between_steps=leave.between_steps,
-            ends=leave.ends,
-        )
-        return self._translate(gone)
+        leave = leave if leave.reason else replace(leave, reason="it has left")
+        return self._translate(self.lighthouse.leave(job, replica_id, leave, at))
 
     def _open(self, asked: _Asked, at: float) -> int:
         """A question waits from now on; as which caller."""

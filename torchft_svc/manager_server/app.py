@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from torchft_svc.core.group import Group
+from torchft_svc.core.session_messages import Leave
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.manager_server.link import LighthouseLink
@@ -68,10 +69,10 @@ async def _end(driver: ManagerDriver, link: LighthouseLink, *, has_owner: bool) 
     if has_owner:
         driver.tell_over()
     if driver.kill_reason is not None:
-        await link.leave(driver.kill_reason, ends=True)
+        await link.leave(Leave(driver.kill_reason, ends=True))
     elif has_owner:  # who stops on purpose has detached before, so that the group has left
-        await link.leave("the process of group rank 0 is stopping or dead")
+        await link.leave(Leave("the process of group rank 0 is stopping or dead"))
     else:
-        await link.leave("its manager stops", ends=True)
+        await link.leave(Leave("its manager stops", ends=True))
     if has_owner:
         await driver.news_left()

@@ -11,7 +11,6 @@ from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     AnswerVote,
     AnswerWorker,
-    LeaveLighthouse,
     RefuseWorker,
     StopAsking,
 )
@@ -25,7 +24,7 @@ from torchft_svc.core.manager import (
     TellWorkers,
     WorkerNews,
 )
-from torchft_svc.core.session_messages import Lost
+from torchft_svc.core.session_messages import Leave, Lost
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.core.types import Quorum, Vote, WorkerRequest, check_step
 from torchft_svc.errors import TorchFTError
@@ -192,8 +191,9 @@ class ManagerDriver:
                 self._link.ask(order.question, order.timeout_s)
             elif isinstance(order, StopAsking):
                 self._link.withdraw(order.round)
-            elif isinstance(order, LeaveLighthouse):
-                self._leave(order)
+            elif isinstance(order, Leave):
+                log.info("leaving: %s", order.reason)
+                self._tasks.start(self._link.leave(order), "leave the lighthouse")
             elif isinstance(order, TellWorkers):
                 news = self._encode(order.news)
                 for group_rank in order.group_ranks:
@@ -203,12 +203,6 @@ class ManagerDriver:
             else:
                 self._answer(order)
         self._timer.set(self._core.next_deadline(), time.monotonic())
-
-    def _leave(self, order: LeaveLighthouse) -> None:
-        log.info("leaving: %s", order.reason)
-        between_steps, ends = order.between_steps, order.ends
-        leaving = self._link.leave(order.reason, between_steps=between_steps, ends=ends)
-        self._tasks.start(leaving, "leave the lighthouse")
 
     def _answer(self, order: AnswerWorker | AnswerVote | RefuseWorker) -> None:
         answer = self._answers.pop(order.caller, None)

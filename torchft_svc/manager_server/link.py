@@ -22,6 +22,7 @@ from torchft_svc.core.link_types import (
     Order,
     Probe,
 )
+from torchft_svc.core.session_messages import Leave
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.core.types import Quorum
 from torchft_svc.errors import TorchFTError, Unreachable
@@ -92,12 +93,10 @@ class LighthouseLink:
         """Nobody waits for the outcome of ``round_`` any more."""
         self._tell_soon(lambda machine, now: machine.withdraw(round_, now))
 
-    async def leave(self, reason: str, *, between_steps: bool = False, ends: bool = False) -> None:
+    async def leave(self, leave: Leave) -> None:
         """See `LinkMachine.leave`; returns when the group has left. Never raises."""
         self._left.clear()
-        self._tell(
-            lambda machine, now: machine.leave(reason, now, between_steps=between_steps, ends=ends)
-        )
+        self._tell(lambda machine, now: machine.leave(leave, now))
         await self._left.wait()
 
     # -- the machine's shell ---------------------------------------------------------------------

@@ -26,6 +26,7 @@ from torchft_svc.core.session_messages import (
     Drain,
     Hello,
     Kill,
+    Leave,
     Lost,
     News,
     Question,
@@ -106,10 +107,8 @@ class LinkActor:
     def withdraw(self, round_: int) -> None:
         self._tell_soon(lambda machine, now: machine.withdraw(round_, now))
 
-    def leave(self, reason: str, between_steps: bool, ends: bool) -> None:
-        self._tell(
-            lambda machine, now: machine.leave(reason, now, between_steps=between_steps, ends=ends)
-        )
+    def leave(self, leave: Leave) -> None:
+        self._tell(lambda machine, now: machine.leave(leave, now))
 
     # -- the machine's shell ---------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     AnswerVote,
     AnswerWorker,
-    LeaveLighthouse,
     RefuseWorker,
     StopAsking,
 )
@@ -24,7 +23,7 @@ from torchft_svc.core.manager import (
     TellWorkers,
     WorkerNews,
 )
-from torchft_svc.core.session_messages import Drain, Kill, Lost
+from torchft_svc.core.session_messages import Drain, Kill, Leave, Lost
 from torchft_svc.core.step import Phase
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.core.types import Quorum, Vote, WorkerRequest
@@ -152,9 +151,9 @@ class ManagerActor:
                 self.link.ask(order.question, order.timeout_s)
             elif isinstance(order, StopAsking):
                 self.link.withdraw(order.round)
-            elif isinstance(order, LeaveLighthouse):
+            elif isinstance(order, Leave):
                 self._trace.record(self.process.name, f"leaves: {order.reason}")
-                self.link.leave(order.reason, order.between_steps, order.ends)
+                self.link.leave(order)
             elif isinstance(order, AnswerWorker):
                 self._answer_worker(order)
             elif isinstance(order, AnswerVote):

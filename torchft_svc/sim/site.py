@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchft_svc.core.link_types import LinkConfig
+from torchft_svc.core.session_messages import Leave
 from torchft_svc.sim.invariants import SLACK_S, must
 from torchft_svc.sim.lighthouses import Lighthouses
 from torchft_svc.sim.link_actor import LinkSite
@@ -224,7 +225,7 @@ class Site:
     def leave(self, down_s: float) -> None:
         """It is shut down in the middle of a step, and is back later."""
         if self.manager is not None and not self.manager.process.is_dead:
-            self.manager.link.leave("it wants to", between_steps=False, ends=True)
+            self.manager.link.leave(Leave("it wants to", ends=True))
         self._launcher.after(NOTICE_S, self.crash, down_s)
 
     def drain(self, by_signal: bool) -> None:

@@ -19,6 +19,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportWaiting,
 )
 from torchft_svc.core.overview import GroupStatus
+from torchft_svc.core.session_messages import Leave
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import LastQuorum, Member, Quorum, QuorumConfig
 
@@ -131,7 +132,7 @@ class Scene:
     def leave(
         self, replica_id: str, reason: str = "bye", job: str = JOB, *, ends: bool = False
     ) -> None:
-        self._note(self.house.leave(job, replica_id, reason, self.now, ends=ends))
+        self._note(self.house.leave(job, replica_id, Leave(reason, ends=ends), self.now))
 
     def accept_loss(self, job: str = JOB) -> None:
         self._note(self.house.accept_loss(job, self.now))

@@ -24,6 +24,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportStraggler,
     ReportWaiting,
 )
+from torchft_svc.core.session_messages import Leave
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
 from torchft_svc.errors import RequestRefused
@@ -183,7 +184,9 @@ class World:
         if noticed:
             if ends and (job, replica_id) in self.seen_at:
                 self.ledger.setdefault(job, JobLedger()).remaining.discard(replica_id)
-            orders = self.house.leave(job, replica_id, "its session ended", self.now, ends=ends)
+            orders = self.house.leave(
+                job, replica_id, Leave("its session ended", ends=ends), self.now
+            )
             self.carry_out(orders)
 
     def succeed(self, group: Group) -> None:
