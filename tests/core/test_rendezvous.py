@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 from support.core.launch import Launch
+
+from torchft_svc.core.rendezvous import MAX_NODES_OF_ALL_RUNS, Rendezvous, RendezvousConfig
+from torchft_svc.core.world import (
+    MAX_NODES,
+    AgentHello,
+    AgentState,
+    AgentStatus,
+    Node,
+    RunSettings,
+    World,
+)
+from torchft_svc.errors import RequestRefused
 
 
 def test_a_cold_start_a_loss_and_a_warm_join() -> None:
@@ -27,3 +40,18 @@ def test_a_cold_start_a_loss_and_a_warm_join() -> None:
     assert launch.worlds[2:] == [("c", "b", "d")]
     assert newcomer.names == ["start expected 3", "HEALTHY 3 SCALE_UP"]
     assert launch.agents["b"].names[-2:] == ["PAUSED 2 SCALE_UP", "HEALTHY 3 SCALE_UP"]
+
+
+def test_worlds_that_agents_tell_do_not_fill_the_memory() -> None:
+    rendezvous = Rendezvous(RendezvousConfig(), 0.0)
+    nodes = tuple(Node(node_id=f"n{n}", host="h", num_workers=1) for n in range(MAX_NODES))
+    settings = RunSettings(min_nodes=1, max_nodes=MAX_NODES)
+    state = AgentState(status=AgentStatus.WORKING, round=3)
+    hello = AgentHello(nodes[0], settings, state, World(3, nodes, 1))
+    num_runs = MAX_NODES_OF_ALL_RUNS // MAX_NODES
+    for stream in range(num_runs):
+        rendezvous.opened(stream, f"run {stream}", hello, 0.0)
+    with pytest.raises(RequestRefused, match="nodes in all runs, 200000 are allowed"):
+        rendezvous.opened(num_runs, "one more", hello, 0.0)
+    again = AgentHello(nodes[1], settings, state, World(3, nodes, 1))
+    rendezvous.opened(num_runs + 1, "run 1", again, 0.0)

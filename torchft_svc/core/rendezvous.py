@@ -22,7 +22,7 @@ from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
 from torchft_svc.core.rendezvous_orders import Order, Orders, RunStatus, SendNews
 from torchft_svc.core.session_orders import EndStream, ReportStandstill
 from torchft_svc.core.types import check_name
-from torchft_svc.core.world import AgentHello, AgentLeave, AgentMessage, AgentWelcome
+from torchft_svc.core.world import AgentHello, AgentLeave, AgentMessage, AgentWelcome, World
 from torchft_svc.errors import ConfigError, RequestRefused, TorchFTError
 
 # So many beats in a heartbeat timeout: some may be late.
@@ -30,6 +30,8 @@ BEATS_PER_TIMEOUT = 5
 # Agents that were cut off when their run was closed come back within this time to hear of it; those
 # that were cut off when all others went find that rounds have gone on.
 EMPTY_RUN_KEPT_S = 60.0
+# In the worlds of all runs: an agent may tell any world, and a thousand nodes take 0.4 MB.
+MAX_NODES_OF_ALL_RUNS = 200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,7 @@ class Rendezvous:
                 raise RequestRefused(
                     f"node {hello.node.node_id!r} is not in the world that it tells of"
                 )
+            self._check_room_for(name, hello.world)
         run = self._runs.get(name)
         if run is not None and self._is_history(run, hello.node.node_id):
             del self._runs[name]
@@ -178,6 +181,16 @@ class Rendezvous:
         if not self._streams and self._due_at == math.inf:
             self.clock.skip_to(now)  # nobody was there to be heard
         return self.clock.now(now)
+
+    def _check_room_for(self, name: str, world: World) -> None:
+        """Refuse a world from elsewhere that would fill the memory."""
+        worlds = [run.world for key, run in self._runs.items() if run.world and key != name]
+        num_nodes = sum(len(each.nodes) for each in worlds) + len(world.nodes)
+        if num_nodes > MAX_NODES_OF_ALL_RUNS:
+            raise RequestRefused(
+                f"with run {name!r} there would be {num_nodes} nodes in all runs, "
+                f"{MAX_NODES_OF_ALL_RUNS} are allowed"
+            )
 
     def _is_history(self, run: LaunchedRun, node_id: str) -> bool:
         """Whether this agent begins the run anew, which was closed, or which all have left."""
