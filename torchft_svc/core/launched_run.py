@@ -225,15 +225,18 @@ class LaunchedRun:
                 f"node {node.node_id!r} starts run {self.name!r} with {settings}, "
                 f"but {others[0].node_id!r} has started it with {self.settings}"
             )
-        for other in others:
-            both = f"nodes {other.node_id!r} and {node.node_id!r} of run {self.name!r}"
-            if node.rank is not None and other.rank == node.rank:
-                raise RequestRefused(f"{both} were both given node rank {node.rank}")
-            if other.is_loopback != node.is_loopback:
+        if others[0].is_loopback != node.is_loopback:  # as all others are
+            raise RequestRefused(
+                f"nodes {others[0].node_id!r} and {node.node_id!r} of run {self.name!r} cannot "
+                f"reach each other at {others[0].host} and {node.host}: start both with the "
+                "lighthouse's name or address that other hosts use (--rdzv-endpoint), or name "
+                "theirs (--local-addr)"
+            )
+        for other in others if node.rank is not None else ():
+            if other.rank == node.rank:
                 raise RequestRefused(
-                    f"{both} cannot reach each other at {other.host} and {node.host}: start both "
-                    "with the lighthouse's name or address that other hosts use (--rdzv-endpoint), "
-                    "or name theirs (--local-addr)"
+                    f"nodes {other.node_id!r} and {node.node_id!r} of run {self.name!r} "
+                    f"were both given node rank {node.rank}"
                 )
 
     def _take_over(self, hello: AgentHello, at: float) -> None:
