@@ -18,8 +18,8 @@ from torch._C import _distributed_c10d as c10d
 from torchft_svc.client import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from torchft_svc.client.process_groups.isolated import messages
 from torchft_svc.client.process_groups.isolated.child import CompletionPoller
+from torchft_svc.client.process_groups.isolated.group import IsolatedWork
 from torchft_svc.client.process_groups.isolated.segments import HostSegment, Pool
-from torchft_svc.client.process_groups.isolated.work import IsolatedWork
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.errors import ConfigError, TorchFTError
 

@@ -1,17 +1,49 @@
-"""Allocates memory to receive into, and reads bytes from many buffers as one (rule H10)."""
+"""Allocates memory to receive into, and reads bytes from many buffers as one (rule H10).
+
+On the first write to a page the kernel has to allocate and clear it, in a virtual machine often
+the host, too. That takes as long as receiving the bytes, or several times as long. So a thread does
+it in advance: while a worker waits for its first quorum, and ahead of the chunks that arrive.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import mmap
+import re
+import sys
+import threading
 from bisect import bisect_right
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+
+log = logging.getLogger(__name__)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 # With small pages, page faults take longer than receiving the bytes.
 HUGE_PAGE_BYTES = 2 << 20
 # Gaps between pieces are shorter than this.
 _ZEROS = memoryview(bytes(4096))
+# Below this size, a thread costs more than it saves.
+MIN_BYTES = 8 << 20
+# Allocated in one call: takes a few milliseconds, so that stopping the thread is quick.
+_PIECE_BYTES = 4 << 20
+# A piece takes milliseconds, but much longer on a host that swaps.
+_STOP_TIMEOUT_S = 1.0
+# Linux 5.14: allocate pages without changing their content. Other systems return an error.
+_MADV_POPULATE_WRITE = 23
+_MEMINFO = Path("/proc/meminfo")
+# Limit and usage of a container: cgroup version 2, and 1.
+_CONTAINER_LIMITS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
+)
 
 
 def allocate(num_bytes: int) -> memoryview:
@@ -84,3 +116,149 @@ class Memory:
             np.copyto(target[place : place + len(view)], np.frombuffer(view, dtype=np.uint8))
             place += len(view)
         return copied
+
+
+class Filling:
+    """Memory whose pages a thread allocates in order, while other threads write into it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Raises `MemoryError` if there is not enough memory."""
+        self._memory = map_memory(_rounded(num_bytes))
+        self._place = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the thread has ended; False if that takes longer than ``timeout_s``."""
+        thread = self._thread
+        if thread is None:
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    def resize(self, num_bytes: int) -> None:
+        """Change the size, and keep the pages. Not allowed while a view exists.
+
+        Raises:
+            MemoryError: there is not enough.
+        """
+        if _rounded(num_bytes) == len(self._memory):
+            return
+        self.stop()
+        try:
+            self._memory.resize(_rounded(num_bytes))
+        except (OSError, SystemError, BufferError, ValueError, OverflowError) as error:
+            raise MemoryError(f"{num_bytes} bytes cannot be allocated: {error}") from error
+        self._place = min(self._place, len(self._memory))
+        self._start()
+
+    def view(self, num_bytes: int) -> memoryview:
+        """The first ``num_bytes``; the memory is freed with the last view."""
+        return memoryview(self._memory)[:num_bytes]
+
+    def stop(self) -> None:
+        """Allocate no more pages; idempotent."""
+        self._stop.set()
+        if not self.wait(_STOP_TIMEOUT_S):
+            log.warning("memory is not ready after %.3g s, continuing without it", _STOP_TIMEOUT_S)
+
+    def _start(self) -> None:
+        self._stop = threading.Event()
+        if len(self._memory) - self._place < MIN_BYTES or sys.platform != "linux":
+            return
+        self._thread = threading.Thread(
+            target=self._fill, args=(self._stop,), name="torchft-checkpoint-memory", daemon=True
+        )
+        self._thread.start()
+
+    def _fill(self, stop: threading.Event) -> None:
+        pin = ctypes.c_char.from_buffer(self._memory)
+        start, size = ctypes.addressof(pin), len(self._memory)
+        while self._place < size and not stop.is_set():
+            count = min(_PIECE_BYTES, size - self._place)
+            if _libc.madvise(start + self._place, count, _MADV_POPULATE_WRITE):
+                log.debug("pages cannot be requested: error %d", ctypes.get_errno())
+                return
+            self._place += count
+        del pin
+
+
+class Staging:
+    """At most one `Filling` for an expected state; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: Filling | None = None
+
+    def expect(self, num_bytes: int) -> None:
+        """Allocate ``num_bytes`` in advance; 0: free the memory, no state is expected any more.
+
+        Does nothing if memory is short: this only saves time.
+
+        Raises:
+            MemoryError: not even address space is left.
+        """
+        with self._lock:
+            if num_bytes < MIN_BYTES:
+                self._drop()
+            elif num_bytes > spare_bytes() // 2:
+                log.info("%d bytes are not prepared: too little memory is free", num_bytes)
+            else:
+                self._kept = self._resized(num_bytes)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the memory is allocated; False if that takes longer."""
+        kept = self._kept
+        return kept is None or kept.wait(timeout_s)
+
+    def take(self, num_bytes: int) -> Filling:
+        """``num_bytes`` of prepared or new memory; the caller owns it, and has to stop it.
+
+        Raises:
+            MemoryError: there is not enough.
+        """
+        with self._lock:
+            filling, self._kept = self._resized(num_bytes), None
+        return filling
+
+    def _resized(self, num_bytes: int) -> Filling:
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return Filling(num_bytes)
+        try:
+            kept.resize(num_bytes)
+        except MemoryError as error:  # also if the system does not support resizing
+            log.debug("%s", error)
+            kept.stop()
+            return Filling(num_bytes)
+        return kept
+
+    def _drop(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.stop()
+
+
+def spare_bytes() -> int:
+    """The memory that is available at once; 0 if unknown."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(_MEMINFO), re.MULTILINE)
+    spare = int(found[1]) << 10 if found else 0
+    for limit_file, used_file in _CONTAINER_LIMITS:
+        limit, used = _read(limit_file).strip(), _read(used_file).strip()
+        if limit.isdigit() and used.isdigit():  # "max" where there is no limit
+            spare = min(spare, max(int(limit) - int(used), 0))
+    return spare
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("ascii")
+    except OSError:
+        return ""
+
+
+def _rounded(num_bytes: int) -> int:
+    """Rounded up to whole huge pages: the kernel then aligns the memory to them."""
+    unit = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 1
+    return -(-max(num_bytes, 1) // unit) * unit

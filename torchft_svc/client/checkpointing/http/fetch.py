@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchft_svc.client.checkpointing.encoding.memory import Staging
 from torchft_svc.client.checkpointing.encoding.serialization import parse
-from torchft_svc.client.checkpointing.encoding.staging import Staging
 from torchft_svc.client.checkpointing.http.chunks import Chunks, ConnectionId
 from torchft_svc.client.checkpointing.http.feed import (
     Feed,

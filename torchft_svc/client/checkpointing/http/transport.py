@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import ClassVar, TypeVar, cast
 
+from torchft_svc.client.checkpointing.encoding.memory import Staging
 from torchft_svc.client.checkpointing.encoding.serialization import (
     check_state,
     describe,
     estimate_bytes,
 )
-from torchft_svc.client.checkpointing.encoding.staging import Staging
 from torchft_svc.client.checkpointing.http.feed import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,

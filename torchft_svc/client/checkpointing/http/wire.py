@@ -12,8 +12,8 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ PIECE_BYTES = 512 << 10
 MAX_VIEWS = 512
 # The size of a TLS record; a shorter piece costs as much to send.
 RECORD_BYTES = 16 << 10
+# With TLS, after the handshake no operation waits for the other direction: nothing is renegotiated.
+WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _END_OF_HEAD = b"\r\n\r\n"
 
 # Returns a context with the buffers of a payload between two offsets.
@@ -152,7 +154,7 @@ class Wire:
         while view:
             try:
                 view = view[self._socket.send(view) :]
-            except BlockingIOError:
+            except WOULD_BLOCK:
                 self._wait(select.POLLOUT, self.timeout_s)
 
     def send_sealed(
@@ -169,7 +171,7 @@ class Wire:
                 with reading(place, min(place + PIECE_BYTES, size)) as views:
                     count = self._socket.sendmsg(views)
                     _update(digest, views, count)
-            except BlockingIOError:
+            except WOULD_BLOCK:
                 self._wait(select.POLLOUT, self.timeout_s)
             else:
                 place += count
@@ -191,7 +193,7 @@ class Wire:
         while True:
             try:
                 count = self._socket.recv_into(target)
-            except BlockingIOError:  # a spurious wake-up, or a part of a TLS record
+            except WOULD_BLOCK:  # a spurious wake-up, or a part of a TLS record
                 self._wait(select.POLLIN, self.timeout_s)
             else:
                 self.received_at = time.monotonic()
@@ -208,18 +210,7 @@ class Wire:
 
 
 class TLSSocket(ssl.SSLSocket):
-    """Raises `BlockingIOError` where a plain socket does, and may be shut down by any thread.
-
-    After the handshake no operation waits for the other direction, as nothing is renegotiated.
-    """
-
-    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        with _as_plain():
-            return super().recv_into(buffer, nbytes, flags)
-
-    def send(self, data: Any, flags: int = 0) -> int:
-        with _as_plain():
-            return super().send(data, flags)
+    """Has `sendmsg`, as a plain socket does, and may be shut down by any thread."""
 
     def sendmsg(self, buffers: Iterable[Any], *_: Any) -> int:  # type: ignore[override]
         """Send the first bytes: at most one record.
@@ -245,14 +236,6 @@ def wrap(sock: socket.socket, context: ssl.SSLContext, server_hostname: str | No
     )
     assert isinstance(wrapped, TLSSocket)
     return wrapped
-
-
-@contextmanager
-def _as_plain() -> Iterator[None]:
-    try:
-        yield
-    except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-        raise BlockingIOError from None
 
 
 def _first_bytes(views: Sequence[memoryview], limit: int) -> memoryview | bytes:

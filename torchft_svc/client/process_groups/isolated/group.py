@@ -12,6 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 
 from torchft_svc.client.process_groups.base import ProcessGroup, left_error
 from torchft_svc.client.process_groups.isolated.device_segments import DeviceSegment, new_stream
@@ -19,9 +21,11 @@ from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
     Backend,
     Configure,
+    Forget,
     Launch,
     Lose,
     Place,
+    Share,
     options_to_plain,
     replace_leaves,
 )
@@ -30,9 +34,7 @@ from torchft_svc.client.process_groups.isolated.process import (
     ChildProcess,
     KilledProcesses,
 )
-from torchft_svc.client.process_groups.isolated.segments import HostSegment, Loan, Pool
-from torchft_svc.client.process_groups.isolated.shared_tensors import SharedTensors
-from torchft_svc.client.process_groups.isolated.work import IsolatedWork
+from torchft_svc.client.process_groups.isolated.segments import HostSegment, Loan, Pool, StreamWait
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.nccl import check_support, resolve_device
 from torchft_svc.client.process_groups.operations import IN_PLACE, result_of
@@ -48,6 +50,8 @@ _ANSWER_GRACE_S = 2.0
 _STUCK_S = 0.2
 # How long `shutdown` waits until a device has released a process.
 _GONE_S = 2.0
+# Torch declares no types for what is in there.
+_sharing: Any = torch.multiprocessing
 # Operations without results to copy back.
 _WITHOUT_RESULT = frozenset({"send", "barrier"})
 
@@ -297,6 +301,112 @@ class ProcessGroupBabyNCCL(IsolatedProcessGroup):
         super().__init__(timeout, Backend("nccl", str(where), high_priority), make_pool)
 
 
+class IsolatedWork(dist.Work):
+    """``results`` are copied from the segment of ``loan``, or are in shared memory themselves.
+
+    On the host the copy happens when the operation has ended; a failed or abandoned operation
+    writes nothing to them. On a device the copy is queued behind the operation once that has
+    started: then ``wait()`` orders the current stream, as torch's own does, and ``wait(timeout)``
+    also blocks the caller until the operation has ended.
+
+    Args:
+        copied: those of ``results`` that are the first tensors of ``loan``.
+        limit_s: the longest ``wait()``.
+    """
+
+    def __init__(
+        self,
+        results: list[torch.Tensor],
+        copied: list[torch.Tensor],
+        loan: Loan,
+        limit_s: float,
+    ) -> None:
+        super().__init__()
+        self._results = results
+        self._copied = copied
+        self._loan: Loan | None = loan
+        self._limit_s = limit_s
+        self._order: StreamWait | None = None
+        self._taken = threading.Event()
+        self._over = threading.Event()
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[Any] | None = None
+
+    def take(self) -> None:
+        """Copy the results from the segment."""
+        loan = self._loan
+        assert loan is not None, "taken before it is settled"
+        with torch.no_grad():
+            pairs = list(zip(self._copied, loan.tensors(), strict=False))
+            self._order = loan.segment.take(pairs)
+        self._taken.set()
+
+    @property
+    def error(self) -> Exception | None:
+        return self._error
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the results have been copied, or the copy is queued on the device."""
+        return self._taken.is_set()
+
+    def settle(self, error: Exception | None) -> None:
+        """The operation has ended; its results were copied unless it failed."""
+        with self._lock:
+            self._error = error
+            self._loan = None  # a work that is kept must not keep the memory
+            self._over.set()
+            self._taken.set()
+            future = self._future
+        if future is not None:
+            self._fulfil(future)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the results.
+
+        Raises:
+            RuntimeError: it failed, or timed out; then `is_completed` is False.
+        """
+        limit_s = timeout.total_seconds() if timeout else self._limit_s
+        if not (self._over if timeout else self._taken).wait(limit_s):
+            raise dist.DistBackendError(f"a collective is not over after {limit_s:.3g} s")
+        if self._error is not None:
+            raise dist.DistBackendError(str(self._error)) from self._error
+        self.synchronize()
+        return True
+
+    def synchronize(self) -> None:
+        """Order the current stream behind the results."""
+        if self._order is not None:
+            self._order()
+
+    def is_completed(self) -> bool:
+        return self._over.is_set()
+
+    def is_success(self) -> bool:
+        return self._over.is_set() and self._error is None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self._lock:
+            if self._future is None:
+                devices = {tensor.device for tensor in self._results if tensor.is_cuda}
+                self._future = torch.futures.Future(devices=list(devices))
+                if self._over.is_set():
+                    self._fulfil(self._future)
+            return self._future
+
+    def _fulfil(self, future: torch.futures.Future[Any]) -> None:
+        if self._error is None:
+            self.synchronize()  # the future passes this thread's stream on to its waiters
+            future.set_result(self._results)
+        else:
+            future.set_exception(self._error)
+
+
 class _Completion:
     """Completes one operation; called by the thread that reads the process' replies."""
 
@@ -327,3 +437,53 @@ def _only_written(results: list[torch.Tensor], args: Any, kwargs: Any) -> set[in
     given = [*args, *kwargs.values()][1:]  # the first one holds the results
     replace_leaves(given, lambda value: read.add(id(value)))
     return set(map(id, results)) - read
+
+
+class SharedTensors:
+    """The storages that were sent to one process, which forgets them when they are freed."""
+
+    def __init__(self) -> None:
+        # Negative numbers; segments of the pool have the others.
+        self._numbers = itertools.count(-1, -1)
+        self._known: dict[int, tuple[Any, int]] = {}
+
+    def forget_freed(self, child: ChildProcess) -> None:
+        """Tell ``child`` which storages were freed; cheap.
+
+        Raises:
+            QuorumFailed: the process has ended.
+        """
+        freed = {key: number for key, (ref, number) in self._known.items() if ref.expired()}
+        for key, number in freed.items():
+            del self._known[key]
+            child.send(Forget(number))
+
+    def place(self, tensor: torch.Tensor, child: ChildProcess) -> Place | None:
+        """Where ``child`` finds ``tensor``; None if it has to be copied.
+
+        Raises:
+            QuorumFailed: the process has ended.
+        """
+        if not _is_shared(tensor):
+            return None
+        storage: Any = tensor.untyped_storage()
+        known = self._known.get(storage._cdata)
+        number = self._share(storage, child) if known is None or known[0].expired() else known[1]
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        return Place(number, offset, tuple(tensor.shape), tensor.dtype)
+
+    def _share(self, storage: Any, child: ChildProcess) -> int:
+        descriptor, num_bytes = storage._share_fd_cpu_()  # torch owns this descriptor
+        number = next(self._numbers)
+        child.share(Share(number, num_bytes), descriptor)
+        self._known[storage._cdata] = _sharing.reductions.StorageWeakRef(storage), number
+        return number
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    storage: Any = tensor.untyped_storage()
+    if tensor.device.type != "cpu" or tensor.numel() == 0 or not tensor.is_contiguous():
+        return False
+    # Torch's other strategy has no descriptor that could be sent.
+    by_descriptor = _sharing.get_sharing_strategy() == "file_descriptor"
+    return bool(by_descriptor and storage.is_shared())

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from torchft_svc.client.checkpointing import HTTPTransport
-from torchft_svc.client.checkpointing.encoding import staging
-from torchft_svc.client.checkpointing.encoding.staging import (
+from torchft_svc.client.checkpointing.encoding import memory
+from torchft_svc.client.checkpointing.encoding.memory import (
     MIN_BYTES,
     Filling,
     Staging,
@@ -105,7 +105,7 @@ def test_what_is_taken_is_kept_no_more() -> None:
 
 
 def test_nothing_is_made_ready_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "spare_bytes", lambda: 2 * NUM_BYTES - 1)
+    monkeypatch.setattr(memory, "spare_bytes", lambda: 2 * NUM_BYTES - 1)
     kept = Staging()
     kept.expect(NUM_BYTES)
     assert kept._kept is None
@@ -115,7 +115,7 @@ def test_nothing_is_made_ready_where_memory_is_short(monkeypatch: pytest.MonkeyP
 def test_a_system_that_makes_nothing_ready_gives_memory_as_well(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(staging, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 9999)
     kept = Staging()
     kept.expect(NUM_BYTES)
     assert kept.wait(LONG_S)
@@ -125,7 +125,7 @@ def test_a_system_that_makes_nothing_ready_gives_memory_as_well(
 
 
 def test_spare_memory_is_below_what_the_machine_has() -> None:
-    total = int(staging._MEMINFO.read_text().split()[1]) << 10
+    total = int(memory._MEMINFO.read_text().split()[1]) << 10
     assert 0 < spare_bytes() < total
 
 
@@ -135,7 +135,7 @@ def test_a_container_has_no_more_than_its_limit(
     limit, used = tmp_path / "max", tmp_path / "current"
     limit.write_text("1000000\n")
     used.write_text("400000\n")
-    monkeypatch.setattr(staging, "_CONTAINER_LIMITS", ((limit, used),))
+    monkeypatch.setattr(memory, "_CONTAINER_LIMITS", ((limit, used),))
     assert spare_bytes() == 600_000
     limit.write_text("max\n")
     assert spare_bytes() > 600_000
