@@ -252,7 +252,6 @@ class LaunchedRun:
         self.world = world
         self._adopts_until = at + self._heartbeat_timeout_s
         self._nodes.enter(world)
-        self._nodes.has_state = True
         self._awaited_until = at + self._heartbeat_timeout_s
         self._lost.clear()
         self._is_broken, self._loss_at, self._paused_since = False, math.inf, None

@@ -39,6 +39,15 @@ class Agent:
         return self.state.status in (AgentStatus.WORKING, AgentStatus.FINISHED)
 
 
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """A node was in worlds that all their nodes had reached, from the first to the last round."""
+
+    first: int
+    last: int
+    num_restarts: int  # of its workers by then
+
+
 class RunNodes:
     """All nodes of a run, by their ids."""
 
@@ -50,8 +59,8 @@ class RunNodes:
         self.awaited: set[str] = set()
         self.unreached: set[str] = set()  # members that have not reached the present world
         self.outside: dict[str, None] = {}  # agents, in the order of arrival
-        self._member_since: dict[str, int] = {}  # the round in which each of them came
-        self.has_state = False  # one of the members' worlds was reached by all of them
+        self._round = self._num_nodes = 0  # of the present world
+        self._trained: dict[str, _Trained] = {}
         self._used_ports: dict[str, int] = {}
         self._known: dict[str, None] = {}  # all that were here
 
@@ -61,12 +70,7 @@ class RunNodes:
 
     def enter(self, world: World) -> None:
         """Its nodes are the members now."""
-        if not (self.members or any(each.is_working for each in self.joiners())):
-            self.has_state = False
-        self._member_since = {
-            key: self._member_since[key] if key in self.members else world.round
-            for key in world.node_ids
-        }
+        self._round, self._num_nodes = world.round, len(world.nodes)
         self.members = set(world.node_ids)
         self.unreached = set(world.node_ids)
         self.awaited = self.members - self.agents.keys()
@@ -82,7 +86,16 @@ class RunNodes:
     def reach(self, node_id: str) -> None:
         """All workers of this member are in the present world."""
         self.unreached.discard(node_id)
-        self.has_state = self.has_state or not self.unreached
+        if self.unreached or len(self.members) < self._num_nodes:
+            return  # who has reached a world that another one has left may have got no state
+        for key in self.members:
+            if key not in self.agents:
+                continue
+            num_restarts = self.agents[key].state.num_restarts
+            first = self._trained[key].first if self._is_trained(key) else self._round
+            self._trained.pop(key, None)
+            self._trained[key] = _Trained(first, self._round, num_restarts)
+        _trim(self._trained, MAX_KNOWN_PER_NODE * self._max_agents)
 
     def connect(self, agent: Agent) -> None:
         """It has a stream, and was heard."""
@@ -157,13 +170,24 @@ class RunNodes:
 
     def _seniors(self) -> set[str]:
         """Those that have the run's state, if anybody has it: rank 0 is one of them (rule L6)."""
-        if self.members:
-            first = min(self._member_since[key] for key in self.members)
-            seniors = {key for key in self.members if self._member_since[key] == first}
-        else:
-            seniors = set()
-        working = {each.node.node_id for each in self.joiners() if each.is_working}
-        return working if working and not (seniors and self.has_state) else seniors
+        joiners = self.joiners()
+        for group in (self.members, [each.node.node_id for each in joiners]):
+            trained = [key for key in group if self._is_trained(key)]
+            if trained:
+                newest = max(self._trained[key].last for key in trained)
+                fresh = [key for key in trained if self._trained[key].last == newest]
+                oldest = min(self._trained[key].first for key in fresh)
+                return {key for key in fresh if self._trained[key].first == oldest}
+        # What another lighthouse knew of them is lost, but not what they tell.
+        told = {each.node.node_id for each in joiners if each.is_working or each.state.reached}
+        return told or set(self.members)
+
+    def _is_trained(self, node_id: str) -> bool:
+        """Whether its workers are those that were in a world which all had reached."""
+        agent, trained = self.agents.get(node_id), self._trained.get(node_id)
+        if agent is None or trained is None:
+            return False
+        return trained.num_restarts == agent.state.num_restarts
 
     def free_port(self, node_id: str) -> int:
         """Of a store that no world used (0: none yet; rule L7)."""

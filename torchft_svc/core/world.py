@@ -178,8 +178,9 @@ class AgentState:
     ``round``: of the newest world that the agent was told (0: none yet), whether or not its workers
     are in it: a node of world 5 that tells another status than `WORKING` with round 4 has not heard
     of that world yet, with round 5 it has left it. ``reached``: all its workers have said that they
-    are there. ``store_port``: of a store that no world uses (0: none yet). ``can_warm_up``: its
-    workers may be started before they have a world.
+    are there; of `READY`, that these workers were in a world before. ``store_port``: of a store
+    that no world uses (0: none yet). ``can_warm_up``: its workers may be started before they have a
+    world.
     """
 
     status: AgentStatus

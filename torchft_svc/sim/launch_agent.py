@@ -159,6 +159,11 @@ class LaunchAgent:
             rank = self.process.chance.randrange(self.machine.config.node.num_workers)
             self._later(NOTICE_S, lambda now: self.machine.workers_failed("it died", (rank,), now))
 
+    def workers_leave_world(self) -> None:
+        """Their process group is broken, though no node is lost."""
+        if self.workers.is_there:
+            self._later(NOTICE_S, self.machine.world_over)
+
     def workers_finish(self) -> None:
         """All workers have come to their end."""
         if self.workers.is_there and self.ledger.is_in_reached_world():

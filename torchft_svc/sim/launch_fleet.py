@@ -202,6 +202,9 @@ class LaunchFleet:
         agent.wants_next_start_to_fail = True
         agent.worker_dies()
 
+    def _leave_world(self, agent: LaunchAgent, fault: Fault) -> None:
+        agent.workers_leave_world()
+
     def _hang_workers(self, agent: LaunchAgent, fault: Fault) -> None:
         self.checks.trouble(agent.node_id, fault.seconds + 2 * self._scenario.ready_timeout_s)
         agent.ledger.was_hung = True
@@ -221,6 +224,14 @@ class LaunchFleet:
         for process in processes:
             process.freeze()
             self._nature.after(seconds, process.thaw)
+        noticed_s = self._scenario.heartbeat_timeout_s + LOSS_S
+        if seconds > noticed_s:
+            self._nature.after(noticed_s, self._expect_frozen, agent, self.world.now)
+
+    def _expect_frozen(self, agent: LaunchAgent, since: float) -> None:
+        """It was silent for longer than the heartbeat timeout."""
+        if agent.is_up and agent.process.is_frozen and agent.process.thawed_at < since:
+            self.checks.expect_loss(agent.node_id)
 
     def _cut(self, agent: LaunchAgent, fault: Fault) -> None:
         self.checks.trouble(agent.node_id, fault.seconds + MAX_KEEPALIVE_S)

@@ -16,6 +16,7 @@ NODE_FAULTS = {
     "kill_worker": 5.0,
     "fail_start": 1.0,
     "hang_workers": 1.0,
+    "leave_world": 2.0,
     "freeze": 2.0,
     "freeze_agent": 1.0,
     "cut": 2.0,
