@@ -303,8 +303,13 @@ class AgentMachine:
             self._orders.append(OpenStore())
 
     def _event(self, world: World) -> RunEvent:
-        before = 0 if self.entered is None else self.entered.world_size
-        return RunEvent.SCALE_UP if world.world_size > before else RunEvent.SCALE_DOWN
+        """With a lost node a scale down, however many join: nobody must wait for its workers."""
+        before = self.entered
+        if before is None:
+            return RunEvent.SCALE_UP
+        is_larger = world.world_size > before.world_size
+        is_larger = is_larger and set(before.node_ids) <= set(world.node_ids)
+        return RunEvent.SCALE_UP if is_larger else RunEvent.SCALE_DOWN
 
     def _be_ready(self) -> None:
         self._ready_at = math.inf
