@@ -10,7 +10,9 @@ import pytest
 
 import torchft_svc.client
 import torchft_svc.coordination
+import torchft_svc.elastic
 import torchft_svc.testing
+from torchft_svc.elastic.run import get_args_parser
 from torchft_svc.lighthouse_server import cli as lighthouse_cli
 from torchft_svc.lighthouse_server.operator_commands import OPERATOR_COMMANDS as LIGHTHOUSE_COMMANDS
 from torchft_svc.manager_server import cli as manager_cli
@@ -154,7 +156,25 @@ def test_the_flags_are_those_of_the_commands() -> None:
     text = README.read_text() + OPERATIONS.read_text()
     commands = re.findall(r"^(?:lighthouse|torchft-manager) .*", text, re.MULTILINE)
     told = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", "\n".join([*quoted(text), *commands])))
-    assert told - ours <= OTHER_FLAGS
+    assert told - ours <= OTHER_FLAGS | launcher_flags()
+
+
+def launcher_flags() -> set[str]:
+    actions = get_args_parser()._actions
+    return {option for action in actions for option in action.option_strings}
+
+
+def test_the_flags_of_the_elastic_page_are_those_of_the_launcher_and_the_example() -> None:
+    example = (ROOT / "examples" / "soft_restart.py").read_text()
+    ours = launcher_flags() | set(re.findall(r'add_argument\("(--[a-z-]+)"', example))
+    text = (ROOT / "docs" / "elastic.md").read_text()
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= ours | {"--bind"}
+
+
+def test_the_elastic_page_names_every_function_of_the_worker_api() -> None:
+    text = (ROOT / "docs" / "elastic.md").read_text()
+    missing = [name for name in torchft_svc.elastic.__all__ if name not in text]
+    assert set(missing) == {"WorkerState", "WorldChangeEvent"}  # it has their values
 
 
 def test_the_log_lines_are_those_of_the_code() -> None:
