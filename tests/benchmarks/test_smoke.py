@@ -12,7 +12,7 @@ from click import Command
 from click.testing import CliRunner
 from support.warm import Warm
 
-from benchmarks import isolation, quorum_rounds, recovery, stall, step_time, striping
+from benchmarks import isolation, launcher, quorum_rounds, recovery, stall, step_time, striping
 from benchmarks.children.phases import PARTS, PHASES
 from benchmarks.processes import PEER_VARIABLE, ROOT
 
@@ -89,6 +89,18 @@ def test_recovery(run: Run) -> None:
     assert (row["trainer"], row["kills"]) == ("ours", 1)
     assert row["pause_ms"] > 0
     assert row["rejoin_s"] > row["built_s"] > 0
+
+
+def test_launcher(run: Run) -> None:
+    output, result = run(launcher.main, "--kills=1", "--init-kills=0", "--side=torchft-run, soft")
+    assert "jobs that ended" in output
+    assert [(row["killed"], row["kills"]) for row in result["rows"]] == [
+        ("a worker", 1),
+        ("a node", 1),
+    ]
+    for row in result["rows"]:
+        assert row["back_s"] > row["pause_s"] > 0
+        assert row["ended"] == 0
 
 
 def test_isolation(run: Run) -> None:

@@ -213,7 +213,8 @@ class Progress:
         self._took_part: dict[str, dict[str, tuple[int, int]]] = {}
         self._accepted: set[str] = set()
         self._last_ids: dict[str, int] = {}  # of the jobs
-        self._remaining: dict[str, set[str]] = {}  # of the last quorum: has not ended on purpose
+        # Of the last quorum of a job that a lighthouse has published: who has not ended on purpose.
+        self._remaining: dict[tuple[object, str], set[str]] = {}
         self._members: dict[str, set[str]] = {}  # of the last quorum
 
     def opened(self, job: str, replica_id: str, last: LastQuorum) -> None:
@@ -245,15 +246,15 @@ class Progress:
         self._heard.clear()
         self._accepted.clear()
         self._took_part.clear()
-        self._remaining.clear()
         self._members.clear()
 
-    def lost(self, order: ReportLoss) -> None:
+    def lost(self, order: ReportLoss, by: object) -> None:
+        """``by``: what stands for one life of one lighthouse, which knows what it has published."""
         self._took_part.get(order.job, {}).pop(order.replica_id, None)
         if order.is_orderly:
-            self._remaining.get(order.job, set()).discard(order.replica_id)
+            self._remaining.get((by, order.job), set()).discard(order.replica_id)
 
-    def published(self, order: AnswerQuorum) -> None:
+    def published(self, order: AnswerQuorum, by: object) -> None:
         step = order.quorum.max_step
         took_part = self._took_part.setdefault(order.job, {})
         if order.job in self._committed:
@@ -264,7 +265,7 @@ class Progress:
             is_told = order.lost_from is not None
         if step < before:
             must(is_told, "I4", f"from step {before} to {step}, and not told")
-        remaining = self._remaining.get(order.job, {"not known"})
+        remaining = self._remaining.get((by, order.job), {"not known"})
         must(not (order.begins_anew and remaining), "I4", f"{remaining} had not ended on purpose")
         if step < before and order.job not in self._accepted:
             is_held = self._policy == "hold" and not order.begins_anew
@@ -281,7 +282,7 @@ class Progress:
         self._last_ids[order.job] = order.quorum.quorum_id
         self._accepted.discard(order.job)
         self._members[order.job] = {member.replica_id for member in order.quorum.participants}
-        self._remaining[order.job] = set(self._members[order.job])
+        self._remaining[by, order.job] = set(self._members[order.job])
         latest = order.quorum.quorum_id, step
         took_part.update((each.replica_id, latest) for each in order.quorum.participants)
 

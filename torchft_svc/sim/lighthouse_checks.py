@@ -186,7 +186,7 @@ class LighthouseChecks:
             + ", ".join(f"{each.replica_id}@{each.step}" for each in quorum.participants),
         )
         self._invariants.ids.published(decided.job, quorum)
-        self._invariants.progress.published(decided)
+        self._invariants.progress.published(decided, by=self)
         self._liveness.published(decided.job, quorum, self._heard_at, self._now)
         for client, number in told:
             self._answered(client, number)
@@ -224,7 +224,7 @@ class LighthouseChecks:
 
     def _lost(self, loss: ReportLoss) -> None:
         self._trace.record("lighthouse", f"{loss.replica_id} is out: {loss.reason}")
-        self._invariants.progress.lost(loss)
+        self._invariants.progress.lost(loss, by=self)
         key = (loss.job, loss.replica_id)
         if loss.reason.startswith("its session ended"):
             others = [each for each in self._sessions if each.key == key]

@@ -1,0 +1,301 @@
+"""Measures what the survivors of a launched run lose: beside torchrun, which restarts them."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import select
+import signal
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+
+from benchmarks.options import json_option
+from benchmarks.processes import Child, ChildError, lighthouse_address, start_lighthouse
+from benchmarks.table import Column, Result, hand_over
+
+NUM_NODES = 3
+_STEP_S = 0.02
+# Longer than torchrun needs to notice a lost node, and to start its workers again.
+_PATIENCE_S = 150.0
+_CALM_S = (0.5, 1.0)
+# A job that ends is started again, so often.
+_MAX_JOBS = 4
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+_COLUMNS = (
+    Column("launcher", "launcher"),
+    Column("killed", "SIGKILL to"),
+    Column("kills", "kills", 0),
+    Column("pause_s", "next step, s", 3),
+    Column("pause_worst_s", "worst", 3),
+    Column("intake_s", "taken in, s", 3),
+    Column("intake_worst_s", "worst", 3),
+    Column("lost_s", "lost together, s", 3),
+    Column("back_s", "all back, s", 1),
+    Column("ended", "jobs that ended", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A launcher: ``arguments`` go before torchrun's own."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    survives: bool = False
+
+
+TORCHRUN = "torch.distributed.run"
+OURS = "torchft_svc.elastic.run"
+SIDES = (
+    Side("torchft-run, soft", OURS, ("--restart-policy=soft",), survives=True),
+    Side("torchft-run, hard, lighthouse", OURS, ("--restart-policy=hard",)),
+    Side("torchrun", TORCHRUN),
+    Side(
+        "torchrun, stores not shared",
+        TORCHRUN,
+        environment=(("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),),
+    ),
+)
+_NAMES = [side.name for side in SIDES]
+_KINDS = ("worker", "node")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of node ``node``; ``world`` is another for each process group of a process."""
+
+    node: int
+    world: tuple[int, int]
+    world_size: int
+    at_ns: int
+
+
+@dataclass(slots=True)
+class Job:
+    """Nodes of one worker each; all but two of them may be killed."""
+
+    side: Side
+    init_s: float
+    stack: ExitStack
+    endpoint: str
+    agents: dict[int, Child] = field(default_factory=dict)
+    last: dict[int, Step] = field(default_factory=dict)
+
+    def begin(self, node: int) -> None:
+        backend = "lighthouse" if self.side.module == OURS else "c10d"
+        options = [
+            *self.side.arguments,
+            f"--nnodes={NUM_NODES - 1}:{NUM_NODES}",
+            "--nproc-per-node=1",
+            "--max-restarts=1000",
+            f"--rdzv-backend={backend}",
+            f"--rdzv-endpoint={self.endpoint}",
+            "--rdzv-id=benchmark",
+            "--local-addr=localhost",
+            "-m",
+            "benchmarks.children.launched_worker",
+            f"--init-s={self.init_s}",
+            f"--step-s={_STEP_S}",
+            *(["--survives"] if self.side.survives else []),
+        ]
+        command = [sys.executable, "-W", "ignore", "-m", self.side.module, *options]
+        child = Child(command, {**_ENVIRONMENT, **dict(self.side.environment)})
+        self.agents[node] = self.stack.enter_context(child)
+
+    def steps(self, timeout_s: float) -> Iterator[Step]:
+        """As they are told, for ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            readable, _, _ = select.select(list(self.agents.values()), [], [], left_s)
+            for node, agent in self.agents.items():
+                if agent not in readable:
+                    continue
+                if not agent.read_available():
+                    raise agent.error("ended")
+                for line in agent.take_lines():
+                    kind, *words = line.split()
+                    if kind == "step":
+                        pid, world, world_size, _, at_ns = map(int, words)
+                        yield Step(node, (pid, world), world_size, at_ns)
+
+    def train_for(self, seconds: float) -> None:
+        for step in self.steps(seconds):
+            self.last[step.node] = step
+
+    def all_step(self, world_size: int | None, before: dict[int, Step]) -> tuple[float, float]:
+        """All nodes of ``before`` are in another world than there, of ``world_size`` (None: any).
+
+        Returns when the last of them took its first step there (ns), and the longest time (s) that
+        a node took none before that step.
+        """
+        arrived: dict[int, int] = {}
+        gaps = [0.0]
+        for step in self.steps(_PATIENCE_S):
+            last = self.last.get(step.node)
+            self.last[step.node] = step
+            fits = world_size in (None, step.world_size)
+            if step.node in arrived or step.node not in before or not fits:
+                continue
+            if step.world == before[step.node].world:
+                continue
+            arrived[step.node] = step.at_ns
+            if last is not None:
+                gaps.append((step.at_ns - last.at_ns) / 1e9)
+            if arrived.keys() == before.keys():
+                return max(arrived.values()), max(gaps)
+        raise ChildError(f"nodes {sorted(before.keys() - arrived.keys())} took no step")
+
+    def kill_worker(self, node: int) -> int:
+        at_ns = time.monotonic_ns()
+        psutil.Process(self.last[node].world[0]).send_signal(signal.SIGKILL)
+        return at_ns
+
+    def kill_node(self, node: int) -> int:
+        agent = self.agents.pop(node)
+        processes = agent.children()
+        at_ns = time.monotonic_ns()
+        agent.kill()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        return at_ns
+
+
+@dataclass(slots=True)
+class Course:
+    """One launcher and one kind of kill, and what was measured."""
+
+    side: Side
+    kills_node: bool
+    init_s: float
+    num_kills: int
+    pauses_s: list[float] = field(default_factory=list)
+    intakes_s: list[float] = field(default_factory=list)
+    backs_s: list[float] = field(default_factory=list)
+    num_ended: int = 0
+
+    def run(self, dice: random.Random) -> None:
+        for _ in range(_MAX_JOBS):
+            try:
+                with _job(self.side, self.init_s) as job:
+                    while len(self.pauses_s) < self.num_kills:
+                        self.kill(job, dice)
+                return
+            except ChildError as error:
+                self.num_ended += 1
+                click.echo(f"{self.side.name}: the job has ended: {str(error)[:300]}", err=True)
+
+    def kill(self, job: Job, dice: random.Random) -> None:
+        """One kill, until all nodes are in one world again."""
+        job.train_for(dice.uniform(*_CALM_S))
+        # The first one may host the store of the rendezvous.
+        victim = dice.randrange(1, NUM_NODES)
+        before = {node: step for node, step in job.last.items() if node != victim}
+        killed_ns = (job.kill_node if self.kills_node else job.kill_worker)(victim)
+        paused_ns, _ = job.all_step(None, before)
+        pause_s = (paused_ns - killed_ns) / 1e9
+        intake_s = 0.0
+        if self.kills_node:
+            job.begin(victim)
+        whole_ns = paused_ns
+        if any(job.last[node].world_size < NUM_NODES for node in before):
+            smaller = {node: job.last[node] for node in before}
+            whole_ns, intake_s = job.all_step(NUM_NODES, smaller)
+        self.pauses_s.append(pause_s)
+        self.intakes_s.append(intake_s)
+        self.backs_s.append((whole_ns - killed_ns) / 1e9)
+        what = f"{'node' if self.kills_node else 'worker'} {len(self.pauses_s)}"
+        click.echo(f"{self.side.name}: {what}: {pause_s:.3f} s, then {intake_s:.3f} s", err=True)
+
+    def row(self) -> dict[str, Any]:
+        init = f", {self.init_s:g} s of initialization" if self.init_s else ""
+        row: dict[str, Any] = {
+            "launcher": self.side.name + init,
+            "killed": "a node" if self.kills_node else "a worker",
+            "kills": len(self.pauses_s),
+            "ended": self.num_ended,
+        }
+        if self.pauses_s:
+            lost_s = [sum(both) for both in zip(self.pauses_s, self.intakes_s, strict=True)]
+            row |= {
+                "pause_s": statistics.median(self.pauses_s),
+                "pause_worst_s": max(self.pauses_s),
+                "intake_s": statistics.median(self.intakes_s),
+                "intake_worst_s": max(self.intakes_s),
+                "lost_s": statistics.median(lost_s),
+                "back_s": statistics.median(self.backs_s),
+                "pauses_s": self.pauses_s,
+                "intakes_s": self.intakes_s,
+            }
+        return row
+
+
+@contextlib.contextmanager
+def _job(side: Side, init_s: float) -> Iterator[Job]:
+    """All nodes work together."""
+    with ExitStack() as stack:
+        if side.module == OURS:
+            lighthouse = stack.enter_context(start_lighthouse(min_replicas=1))
+            endpoint = lighthouse_address(lighthouse)
+        else:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                endpoint = f"localhost:{free.getsockname()[1]}"
+        job = Job(side, init_s, stack, endpoint)
+        for node in range(NUM_NODES):
+            job.begin(node)
+        nowhere = {node: Step(node, (0, 0), 0, 0) for node in range(NUM_NODES)}
+        job.all_step(NUM_NODES, nowhere)
+        yield job
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--kills", type=click.IntRange(1), default=20, help="Kills of each kind.")
+@click.option("--init-kills", type=click.IntRange(0), default=3,
+              help="Kills of workers that need --init-s to initialize.")  # fmt: skip
+@click.option("--init-s", type=click.FloatRange(0), default=10.0)
+@click.option("--side", "sides", type=click.Choice(_NAMES), multiple=True, default=_NAMES)
+@click.option("--killed", type=click.Choice(_KINDS), multiple=True, default=_KINDS)
+@click.option("--seed", type=int, default=0, help="Draws the victims and the moments.")
+@json_option
+def main(
+    kills: int, init_kills: int, init_s: float, sides: tuple[str, ...], killed: tuple[str, ...],
+    seed: int, json_file: Path | None,
+) -> None:  # fmt: skip
+    """SIGKILL a worker or a node of a launched run, and look what the other nodes lose."""
+    result = Result(
+        name="launcher",
+        title=f"What survivors lose: {NUM_NODES} nodes of one worker, 2 are enough",
+        columns=_COLUMNS,
+        settings={"kills": kills, "init_kills": init_kills, "init_s": init_s, "seed": seed},
+        notes=[
+            "next step: from the kill until the workers of all other nodes have taken one in "
+            "another world",
+            "taken in: how long they stand still when the node that was hit comes back; 0: it is "
+            "in that world already",
+        ],
+    )
+    dice = random.Random(seed)
+    chosen = [side for side in SIDES if side.name in sides]
+    courses = [Course(side, kind == "node", 0.0, kills) for kind in killed for side in chosen]
+    courses += [Course(side, False, init_s, init_kills) for side in chosen if init_kills]
+    for course in courses:
+        course.run(dice)
+    result.rows = [course.row() for course in courses]
+    hand_over(result, json_file)
+
+
+if __name__ == "__main__":
+    main()
