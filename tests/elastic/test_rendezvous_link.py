@@ -77,7 +77,7 @@ def test_a_node_waits_for_a_free_place() -> None:
         world = a.work()
         b.work()
         c.tell(JOINING)
-        assert "places are taken" in c.await_news(RunWaiting).reason
+        c.await_news(RunWaiting, lambda news: "places are taken" in news.reason)
         b.leave()
         assert names(c.work(world.round)) == ["a", "c"]
 
