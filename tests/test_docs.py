@@ -31,7 +31,8 @@ SYNONYMS = [
 # What only the benchmarks read, and what stands for several.
 OTHER_SETTINGS = {"TORCHFT_PEER_PYTHON", "TORCHFT_TLS"}
 OTHER_FLAGS = {"--help", "--max-restarts", "--build", "--prefix", "--hypothesis-profile"} | {
-    "--allow-incomplete-ranks"  # of the analyzer of flight records
+    "--allow-incomplete-ranks",  # of the analyzer of flight records
+    *("--rdzv-endpoint", "--rdzv-conf", "--local-addr"),  # of torchrun
 }
 
 
