@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,13 @@ class Launch:
     nodes: dict[str, Program] = field(default_factory=dict)
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def start(self, node: str, *options: str, traits: tuple[str, ...] = ()) -> Program:
-        """Start an agent, with more options than those of the run."""
+    def start(
+        self, node: str, *options: str, traits: Sequence[str] = (), script: Sequence[str] = ()
+    ) -> Program:
+        """Start an agent, with more options than those of the run.
+
+        ``script``: what its workers run (default: `patient_worker` with these ``traits``).
+        """
         line = [
             "--rdzv-backend=lighthouse",
             f"--rdzv-endpoint={self.lighthouse}",
@@ -74,7 +79,7 @@ class Launch:
             *self.options,
             *options,
         ]
-        script = [str(SCRIPTS / "patient_worker.py"), str(self.folder), *traits]
+        script = script or [str(SCRIPTS / "patient_worker.py"), str(self.folder), *traits]
         program = agent(*line, *script, environment={"NODE": node})
         self.nodes[node] = self.stack.enter_context(program)
         return program
