@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.launched import are_gone, launch
+from support.running import steady_address
 
 pytestmark = pytest.mark.processes
 
@@ -97,5 +98,23 @@ def test_without_a_deadline_workers_need_not_answer(tmp_path: Path) -> None:
         run.start("b", traits=("silent",))
         run.until(lambda: run.workers("b"), "the second node's worker")
         assert run.pids("a") == before
+        run.finish()
+        assert run.statuses() == {"a": 0, "b": 0}
+
+
+def test_workers_survive_on_a_polled_back_end(tmp_path: Path) -> None:
+    back_end = ("--rdzv-backend=c10d", f"--rdzv-endpoint={steady_address()}")
+    options = ("--max-restarts=2", "--rdzv-conf=last_call_timeout=1", *back_end)
+    with launch(tmp_path, *options, nnodes="1:2") as run:
+        run.start("a")
+        alone = run.await_world(a=1)
+        run.start("b")
+        before = run.await_world(a=1, b=1)
+        assert before["a"] == alone["a"]
+        run.fail(before["b"][0])
+        run.until(lambda: are_gone(before["b"]), "it has failed")
+        after = run.await_world(a=1, b=1)
+        assert after["a"] == before["a"]
+        assert after["b"] != before["b"]
         run.finish()
         assert run.statuses() == {"a": 0, "b": 0}

@@ -159,3 +159,23 @@ def test_a_command_whose_agent_has_ended_does_not_begin() -> None:
 
 def _is_sleep(pid: int) -> bool:
     return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
+
+
+def sleep_long() -> None:
+    time.sleep(60)
+
+
+def test_a_forked_function_has_no_handlers_of_its_agent(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with workers(sleep_long, num=1, folder=tmp_path) as local:
+            local.start(environments(1))
+            eventually(lambda: _ends_by_sigterm(local), 30.0, "it ends")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _ends_by_sigterm(local: LocalWorkers) -> bool:
+    """The signal may come before the function is reached."""
+    local.signal(signal.SIGTERM)
+    return any(end.exit_code == -signal.SIGTERM for end in local.reap())

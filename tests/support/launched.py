@@ -76,6 +76,7 @@ class Launch:
             f"--rdzv-endpoint={self.lighthouse}",
             "--rdzv-id=run",
             f"--log-dir={self.folder / 'logs'}",
+            "--monitor-interval=0.05",
             *self.options,
             *options,
         ]

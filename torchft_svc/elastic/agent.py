@@ -25,6 +25,7 @@ from torch.distributed.elastic.events.api import EventSource
 from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchft_svc.coordination.servers import LighthouseServer
 from torchft_svc.core.agent import AgentConfig, AgentMachine
@@ -36,8 +37,9 @@ from torchft_svc.elastic.policy import RestartPolicyStrategy, SoftRestartPolicyS
 from torchft_svc.elastic.rendezvous.config import RendezvousConfig, rendezvous_config
 from torchft_svc.elastic.rendezvous.handler import LighthouseRendezvous
 from torchft_svc.elastic.rendezvous.link import RendezvousLink
+from torchft_svc.elastic.rendezvous.polled import PolledMeeting
 from torchft_svc.elastic.workers import LocalWorkers
-from torchft_svc.rpc.address import LOOPBACK
+from torchft_svc.rpc.address import LOOPBACK, HostPort, advertised_host
 from torchft_svc.rpc.security import PLAIN
 
 log = logging.getLogger(__name__)
@@ -131,6 +133,7 @@ class ElasticAgent(LocalElasticAgent):
                     ready_timeout_s=strategy.ready_timeout_s,
                     exit_barrier_timeout_s=self._exit_barrier_timeout,
                     max_soft_failures=strategy.max_soft_failures,
+                    can_warm_up=self._has_lighthouse,
                     reactions=strategy.reactions(),
                 ),
                 time.monotonic(),
@@ -148,22 +151,36 @@ class ElasticAgent(LocalElasticAgent):
             self._remaining_restarts = machine.num_restarts_left
             return self._result(end.outcome, group)
 
+    @property
+    def _has_lighthouse(self) -> bool:
+        return isinstance(self._worker_group.spec.rdzv_handler, LighthouseRendezvous)
+
     def _rendezvous_config(self) -> RendezvousConfig:
+        """Of this node; what only other back ends know is for them alone."""
         parameters, spec = self._settings.parameters, self._worker_group.spec
-        options = {**parameters.config, "num_workers": spec.local_world_size, "role": spec.role}
+        told = parameters.config if self._has_lighthouse else {}
+        host = parameters.local_addr
+        if not self._has_lighthouse:
+            if "join_timeout" in parameters.config:
+                told = {"join_timeout": parameters.config["join_timeout"]}
+            at, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=1)
+            host = host or advertised_host(HostPort(at, port or 1))
         return rendezvous_config(
-            endpoint=parameters.endpoint,
+            endpoint=parameters.endpoint if self._has_lighthouse else f"{host}:1",
             run_id=parameters.run_id,
             min_nodes=parameters.min_nodes,
             max_nodes=parameters.max_nodes,
-            local_addr=parameters.local_addr,
-            options=options,
+            local_addr=host,
+            options={**told, "num_workers": spec.local_world_size, "role": spec.role},
         )
 
     def _meet(
         self, config: RendezvousConfig, open_things: contextlib.ExitStack
     ) -> Callable[[Callable[[News], None]], Meeting]:
         def meet(hear: Callable[[News], None]) -> Meeting:
+            spec = self._worker_group.spec
+            if not self._has_lighthouse:
+                return PolledMeeting(spec.rdzv_handler, config.node, spec.monitor_interval, hear)
             endpoint, security = config.endpoint, None
             if not endpoint:
                 own = LighthouseServer(f"{LOOPBACK}:0", 1, security=PLAIN)

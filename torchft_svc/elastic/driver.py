@@ -54,6 +54,7 @@ from torchft_svc.core.world import (
 from torchft_svc.elastic.local_group import LocalGroup
 from torchft_svc.elastic.messages import WorkerAck, WorkerLeft, WorkerStarted, WorkerState
 from torchft_svc.elastic.rendezvous.link import LinkNews, LinkTrouble
+from torchft_svc.elastic.rendezvous.polled import MeetingFailed, PolledNews, WorldOver
 from torchft_svc.errors import Unauthorized
 from torchft_svc.rpc.address import LOOPBACK
 
@@ -67,15 +68,11 @@ NUM_STORES = 3
 _DEATH_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
-class WorldOver:
-    """News of a back end that is polled: the present world is to be followed by another one."""
-
-
-News = LinkNews | WorldOver
+News = LinkNews | PolledNews
 
 
 class Meeting(Protocol):
-    """Where agents meet: `RendezvousLink`, or an adapter of another back end."""
+    """Where agents meet: `RendezvousLink`, or `PolledMeeting`."""
 
     def tell(self, state: AgentState) -> None:
         """The newest state counts; returns at once."""
@@ -195,6 +192,8 @@ class AgentDriver:
                 unknown = isinstance(news.error, Unauthorized)
                 kind = RendezvousConnectionError if unknown else RendezvousStateError
                 self._give_up(kind(text), text)
+        elif isinstance(news, MeetingFailed):
+            self._give_up(news.error, str(news.error))
         elif isinstance(news, WorldOver):
             self._do(self._machine.world_over(now))
         else:

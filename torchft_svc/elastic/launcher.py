@@ -136,8 +136,17 @@ def launch_agent(
     log.debug("launching %s as %s", name, config)
     initialize_metrics(MetricsConfig(config.metrics_cfg))
     parameters = _rendezvous_parameters(config)
+    strategy = _strategy(config)
+    if isinstance(strategy, SoftRestartPolicyStrategy) and parameters.backend == "static":
+        reason = "a soft restart policy needs a back end whose worlds change: lighthouse or c10d"
+        raise ConfigError("rdzv_backend", "static", reason)
+    if isinstance(strategy, SoftRestartPolicyStrategy):
+        # torch's agents would keep the address of the first world's store, which a node that joins
+        # later does not hear of. Workers get another one.
+        env.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     handler = _rendezvous_handler(parameters)
-    agent = _agent(config, (entrypoint, args), parameters, handler, health_check_server)
+    settings = AgentSettings(strategy, parameters, config.signals_to_handle)
+    agent = _agent(config, (entrypoint, args), settings, handler, health_check_server)
     ends_run = True
     try:
         return _run(agent, name, config.event_log_handler)
@@ -198,11 +207,11 @@ def _rendezvous_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 def _agent(
     config: LaunchConfig,
     call: tuple[Entrypoint, list[Any]],
-    parameters: RendezvousParameters,
+    settings: AgentSettings,
     handler: RendezvousHandler,
     health_check_server: Any,
 ) -> ElasticAgent:
-    master_addr, master_port = _static_address(parameters)
+    master_addr, master_port = _static_address(settings.parameters)
     entrypoint, args = tied(call[0], tuple(call[1]))
     spec = _accepted(
         _NamedSpec,
@@ -223,7 +232,7 @@ def _agent(
     agent: ElasticAgent = _accepted(
         ElasticAgent,
         spec=spec,
-        settings=AgentSettings(_strategy(config), parameters, config.signals_to_handle),
+        settings=settings,
         logs_specs=config.logs_specs,
         start_method=config.start_method,
         exit_barrier_timeout=config.exit_barrier_timeout,

@@ -323,6 +323,11 @@ class _Task:
 
 def _run(task: _Task, values: Connection) -> None:
     """The main function of a function's process."""
+    for number in signal.valid_signals():  # a fork has those of its agent, which only note them
+        handler = signal.getsignal(number)
+        if callable(handler) and handler is not signal.default_int_handler:
+            is_interrupt = number is signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
     env.update(task.environment)
     out, err = task.streams
     with get_std_cm(out, redirect_stdout), get_std_cm(err, redirect_stderr):
