@@ -28,10 +28,10 @@ class Activity:
 
 
 class WorkerActivities:
-    """A group does what that worker does which has stood still the longest.
+    """A group does what its worker does that has stood still for the longest time.
 
     A worker that votes waits for the others: what they do counts, as long as they do anything else.
-    One that heals or waits for other groups counts before all: the others of its group may wait for
+    A worker that heals or waits for other groups counts first: the others of its group may wait for
     it in a collective of their own, and cannot tell that from a hang.
     """
 
@@ -60,7 +60,7 @@ class WorkerActivities:
         self._held_up.discard(group_rank)
 
     def slowest(self) -> Activity | None:
-        """None: no worker has told anything."""
+        """None: no worker has reported anything."""
         counting = [self._workers[rank] for rank in self._held_up] or self._workers.values()
         return min(
             counting, key=lambda each: (each.phase is Phase.VOTING, each.since), default=None
@@ -68,10 +68,10 @@ class WorkerActivities:
 
 
 class HangWatch:
-    """The activities of a job's groups; a hang is one that lasts for ``timeout_s`` (None: never).
+    """The activities of a job's groups; one that lasts for ``timeout_s`` is a hang (None: none is).
 
     All costs are constant, except for one look at all groups about once in ``timeout_s``.
-    ``unheeded`` have hung, and nothing was done about it yet.
+    ``unheeded`` groups hang, and nothing was done about it yet.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
@@ -82,7 +82,6 @@ class HangWatch:
         self._look_at: float | None = None
 
     def reported(self, replica_id: str, activity: Activity, now: float) -> None:
-        """What a living group does."""
         self._groups[replica_id] = activity
         ends_at = self._hangs_at(activity)
         if ends_at is None or ends_at > now:
@@ -99,7 +98,6 @@ class HangWatch:
         self.unheeded.discard(replica_id)
 
     def activity(self, replica_id: str) -> Activity | None:
-        """None: it has not told."""
         return self._groups.get(replica_id)
 
     def why(self, replica_id: str, now: float) -> str:
@@ -134,7 +132,7 @@ class HangWatch:
         return found
 
     def heed_again(self, replica_ids: Iterable[str]) -> None:
-        """What was done about these, if they hang, was taken back."""
+        """What was done about these, if they hang, was undone."""
         self.unheeded |= self._hung.intersection(replica_ids)
 
     def _hangs_at(self, activity: Activity) -> float | None:

@@ -19,12 +19,12 @@ MAX_HEAL_SOURCES = 4
 class Assignment:
     """One worker's part in a quorum.
 
-    ``max_replica_rank`` and ``max_world_size`` are the group's index (None: it is behind) and the
-    number of groups at ``max_step``. ``recover_src_*`` name the group to fetch the state from
-    (None and empty: nothing to heal), ``recover_dst_replica_ranks`` are those that fetch it from
-    here. The state is the same in all groups that are up to date, so a part of it may come from
-    others, too: ``recover_extra_src_manager_addresses`` in the order of preference;
-    ``recover_extra_dst_replica_ranks`` are those that may fetch a part from here.
+    ``max_replica_rank`` (None: the group is behind) and ``max_world_size``: the group's index, and
+    the number of groups, at ``max_step``. ``recover_src_*``: the group to fetch the state from
+    (None and empty: no heal); ``recover_dst_replica_ranks`` fetch it from here. All groups that are
+    up to date have the same state, so parts may come from more of them:
+    ``recover_extra_src_manager_addresses`` in the order of preference;
+    ``recover_extra_dst_replica_ranks`` may fetch a part from here.
 
     The fields have these names on the wire (`ManagerQuorumResponse`) and in the client's
     `QuorumResult`, too.
@@ -51,13 +51,12 @@ class Assignment:
 
 
 def check_answer(asked: Member, answer: Quorum, *, ids_grow: bool) -> None:
-    """What a group takes for the answer to its question (rule Q23).
+    """Whether a group takes ``answer`` for the answer to its question (rule Q23).
 
-    ``ids_grow``: this lighthouse never repeats an id (the public release's begins anew).
+    ``ids_grow``: this lighthouse never repeats an id (the public release's does).
 
-    Raises:
-        QuorumFailed: the quorum is one without this group, or older than one that it has been in,
-            as one of a lighthouse is that does not know that it leads no more.
+    Raises: QuorumFailed: the quorum does not contain this group, or is older than one that it has
+    been in, for example from a lighthouse that does not know that it leads no more.
     """
     if all(asked.replica_id != member.replica_id for member in answer.participants):
         raise QuorumFailed(f"quorum {answer.quorum_id} was formed without {asked.replica_id!r}")
@@ -112,11 +111,11 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool = T
 
 
 def store_host(current: list[int], group_rank: int, commit_failures: int) -> int:
-    """Whose store the workers with this group rank meet at, of those that are up to date.
+    """Whose store the workers with this group rank meet at, of the groups that are up to date.
 
-    Each group rank has another, so that the load spreads. After one failure they meet there again:
-    most have nothing to do with the store, and the connections to it are there. After more they go
-    on to the next one: a store that does not answer must not stop those that could meet elsewhere.
+    Each group rank has another one, to spread the load. After one failure they meet there again:
+    most failures have nothing to do with the store, and the connections exist. After more they take
+    the next one: a store that does not answer must not stop them.
     """
     return current[(group_rank + max(0, commit_failures - 1)) % len(current)]
 
@@ -126,10 +125,10 @@ def heal_plan(
 ) -> dict[int, int]:
     """Which replica rank heals from which, for the workers with this group rank.
 
-    Groups that are not in ``current`` are dealt out round robin to those that are, beginning with
-    number ``group_rank``, so that the ranks of one group load different sources. ``from_one``: at
-    step 0 nobody is behind, but nobody is equal either, so all take the state of one and the same
-    primary, on every group rank, since a model's shards only fit together if they come from one.
+    Groups that are not ``current`` are assigned round robin to those that are, starting with number
+    ``group_rank``, so that the ranks of one group load different sources. ``from_one``: at step 0
+    no group is behind, but none is equal either, so all take the state of one primary, on every
+    group rank, because a model's shards only fit together if they come from one group.
     """
     if from_one:
         return {rank: current[0] for rank in range(world_size) if rank != current[0]}
@@ -138,7 +137,8 @@ def heal_plan(
 
 
 def extra_plan(sources: dict[int, int], current: list[int]) -> dict[int, tuple[int, ...]]:
-    """Who else serves a replica rank that heals: the up-to-date ones that follow on its source."""
+    """The further sources of each replica rank that heals: the up-to-date ranks after its
+    source."""
     num_extras = min(len(current), MAX_HEAL_SOURCES) - 1
     plan = {}
     for rank, source in sources.items():

@@ -17,7 +17,7 @@ MAX_MISSED = 16
 class EndedBarrier:
     """The commit barrier of ``round``, about one of ``steps``.
 
-    ``decision`` is None if there was none, because of ``reason``; then nobody was told yes.
+    ``decision`` is None if there was none, because of ``reason``; then nobody received a yes.
     """
 
     round: int
@@ -76,7 +76,7 @@ class EndedBarriers:
         self._missed: dict[int, Missed] = {}  # of workers that have still to learn of them
 
     def note(self, requests: Collection[WorkerRequest], error: TorchFTError | None) -> None:
-        """These were answered: with the quorum (``error`` is None), or not."""
+        """These requests were answered: with the quorum (``error`` is None), or not."""
         for each in requests:
             self._questions[each.group_rank] = EndedQuestion(each.worker_id, each.question, error)
 
@@ -98,7 +98,8 @@ class EndedBarriers:
         return ended if ended is not None and ended.is_repeated_by(request) else None
 
     def missed(self, request: WorkerRequest) -> TorchFTError | None:
-        """Why the barrier failed that ``request`` comes too late for; None if it does for none."""
+        """Why the barrier failed that ``request`` comes too late for; None: it does not come too
+        late."""
         rank = request.group_rank
         missed = self._missed.get(rank)
         if missed is None or not request.question:

@@ -43,9 +43,8 @@ from torchft_svc.errors import (
 class Group:
     """The barriers of a group of ``world_size`` workers.
 
-    A caller is a number of the shell's choice, unique among the requests that wait.
-    ``first_round`` must be far from the rounds of an earlier manager of the same workers; whether
-    above or below them has no meaning.
+    A caller is a number of the shell's choice, unique among the waiting requests. ``first_round``
+    must be far from the rounds of an earlier manager of the same workers, above or below them.
     """
 
     def __init__(self, world_size: int, first_round: int = 1) -> None:
@@ -76,10 +75,9 @@ class Group:
     # -- who is there ----------------------------------------------------------------------------
 
     def attached(self, group_rank: int, worker_id: str) -> None:
-        """A worker has opened its line.
+        """A worker has opened its stream.
 
-        Raises:
-            RequestRefused: the rank does not exist, or belongs to another worker.
+        Raises: RequestRefused: the rank does not exist, or belongs to another worker.
         """
         self._check_rank(group_rank)
         if not self.belongs_to(group_rank, worker_id):
@@ -91,9 +89,9 @@ class Group:
     def detached(
         self, group_rank: int, worker_id: str, reason: str, *, ends: bool = False
     ) -> tuple[Order, ...]:
-        """A worker's line has ended: those that wait for it are told, and the group leaves.
+        """A worker's stream has ended: the workers that wait for it are told, and the group leaves.
 
-        ``ends``: its program ends on purpose. Whoever takes the rank next makes this another
+        ``ends``: its program ends on purpose. The next worker with this rank makes this another
         incarnation of the group.
         """
         if self._attached.get(group_rank) != worker_id:
@@ -118,21 +116,22 @@ class Group:
         return self._owners.get(group_rank, worker_id) == worker_id
 
     def owner_was_silent(self, group_rank: int, number: int) -> tuple[Order, ...]:
-        """As long as `AwaitOwner` has said: unless it has shown itself since, it is dead."""
+        """For as long as `AwaitOwner` says: it is dead, unless it has given a sign of life
+        since."""
         if self._suspects.get(group_rank) != number:
             return ()
         return self._give_away(group_rank)
 
     def _give_away(self, group_rank: int) -> tuple[Order, ...]:
-        """The rank belongs to whoever waits for it, or comes next."""
+        """The rank belongs to the worker that waits for it, or comes next."""
         self._owners.pop(group_rank, None)
         self._suspects.pop(group_rank, None)
         heir = self._heirs.pop(group_rank, None)
         return self.quorum_requested(*heir) if heir else ()
 
     def _hold(self, request: WorkerRequest, caller: int) -> tuple[Order, ...]:
-        """Another worker with a rank that is taken asks: as long as it is not known whether the
-        one before lives, it may be its successor."""
+        """Another worker asks with a rank that is taken: while it is not known whether the owner
+        lives, it may be its successor."""
         rank = request.group_rank
         is_waiting = rank in self._requests or (rank in self._votes and self._decision is None)
         if is_waiting:
@@ -150,23 +149,24 @@ class Group:
         return tuple(orders)
 
     def _refuse_heir(self, group_rank: int) -> list[Order]:
-        """The worker that the rank belongs to lives."""
+        """The owner of the rank lives."""
         self._suspects.pop(group_rank, None)
         heir = self._heirs.pop(group_rank, None)
         return [RefuseWorker(heir[1], self._taken(group_rank, "is there"))] if heir else []
 
     def _is_missed(self, group_rank: int, worker_id: str) -> bool:
-        """Whether those that wait in the quorum barrier wait for this worker.
+        """Whether the workers in the quorum barrier wait for this one.
 
-        They do not if all of them belong to a later life of the group: the news that a worker has
-        ended may come later than the first question of the next life.
+        They do not if all of them belong to a later life of the group: the end of a worker may be
+        noticed after the first question of the next life.
         """
         newest, life = self._lives.get(group_rank, (worker_id, 0))
         life -= newest != worker_id
         return any(self._lives[rank][1] <= life for rank in self._requests)
 
     def _note_life(self, group_rank: int, worker_id: str) -> None:
-        """Another worker at a known rank is of the rank's next life, a first one of the group's."""
+        """Another worker at a known rank belongs to the rank's next life, a first one to the
+        group's."""
         before = self._lives.get(group_rank)
         if before is None:
             self._lives[group_rank] = (
@@ -177,15 +177,15 @@ class Group:
             self._lives[group_rank] = worker_id, before[1] + 1
 
     def drain(self, reason: str) -> tuple[Order, ...]:
-        """The group has to leave, for good, when all workers have finished their step."""
+        """The group leaves for good when all workers have finished their step."""
         self._drain_reason = self._drain_reason or reason
         # Where a quorum is asked for already, one with this group may be on its way, and has to be
         # honoured: the lighthouse's last word comes as an input, as always.
         return (self._leave(),) if self._asking else tuple(self._end_the_rest())
 
     def _end_the_rest(self) -> list[Order]:
-        """Where a worker is gone, so that the group has left, those that are told to end and all
-        ask do not wait for another one."""
+        """If a worker is gone, so that the group has left, the others are told to end as soon as
+        all of them ask."""
         left = self._attached.keys()
         is_short = self._restarted and bool(left) and left <= self._requests.keys()
         if self._drain_reason is None or not is_short:
@@ -193,7 +193,7 @@ class Group:
         return self._end_workers(self._drain_reason)
 
     def _end_workers(self, reason: str) -> list[Order]:
-        """Tell all that ask; whoever misses it is told again."""
+        """Tell all that ask; a worker that misses it is told again."""
         self._ended_workers = {
             rank: (each.worker_id, reason)
             for rank, (each, _) in self._requests.items()
@@ -210,10 +210,9 @@ class Group:
     # -- the quorum barrier ----------------------------------------------------------------------
 
     def quorum_requested(self, request: WorkerRequest, caller: int) -> tuple[Order, ...]:
-        """A worker asks; when all have, the group asks the lighthouse.
+        """A worker asks; when all have asked, the group asks the lighthouse.
 
-        Raises:
-            RequestRefused: the rank does not exist, or is taken by another worker that waits.
+        Raises: RequestRefused: the rank does not exist, or is taken by another worker that waits.
         """
         self._check_rank(request.group_rank)
         request.check()
@@ -258,10 +257,10 @@ class Group:
     def quorum_formed(self, round_: int, quorum: Quorum, replica_id: str) -> tuple[Order, ...]:
         """The lighthouse has answered the question of ``round_``, in which the group has this id.
 
-        Workers may be at different steps after a heal that failed for some of them. Then the group
-        has asked as one that is behind, and all its workers heal again. If it is not behind,
-        nobody can say which worker is right, and all get the error. A heal may also lead to a lower
-        step, if the one that the group told is not believed.
+        After a heal that failed for some of them, workers may be at different steps. Then the group
+        has asked as one that is behind, and all its workers heal again. If it is not behind, nobody
+        can say which worker is right, and all get the error. A heal may also lead to a lower step,
+        if the reported one is not believed.
         """
         if not self._asking or round_ != self._round:
             return ()
@@ -284,7 +283,7 @@ class Group:
         return tuple(answers)
 
     def _is_torn(self, steps: set[int], max_step: int) -> bool:
-        """Whether the workers are at different steps, and this quorum does not heal them all."""
+        """Whether the workers are at different steps, and this quorum does not heal all of them."""
         heals = min(steps) != max_step  # behind, or not believed
         told = {
             asked.step for asked, _ in self._requests.values() if not (heals and asked.unhealed)
@@ -292,7 +291,7 @@ class Group:
         return len(steps) > 1 and min(steps) <= max_step < max(told, default=0)
 
     def quorum_failed(self, round_: int, error: TorchFTError) -> tuple[Order, ...]:
-        """There is no quorum in ``round_``: every worker is told, with the reason."""
+        """There is no quorum in ``round_``; every worker gets the reason."""
         if not self._asking or round_ != self._round:
             return ()
         self._asking = False
@@ -321,15 +320,14 @@ class Group:
     def voted(self, vote: Vote, caller: int) -> tuple[Order, ...]:
         """A worker votes. One no decides at once, a yes needs all.
 
-        After a no its voter may ask again before the others vote: they learn what was decided.
+        After a no its voter may ask again before the others vote: they receive the decision.
 
-        A vote in a round of the manager before this one, which died, is taken up: what that one
-        told the other workers shows in the step that they ask for by now, and if they were told
-        nothing they vote again, too.
+        A vote in a round of an earlier manager, which died, is accepted: the step that other
+        workers ask for by now shows what they were told, and if they were told nothing they vote
+        again, too.
 
-        Raises:
-            RequestRefused: the rank does not exist or is taken by another worker, or the vote
-                belongs to another round.
+        Raises: RequestRefused: the rank does not exist or is taken by another worker, or the vote
+        belongs to another round.
         """
         self._check_rank(vote.group_rank)
         if not self.belongs_to(vote.group_rank, vote.worker_id):
@@ -385,16 +383,15 @@ class Group:
 
     @property
     def is_asking(self) -> bool:
-        """Whether all workers have asked, and the lighthouse has still to answer."""
+        """Whether all workers have asked, and the lighthouse has not answered."""
         return self._asking
 
     def askers(self) -> list[int]:
-        """The callers that wait in the quorum barrier."""
         return [caller for _, caller in self._requests.values()]
 
     def held_rank(self, caller: int | None) -> int | None:
-        """The group rank that ``caller`` would take over from a worker that may still live. It is
-        not in the barrier yet. None: its question is not held."""
+        """The group rank that ``caller`` would take over from a worker that may still live;
+        None: its question is not held, but in the barrier."""
         return next((rank for rank, (_, held) in self._heirs.items() if held == caller), None)
 
     def why(self, caller: int | None = None) -> str:
@@ -433,22 +430,22 @@ class Group:
             )
 
     def _is_late(self, vote: Vote, ended: EndedBarrier) -> bool:
-        """Whether it belongs to the barrier that is over, of a worker that has not asked again."""
+        """Whether it belongs to the last barrier, from a worker that has not asked again."""
         return vote.group_rank not in self._requests and ended.concerns(vote.round, vote.step)
 
     def _is_inherited(self, vote: Vote) -> bool:
-        """Whether it names a round before this manager has opened one."""
+        """Whether it belongs to a round of an earlier manager."""
         return self._round < self._first_round and vote.round > 0
 
     def _end_inherited_votes(self, asked: WorkerRequest) -> list[Order]:
-        """A worker asks, so it had an answer; the others get the same."""
+        """A worker that asks had an answer to its vote; the others get the same."""
         if self._round >= self._first_round or self._decision is not None:
             return []
         votes, self._votes = self._votes, {}
         return [AnswerVote(who, _shows_commit(asked, vote)) for vote, who in votes.values()]
 
     def _meet(self, request: WorkerRequest) -> None:
-        """Note who the worker is; another one at a known rank makes this another incarnation."""
+        """Note the worker; another one at a known rank makes this another incarnation."""
         rank = request.group_rank
         if {self._attached.get(rank), self._workers.get(rank)} - {None, request.worker_id}:
             self._restarted = True
@@ -482,13 +479,14 @@ class Group:
         return ask
 
     def _give_up_barrier(self, group_rank: int) -> list[Order]:
-        """A worker that waits in it does so no longer; the others must not wait for it."""
+        """A worker no longer waits in it; the others must not wait for that worker."""
         orders: list[Order] = [StopAsking(self._round)] if self._asking else []
         self._asking = False
         return orders + self._fail_barrier(QuorumFailed(f"group rank {group_rank} gave up waiting"))
 
     def _fail_barrier(self, error: TorchFTError) -> list[Order]:
-        """End the quorum barrier, if there is one, for those that wait and those still to come."""
+        """End the quorum barrier, if there is one, for the waiting workers and those still to
+        come."""
         if not self._requests:
             return []
         absent = {
@@ -501,7 +499,7 @@ class Group:
         return self._refuse_requests(error)
 
     def _answer_late_question(self, request: WorkerRequest, caller: int) -> Order | None:
-        """What a worker is told that comes to a barrier which is over; None if it is not."""
+        """The answer for a worker that comes to a barrier which is over; None if it is not."""
         ended = self._over.repeated(request)
         if ended is not None:
             if ended.error is not None:
@@ -521,7 +519,7 @@ class Group:
         return refused
 
     def _drop_votes(self, reason: str) -> list[Order]:
-        """End the commit barrier; those that still wait for a decision get the reason."""
+        """End the commit barrier; workers that still wait for a decision get the reason."""
         undecided = self._decision is None
         dropped: list[Order] = [
             RefuseWorker(who, CommitFailed(reason)) for _, who in self._votes.values() if undecided
@@ -564,10 +562,10 @@ def _different_steps(requests: dict[int, tuple[WorkerRequest, int]]) -> RequestR
 
 
 def _shows_commit(asked: WorkerRequest, vote: Vote) -> bool:
-    """Whether what a worker asks for by now shows that the step of ``vote`` was committed.
+    """Whether a worker's next request shows that the step of ``vote`` was committed.
 
-    Its step also grows with a heal. But whoever could not heal at the same time has voted no, and
-    one no is enough.
+    Its step also grows with a heal. But a worker that could not heal at the same time has voted no,
+    and one no is enough.
     """
     return vote.should_commit and asked.step > vote.step
 

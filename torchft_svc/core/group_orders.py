@@ -12,13 +12,11 @@ from torchft_svc.errors import TorchFTError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskLighthouse:
-    """Ask for a quorum on behalf of the whole group, and tell the outcome of ``round``.
+    """Ask for a quorum on behalf of the whole group, for ``round``.
 
     ``new_incarnation``: a worker was restarted, so to the others this is another group now.
-    ``unhealed``: a worker of it should have healed, and has not. ``seen_quorum_id``: the highest
-    that a worker of it has been told. ``has_history``: all of them have been told one.
-    ``layout``: what its workers sum (empty: not told). ``step_quorum_id``: in which
-    its step was committed, the oldest that a worker of it tells.
+    ``has_history``: all workers have received a quorum. The other fields combine those of the
+    `WorkerRequest` s.
     """
 
     round: int
@@ -35,8 +33,6 @@ class AskLighthouse:
 
 @dataclass(frozen=True, slots=True)
 class StopAsking:
-    """Nobody waits for the outcome of ``round`` any more."""
-
     round: int
 
 
@@ -52,16 +48,12 @@ class AnswerWorker:
 
 @dataclass(frozen=True, slots=True)
 class AnswerVote:
-    """Send the group's decision."""
-
     caller: int
     should_commit: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseWorker:
-    """Tell ``caller`` that its request or vote failed."""
-
     caller: int
     error: TorchFTError
 
@@ -73,10 +65,10 @@ OWNER_SILENCE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class AwaitOwner:
-    """Ask `Group.owner_was_silent` with these after `OWNER_SILENCE_S`: another worker asks as the
-    one with this rank, and the one before has no line whose end would tell that it is dead.
+    """Call `Group.owner_was_silent` with these after `OWNER_SILENCE_S`: another worker asks with
+    this rank, and its owner has no stream whose end would show that it is dead.
 
-    Not if that has no worker id: such workers are one and the same, also after a restart.
+    Not if the owner has no worker id: such workers are one and the same, also after a restart.
     """
 
     group_rank: int

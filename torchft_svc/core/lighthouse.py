@@ -65,14 +65,15 @@ MAX_LOSSES_TOLD = 4
 
 
 class Announcements:
-    """How much the members of one quorum are told of who comes and who is lost (rule Q22)."""
+    """How much the members of one quorum are told about newcomers and losses (rule Q22)."""
 
     def __init__(self) -> None:
         self._newcomers: set[str] = set()
         self._num_losses = 0
 
     def of_newcomers(self, waiting: Iterable[str], num_members: int) -> list[str]:
-        """Those of ``waiting`` to tell ``num_members`` of: each once, of a crowd the first ones."""
+        """The newcomers to announce to ``num_members`` members: each once, and only the first
+        ones of a crowd."""
         fresh = [key for key in waiting if key not in self._newcomers]
         limit = min(MAX_ANNOUNCED, max(1, MAX_ANNOUNCEMENTS // num_members))
         del fresh[max(0, limit - len(self._newcomers)) :]
@@ -80,7 +81,7 @@ class Announcements:
         return fresh
 
     def of_a_loss(self) -> bool:
-        """Whether to tell of another one."""
+        """Whether another loss is announced."""
         self._num_losses += 1
         return self._num_losses <= MAX_LOSSES_TOLD
 
@@ -109,7 +110,7 @@ class _Job:
         return self.members.gone(replica_id)
 
     def loss_recipients(self, replica_id: str) -> tuple[str, ...]:
-        """Who is to be told that this group is lost, if it was in the last quorum: it and, unless
+        """The groups to inform of this loss, if it was in the last quorum: itself and, unless
         they were told of enough others, its living peers there."""
         if replica_id not in self.members.previous_ids:
             return ()
@@ -118,10 +119,8 @@ class _Job:
         return (replica_id, *(key for key in self.members.quorum_left() if key != replica_id))
 
     def announce(self, asked: Iterable[str]) -> list[str]:
-        """Those of ``asked`` that still wait to join the last quorum, and were not announced to it.
-
-        Each is named once in a quorum's life, and of a crowd only the first ones.
-        """
+        """The groups of ``asked`` that still wait to join the last quorum, and were not
+        announced to it."""
         if self.members.previous is None:
             return []
         waiting = [key for key in asked if self.members.state(key) is GroupState.JOINING]
@@ -130,9 +129,10 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A job without a living group, since ``at``: a restart of it can be told from a start.
+    """A job without a living group, since ``at``: so a restart is told from a start.
 
-    ``is_finished``: every group of its last quorum ended on purpose, so the next is another run.
+    ``is_finished``: every group of its last quorum ended on purpose, so the next run is another
+    one.
     """
 
     last: LastQuorum
@@ -196,7 +196,7 @@ class Lighthouse:
         return self._settle(job, state, [], now)
 
     def opened(self, job: str, replica_id: str, last: LastQuorum, now: float) -> tuple[Order, ...]:
-        """A sign of life, with which the group tells of the ``last`` quorum that it was in."""
+        """A sign of life, with the ``last`` quorum that the group was in."""
         check_name("replica_id", replica_id)
         last.check()
         state = self._job(job, replica_id, now, last.quorum_id)
@@ -208,7 +208,7 @@ class Lighthouse:
     def heartbeat(
         self, job: str, replica_id: str, now: float, activity: Activity | None = None
     ) -> tuple[Order, ...]:
-        """A sign of life without a request; ``activity`` is what the group does, if it tells."""
+        """A sign of life without a request, with the group's ``activity`` if it reports that."""
         check_name("replica_id", replica_id)
         state = self._job(job, replica_id, now)
         is_new = not state.members.knows(replica_id)
@@ -232,7 +232,7 @@ class Lighthouse:
         return self._settle(job, state, orders, now)
 
     def killed(self, job: str, replica_id: str, reason: str) -> None:
-        """An operator ends a living group: however it goes now, that is on purpose."""
+        """An operator ends a living group: it then ends on purpose, however it ends."""
         self._jobs[job].killed[replica_id] = reason
 
     def accept_loss(self, job: str, now: float) -> tuple[Order, ...]:
@@ -240,9 +240,8 @@ class Lighthouse:
 
         Forgotten when a group with the newer state asks.
 
-        Raises:
-            RequestRefused: no quorum of this job is held back for that reason, or a group that
-                may have those steps is still waited for.
+        Raises: RequestRefused: no quorum of this job is held back for that reason, or a group that
+        may have those steps is still awaited.
         """
         check_name("job", job)
         state = self._jobs.get(job)
@@ -273,7 +272,7 @@ class Lighthouse:
         return self._wake_at
 
     def pause(self, job: str, now: float) -> Pause:
-        """Why the groups of ``job`` that ask have no quorum yet; the question changes nothing."""
+        """Why the groups of ``job`` that ask have no quorum yet; changes nothing."""
         state = self._jobs.get(job)
         if state is None:
             return Pause(Waiting(Why.NOBODY_ASKS), now)
@@ -281,7 +280,6 @@ class Lighthouse:
         return Pause(decide(state.members.view(), self._config, now), now, held)
 
     def why(self, job: str, now: float) -> str:
-        """The same as a sentence."""
         return self.pause(job, now).sentence()
 
     def status(self, job: str, now: float) -> list[JobStatus]:
@@ -314,10 +312,9 @@ class Lighthouse:
         return state.history.add_to(status, now)
 
     def find(self, job: str, name: str) -> str:
-        """The living group of ``job`` that an operator calls ``name``: its replica id or its name.
+        """The living group of ``job`` with this replica id or name.
 
-        Raises:
-            RequestRefused: there is no such group, or more than one.
+        Raises: RequestRefused: there is no such group, or more than one.
         """
         check_name("replica_id", name)
         state = self._jobs.get(job)
@@ -346,7 +343,7 @@ class Lighthouse:
             )
 
     def is_past(self, job: str, replica_id: str, last: LastQuorum) -> bool:
-        """Whether a group that is back has to hear that quorum ``last`` goes on without it."""
+        """Whether the others continued without a group that is back, and was in quorum ``last``."""
         state = self._jobs.get(job)
         return state is not None and state.members.is_past(replica_id, last)
 
@@ -361,7 +358,7 @@ class Lighthouse:
         return state.members.quorum_left() if state else []
 
     def beat_interval_s(self, job: str) -> float:
-        """How often a group of ``job`` should beat at the most."""
+        """The shortest time between the heartbeats of a group."""
         state = self._jobs.get(job)
         groups = len(state.members) if state else 1
         rarest = self._config.heartbeat_timeout_s / MIN_BEATS_PER_TIMEOUT
@@ -387,7 +384,8 @@ class Lighthouse:
         return state
 
     def _check_weight(self, job: str, member: Member) -> None:
-        """All members get the whole quorum: one of 200 that tell 64 KB each would be 2.5 GB."""
+        """Every member receives the whole quorum: for 200 members with 64 KB each that is 2.5
+        GB."""
         num_bytes, state = member.num_bytes, self._jobs.get(job)
         if state is not None:
             num_bytes += state.members.num_bytes_of_others(member.replica_id)
@@ -408,7 +406,7 @@ class Lighthouse:
         self._ids.check_told(told_id, known.last_id if known else 0, now, is_running=is_running)
 
     def _sign_of_life(self, state: _Job, replica_id: str, now: float) -> list[Order]:
-        """An incarnation that lives keeps its name: later ones that wait for it are refused."""
+        """A living incarnation keeps its name: later ones that wait for it are refused."""
         orders: list[Order] = []
         for rival in state.members.names.later(replica_id) if state.held else ():
             if rival not in state.held:
@@ -449,7 +447,7 @@ class Lighthouse:
     def _heed_hangs(
         self, job: str, state: _Job, now: float, told: Sequence[str] = ()
     ) -> list[Order]:
-        """Report who hangs, and leave out whom others wait for, maybe since ``told`` do."""
+        """Report hanging groups, and evict those that others wait for, maybe since ``told`` do."""
         kill = self._config.on_hang == "kill"
         orders: list[Order] = [
             ReportHang(job, replica_id, hang.phase, hang.step, now - hang.since, kill)
@@ -471,7 +469,7 @@ class Lighthouse:
     def _settle(
         self, job: str, state: _Job, orders: list[Order], now: float, asked: Sequence[str] = ()
     ) -> tuple[Order, ...]:
-        """Draw all conclusions for one job, in which ``asked`` have just asked."""
+        """Draw all conclusions for one job, after ``asked`` have asked."""
         newcomers = list(asked)
         for replica_id in state.members.names.take_heirs():
             if replica_id in state.held:
@@ -500,7 +498,8 @@ class Lighthouse:
         return tuple(orders)
 
     def _decide(self, job: str, state: _Job, orders: list[Order], now: float) -> Formed | Waiting:
-        """Is there a quorum now? Groups whose time is up count as stragglers from here on."""
+        """Whether there is a quorum now. Groups that are out of time are stragglers from here
+        on."""
         view = state.members.view()
         state.members.sharpen(view)
         deadlines = absent_deadlines(view, self._config)
@@ -549,7 +548,7 @@ class Lighthouse:
 
 
 def _turn_away(state: _Job, misfits: list[Member], trains: Member, now: float) -> list[Order]:
-    """Refuse those that wait, and are not like one that ``trains``."""
+    """Refuse waiting groups that are not like one that ``trains``."""
     orders: list[Order] = []
     for misfit in misfits:
         caller = state.members.turned_away(misfit.replica_id, now)

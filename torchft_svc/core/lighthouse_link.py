@@ -69,8 +69,8 @@ _LEFT = "this group has left the lighthouse"
 class LinkMachine:
     """``new_replica_id`` names an incarnation, ``draw`` gives numbers from 0 to 1.
 
-    ``address`` is where others reach this manager, to be set before `start`. Inputs that name a
-    connection which is over are passed over.
+    ``address`` is where others reach this manager, to be set before `start`. Inputs about a
+    connection that is over are ignored.
     """
 
     config: LinkConfig
@@ -102,22 +102,21 @@ class LinkMachine:
 
     @property
     def why_no_quorum(self) -> str:
-        """What the question under way waits for; empty: the lighthouse does not say."""
+        """What the open question waits for; empty: the lighthouse does not say."""
         return self._told_why if self.state is LinkState.OPEN else str(self._me.why_not)
 
     def take_orders(self) -> tuple[Order, ...]:
-        """What to do because of the inputs since the last call; to be asked after each input."""
+        """The orders of the inputs since the last call; to be called after each input."""
         orders, self._orders = tuple(self._orders), []
         return orders
 
     # -- inputs of the manager -------------------------------------------------------------------
 
     def start(self, now: float) -> None:
-        """Begin to prove that the group is alive."""
         self._connect(now)
 
     def ask(self, ask: AskLighthouse, timeout_s: float, now: float) -> None:
-        """The group asks, instead of what it asked before, for the quorum that it is a member of.
+        """The group asks for a quorum with it as a member; replaces the question before.
 
         `AnswerAsker` tells the outcome: `PeerError` if there is none within ``timeout_s``, or no
         lighthouse for the connect timeout; `RequestRefused` or `Unauthorized` if the group is not
@@ -146,13 +145,14 @@ class LinkMachine:
     # -- inputs of a connection ------------------------------------------------------------------
 
     def introduced(self, number: int, now: float) -> None:
-        """The lighthouse was reached: from now on it has to answer."""
+        """The lighthouse was reached: it has to answer now."""
         connection = self._current(number)
         if connection is not None and self.state is LinkState.OPENING:
             connection.closes_at = now + WELCOME_TIMEOUT_S
 
     def not_supported(self, number: int, now: float) -> None:
-        """It has no sessions, as the public release's lighthouse: beats and questions are calls."""
+        """It has no sessions, like the public release's lighthouse: heartbeats and questions are
+        calls."""
         connection = self._current(number)
         if connection is not None and self.state is LinkState.OPENING:
             self._log("info", "the lighthouse has no sessions, sending heartbeats")
@@ -162,8 +162,8 @@ class LinkMachine:
             self._beat(connection, now)
 
     def welcomed(self, number: int, min_interval_s: float, now: float) -> None:
-        """The lighthouse takes this group, and wants no more beats than one in so long; without
-        sessions it says so in answer to each."""
+        """The lighthouse takes this group, and wants no more than one heartbeat in
+        ``min_interval_s``; without a session it says so in answer to each heartbeat."""
         connection = self._current(number)
         if connection is None or self.state not in (LinkState.OPENING, LinkState.OPEN):
             return
@@ -177,7 +177,7 @@ class LinkMachine:
             self._opened(connection, now)
 
     def beat_was_late(self, number: int, now: float) -> None:
-        """A heartbeat without a session was not answered in time, which breaks nothing."""
+        """A heartbeat without a session was not answered in time; that breaks nothing."""
         connection = self._current(number)
         if connection is not None:
             self._plan_call(connection, now)
@@ -185,7 +185,8 @@ class LinkMachine:
     def answered(
         self, number: int, question: int, outcome: Quorum | TorchFTError, now: float
     ) -> None:
-        """Question ``question`` has an answer (0: it is not told which one; the last is meant)."""
+        """Question ``question`` has an outcome (0: the number is not known; the last one is
+        meant)."""
         connection, asked = self._current(number), self._question
         if connection is None:
             return
@@ -208,15 +209,15 @@ class LinkMachine:
             self._conclude(asked, outcome, now)
 
     def news(self, number: int, why_no_quorum: str = "") -> bool:
-        """There are news over connection ``number``: whether they are to be passed on. Some say
-        what the last question waits for."""
+        """Whether news over connection ``number`` are to be passed on; ``why_no_quorum``: what
+        the last question waits for, if they say that."""
         is_current = self._current(number) is not None
         if is_current and why_no_quorum:
             self._told_why = why_no_quorum
         return is_current
 
     def probed(self, number: int, takers: Collection[str], now: float) -> None:
-        """Of the lighthouses that `Probe` named, ``takers`` would take this group."""
+        """Of the lighthouses of a `Probe`, ``takers`` would take this group."""
         connection = self._current(number)
         if connection is None or self.state is not LinkState.OPEN:
             return
@@ -248,7 +249,7 @@ class LinkMachine:
     # -- time ------------------------------------------------------------------------------------
 
     def next_deadline(self, now: float) -> float:
-        """When to call `tick` (inf: not before something happens)."""
+        """When to call `tick` (inf: not before another input)."""
         connection, question = self._connection, self._question
         found = [math.inf]
         if self.state is LinkState.PAUSED:
@@ -266,7 +267,7 @@ class LinkMachine:
         return min(found)
 
     def tick(self, now: float) -> None:
-        """It is at least `next_deadline`."""
+        """To be called at `next_deadline`; too early is harmless."""
         connection, question = self._connection, self._question
         if self.state is LinkState.PAUSED:
             if now >= self._me.retry_at:
@@ -329,7 +330,7 @@ class LinkMachine:
         self._pursue(now)
 
     def _lose(self, error: TorchFTError, now: float) -> None:
-        """The connection is over, and not because the group has left."""
+        """The connection is over, but the group has not left."""
         self._close()
         question, me = self._question, self._me
         self.state = LinkState.PAUSED
@@ -373,7 +374,7 @@ class LinkMachine:
         self._orders.append(replace(leave, reason=one_line(leave.reason)))
 
     def _begin_again(self, leave: Leave, now: float) -> None:
-        """As another incarnation: this one leaves, if it has not."""
+        """As another incarnation; this one leaves, if it has not."""
         self._restarts = True
         if self.state is LinkState.OPEN:
             self._send_leave(leave, now)
@@ -397,11 +398,11 @@ class LinkMachine:
             self._end(question, QuorumFailed(_LEFT))
 
     def _go_back(self, address: str, now: float) -> None:
-        """Go to the earlier lighthouse that would take the group (rule F3).
+        """Move to the earlier lighthouse that would take the group (rule F3).
 
-        As a new incarnation: the old one has left. At once, also in a step, so that whoever asks
-        there waits for this group instead of training alone; its peers are not told then, for they
-        would give the step up. A question that is here is asked again there.
+        As a new incarnation: the old one has left. At once, also within a step, so that a group
+        that asks there waits for this one instead of training alone; the peers are not told then,
+        because they would discard their step. An open question is asked again there.
         """
         self._log("info", f"lighthouse {address} accepts this group again, returning to it")
         is_asking = self._question is not None and self._question.number > 0
@@ -437,13 +438,14 @@ class LinkMachine:
         return False
 
     def _others(self, connection: LinkConnection) -> tuple[str, ...]:
-        """Of the list; none if this one was not found there: then the leader is elected."""
+        """The rest of the list; none if this lighthouse is not in it: then the leader is
+        elected."""
         if connection.address not in self._route.addresses:
             return ()
         return tuple(each for each in self._route.addresses if each != connection.address)
 
     def _is_newcomer(self, question: LinkQuestion) -> bool:
-        """To the job, of which it can not tell anything."""
+        """The group knows nothing about the job."""
         return self._last == NO_QUORUM and not question.ask.has_history
 
     # -- asking ----------------------------------------------------------------------------------
@@ -457,7 +459,7 @@ class LinkMachine:
         self._pursue(now)
 
     def _pursue(self, now: float) -> None:
-        """Ask, if that can be done now, or give it up, if that is due."""
+        """Ask if that is possible now, or give up if that is due."""
         question, connection = self._question, self._connection
         if question is None or question.number or now < question.again_at:
             return
@@ -510,7 +512,7 @@ class LinkMachine:
         self._orders.append(Question(question.number, question.member, question.timeout_s))
 
     def _conclude(self, question: LinkQuestion, outcome: Quorum | TorchFTError, now: float) -> None:
-        """What the lighthouse says; it has the question no more."""
+        """The lighthouse has answered; it does not hold the question any more."""
         question.number, question.held = 0, None
         if isinstance(outcome, Quorum):
             self.seen_quorum_id = max(self.seen_quorum_id, outcome.quorum_id)

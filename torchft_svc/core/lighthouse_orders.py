@@ -13,8 +13,8 @@ from torchft_svc.errors import TorchFTError
 class AnswerQuorum:
     """Send ``quorum`` to ``callers``, one for each member, in member order.
 
-    ``lost_from`` is the committed step of the job if it goes back with this quorum, else None;
-    ``begins_anew``: that step is the one of a run that had finished.
+    ``lost_from``: the committed step of the job if it goes back with this quorum, else None;
+    ``begins_anew``: that step belongs to a run that had finished.
     """
 
     job: str
@@ -26,8 +26,6 @@ class AnswerQuorum:
 
 @dataclass(frozen=True, slots=True)
 class RefuseRequest:
-    """Tell ``caller`` that its request failed."""
-
     caller: int
     error: TorchFTError
 
@@ -36,11 +34,10 @@ class RefuseRequest:
 class ReportLoss:
     """``replica_id`` is no longer alive, because of ``reason``.
 
-    ``between_steps``: it left when it had finished its step, so its peers lose nothing.
-    ``is_orderly``: it left on purpose, and nothing is wrong with it.
-    ``quorum_id``: of the job's last quorum (0: none yet); the group may come back into a later one.
-    ``recipients``: those of its peers in that quorum that are informed, and itself: if it was
-    frozen, and moves again, what it does is in vain.
+    ``between_steps``: it had finished its step, so its peers lose nothing. ``is_orderly``: it left
+    on purpose. ``quorum_id``: the job's last quorum (0: none yet); the group may be in a later one
+    again. ``recipients``: its peers in that quorum that are informed, and the group itself: if it
+    was frozen and moves again, what it does is in vain.
     """
 
     job: str
@@ -54,7 +51,7 @@ class ReportLoss:
 
 @dataclass(frozen=True, slots=True)
 class ReportHang:
-    """``replica_id`` has stood in ``phase`` of ``step`` for ``for_s`` seconds; told once.
+    """``replica_id`` has stayed in ``phase`` of ``step`` for ``for_s`` seconds; reported once.
 
     ``kill``: its processes are to be ended.
     """
@@ -69,10 +66,8 @@ class ReportHang:
 
 @dataclass(frozen=True, slots=True)
 class ReportEviction:
-    """``replica_id`` lives, but hangs: its quorum goes on without it.
-
-    ``quorum_id``: of that quorum. ``recipients``: who is informed, the group itself among them.
-    """
+    """``replica_id`` lives, but hangs: quorum ``quorum_id`` continues without it. ``recipients``
+    are informed, the group itself among them."""
 
     job: str
     replica_id: str
@@ -97,7 +92,7 @@ class ReportStraggler:
 
 @dataclass(frozen=True, slots=True)
 class ReportLeftHealing:
-    """``replica_id`` was left out while it healed, for ``for_s`` seconds so far; told once."""
+    """``replica_id`` was left out after it has healed for ``for_s`` seconds; reported once."""
 
     job: str
     replica_id: str
@@ -106,7 +101,7 @@ class ReportLeftHealing:
 
 @dataclass(frozen=True, slots=True)
 class ReportWaiting:
-    """``replica_id``, which is not in the last quorum, asks for one; told once in its life."""
+    """``replica_id`` asks, and is not in the last quorum; reported once in the quorum's life."""
 
     job: str
     replica_id: str

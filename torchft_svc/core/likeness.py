@@ -19,24 +19,24 @@ DIGEST_LENGTH = 16
 
 
 class Likeness:
-    """What all groups of one job must have in common, as those tell it that are alive.
+    """What all groups of one job must have in common, as the living ones report it.
 
-    Who tells nothing of it (an older version, the public release) is not compared. A group
+    A group that reports nothing (an older version, the public release) is not compared. A group
     that trains may change its layout, as all do in the same step of their program; so it is
-    compared with those that ask for the same step only, and a newcomer with all.
+    compared only with groups that ask for the same step, and a newcomer with all.
     """
 
     def __init__(self) -> None:
         self._accepted = (0, "")  # what the last one told; most tell the same
 
     def check(self, asker: Member, members: Membership) -> list[Member]:
-        """The newcomers that wait, and must not go on: ``asker``, which trains, differs from them.
+        """The waiting newcomers that must not continue, because ``asker``, which trains, differs
+        from them.
 
-        One that has the name of ``asker`` does not count: it is about to be replaced.
+        A group with the name of ``asker`` does not count: it is about to be replaced.
 
-        Raises:
-            RequestRefused: ``asker`` differs from a group that trains; or from any that asks, and
-                is a newcomer itself.
+        Raises: RequestRefused: ``asker`` differs from a group that trains; or from any that asks,
+        and is a newcomer itself.
         """
         told = (asker.world_size, asker.layout)
         if told == self._accepted:
@@ -57,7 +57,7 @@ class Likeness:
 
 
 def group_layout(layouts: list[str]) -> str:
-    """What a group tells of its workers' ``layouts``, in order of group rank."""
+    """The layout of a group, from its workers' ``layouts`` in order of group rank."""
     if not all(layouts):
         return ""
     if len(set(layouts)) == 1:
@@ -68,7 +68,6 @@ def group_layout(layouts: list[str]) -> str:
 
 
 def why_unlike(asker: Member, other: Member) -> str:
-    """The sentence for ``asker``, whose layout is not that of ``other``."""
     return (
         f"{asker.replica_id!r} differs from {other.replica_id!r}: all groups of a job need the "
         "same model, in the same memory formats, wrapped in the same way, and the same settings; "
@@ -78,7 +77,7 @@ def why_unlike(asker: Member, other: Member) -> str:
 
 
 def _others(asker: Member, members: Membership) -> Iterator[Member]:
-    """The living groups that ask, or train, without those that have the name of ``asker``."""
+    """The living groups that ask or train, without those that have the name of ``asker``."""
     last = members.previous.participants if members.previous else ()
     asking = members.asking()
     newer = {other.replica_id for other in asking}

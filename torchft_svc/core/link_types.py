@@ -24,7 +24,7 @@ NEWCOMER_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig:
-    """What a link has to know, as `ManagerConfig` explains it; durations in seconds."""
+    """The settings of a link, see `ManagerConfig`; durations in seconds."""
 
     lighthouses: tuple[str, ...]
     store_address: str
@@ -41,7 +41,7 @@ class LinkConfig:
 
 
 class LinkState(Enum):
-    """Of the link; each but PAUSED and LEFT has a connection."""
+    """Each state but PAUSED and LEFT has a connection."""
 
     PAUSED = auto()  # until `Incarnation.retry_at`
     OPENING = auto()  # there is no welcome yet
@@ -52,9 +52,9 @@ class LinkState(Enum):
 
 @dataclass(slots=True)
 class LinkConnection:
-    """The attempt to be connected with one lighthouse, and what follows if it succeeds.
+    """An attempt to connect with one lighthouse, and the connection that follows.
 
-    Of `LinkState.OPENING` ``closes_at`` is the end of patience, of `LinkState.LEAVING` too.
+    ``closes_at``: when `LinkState.OPENING` and `LinkState.LEAVING` are given up.
     """
 
     number: int
@@ -89,7 +89,7 @@ class LinkQuestion:
     distrust: Unauthorized | None = None  # what to tell at ``again_at``
 
     def settles_at(self, connection: LinkConnection) -> float:
-        """When a newcomer asks it, where the job may be at another lighthouse."""
+        """When a newcomer asks it, if the job may be at another lighthouse."""
         return connection.opened_at + min(NEWCOMER_PAUSE_S, self.timeout_s * NEWCOMER_SHARE)
 
 
@@ -124,7 +124,7 @@ class SendBeat:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The connection is over; nothing that comes over it is looked at."""
+    """Ignore what still comes over the connection."""
 
     connection: int
 
@@ -133,7 +133,7 @@ class Close:
 class Probe:
     """Ask the lighthouses at ``addresses``, all at once, whether they would take this group.
 
-    Those that would are told to `LinkMachine.probed`, within ``timeout_s``.
+    `LinkMachine.probed` receives those that would, within ``timeout_s``.
     """
 
     connection: int
@@ -156,8 +156,6 @@ class ConfirmLeft:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Say it in the log."""
-
     level: Literal["info", "warning"]
     text: str
 

@@ -44,8 +44,8 @@ TELL_WHY_AFTER_S = 2.0
 class OwnGroupLost:
     """This group leaves its last quorum, because of ``reason``.
 
-    The lighthouse tells the other groups. Those that hang let the workers that are left here wait
-    for their sums, and NCCL does so in any case.
+    The lighthouse informs the other groups. The remaining workers here would wait for their
+    collectives in vain, with NCCL in any case.
     """
 
     reason: str
@@ -53,7 +53,7 @@ class OwnGroupLost:
 
 @dataclass(frozen=True, slots=True)
 class ManagerOver:
-    """The manager ends, and no other will come."""
+    """The manager ends, and no other one follows."""
 
     reason: str
 
@@ -83,7 +83,7 @@ class AskLink:
 
 @dataclass(frozen=True, slots=True)
 class EndGroup:
-    """When the workers have been sent their last news, end the group."""
+    """End the group when its workers have received their last news."""
 
 
 Order = (
@@ -111,10 +111,10 @@ class _Silence:
 
 
 class GroupManager:
-    """A group's manager, as its workers see it; ``group`` is to be changed by this alone.
+    """A group's manager, as its workers see it; only this changes ``group``.
 
-    ``look_s``: `tick` comes at least as often, and a longer time without it is a pause of this
-    process, in which nobody was silent (infinite: there are no pauses).
+    `tick` is called at least every ``look_s``; a longer time without it is a pause of this process,
+    which counts as nobody's silence (infinite: there are no pauses).
     """
 
     def __init__(self, group: Group, now: float, look_s: float = MAX_LOOK_S) -> None:
@@ -136,7 +136,7 @@ class GroupManager:
     # -- calls -----------------------------------------------------------------------------------
 
     def ask(self, request: WorkerRequest, timeout_s: float, now: float) -> tuple[int, Orders]:
-        """A worker asks for the quorum: the number of its call, and what follows."""
+        """A worker asks for the quorum: the number of its call, and the orders."""
         rank, asking_rank = request.group_rank, None
         if self.group.belongs_to(rank, request.worker_id):
             at = self._clock.now(now)
@@ -155,7 +155,7 @@ class GroupManager:
         return caller, self._follow(orders, now)
 
     def vote(self, vote: Vote, timeout_s: float, now: float) -> tuple[int, Orders]:
-        """A worker votes: the number of its call, and what follows."""
+        """A worker votes: the number of its call, and the orders."""
         caller = next(self._callers)
         self._calls[caller] = _Call("commit vote", timeout_s, now + timeout_s)
         try:
@@ -165,7 +165,7 @@ class GroupManager:
         return caller, self._follow(orders, now)
 
     def withdraw(self, caller: int, now: float) -> Orders:
-        """The worker gave up waiting, or its connection ended; nothing, if it was answered."""
+        """The worker gave up waiting, or its connection ended; ignored if it was answered."""
         if not self._ends(caller):
             return ()
         return self._follow(self.group.withdrawn(caller), now)
@@ -173,8 +173,7 @@ class GroupManager:
     def outcome(
         self, round_: int, outcome: Quorum | TorchFTError, replica_id: str, now: float
     ) -> Orders:
-        """The lighthouse has answered the question of ``round_``, in which the group has this id,
-        or there is no answer."""
+        """The question of ``round_``, in which the group has this id, has an answer or an error."""
         if isinstance(outcome, Quorum):
             return self._follow(self.group.quorum_formed(round_, outcome, replica_id), now)
         return self._follow(self.group.quorum_failed(round_, outcome), now)
@@ -192,10 +191,9 @@ class GroupManager:
     # -- workers ---------------------------------------------------------------------------------
 
     def attach(self, group_rank: int, worker_id: str) -> Orders:
-        """A worker has opened its stream, over which it receives news from now on.
+        """A worker has opened its stream, over which it receives news.
 
-        Raises:
-            RequestRefused: the rank does not exist, or belongs to another worker.
+        Raises: RequestRefused: the rank does not exist, or belongs to another worker.
         """
         self.group.attached(group_rank, worker_id)
         self._attached.add(group_rank)
@@ -206,8 +204,7 @@ class GroupManager:
     def detach(
         self, group_rank: int, worker_id: str, reason: str, now: float, *, ends: bool = False
     ) -> Orders:
-        """The worker's stream has ended, and it has no other one. ``ends``: its program ends on
-        purpose."""
+        """The worker's last stream has ended. ``ends``: its program ends on purpose."""
         self._attached.discard(group_rank)
         self._activities.gone(group_rank)
         if group_rank == 0:
@@ -217,13 +214,12 @@ class GroupManager:
         return self._follow(self.group.detached(group_rank, worker_id, reason, ends=ends), now)
 
     def receive_phase(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
-        """An attached worker does something else now."""
         is_overtaken = group_rank in self._num_asking  # by the question, whose answer comes first
         if not is_overtaken:
             self._note(group_rank, phase, step, now)
 
     def _note(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
-        """Only of attached workers: others do not tell when it is over."""
+        """Only of attached workers: others do not report the end of a phase."""
         if group_rank in self._attached:
             self._activities.reported(group_rank, phase, step, self._clock.now(now))
 
@@ -238,7 +234,7 @@ class GroupManager:
     # -- news ------------------------------------------------------------------------------------
 
     def tell(self, news: WorkerNews) -> Orders:
-        """Every attached worker is told."""
+        """To every attached worker."""
         return (TellWorkers(tuple(sorted(self._attached)), news),) if self._attached else ()
 
     def kill(self, reason: str, told: WorkerNews | None = None) -> Orders:
@@ -256,7 +252,7 @@ class GroupManager:
         return (*orders, *self._follow(self.group.drain(reason), now))
 
     def over(self) -> Orders:
-        """This manager ends, and there will be no other: nobody need look for one."""
+        """This manager ends, and no other one follows: the workers need not look for one."""
         self.is_over = True
         how = "has shut down" if self._leader_ends else "stops or is dead"
         reason = f"the process of group rank 0, which had started it, {how}"
@@ -265,13 +261,12 @@ class GroupManager:
     # -- time ------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float:
-        """When `tick` has to be called; infinite: not because of anything that waits."""
+        """When to call `tick` (infinite: nothing waits)."""
         calls = (call.deadline for call in self._calls.values())
         silences = (silence.until for silence in self._silences)
         return min(itertools.chain(calls, silences), default=math.inf)
 
     def tick(self, now: float) -> Orders:
-        """What is over by ``now``."""
         orders: list[Order] = []
         expired = [who for who, call in self._calls.items() if call.deadline <= now]
         for caller in expired:
@@ -289,7 +284,7 @@ class GroupManager:
         return tuple(orders)
 
     def tell_why(self, lighthouse_says: str, now: float) -> Orders:
-        """After `look_s`, to one worker of the group: it would be the same line in each log."""
+        """Every `look_s`, to one worker of the group: in each log it would be the same line."""
         first = min(self._num_asking.keys() & self._attached, default=None)
         if self._clock.now(now) - self._asked_at < TELL_WHY_AFTER_S or first is None:
             return ()
@@ -297,7 +292,7 @@ class GroupManager:
         return (TellWorkers((first,), NoQuorumYet(reason)),)
 
     def _follow(self, orders: Sequence[group_orders.Order], now: float) -> Orders:
-        """``orders`` of the group, completed."""
+        """Complete the orders of the group."""
         completed: list[Order] = []
         for order in orders:
             if isinstance(order, AskLighthouse):

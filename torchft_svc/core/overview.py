@@ -20,15 +20,15 @@ MAX_NAMES = 4  # in a sentence; the others are counted
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Why those who ask wait at ``now``: the ``decision``, and who is ``held`` because earlier
-    groups that live have its name."""
+    """Why the groups that ask wait at ``now``: the ``decision``, and which groups are ``held``
+    because living earlier groups have their name."""
 
     decision: Formed | Waiting
     now: float
     held: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def sentence(self, *, with_durations: bool = True) -> str:
-        """For people; without durations it says nothing that changes all the time."""
+        """For people; without durations it does not change all the time."""
         held = [
             f"{key} waits until {', '.join(earlier[:MAX_NAMES])}, which had its name before, is "
             "dead or has left"
@@ -87,10 +87,9 @@ def name_some(replica_ids: Iterable[str]) -> str:
 class GroupStatus:
     """One living replica group; durations in seconds.
 
-    ``in_quorum``: in the last one. ``asking``: it waits for the next one. ``phase`` is what it does
-    since ``phase_s`` (None: it does not tell), ``silent_s`` is the time since its last sign of
-    life, ``hung`` that its step has stood still for longer than the hang timeout, ``left_out`` that
-    nobody waits for it until it asks.
+    ``in_quorum``: the last one. ``asking``: for the next one. ``phase``: since ``phase_s`` (None:
+    not known). ``silent_s``: since its last sign of life. ``hung``: its step has stood still for
+    longer than the hang timeout. ``left_out``: it is not awaited until it asks.
     """
 
     replica_id: str
@@ -123,14 +122,12 @@ class GoneGroup:
 class JobStatus:
     """One job of a lighthouse, its ``groups`` sorted by replica id.
 
-    ``quorum_id`` is 0 before the first quorum; ``waiting_for`` says why the groups that ask have
-    no quorum yet (empty: none asks).
-
-    ``num_expected`` is the number of groups of the largest quorum, less those that left on purpose
-    since. ``num_discarded`` counts the steps that members of a quorum discarded, ``num_heals`` the
-    heals that succeeded. ``stalled_s`` is the time since a quorum showed a higher step than all
-    before it, or since the job began. ``gone`` are the groups that ended last, the newest first.
-    ``ended_s`` is the time since the last group of the job was gone (None: it has living groups);
+    ``quorum_id`` is 0 before the first quorum; ``waiting_for``: why the groups that ask have no
+    quorum yet (empty: none asks). ``num_expected``: the groups of the largest quorum, less those
+    that left on purpose since. ``num_discarded``: steps that members of a quorum discarded;
+    ``num_heals``: heals that succeeded. ``stalled_s``: since a quorum showed a higher step than all
+    before it, or since the job began. ``gone``: the groups that ended last, the newest first.
+    ``ended_s``: since the last group of the job was gone (None: it has living groups);
     ``finished``: all groups of its last quorum had ended on purpose by then.
     """
 
@@ -150,7 +147,7 @@ class JobStatus:
 
 
 class History:
-    """What has happened to one job, as far as people want to know it."""
+    """What has happened to one job, for its status."""
 
     def __init__(self, now: float) -> None:
         self._moved_at = now  # since when its step stands still
@@ -166,7 +163,7 @@ class History:
         self._gone: deque[tuple[GoneGroup, float]] = deque(maxlen=MAX_GONE_KEPT)
 
     def end(self) -> bool:
-        """The last group is gone: whether every one of the last quorum has ended on purpose."""
+        """The last group is gone: returns whether all of the last quorum ended on purpose."""
         is_finished = self._quorum is not None and not self._remaining
         self._quorum, self._remaining, self._behind = None, set(), set()
         return is_finished
@@ -205,7 +202,7 @@ class History:
         self._gone.appendleft((replace(group, reason=group.reason[:MAX_REASON_KEPT]), now))
 
     def went_back(self) -> None:
-        """The next quorum goes on from an earlier step: it and what follows is progress again."""
+        """The next quorum continues from an earlier step: it and what follows is progress again."""
         self._highest = -1
 
     def add_to(self, status: JobStatus, now: float) -> JobStatus:
@@ -227,7 +224,8 @@ def describe(
     why: str,
     now: float,
 ) -> JobStatus:
-    """``held`` wait until an earlier incarnation is gone; ``why`` is asked by the caller."""
+    """``held``: groups that wait until an earlier incarnation is gone; ``why``: see
+    `Pause.sentence`."""
     previous = members.previous
     peers = {each.replica_id: each for each in previous.participants} if previous else {}
     askers = {each.replica_id: each for each in (*members.asking(), *held)}

@@ -54,8 +54,8 @@ Part = TypeVar("Part", bound=QuorumPart)
 
 @dataclass(frozen=True, slots=True)
 class LoseMember:
-    """The members of quorum ``quorum_id`` can finish no operation any more, because of ``reason``:
-    a backend that does not notice this by itself has to be told."""
+    """The members of quorum ``quorum_id`` cannot finish any operation, because of ``reason``:
+    tell a backend that does not notice this by itself."""
 
     quorum_id: int
     reason: str
@@ -63,7 +63,7 @@ class LoseMember:
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """``replica_id`` is gone, which was in quorum ``quorum_id`` and may be back in a later one."""
+    """``replica_id`` was in quorum ``quorum_id`` and is gone; it may be in a later one again."""
 
     replica_id: str
     reason: str
@@ -72,7 +72,7 @@ class _Loss:
     def concerns(self, quorum: QuorumPart) -> bool:
         """Whether a group of ``quorum`` is gone; the news may come before the quorum itself.
 
-        It may be this very group: it stood still for too long, and the others go on without it.
+        It may be this group: it stood still for too long, and the others continue without it.
         """
         return quorum.quorum_id <= self.quorum_id and self.replica_id in quorum.replica_ids
 
@@ -84,7 +84,8 @@ class _Loss:
 
 
 class Peers(Generic[Part]):
-    """The groups of the quorum that the process group was last built for, and who of it is gone."""
+    """The groups of the quorum that the process group was last built for, and which of them are
+    gone."""
 
     def __init__(self) -> None:
         self.quorum: Part | None = None
@@ -98,19 +99,19 @@ class Peers(Generic[Part]):
 
     @property
     def num_waiting(self) -> int:
-        """How many groups wait to join, as far as is known since the last quorum was asked for."""
+        """How many groups wait to join, as far as is known since the last question."""
         return len(self._newcomers)
 
     def asks(self, now: float) -> None:
-        """The next quorum is asked for: who waits is in it, or is announced again. Who was lost
-        before is not in it, whatever its id: a lighthouse's clock may have been set back."""
+        """The next quorum is asked for: waiting groups are in it, or are announced again. Groups
+        that were lost before are not in it, whatever its id: a lighthouse's clock may have been
+        set back."""
         self._newcomers = frozenset()
         self._losses.clear()
         if self._asked_at is None:  # else the question before had no answer
             self._asked_at = now
 
     def answered(self, quorum: QuorumPart) -> None:
-        """This is the next quorum."""
         self._asked_at = None
         self._newcomers = self._newcomers.difference(quorum.replica_ids)
 
@@ -120,22 +121,21 @@ class Peers(Generic[Part]):
         self._last_reasons, self._reasons = self._reasons, {}
 
     def change(self) -> str:
-        """For people, who trains in the present quorum, and who of them is new or gone since the
-        one before; empty: the same groups."""
+        """For the log: the members of the present quorum, and which of them are new or gone;
+        empty: none."""
         return _change(self._last, self.quorum, self._last_reasons) if self.quorum else ""
 
     def fits(self, quorum: QuorumPart) -> bool:
-        """Whether the process group has the members of ``quorum`` already."""
+        """Whether the process group was built for ``quorum``."""
         return self.quorum is not None and self.quorum.quorum_id == quorum.quorum_id
 
     # -- news, at any time -----------------------------------------------------------------------
 
     def waits(self, replica_id: str) -> None:
-        """A group waits to join."""
         self._newcomers |= {replica_id}
 
     def lost(self, replica_id: str, reason: str, quorum_id: int) -> LoseMember | None:
-        """A member of quorum ``quorum_id`` is gone; the order is None if it is of no concern."""
+        """A member of quorum ``quorum_id`` is gone; returns None if that is of no concern."""
         loss = _Loss(replica_id, reason, quorum_id)
         self._losses.append(loss)
         if len(self._reasons) < _MAX_LOSSES:
@@ -155,9 +155,10 @@ class Peers(Generic[Part]):
         return LoseMember(self.quorum.quorum_id, reason)
 
     def no_quorum_yet(self, reason: str, now: float) -> str:
-        """There is none because of ``reason`` (empty: not known), as is told again and again.
+        """There is no quorum because of ``reason`` (empty: not known), which is reported again and
+        again.
 
-        Returns what to say to people: if that lasts, when it changes, and from time to time.
+        Returns what to log: if that lasts, when it changes, and from time to time.
         """
         asked_at = self._asked_at
         if asked_at is None or min(now - asked_at, now - self._said_at) < _SAY_AFTER_S:
@@ -177,9 +178,9 @@ class Peers(Generic[Part]):
                 raise QuorumFailed(str(loss))
 
     def check_source(self, quorum: QuorumPart) -> None:
-        """Raise `QuorumFailed` if the group is gone from which this one heals.
+        """Raise `QuorumFailed` if the group from which this one heals is gone.
 
-        An older manager does not tell who that is: then it does not count as gone.
+        An older manager does not name that group: then it does not count as gone.
         """
         source = quorum.recover_src_replica_rank
         if source is None or source >= len(quorum.replica_ids):
@@ -189,7 +190,7 @@ class Peers(Generic[Part]):
                 raise QuorumFailed(str(loss))
 
     def who_is_lost(self) -> str:
-        """For people, who of the present quorum is gone and why; empty: nobody, as far as known."""
+        """For the log: which groups of the present quorum are gone, and why; empty: none."""
         quorum = self.quorum
         if quorum is None:
             return ""

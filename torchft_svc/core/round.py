@@ -40,7 +40,7 @@ UNDER_WAY = (Phase.TRAINING, Phase.HEALING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRules:
-    """What is the same in all rounds of a worker.
+    """The settings that are the same in all rounds of a worker.
 
     ``num_wanted``: how many groups contribute at most (None: all). ``patience_s``: a manager that
     cannot be reached for so long is gone for good.
@@ -78,40 +78,41 @@ class AskManager:
 
 @dataclass(frozen=True, slots=True)
 class EnterQuorum:
-    """Other members, or other connections, than before, see `Peers.change`. Tell the manager that
-    this worker waits for others; then `Round.entered`."""
+    """The quorum has other members, or other connections, than the one before, see
+    `Peers.change`. Tell the manager that this worker waits for others; then call
+    `Round.entered`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeetMembers:
-    """Connect with the members of the quorum, ``anew`` or, if not, see whether the connections are
-    there still; then `Round.met`."""
+    """Connect with the members of the quorum, ``anew`` or, if not, check that the connections
+    still exist; then call `Round.met`."""
 
     anew: bool
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveMembers:
-    """Close the connections at once, so that others do not wait, because of ``reason``."""
+    """Close the connections at once, because of ``reason``, so that others do not wait."""
 
     reason: Exception
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectNoState:
-    """What was prepared to heal into is not needed."""
+    """No state comes: what was prepared for a heal is not needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeginTraining:
-    """The members are known, and met if they can be; the program may go on."""
+    """The members are known, and connected if possible; the program may continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfferState:
     """Serve the state to replica ranks that heal from here, or take a part of it from here.
 
-    ``at_once``: as it was when the step began. Else what the step changes follows at its end.
+    ``at_once``: as it was when the step began; otherwise what the step changes follows at its end.
     """
 
     receivers: tuple[int, ...]
@@ -121,7 +122,7 @@ class OfferState:
 
 @dataclass(frozen=True, slots=True)
 class RefuseState:
-    """Those that would heal from here must not wait, because of ``reason``."""
+    """The groups that would heal from here must not wait, because of ``reason``."""
 
     receivers: tuple[int, ...]
     reason: Exception
@@ -134,8 +135,6 @@ class FetchState:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """People should know."""
-
     what: str
 
 
@@ -150,7 +149,7 @@ class AskDecision:
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """The group's decision; ``error`` says why there is none, so that it is no."""
+    """The group's decision; with ``error``, there is none, which counts as no."""
 
     committed: bool
     error: TorchFTError | None = None
@@ -158,7 +157,7 @@ class Decide:
 
 @dataclass(frozen=True, slots=True)
 class LoseDecision:
-    """A decision was made, or may have been made, and did not arrive: this worker cannot go on."""
+    """There is, or may be, a decision that did not arrive: this worker cannot continue."""
 
     error: TorchFTError
 
@@ -183,9 +182,9 @@ Order = (
 class Round(Generic[Part]):
     """A worker's rounds, one after the other, with its ``step`` and its ``peers``.
 
-    ``quorum``, ``error`` (there is no quorum in this round), ``has_connected`` (its members are not
-    those of the round before) and ``waits_for_heal`` (a state that is healed is loaded before the
-    step begins) are those of the present round. ``drain_reason`` is set once, for good.
+    ``quorum``, ``error`` (why there is no quorum), ``has_connected`` (the members are not those of
+    the round before) and ``waits_for_heal`` (a healed state is loaded before the step begins)
+    belong to the present round. ``drain_reason`` is set once, for good.
     """
 
     def __init__(self, rules: WorkerRules, step: StepMachine) -> None:
@@ -205,10 +204,9 @@ class Round(Generic[Part]):
     # -- the quorum ------------------------------------------------------------------------------
 
     def begin(self, request: RoundRequest) -> int:
-        """A step begins, whose quorum is asked for next; its epoch.
+        """A step begins, and its quorum is to be asked for; returns its epoch.
 
-        Raises:
-            RequestRefused: this worker may begin none; nothing has changed.
+        Raises: RequestRefused: this worker may begin none; nothing has changed.
         """
         waits_for_heal = self.will_wait_for_heal(request.allow_heal)
         epoch = self.step.start()
@@ -223,7 +221,7 @@ class Round(Generic[Part]):
 
     @property
     def waits_for_quorum(self) -> bool:
-        """Whether the program waits for the quorum before it goes on with the step.
+        """Whether the program waits for the quorum before it continues with the step.
 
         One of several workers that have to end continues until all know that: the others may be in
         a collective of the group, which fails if this worker leaves.
@@ -238,7 +236,7 @@ class Round(Generic[Part]):
 
     @property
     def heals_first(self) -> bool:
-        """Whether the groups behind are healed before the step, and contribute in it.
+        """Whether groups that are behind heal before the step, and contribute to it.
 
         At step 0 there is no other way to begin with equal weights.
         """
@@ -248,14 +246,13 @@ class Round(Generic[Part]):
         return is_first or not self._rules.use_async_quorum
 
     def ask(self, now: float) -> tuple[Order, ...]:
-        """Ask for the quorum."""
         self.peers.asks(now)
         deadline = now + self._request.timeout_s
         self._retries = _Retries(deadline, self._rules.patience_s)
         return (AskManager(0.0, deadline),)
 
     def question(self, checkpoint_address: str, *, are_connections_broken: bool) -> WorkerRequest:
-        """What the manager is asked; it may differ when it is asked again."""
+        """The question for the manager; it may differ when it is asked again."""
         state, request = self.step.state, self._request
         self._leaves_for = self.drain_reason
         # A group without its connections needs new ones, and only a new quorum id brings them.
@@ -277,14 +274,13 @@ class Round(Generic[Part]):
     def unanswered(
         self, error: Exception, now: float, *, is_manager_over: bool = False
     ) -> tuple[Order, ...]:
-        """The question failed; a manager that is being started anew is asked again."""
+        """The question failed; a manager that is being restarted is asked again."""
         pause_s = self._retries.pause_s(error, now, is_manager_over)
         if pause_s is None:
             return self.failed(error)
         return (AskManager(pause_s, self._retries.deadline),)
 
     def answered(self, quorum: Part) -> tuple[Order, ...]:
-        """The quorum is there."""
         self.quorum = quorum
         self.peers.answered(quorum)
         if self.peers.fits(quorum):
@@ -294,8 +290,8 @@ class Round(Generic[Part]):
         return (EnterQuorum(),)
 
     def entered(self) -> tuple[Order, ...]:
-        """The manager knows that this worker waits for the members. Losses are told from here on;
-        one that came before the quorum itself counts, too."""
+        """The manager knows that this worker waits for the members, and reports losses from now
+        on; one that was reported before the quorum counts, too."""
         assert self.quorum is not None
         try:
             self.peers.check_losses(self.quorum)
@@ -307,7 +303,8 @@ class Round(Generic[Part]):
         """The members are connected, unless there is a ``problem``.
 
         Connections may have broken since this worker asked. The others keep theirs, and would not
-        come to meet it under this id: it says so when it asks again, which brings another one.
+        meet it again under this id: it reports that with its next question, which brings another
+        id.
         """
         quorum, may_heal = self.quorum, self._request.allow_heal
         assert quorum is not None
@@ -341,7 +338,7 @@ class Round(Generic[Part]):
         """Whether this worker may have begun its forward pass with weights that are not the job's,
         although the others count on its gradients.
 
-        Its step is beyond 0, so it did not wait for a heal; but it is not believed.
+        Its step is above 0, so it did not wait for a heal; but that step is not believed.
         """
         if not quorum.heal or not self.heals_first or self.waits_for_heal:
             return None
@@ -360,13 +357,13 @@ class Round(Generic[Part]):
         return (OfferState(receivers, extras, self.heals_first),)
 
     def fetched(self) -> None:
-        """The state has arrived; it waits to be put in place."""
+        """The state has arrived, and waits to be applied."""
         self.step.receive_state()
 
     # -- what goes wrong -------------------------------------------------------------------------
 
     def failed(self, error: Exception) -> tuple[Order, ...]:
-        """The round cannot be carried on: there is no quorum, or no heal, or no commit."""
+        """There is no quorum, or no heal, or the step cannot be committed."""
         phase = self.step.state.phase
         if phase is Phase.QUORUM:
             self.error = error
@@ -383,13 +380,13 @@ class Round(Generic[Part]):
         return (LeaveMembers(error),)
 
     def withdraw(self, error: Exception) -> None:
-        """The round will not be carried out, because of ``error``: nobody was asked."""
+        """The round will not take place, because of ``error``: nobody was asked."""
         self.error = error
         if self.step.state.phase is Phase.QUORUM:
             self.step.fail_quorum(error)
 
     def broke(self, error: Exception, epoch: int) -> tuple[Order, ...]:
-        """An error in the step with this ``epoch``, of a collective or the program."""
+        """A collective or the program failed in the step with this ``epoch``."""
         if not self.step.latch(error, epoch) or self.step.state.phase not in UNDER_WAY:
             return ()
         # Other groups wait for this group's gradients: they must learn now that none will come.
@@ -398,9 +395,10 @@ class Round(Generic[Part]):
         return (LeaveMembers(error),) if is_awaited else ()
 
     def give_up(self) -> tuple[Order, ...]:
-        """A step under way ends without a vote, such as one whose backward pass has raised.
+        """A step under way ends without a vote, for example because its backward pass raised.
 
-        Other groups may wait for sums that this worker will not launch, and it for their request.
+        Other groups may wait for collectives that this worker will not launch, and it for their
+        request.
         """
         if self.step.state.phase not in UNDER_WAY:
             return ()
@@ -422,8 +420,9 @@ class Round(Generic[Part]):
     def check_left(self) -> None:
         """Raise `Drained` if the group has to end, and need not wait for anybody.
 
-        That was the answer; or this worker said that it has to end, and its manager is frozen or
-        gone, or another worker is. Who had not said so asks again: another one may wait for it.
+        The manager has said so; or this worker has said that it has to end, and its manager or
+        another worker is frozen or gone. Otherwise the worker asks again: another one may wait for
+        it.
         """
         if isinstance(self.error, GroupLeft):
             raise Drained(str(self.error))
@@ -431,7 +430,7 @@ class Round(Generic[Part]):
             raise Drained(f"{self._leaves_for}; it could not leave: {self.error}")
 
     def check_next(self) -> None:
-        """Raise what no further step would mend, after one that is not committed.
+        """After a step that is not committed, raise an error that a further step would not mend.
 
         A worker that has trained before retries if it is not authorized: the service may be
         restarted with other settings.
@@ -446,7 +445,7 @@ class Round(Generic[Part]):
     # -- news ------------------------------------------------------------------------------------
 
     def drain(self, reason: str) -> bool:
-        """The group has to end after its step; whether that is news."""
+        """Returns whether that is new."""
         is_news = self.drain_reason is None
         self.drain_reason = self.drain_reason or reason
         return is_news
@@ -462,7 +461,6 @@ class Round(Generic[Part]):
         return (AskDecision(0.0, self._retries.deadline),)
 
     def ballot(self) -> Vote:
-        """What the manager is told."""
         return Vote(
             group_rank=self._rules.group_rank,
             step=self.step.state.step,
@@ -470,7 +468,6 @@ class Round(Generic[Part]):
         )
 
     def voted(self, committed: bool) -> tuple[Order, ...]:
-        """The decision has arrived."""
         return (Decide(committed),)
 
     def vote_failed(
@@ -478,9 +475,8 @@ class Round(Generic[Part]):
     ) -> tuple[Order, ...]:
         """There is no answer to the vote.
 
-        A vote against needs none: it decides. Where no decision was made, nobody got a yes, so no
-        is safe. A manager that is started anew is asked again: it finds out what the one before had
-        decided.
+        A no needs none: it decides. If no decision was made, nobody received a yes, so no is safe.
+        A manager that is restarted is asked again: it finds out what the one before had decided.
         """
         if isinstance(error, CommitFailed):
             return (Decide(False, error),)
@@ -495,7 +491,7 @@ class Round(Generic[Part]):
 
 
 class WorkerCalls:
-    """What a worker adds to its calls: a manager that follows another one knows nothing else of it.
+    """What a worker adds to its calls, so that a restarted manager knows it.
 
     ``worker_id`` is new at every start of its process.
     """
@@ -506,7 +502,6 @@ class WorkerCalls:
         self._last_quorum_id = 0  # the highest
 
     def question(self, request: WorkerRequest) -> WorkerRequest:
-        """``request``, to be sent."""
         return replace(request, worker_id=self.worker_id, last_quorum_id=self._last_quorum_id)
 
     def answered(self, quorum_id: int, round_: int) -> None:
@@ -515,12 +510,11 @@ class WorkerCalls:
         self._last_quorum_id = max(self._last_quorum_id, quorum_id)
 
     def ballot(self, vote: Vote) -> Vote:
-        """``vote``, to be sent."""
         return replace(vote, worker_id=self.worker_id, round=self._round)
 
 
 class _Retries:
-    """How long one call to a manager that cannot be reached is repeated."""
+    """How long one call is repeated to a manager that cannot be reached."""
 
     def __init__(self, deadline: float, patience_s: float) -> None:
         self.deadline = deadline
@@ -528,7 +522,7 @@ class _Retries:
         self._lost_at: float | None = None
 
     def pause_s(self, error: Exception, now: float, is_over: bool) -> float | None:
-        """The pause before the next attempt; None: there is no point in one."""
+        """The pause before the next attempt; None: there is no use in one."""
         # Of another peer, such as the lighthouse, the manager itself has told.
         if is_over or not isinstance(error, Unreachable) or error.peer != "manager":
             return None

@@ -25,7 +25,8 @@ class Route:
 
     @property
     def preferred(self) -> tuple[str, ...]:
-        """Those before the current one: where the others of the job will be, once one is back."""
+        """The addresses before the current one: the job's other groups move there when one is
+        back."""
         if self.current not in self.addresses:  # a leader's own name for itself
             return ()
         return self.addresses[: self.addresses.index(self.current)]
@@ -58,10 +59,11 @@ class Route:
 
 
 class Backoff:
-    """Pauses that double from the least to the longest, each shortened by up to a half.
+    """Pauses that double from the shortest to the longest, each shortened at random by up to a
+    half.
 
-    By how much is drawn, so that a thousand managers that lost one lighthouse in one moment do not
-    come back in one moment. ``draw`` gives numbers from 0 to 1.
+    So a thousand managers that lost a lighthouse at one moment do not come back at one moment.
+    ``draw`` gives numbers from 0 to 1.
     """
 
     def __init__(self, draw: Callable[[], float]) -> None:

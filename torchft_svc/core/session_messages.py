@@ -13,7 +13,7 @@ from torchft_svc.errors import TorchFTError
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message: who it is, and the ``last`` quorum that it was in."""
+    """The first message: which group it is, and the ``last`` quorum that it was in."""
 
     replica_id: str
     last: LastQuorum
@@ -21,7 +21,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life; the group has been in ``phase`` for ``lasts_s`` (None: it does not tell)."""
+    """A sign of life; the group has been in ``phase`` for ``lasts_s`` (None: not known)."""
 
     phase: Phase | None = None
     step: int = 0
@@ -73,7 +73,7 @@ SessionMessage = Beat | Question | Withdrawal | Leave
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The first news: how often the group should beat at the most."""
+    """The first news: the shortest time between the group's heartbeats."""
 
     min_interval_s: float
 
@@ -104,7 +104,7 @@ class NewcomerWaits:
 
 @dataclass(frozen=True, slots=True)
 class NoQuorumYet:
-    """Why the question that is open has no answer yet."""
+    """Why the open question has no answer yet."""
 
     reason: str
 

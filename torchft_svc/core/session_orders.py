@@ -46,7 +46,7 @@ class RefuseCall:
 
 @dataclass(frozen=True, slots=True)
 class EndStream:
-    """With ``error``, or in good order (None) behind what was sent."""
+    """With ``error``, or in good order (None) after what was sent."""
 
     stream: int
     error: TorchFTError | None = None
@@ -54,7 +54,7 @@ class EndStream:
 
 @dataclass(frozen=True, slots=True)
 class ReportPause:
-    """Groups of ``job`` have waited for ``for_s`` seconds; told again when ``why`` changes."""
+    """Groups of ``job`` have waited for ``for_s`` seconds; reported again when ``why`` changes."""
 
     job: str
     for_s: float
@@ -63,7 +63,7 @@ class ReportPause:
 
 @dataclass(frozen=True, slots=True)
 class ReportStandstill:
-    """This process was stopped for ``for_s`` seconds, which no group is blamed for."""
+    """This process was stopped for ``for_s`` seconds."""
 
     for_s: float
 

@@ -117,9 +117,9 @@ class _Pause:
 class LighthouseSessions:
     """All sessions and unary calls of one lighthouse, above its decisions.
 
-    A group is alive as long as one of its sessions is open: one that was cut off may not be noticed
-    for seconds, while its manager has opened the next; and without a token anybody can open one
-    under the id of a living group. None of them takes the group's news from the others.
+    A group is alive as long as one of its sessions is open. A session that was cut off may go
+    unnoticed for seconds, while its manager has opened the next one; and without a token anybody
+    can open a session under the id of a living group. Every session of a group receives its news.
     """
 
     def __init__(self, config: QuorumConfig, first_id: int, now: float) -> None:
@@ -174,10 +174,9 @@ class LighthouseSessions:
         return [*self._withdraw(silent, at), EndStream(silent.stream, error)]
 
     def received(self, stream: int, message: SessionMessage, now: float) -> Orders:
-        """A message has come over ``stream``; nothing happens if that has ended.
+        """A message has come over ``stream``; ignored if that has ended.
 
-        Raises:
-            RequestRefused: it breaks the protocol; the stream has to end.
+        Raises: RequestRefused: it breaks the protocol; the stream has to end.
         """
         session = self._sessions.get(stream)
         if session is None:
@@ -198,10 +197,7 @@ class LighthouseSessions:
         return self._finish(orders)
 
     def closed(self, stream: int, now: float, error: TorchFTError | None = None) -> Orders:
-        """A stream has ended, maybe with ``error``; its group is gone if it has no other.
-
-        If it has, those show by their beats whether it lives.
-        """
+        """A stream has ended, maybe with ``error``; its group is gone if it has no other one."""
         session = self._sessions.pop(stream, None)
         if session is None:
             return ()
@@ -226,7 +222,7 @@ class LighthouseSessions:
         return orders + self._request(session.caller, asked, member, at)
 
     def _leave(self, session: _Session, leave: Leave, at: float) -> list[Order]:
-        """The group is out before its stream ends; a question gets its answer or its error."""
+        """The group is out before its stream ends; its question gets an answer or an error."""
         leave.check()
         del self._sessions[session.stream]
         self._forget(session)
@@ -234,7 +230,7 @@ class LighthouseSessions:
         return [*orders, *self._withdraw(session, at), EndStream(session.stream)]
 
     def _forget(self, session: _Session) -> bool:
-        """It leads to its group no more; whether no other does."""
+        """Whether the group has no other session."""
         streams = self._streams[session.key]
         del streams[session.stream]
         if not streams:
@@ -251,7 +247,7 @@ class LighthouseSessions:
         return self._finish(self._request(caller, asked, member, at))
 
     def cancelled(self, call: int, now: float) -> Orders:
-        """Nobody waits for unary ``call`` any more; nothing, if it was answered."""
+        """Nobody waits for unary ``call`` any more; ignored if it was answered."""
         caller = self._calls.get(call)
         if caller is None:
             return ()
@@ -266,10 +262,9 @@ class LighthouseSessions:
         return self._finish(self._beat(job, replica_id, Beat(), self._time(now)))
 
     def left(self, job: str, replica_id: str, leave: Leave, now: float) -> Orders:
-        """A group without a session is gone, and says so.
+        """A group without a session leaves.
 
-        Raises:
-            RequestRefused: there can be no such group, or reason.
+        Raises: RequestRefused: there can be no such group, or reason.
         """
         check_name("replica_id", replica_id)
         leave.check()
@@ -280,8 +275,7 @@ class LighthouseSessions:
     def commanded(self, job: str, name: str, command: Kill | Drain, now: float) -> Orders:
         """An operator kills or drains the group with this replica id or name.
 
-        Raises:
-            RequestRefused: there is no such group, or it has no session to be told over.
+        Raises: RequestRefused: there is no such group, or it has no session.
         """
         self._time(now)
         replica_id = self.lighthouse.find(job, name)
@@ -307,7 +301,7 @@ class LighthouseSessions:
         return self._finish([ReportAcceptedLoss(job, committed_step), *orders])
 
     def term_ended(self, error: TorchFTError, first_id: int, now: float) -> Orders:
-        """Another lighthouse leads: all who are here are told, and forgotten."""
+        """Another lighthouse leads: inform all clients, and forget them."""
         orders: list[Order] = [RefuseCall(call, error) for call in self._calls]
         orders += [EndStream(stream, error) for stream in self._sessions]
         self._begin_term(first_id, self._time(now))
@@ -340,17 +334,16 @@ class LighthouseSessions:
         return None if at == math.inf else self.clock.look_by(at)
 
     def status(self, job: str, now: float) -> list[JobStatus]:
-        """What people want to know of ``job``, or of all (empty).
+        """The status of ``job``, or of all jobs (empty).
 
-        Raises:
-            RequestRefused: there is no such job.
+        Raises: RequestRefused: there is no such job.
         """
         return self.lighthouse.status(job, self._time(now))
 
     # -- the rules -------------------------------------------------------------------------------
 
     def _time(self, now: float) -> float:
-        """The time of the decisions, which stands still with this process."""
+        """The time of the decisions, which stops with this process."""
         if not self._asked and self.lighthouse.next_deadline() is None:
             self.clock.skip_to(now)  # nobody was there to be heard
         return self.clock.now(now)
@@ -373,7 +366,7 @@ class LighthouseSessions:
         return self._translate(self.lighthouse.leave(job, replica_id, leave, at))
 
     def _open(self, asked: _Asked, at: float) -> int:
-        """A question waits from now on; as which caller."""
+        """Returns the caller as which the question waits."""
         caller = next(self._callers)
         self._asked[caller] = asked
         self._expiry_at = min(self._expiry_at, asked.expires_at)
@@ -384,7 +377,7 @@ class LighthouseSessions:
         return caller
 
     def _close(self, caller: int) -> _Asked | None:
-        """It waits no more; None: it did not."""
+        """None: it did not wait."""
         asked = self._asked.pop(caller, None)
         if asked is None:
             return None
@@ -422,7 +415,7 @@ class LighthouseSessions:
         return self._translate(self.lighthouse.withdraw(asked.job, caller, at))
 
     def _expire(self, at: float) -> list[Order]:
-        """Refuse those whose time is up, and say what they waited for."""
+        """Refuse the questions that are out of time, with what they waited for."""
         if at < self._expiry_at:
             return []
         expired = {key: asked for key, asked in self._asked.items() if asked.expires_at <= at}
@@ -440,7 +433,7 @@ class LighthouseSessions:
         return orders
 
     def _look_at_pause(self, job: str, pause: _Pause, at: float) -> list[Order]:
-        """Say why a job stands still, in the log and to who waits, when that has changed."""
+        """Say why a job stands still, in the log and to waiting groups, when that has changed."""
         orders: list[Order] = []
         why = self.lighthouse.pause(job, at)
         reason = why.sentence(with_durations=False)  # what changes all the time is no other one
@@ -458,7 +451,7 @@ class LighthouseSessions:
         return orders
 
     def _translate(self, decided: Iterable[Decided]) -> list[Order]:
-        """What the lighthouse has decided, as messages to those whom it concerns."""
+        """Make messages of the lighthouse's decisions."""
         orders: list[Order] = []
         for each in decided:
             if isinstance(each, AnswerQuorum):
@@ -495,7 +488,7 @@ class LighthouseSessions:
         return Publish(decided, tuple(answers), tuple(calls))
 
     def _tell(self, job: str, replica_ids: Iterable[str], news: News) -> list[Order]:
-        """Tell those of the groups that have a session."""
+        """To the groups that have a session."""
         streams = tuple(
             stream for each in replica_ids for stream in self._streams.get((job, each), ())
         )

@@ -83,7 +83,8 @@ TRANSITIONS: dict[tuple[Phase, StepEvent], Phase] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Participation:
-    """Who contributes gradients this step; ``participating_rank`` is None for who does not."""
+    """Who contributes gradients in this step; ``participating_rank`` is None for a group that
+    does not."""
 
     participating_rank: int | None = None
     num_participants: int = 0
@@ -92,10 +93,10 @@ class Participation:
 def participation(
     quorum: QuorumPart, *, heals_first: bool, num_wanted: int | None = None
 ) -> Participation:
-    """Who contributes in a quorum.
+    """Which groups contribute in a quorum.
 
-    ``heals_first``: the groups behind are healed before the step, so all contribute; else only
-    those at ``max_step`` do. ``num_wanted``: how many may contribute at most, the rest are spares.
+    ``heals_first``: groups that are behind heal before the step, so all contribute; otherwise only
+    those at ``max_step``. ``num_wanted``: how many may contribute at most, the rest are spares.
     """
     rank, num = quorum.max_replica_rank, quorum.max_world_size
     if heals_first:
@@ -116,17 +117,17 @@ class PendingHeal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepState:
-    """Everything there is to know about a worker's step.
+    """The state of a worker's step.
 
     ``epoch`` counts the steps started, committed or not: what belongs to an earlier one is stale.
-    ``failures`` counts the steps discarded since the last commit. ``unhealed``: this worker has to
-    heal, because the last quorum wanted it or an update spoiled the weights, and no healed state is
-    in place; its step need not show that. ``spoiled`` says why the weights are those of no step:
-    only who is to heal may go on with them. ``quorum_id``: in which ``step`` was committed (0: not
-    known); two groups at one step that was committed in one quorum have one state. ``settled``: it
-    has committed a step since it came, or was last behind, so that what it does in a step is what
-    the others do. ``misfits`` counts the steps since the last commit in which it was not,
-    ``failed_loads`` the healed states in a row that arrived and could not be loaded.
+    ``failures``: steps discarded since the last commit. ``unhealed``: this worker has to heal,
+    because the last quorum wanted it or an update spoiled the weights, and no healed state is in
+    place; its step need not show that. ``spoiled``: why the weights belong to no step; only a
+    worker that is to heal may continue with them. ``quorum_id``: in which ``step`` was committed
+    (0: not known); two groups at one step that was committed in one quorum have one state.
+    ``settled``: it has committed a step since it came, or was last behind, so that it does in a
+    step what the others do. ``misfits``: steps since the last commit in which it did not;
+    ``failed_loads``: healed states in a row that arrived and could not be loaded.
     """
 
     phase: Phase = Phase.IDLE
@@ -145,7 +146,7 @@ class StepState:
     failed_loads: int = 0
 
     def counters(self) -> dict[str, int]:
-        """What travels with the weights: to a group that heals, and into a checkpoint."""
+        """What travels with the weights, to a group that heals and into a checkpoint."""
         return {
             "step": self.step,
             "batches_committed": self.batches_committed,
@@ -154,11 +155,11 @@ class StepState:
 
 
 class StepMachine:
-    """A worker's step; read `state`, call the rest when it happened.
+    """A worker's step: read `state`, call a method when its event happened.
 
-    ``max_retries`` is how many steps may be discarded in a row (None: any number).
+    ``max_retries``: how many steps may be discarded in a row (None: any number).
 
-    Where the table has no such transition a method raises `RequestRefused` and changes nothing.
+    A method whose transition the table does not have raises `RequestRefused` and changes nothing.
     """
 
     def __init__(self, *, min_replica_size: int = 1, max_retries: int | None = None) -> None:
@@ -171,7 +172,8 @@ class StepMachine:
         self.state = StepState()
 
     def start(self) -> int:
-        """A quorum is asked for; the new epoch. What an earlier step left behind is forgotten."""
+        """A quorum is asked for; returns the new epoch. The rest of an earlier step is
+        forgotten."""
         self.check_healable()
         self._check_hope()
         return self._move(
@@ -183,7 +185,7 @@ class StepMachine:
         ).epoch
 
     def check_whole(self) -> None:
-        """Raise `RequestRefused` if the weights are those of no step."""
+        """Raise `RequestRefused` if the weights belong to no step."""
         if self.state.spoiled:
             raise RequestRefused(
                 f"{self.state.spoiled}, so these weights belong to no step: restart this "
@@ -191,17 +193,17 @@ class StepMachine:
             )
 
     def check_healable(self) -> None:
-        """The same, unless the next quorum may bring whole ones."""
+        """The same, unless the next quorum may heal them."""
         if not self.state.unhealed:
             self.check_whole()
 
     def form(
         self, participation: Participation, heal_to: int | None = None, *, may_heal: bool = True
     ) -> None:
-        """The quorum is there; ``heal_to`` is the step whose state this worker has to fetch.
+        """The quorum is there; ``heal_to``: the step whose state this worker has to fetch.
 
-        It may be a lower one: the others did not believe a step that leaves theirs behind. If it
-        may not heal, the heal stays owed, and the step cannot be committed.
+        It may be a lower step, if the others did not believe a step that is far ahead. If the
+        worker may not heal, it still has to, and the step cannot be committed.
         """
         if heal_to is not None and not may_heal:
             self._move(
@@ -235,12 +237,12 @@ class StepMachine:
         self._move(StepEvent.QUORUM_FAILED, error=self.state.error or error)
 
     def receive_state(self) -> None:
-        """The healed state has arrived; it counts only once it is applied."""
+        """The healed state has arrived; it counts when it is applied."""
         heal = self.state.pending_heal
         self._move(StepEvent.STATE_RECEIVED, pending_heal=heal and replace(heal, received=True))
 
     def apply_heal(self, batches_committed: int, quorum_id: int = 0) -> None:
-        """The healed weights are in place: from here on this worker is at their step."""
+        """The healed weights are in place: this worker is at their step."""
         heal = self.state.pending_heal
         if heal is None or not heal.received:
             raise RequestRefused("there is no healed state to apply")
@@ -256,7 +258,7 @@ class StepMachine:
         )
 
     def fail_heal(self, error: Exception) -> None:
-        """The state could not be fetched or applied: nothing of it stays behind, except after a
+        """The state could not be fetched or applied: nothing of it remains, except after a
         `TornState`."""
         spoiled, heal = self.state.spoiled, self.state.pending_heal
         if isinstance(error, TornState):
@@ -272,7 +274,7 @@ class StepMachine:
     def latch(self, error: Exception, epoch: int | None = None) -> bool:
         """Remember the first error of the step; an error of an earlier ``epoch`` is ignored.
 
-        Operations that differ explain what else failed, so that error takes the place of another.
+        `OperationsDiffer` explains other errors, so it replaces them.
         """
         if epoch is not None and epoch != self.state.epoch:
             return False
@@ -281,7 +283,7 @@ class StepMachine:
         return True
 
     def begin_vote(self) -> bool:
-        """This worker's vote: no error, and enough groups contributed."""
+        """Returns the vote: yes if there is no error, and enough groups contributed."""
         if self.state.pending_heal is not None:
             raise RequestRefused("the healed state must be applied before the vote")
         state = self._move(StepEvent.VOTE_BEGAN)
@@ -289,14 +291,12 @@ class StepMachine:
         return state.error is None and enough
 
     def decide(self, committed: bool, quorum_id: int = 0) -> None:
-        """The group's decision: the step counts, or it is discarded whole.
+        """The group's decision: the step is committed in quorum ``quorum_id``, or discarded.
 
-        After a commit the update is under way, until `end_update` or `lose_update`. ``quorum_id``:
-        in which quorum that was.
+        After a commit the update is under way, until `end_update` or `lose_update`.
 
-        Raises:
-            CommitFailed: more than ``max_retries`` steps in a row were discarded.
-            RequestRefused: this worker would lose all further steps, too, and may begin none.
+        Raises: CommitFailed: more than ``max_retries`` steps in a row were discarded.
+        RequestRefused: this worker would lose all further steps, too, and may begin none.
         """
         state = self.state
         if committed:
@@ -321,7 +321,7 @@ class StepMachine:
             )
 
     def _check_hope(self) -> None:
-        """Raise `RequestRefused` if this worker would only hold the others up."""
+        """Raise `RequestRefused` if this worker would only delay the others."""
         state = self.state
         if state.misfits >= MAX_MISFITS:
             raise RequestRefused(
@@ -346,8 +346,8 @@ class StepMachine:
         """The update of the last commit is not in the weights, so the step does not count here.
 
         The others have it: this worker is behind them and heals. ``spoiled_by``: a part of the
-        update may be in the weights, which are those of no step then. Who says so only after
-        `end_update` keeps the step's number, and has to heal all the same.
+        update may be in the weights, which then belong to no step. After `end_update` the step's
+        number stays, but the worker has to heal.
         """
         state = self.state
         changes: dict[str, object] = {"settled": False}
@@ -361,14 +361,14 @@ class StepMachine:
         self._move(StepEvent.UPDATE_LOST, **changes)
 
     def interrupt(self) -> None:
-        """The call that voted has ended by an exception: nobody is going to apply an update."""
+        """The call that voted ended by an exception: nobody is going to apply an update."""
         if self.state.phase is Phase.VOTING:
             self._move(StepEvent.DISCARDED, failures=self.state.failures + 1)
         elif self.state.phase is Phase.APPLYING:
             self.lose_update()
 
     def restore(self, step: int, batches_committed: int, quorum_id: int = 0) -> None:
-        """Go on from a periodic checkpoint; only between two steps."""
+        """Continue from a periodic checkpoint; only between two steps."""
         self._move(
             StepEvent.RESTORED,
             spoiled="",
