@@ -12,13 +12,12 @@ from typing import Any
 import grpc
 from grpc.aio import AioRpcError, Metadata
 
-from torchft_svc.core.session_messages import Hello
+from torchft_svc.core.session_messages import Beat, Hello
 from torchft_svc.core.types import NO_QUORUM
 from torchft_svc.errors import NotLeader, TorchFTError, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.session_transport import MAX_OPENINGS, SessionTransport
 from torchft_svc.manager_server.transport import Contact
-from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.status import ERROR_KEY, LEADER_KEY
 
 CONFIG = ManagerConfig(
@@ -69,7 +68,7 @@ def failure_of(channel: Any) -> TorchFTError:
         config=CONFIG,
         tell=lambda tell: None,
         on_news=lambda number, news: None,
-        beat=pb.SessionBeat,
+        beat=Beat,
     )
     return asyncio.run(SessionTransport(contact, Hello("g:1", NO_QUORUM)).run())
 

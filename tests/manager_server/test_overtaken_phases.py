@@ -7,11 +7,13 @@ import asyncio
 import pytest
 
 from torchft_svc.core.group import Group
+from torchft_svc.core.step import Phase
 from torchft_svc.core.types import WorkerRequest
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.codec import phase_from_wire
 from torchft_svc.rpc.outbox import Outbox
 from torchft_svc.rpc.tasks import Tasks
 
@@ -34,10 +36,10 @@ def test_who_waits_for_a_quorum_does_not_do_what_it_did_before(before: pb.Attach
             asking = asyncio.create_task(driver.quorum(request, 60.0))
             await asyncio.sleep(0)  # it waits for the other worker now
             driver.receive_phase(0, before)
-            assert driver.beat().phase == pb.PHASE_WAITING
+            assert driver.beat().phase is Phase.QUORUM
             asking.cancel()
             await asyncio.wait([asking])
             driver.receive_phase(0, before)
-            assert driver.beat().phase == before.phase
+            assert driver.beat().phase is phase_from_wire(before.phase)
 
     asyncio.run(story())

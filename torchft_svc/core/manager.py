@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torchft_svc.core import group_orders
-from torchft_svc.core.activity import Activity, WorkerActivities
+from torchft_svc.core.activity import WorkerActivities
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     OWNER_SILENCE_S,
@@ -26,7 +26,7 @@ from torchft_svc.core.group_orders import (
     StopAsking,
 )
 from torchft_svc.core.pausable_clock import MAX_LOOK_S, PausableClock
-from torchft_svc.core.session_messages import Drain, Kill, Leave, Lost, NoQuorumYet
+from torchft_svc.core.session_messages import Beat, Drain, Kill, Leave, Lost, NoQuorumYet
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Quorum, Vote, WorkerRequest
 from torchft_svc.errors import DeadlineExceeded, TorchFTError
@@ -223,13 +223,10 @@ class GroupManager:
         if group_rank in self._attached:
             self._activities.reported(group_rank, phase, step, self._clock.now(now))
 
-    def activity(self) -> Activity | None:
-        """What the group does (None: its workers do not tell), on the clock of `awake_now`."""
-        return self._activities.slowest()
-
-    def awake_now(self, now: float) -> float:
-        """``now``, less the pauses of this process."""
-        return self._clock.now(now)
+    def beat(self, now: float) -> Beat:
+        """A sign of life, with what the group does, if its workers report that."""
+        doing, at = self._activities.slowest(), self._clock.now(now)
+        return Beat() if doing is None else Beat(doing.phase, doing.step, at - doing.since)
 
     # -- news ------------------------------------------------------------------------------------
 

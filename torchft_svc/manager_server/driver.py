@@ -24,13 +24,13 @@ from torchft_svc.core.manager import (
     TellWorkers,
     WorkerNews,
 )
-from torchft_svc.core.session_messages import Leave, Lost
+from torchft_svc.core.session_messages import Beat, Leave, Lost
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.core.types import Quorum, Vote, WorkerRequest, check_step
 from torchft_svc.errors import TorchFTError
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import beat_to_wire, phase_from_wire, worker_answer
+from torchft_svc.rpc.codec import phase_from_wire, worker_answer
 from torchft_svc.rpc.codec_session import session_news_to_wire
 from torchft_svc.rpc.outbox import Outbox
 from torchft_svc.rpc.tasks import Tasks, call_later
@@ -121,9 +121,8 @@ class ManagerDriver:
         if phase is not None:
             self._core.receive_phase(group_rank, phase, message.step, time.monotonic())
 
-    def beat(self) -> pb.SessionBeat:
-        """A sign of life, with what the group does, if its workers tell."""
-        return beat_to_wire(self._core.activity(), self._core.awake_now(time.monotonic()))
+    def beat(self) -> Beat:
+        return self._core.beat(time.monotonic())
 
     async def keep_looking(self) -> None:
         """What the group does lasts no longer because this process, and it, was stopped.

@@ -22,7 +22,7 @@ from torchft_svc.core.link_types import (
     Order,
     Probe,
 )
-from torchft_svc.core.session_messages import Leave
+from torchft_svc.core.session_messages import Beat, Leave
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.core.types import Quorum
 from torchft_svc.errors import TorchFTError, Unreachable
@@ -50,7 +50,7 @@ class LighthouseLink:
 
     on_news: Callable[[pb.SessionNews], None]
     on_outcome: Callable[[int, Quorum | TorchFTError], None]
-    beat: Callable[[], pb.SessionBeat]
+    beat: Callable[[], Beat]
 
     def __init__(
         self, config: ManagerConfig, tasks: Tasks, draw: Callable[[], float] = random.random

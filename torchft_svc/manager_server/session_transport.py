@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from torchft_svc.core.link_types import Message, SendBeat
-from torchft_svc.core.session_messages import Hello, Question, Withdrawal
+from torchft_svc.core.session_messages import Beat, Hello, Question, Withdrawal
 from torchft_svc.core.types import Quorum
 from torchft_svc.errors import QuorumFailed, RequestRefused, TorchFTError, Unreachable
 from torchft_svc.manager_server.transport import Contact, NotSupported
@@ -129,9 +129,9 @@ class SessionTransport:
                     await stream.write(self._encoded(self._unsent.popleft()))
                 self._has_unsent.clear()
 
-    def _encoded(self, message: Message) -> pb.SessionRequest:
+    def _encoded(self, message: Message | Beat) -> pb.SessionRequest:
         if isinstance(message, SendBeat):
-            return pb.SessionRequest(beat=self._contact.beat())
+            message = self._contact.beat()
         return session_message_to_wire(message)
 
     def _receive(self, news: pb.SessionNews) -> None:

@@ -10,6 +10,7 @@ import grpc
 
 from torchft_svc.core.lighthouse_link import LinkMachine
 from torchft_svc.core.link_types import Message
+from torchft_svc.core.session_messages import Beat
 from torchft_svc.errors import TorchFTError
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.proto import torchft_pb2 as pb
@@ -29,7 +30,7 @@ class Contact:
     config: ManagerConfig
     tell: Callable[[Callable[[LinkMachine, float], object]], None]
     on_news: Callable[[int, pb.SessionNews], None]
-    beat: Callable[[], pb.SessionBeat]
+    beat: Callable[[], Beat]
 
 
 class Transport(Protocol):

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from torchft_svc.core.activity import Activity
 from torchft_svc.core.group_orders import AnswerWorker
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import (
@@ -141,17 +140,6 @@ def phase_from_wire(number: pb.Phase) -> Phase | None:
     """None: it was not told. One that a newer version has is none that could be called a hang, and
     the one before is over."""
     return _PHASES_OF_WIRE.get(number, Phase.IDLE if number else None)
-
-
-def beat_to_wire(activity: Activity | None, now: float) -> pb.SessionBeat:
-    """A sign of life, and what the group does (None: not known)."""
-    if activity is None:
-        return pb.SessionBeat()
-    return pb.SessionBeat(
-        phase=phase_to_wire(activity.phase),
-        step=activity.step,
-        phase_ms=max(0, int((now - activity.since) * 1000)),
-    )
 
 
 def quorum_from_wire(message: pb.Quorum) -> Quorum:

@@ -24,6 +24,7 @@ from torchft_svc.rpc.codec import (
     member_from_wire,
     member_to_wire,
     phase_from_wire,
+    phase_to_wire,
 )
 from torchft_svc.rpc.deadline import MAX_WAIT_S
 from torchft_svc.rpc.parsing import is_of_a_newer_kind
@@ -44,8 +45,13 @@ def hello_from_wire(request: pb.SessionRequest | None) -> Hello:
     return Hello(hello.replica_id, LastQuorum(hello.last_quorum_id, hello.last_max_step))
 
 
-def session_message_to_wire(message: Hello | Question | Withdrawal | Leave) -> pb.SessionRequest:
-    """A beat, which holds the time of now, is made by `beat_to_wire`."""
+def session_message_to_wire(message: Hello | SessionMessage) -> pb.SessionRequest:
+    if isinstance(message, Beat):
+        beat = pb.SessionBeat()
+        if message.phase is not None:
+            beat.phase, beat.step = phase_to_wire(message.phase), message.step
+            beat.phase_ms = max(0, int(message.lasts_s * 1000))
+        return pb.SessionRequest(beat=beat)
     if isinstance(message, Question):
         question = pb.SessionQuestion(
             requester=member_to_wire(message.member),

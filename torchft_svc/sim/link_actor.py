@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from torchft_svc.core.activity import Activity
 from torchft_svc.core.group_orders import AskLighthouse
 from torchft_svc.core.lighthouse_link import LinkMachine
 from torchft_svc.core.link_types import (
@@ -67,8 +66,7 @@ class _Contact:
 class LinkActor:
     """One life of a manager's link.
 
-    ``on_news`` receives losses and commands, ``on_outcome`` the outcome of each question, by its
-    round; ``activity`` tells what the group does.
+    ``on_news`` receives losses and commands, ``on_outcome`` the outcome of each question, by round.
     """
 
     def __init__(
@@ -78,14 +76,14 @@ class LinkActor:
         config: LinkConfig,
         on_news: Callable[[Lost | Kill | Drain], None],
         on_outcome: Callable[[int, Outcome], None],
-        activity: Callable[[], Activity | None],
+        make_beat: Callable[[], Beat],
     ) -> None:
         self._process = process
         self._network = site.network
         self._site = site
         self._on_news = on_news
         self._on_outcome = on_outcome
-        self._activity = activity
+        self._make_beat = make_beat
         self._num_incarnations = 0
         self._contacts: dict[int, _Contact] = {}
         self._number = 0  # of the connection that messages go over
@@ -162,10 +160,7 @@ class LinkActor:
     def _beat(self, contact: _Contact) -> None:
         contact.num_beats += 1
         if self._site.has_sessions:
-            doing = self._activity()
-            now = self._process.world.now
-            beat = Beat() if doing is None else Beat(doing.phase, doing.step, now - doing.since)
-            contact.stream.to_server(beat)
+            contact.stream.to_server(self._make_beat())
             return
         number = self._number
         if contact.num_beats == 1:  # the lighthouse does not know it before; answers with a welcome

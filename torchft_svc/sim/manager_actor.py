@@ -65,7 +65,8 @@ class ManagerActor:
         # Each life begins far from the others; here it is always below the one before.
         group = Group(config.group_world_size, FIRST_ROUND - int(now * 1000))
         self.core = GroupManager(group, now, look_s=math.inf)
-        self.link = LinkActor(process, site, config, self._receive, self._told, self.core.activity)
+        beat = lambda: self.core.beat(process.world.now)  # noqa: E731
+        self.link = LinkActor(process, site, config, self._receive, self._told, beat)
         self._replies: dict[int, Reply] = {}
         self._rounds: dict[int, int] = {}  # by the callers that vote
         self._askers: dict[int, str] = {}  # the workers that ask, by caller
