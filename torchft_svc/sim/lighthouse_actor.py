@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -74,6 +75,7 @@ class LighthouseActor:
         trace: Trace,
         name: str,
         clock_skew_s: float,
+        elected: Callable[[], str],
     ) -> None:
         self._world = world
         self._network = network
@@ -82,7 +84,10 @@ class LighthouseActor:
         self._trace = trace
         self._numbers = itertools.count()  # of streams and calls
         self._num_lives = 0
-        self._name = name
+        self.name = name
+        self._elected = elected
+        self.up_since = 0.0  # or will be up from then on
+        self.thawed_at = -math.inf  # or will be thawed then
         self.clock_skew_s = clock_skew_s
         self.leads = True
         self.process = world.process(name)
@@ -105,7 +110,7 @@ class LighthouseActor:
         self._invariants.ids.restarted()
         self._invariants.progress.restarted()
         return LighthouseChecks(
-            self._config, self.core, self.process, self._invariants, self._trace
+            self._config, self.core, self.process, self._invariants, self._trace, self.name
         )
 
     def crash(self, down_s: float, clock_back_s: float) -> None:
@@ -115,14 +120,14 @@ class LighthouseActor:
         self.clock_skew_s -= clock_back_s
         self.process.kill()
         self._num_lives += 1
-        following = self._world.process(f"{self._name} {self._num_lives + 1}")
+        following = self._world.process(f"{self.name} {self._num_lives + 1}")
         following.after(down_s, self._come_back)
         self._next = following
 
     def _come_back(self) -> None:
         self.process, self.leads = self._next, True
         self._begin()
-        self._trace.record("lighthouse", "is back")
+        self._trace.record(self.name, "is back")
 
     def end_term(self, seconds: float) -> None:
         """It loses the election, and is elected again after ``seconds``."""
@@ -136,12 +141,26 @@ class LighthouseActor:
 
     def _lead(self) -> None:
         self.leads = True
-        self._trace.record("lighthouse", "leads again")
+        self._trace.record(self.name, "leads again")
+
+    @property
+    def is_up(self) -> bool:
+        return not (self.process.is_dead or self.process.is_frozen)
+
+    def is_away_for(self, seconds: float) -> None:
+        self.up_since = max(self.up_since, self._world.now + seconds)
+
+    def takes_groups(self) -> bool:
+        """It may refuse them, because another lighthouse leads."""
+        return self._elected() in ("", self.name) and self.leads and not self.process.is_dead
 
     def accept(self, stream: Stream) -> StreamEnd | None:
         """The server's end of a new stream, if somebody listens."""
-        if self.process.is_dead or not self.leads:
+        if self.process.is_dead:
             return None
+        if not self.takes_groups():
+            refusal = NotLeader(self._elected())
+            return StreamEnd(self.process, lambda _: stream.end(refusal), lambda reason: None)
         connection = Connection(self, stream, next(self._numbers))
         self._connections[connection.number] = connection
         return connection.end

@@ -62,8 +62,10 @@ class LighthouseChecks:
         process: Process,
         invariants: Invariants,
         trace: Trace,
+        name: str,
     ) -> None:
         self._config = config
+        self._name = name
         self._core = core
         self._process = process
         self._invariants = invariants
@@ -181,7 +183,7 @@ class LighthouseChecks:
         """``told``: the clients that receive it, each as the answer to this question."""
         quorum = decided.quorum
         self._trace.record(
-            "lighthouse",
+            self._name,
             f"quorum {quorum.quorum_id} at step {quorum.max_step}: "
             + ", ".join(f"{each.replica_id}@{each.step}" for each in quorum.participants),
         )
@@ -198,10 +200,10 @@ class LighthouseChecks:
         if isinstance(report, ReportLoss):
             self._lost(report)
         elif isinstance(report, ReportHang):
-            self._trace.record("lighthouse", f"{report.replica_id} hangs: {report.phase.value}")
+            self._trace.record(self._name, f"{report.replica_id} hangs: {report.phase.value}")
             self._invariants.hangs.reported(report)
         elif isinstance(report, ReportEviction):
-            self._trace.record("lighthouse", f"{report.replica_id} is left out: {report.reason}")
+            self._trace.record(self._name, f"{report.replica_id} is left out: {report.reason}")
             self._must_hear(report)
             self._liveness.evicted(report, self._now)
             self._invariants.ids.spent(report)
@@ -211,7 +213,7 @@ class LighthouseChecks:
             self._liveness.left_healing(report, self._now)
         elif isinstance(report, ReportAcceptedLoss):
             self._invariants.progress.accepted(report.job)
-            self._trace.record("lighthouse", f"the loss of {report.job} is accepted")
+            self._trace.record(self._name, f"the loss of {report.job} is accepted")
 
     def _answered(self, client: ClientRecord, number: int) -> None:
         what = "the lighthouse answers a question"
@@ -223,7 +225,7 @@ class LighthouseChecks:
         self._asked_at.pop(client, None)
 
     def _lost(self, loss: ReportLoss) -> None:
-        self._trace.record("lighthouse", f"{loss.replica_id} is out: {loss.reason}")
+        self._trace.record(self._name, f"{loss.replica_id} is out: {loss.reason}")
         self._invariants.progress.lost(loss, by=self)
         key = (loss.job, loss.replica_id)
         if loss.reason.startswith("its session ended"):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torchft_svc.core.types import Quorum
-from torchft_svc.errors import NotLeader
 from torchft_svc.sim.invariants import Invariants, must
 from torchft_svc.sim.lighthouse_actor import LighthouseActor
-from torchft_svc.sim.network import MAX_KEEPALIVE_S, Network, Stream, StreamEnd
+from torchft_svc.sim.network import MAX_KEEPALIVE_S, Network
 from torchft_svc.sim.scenario import Fault, Scenario
 from torchft_svc.sim.trace import Trace
-from torchft_svc.sim.world import Process, VirtualWorld
+from torchft_svc.sim.world import VirtualWorld
 
 # How long an elected leader may be dead or frozen before another one is elected.
 LEASE_S = 2.0
@@ -40,21 +38,22 @@ class Lighthouses:
         self.is_elected = scenario.is_elected
         names = [f"lighthouse{number or ''}" for number in range(scenario.num_lighthouses)]
         self.leader = names[0]  # if there is an election
-        self.hosts: dict[str, Host] = {}  # by their addresses
+        self.hosts: dict[str, LighthouseActor] = {}  # by their addresses
         # With election only one of them answers: to the groups it is one that restarts.
         one = invariants.of_lighthouse() if self.is_elected else None
         for name, skew_s in zip(names, scenario.clock_skews_s, strict=True):
             view = one or invariants.of_lighthouse()
-            traced = _Named(world, trace, name)
-            actor = LighthouseActor(world, network, scenario.config, view, traced, name, skew_s)
-            self.hosts[name] = Host(name, actor, self)
+            self.hosts[name] = LighthouseActor(
+                world, network, scenario.config, view, trace, name, skew_s, self._elected
+            )
         self.splits = Splits(world, self, scenario.trainer.quorum_s >= PATIENT_S)
 
     def __iter__(self) -> Iterator[LighthouseActor]:
-        return (host.actor for host in self.hosts.values())
+        return iter(self.hosts.values())
 
-    def leads(self, name: str) -> bool:
-        return not self.is_elected or self.leader == name
+    def _elected(self) -> str:
+        """Empty: there is no election, and each takes groups."""
+        return self.leader if self.is_elected else ""
 
     def happen(self, fault: Fault) -> bool:
         """Whether ``fault`` is one of a lighthouse."""
@@ -68,37 +67,37 @@ class Lighthouses:
         elif fault.kind == "change_leader":
             self.change_leader()
         elif fault.kind == "clock_jump":
-            host.actor.clock_skew_s += (fault.value - 0.5) * MAX_CLOCK_JUMP_S
+            host.clock_skew_s += (fault.value - 0.5) * MAX_CLOCK_JUMP_S
         else:
             return False
         return True
 
-    def crash(self, host: Host, down_s: float, clock_back_s: float) -> None:
-        if not host.actor.process.is_dead:
-            host.actor.crash(down_s, clock_back_s)
+    def crash(self, host: LighthouseActor, down_s: float, clock_back_s: float) -> None:
+        if not host.process.is_dead:
+            host.crash(down_s, clock_back_s)
             host.is_away_for(down_s)
             self._miss(host, down_s)
 
-    def freeze(self, host: Host, seconds: float) -> None:
+    def freeze(self, host: LighthouseActor, seconds: float) -> None:
         host.is_away_for(seconds)
         host.thawed_at = max(host.thawed_at, host.process.world.now + seconds)
-        host.actor.process.freeze()
-        self._nature.after(seconds, host.actor.process.thaw)
+        host.process.freeze()
+        self._nature.after(seconds, host.process.thaw)
         self._miss(host, seconds)
 
-    def end_term(self, host: Host, seconds: float) -> None:
+    def end_term(self, host: LighthouseActor, seconds: float) -> None:
         host.is_away_for(seconds)
-        host.actor.end_term(seconds)
+        host.end_term(seconds)
 
     def change_leader(self) -> None:
         if self.is_elected:
             self._elect(self.hosts[self.leader])
 
-    def _miss(self, host: Host, seconds: float) -> None:
+    def _miss(self, host: LighthouseActor, seconds: float) -> None:
         if self.is_elected and host.name == self.leader and seconds > LEASE_S:
             self._nature.after(LEASE_S, self._elect, host)
 
-    def _elect(self, before: Host) -> None:
+    def _elect(self, before: LighthouseActor) -> None:
         """Choose another one that can answer; both begin without any memory."""
         if before.name != self.leader:
             return
@@ -109,40 +108,9 @@ class Lighthouses:
             return
         self.leader = able[0].name
         for each in (before, able[0]):
-            if not each.actor.process.is_dead:
-                each.actor.process.thaw()
-                each.actor.crash(0.0, 0.0)
-
-
-class Host:
-    """One lighthouse as managers find it: it may refuse them, because another one leads."""
-
-    def __init__(self, name: str, actor: LighthouseActor, among: Lighthouses) -> None:
-        self.name = name
-        self.actor = actor
-        self._among = among
-        self.up_since = 0.0  # or will be up from then on
-        self.thawed_at = -math.inf  # or will be
-
-    @property
-    def process(self) -> Process:
-        return self.actor.process
-
-    @property
-    def is_up(self) -> bool:
-        return not (self.process.is_dead or self.process.is_frozen)
-
-    def is_away_for(self, seconds: float) -> None:
-        self.up_since = max(self.up_since, self.process.world.now + seconds)
-
-    def takes_groups(self) -> bool:
-        return self._among.leads(self.name) and self.actor.leads and not self.process.is_dead
-
-    def accept(self, stream: Stream) -> StreamEnd | None:
-        if self.takes_groups() or self.process.is_dead:
-            return self.actor.accept(stream)
-        refusal = NotLeader(self._among.leader if self._among.is_elected else "")
-        return StreamEnd(self.process, lambda *_: stream.end(refusal), lambda reason: None)
+            if not each.process.is_dead:
+                each.process.thaw()
+                each.crash(0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -232,15 +200,3 @@ class Splits:
 
 def _extend(until: dict[str, float], group: str, at: float) -> None:
     until[group] = max(until.get(group, 0.0), at)
-
-
-class _Named(Trace):
-    """A trace that tells one lighthouse from the others."""
-
-    def __init__(self, world: VirtualWorld, trace: Trace, name: str) -> None:
-        super().__init__(world)
-        self._trace = trace
-        self._name = name
-
-    def record(self, who: str, what: str) -> None:
-        self._trace.record(self._name if who == "lighthouse" else who, what)

@@ -35,8 +35,8 @@ from torchft_svc.core.session_messages import (
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.core.types import Quorum
 from torchft_svc.errors import TorchFTError, Unreachable
-from torchft_svc.sim.lighthouse_actor import Introduction, QuorumAnswer
-from torchft_svc.sim.lighthouses import Host, Lighthouses
+from torchft_svc.sim.lighthouse_actor import Introduction, LighthouseActor, QuorumAnswer
+from torchft_svc.sim.lighthouses import Lighthouses
 from torchft_svc.sim.network import Network, Stream, StreamEnd
 from torchft_svc.sim.world import Process
 
@@ -191,7 +191,7 @@ class LinkActor:
                 takers = [each for each, takes in answers.items() if takes]
                 self._tell(lambda machine, now: machine.probed(order.connection, takers, now))
 
-        def ask(address: str, host: Host) -> None:
+        def ask(address: str, host: LighthouseActor) -> None:
             back_s = self._network.latency(self._process)
             self._process.after(back_s, answer, address, host.takes_groups())
 
