@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torchft_svc.core.types import WorkerRequest
 from torchft_svc.errors import TorchFTError
@@ -41,39 +41,16 @@ class EndedQuestion:
     question: int
     error: TorchFTError | None
 
-    def is_repeated_by(self, request: WorkerRequest) -> bool:
-        """Whether ``request`` is this question once more; questions without a number never are."""
-        return 0 < request.question == self.question and request.worker_id == self.worker_id
-
-
-@dataclass(frozen=True, slots=True)
-class Missed:
-    """Barriers that failed before ``worker_id`` came to them, the oldest first: the number of the
-    question that others asked there, and the error.
-
-    Workers that begin together, and need one another in each step, have asked as many questions.
-    """
-
-    worker_id: str
-    failed: deque[tuple[int, TorchFTError]] = field(
-        default_factory=lambda: deque(maxlen=MAX_MISSED)
-    )
-
-    def next_error(self, question: int) -> TorchFTError | None:
-        """Of the first barrier that this question comes too late for; None if it does for none."""
-        while self.failed:
-            number, error = self.failed.popleft()
-            if number >= question:
-                return error
-        return None
-
 
 class EndedBarriers:
     """The quorum barriers of one group that are over, by group rank."""
 
     def __init__(self) -> None:
         self._questions: dict[int, EndedQuestion] = {}  # the last one of each worker
-        self._missed: dict[int, Missed] = {}  # of workers that have still to learn of them
+        # Barriers that failed before this worker came to them, the oldest first: the number of the
+        # question that others asked there, and the error. Workers that start together, and need one
+        # another in each step, have asked as many questions.
+        self._missed: dict[int, tuple[str, deque[tuple[int, TorchFTError]]]] = {}
 
     def note(self, requests: Collection[WorkerRequest], error: TorchFTError | None) -> None:
         """These requests were answered: with the quorum (``error`` is None), or not."""
@@ -88,27 +65,34 @@ class EndedBarriers:
         number = max(request.question for request in requests)
         for rank, worker_id in absent.items():
             missed = self._missed.get(rank)
-            if missed is None or missed.worker_id != worker_id:
-                missed = self._missed[rank] = Missed(worker_id)
-            missed.failed.append((number, error))
+            if missed is None or missed[0] != worker_id:
+                missed = self._missed[rank] = worker_id, deque(maxlen=MAX_MISSED)
+            missed[1].append((number, error))
 
     def repeated(self, request: WorkerRequest) -> EndedQuestion | None:
-        """The question that ``request`` is once more, if it is."""
+        """The question that ``request`` repeats, if it does; without a number it never does."""
         ended = self._questions.get(request.group_rank)
-        return ended if ended is not None and ended.is_repeated_by(request) else None
+        is_repeated = (
+            ended is not None
+            and 0 < request.question == ended.question
+            and request.worker_id == ended.worker_id
+        )
+        return ended if is_repeated else None
 
     def missed(self, request: WorkerRequest) -> TorchFTError | None:
         """Why the barrier failed that ``request`` comes too late for; None: it does not come too
         late."""
         rank = request.group_rank
-        missed = self._missed.get(rank)
-        if missed is None or not request.question:
+        if rank not in self._missed or not request.question:
             return None
-        if missed.worker_id != request.worker_id:
-            del self._missed[rank]
-            return None
-        error = missed.next_error(request.question)
-        if not missed.failed:
+        worker_id, failed = self._missed[rank]
+        if worker_id != request.worker_id:
+            failed.clear()
+        error = None
+        while failed and error is None:
+            number, reason = failed.popleft()
+            error = reason if number >= request.question else None
+        if not failed:
             del self._missed[rank]
         if error is not None:
             self.note([request], error)

@@ -17,7 +17,7 @@ from torchft_svc.sim.world import Process
 
 
 class Home(Protocol):
-    """What a worker knows of its group."""
+    """What a worker knows of its group, see `Site`."""
 
     job: str
     name: str
@@ -25,17 +25,10 @@ class Home(Protocol):
     manager: ManagerActor | None
     collective: GroupCollective | None  # of its workers, if they have one
 
-    def is_manager_over(self) -> bool:
-        """It has ended with the first worker, which would have started another."""
-
-    def worker_drained(self) -> None:
-        """A worker has ended in good order, because its group was told to."""
-
-    def worker_failed(self, why: str) -> None:
-        """A worker ends with an error; its launcher starts the group again."""
-
-    def save(self, group_rank: int, saved: Fetched) -> None:
-        """A periodic checkpoint."""
+    def is_manager_over(self) -> bool: ...
+    def worker_drained(self) -> None: ...
+    def worker_failed(self, why: str) -> None: ...
+    def save(self, group_rank: int, saved: Fetched) -> None: ...
 
 
 class Shared:
