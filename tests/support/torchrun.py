@@ -1,0 +1,86 @@
+"""Nodes that plain torchrun starts, and the workers of them all: real agents, one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from support.launched import TORCHS, agent
+from support.programs import Program
+from support.running import SCRIPTS, eventually, is_alive
+
+# torchrun and its workers have to start, on a machine that is busy.
+WAIT_S = 90.0
+
+Worker = Mapping[str, Any]
+
+
+class Nodes:
+    """Agents whose workers write what they were told into ``folder``; leaving the block ends all.
+
+    ``flags`` are those of all nodes, ``variables`` is their environment.
+    """
+
+    def __init__(
+        self, folder: Path, *flags: str, script: str = "torchrun_worker.py", **variables: str
+    ) -> None:
+        self.folder = folder
+        self._flags = flags
+        self._script = str(SCRIPTS / script)
+        self._variables = variables
+        self._stack = contextlib.ExitStack()
+        self.agents: list[Program] = []
+
+    def start(self, *flags: str) -> Program:
+        """Start an agent."""
+        line = [*self._flags, *flags, self._script, str(self.folder)]
+        started = agent(*line, of=TORCHS, environment=self._variables)
+        self.agents.append(self._stack.enter_context(started))
+        return started
+
+    def workers(self) -> list[Worker]:
+        """Those that live and have told their ranks, by rank."""
+        told = [json.loads(path.read_text()) for path in self.folder.glob("*.json")]
+        return sorted(
+            (each for each in told if is_alive(each["pid"])), key=lambda each: int(each["RANK"])
+        )
+
+    def await_world(
+        self, *num_workers: int, holds: Callable[[Worker], bool] = bool
+    ) -> list[Worker]:
+        """The workers of one world, when they are there: so many on each node."""
+        size = str(sum(num_workers))
+
+        def found() -> list[Worker]:
+            workers = self.workers()
+            told = [(int(each["RANK"]), each["WORLD_SIZE"]) for each in workers]
+            counts = Counter(each["agent"] for each in workers)
+            is_there = told == [(rank, size) for rank in range(int(size))]
+            is_there = is_there and sorted(counts.values()) == sorted(num_workers)
+            return workers if is_there and all(map(holds, workers)) else []
+
+        try:
+            workers: list[Worker] = eventually(found, WAIT_S)
+        except AssertionError:
+            lines = [line for each in self.agents for line in each.read_so_far()[-20:]]
+            raise AssertionError("\n".join([str(self.workers()), *lines])) from None
+        return workers
+
+    def statuses(self) -> list[int]:
+        """Those with which the agents end."""
+        return [each.wait(WAIT_S) for each in self.agents]
+
+    def finish(self) -> list[int]:
+        """Let all workers end well; the agents' exit statuses."""
+        (self.folder / "end").touch()
+        return self.statuses()
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
