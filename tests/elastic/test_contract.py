@@ -207,3 +207,15 @@ def test_signals_end_the_workers_in_the_grace_time(
         assert run.nodes["a"].wait() == 1
         assert are_gone(pids)
         assert has_said(run, "a", f"got signal: {int(number)}")
+
+
+@both
+def test_two_agents_with_one_node_rank(policy: str, tmp_path: Path) -> None:
+    with launch(tmp_path, "--node-rank=0", nnodes="1:2", policy=policy) as run:
+        run.start("a")
+        first = run.until(lambda: run.pids("a"), "a worker")
+        assert run.start("b").wait() == 1
+        assert has_said(run, "b", "torchft-run: error: the lighthouse refuses this node")
+        assert run.pids("a") == first
+        run.finish()
+        assert run.nodes["a"].wait() == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 from support.launched import LAUNCH_S, OURS, TORCHS, agents
 from support.programs import Program
-from support.running import SCRIPTS, refusing, steady_address
+from support.running import SCRIPTS, eventually, refusing, steady_address
 
 from torchft_svc.elastic import run
 from torchft_svc.elastic.launcher import RestartPolicy
@@ -79,8 +81,9 @@ CASES = {
 }
 
 
-def launched(case: Case, of: str, folder: Path, port: str) -> dict[str, Any]:
+def launched(case: Case, of: str, folder: Path) -> dict[str, Any]:
     """What can be observed of the agents of a case, and of their workers."""
+    port = steady_address().partition(":")[2]
     told = folder / "told"
     told.mkdir(parents=True)
     lines = []
@@ -129,8 +132,9 @@ def plain(text: str) -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_the_hard_policy_does_what_torchrun_does(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    theirs = launched(case, TORCHS, tmp_path / "torchrun", steady_address().partition(":")[2])
-    ours = launched(case, OURS, tmp_path / "ours", steady_address().partition(":")[2])
+    with ThreadPoolExecutor(2) as both:
+        programs = ((TORCHS, tmp_path / "torchrun"), (OURS, tmp_path / "ours"))
+        theirs, ours = both.map(lambda program: launched(case, *program), programs)
     assert ours["statuses"] == [case.status] * case.num_agents
     assert ours["workers"]
     assert ours["workers"].keys() == theirs["workers"].keys()
@@ -154,9 +158,15 @@ BAD = {
     "settings": (["--rdzv-backend=c10d", "--rdzv-conf=x", SCRIPT], "option 'x'"),
     "no lighthouse": (
         ["--restart-policy=soft", "--nnodes=2", SCRIPT],
-        "2 nodes need a lighthouse that all of them can reach",
+        "up to 2 nodes have to meet: name host:port of a lighthouse",
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def _temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes a directory for logs, also for arguments that are refused then."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -179,6 +189,45 @@ def test_a_store_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) 
     assert ended.value.code == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("torchft-run: error: The connection to the C10d store has failed.")
+
+
+@pytest.mark.parametrize("policy", ["hard", "soft"])
+def test_a_lighthouse_that_is_not_there_is_named(
+    policy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with refusing() as address, pytest.raises(SystemExit) as ended:
+        run.main(
+            [
+                f"--restart-policy={policy}",
+                "--rdzv-backend=lighthouse",
+                f"--rdzv-endpoint={address}",
+                "--rdzv-conf=connect_timeout=0.5",
+                SCRIPT,
+            ]
+        )
+    assert ended.value.code == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("torchft-run: error: ")
+    assert address in said
+
+
+@pytest.mark.processes
+def test_two_agents_with_rank_0_of_a_static_rendezvous(tmp_path: Path) -> None:
+    port = steady_address().partition(":")[2]
+    options = ["--nnodes=2", "--node-rank=0", f"--master-port={port}", f"--log-dir={tmp_path}"]
+    with agents([*options, SCRIPT, str(tmp_path)], [*options, SCRIPT, str(tmp_path)]) as started:
+        assert 1 in _first_statuses(started)
+        said = [line for each in started for line in each.read_so_far() if "error: " in line]
+    assert "EADDRINUSE" in said[0]
+
+
+def _first_statuses(started: list[Program]) -> list[int]:
+    """Of those that have ended as the first ones; the others wait for a second node."""
+
+    def statuses() -> list[int]:
+        return [status for each in started if (status := each.poll()) is not None]
+
+    return eventually(statuses, LAUNCH_S)
 
 
 def test_a_script_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,10 @@ class Launch:
             *options,
         ]
         script = script or [str(SCRIPTS / "patient_worker.py"), str(self.folder), *traits]
-        program = agent(*line, *script, environment={"NODE": node})
+        temporary = self.folder / "temporary"  # an agent that is killed leaves its channels there
+        temporary.mkdir(exist_ok=True)
+        environment = {"NODE": node, "TMPDIR": str(temporary)}
+        program = agent(*line, *script, environment=environment)
         self.nodes[node] = self.stack.enter_context(program)
         return program
 

@@ -83,6 +83,11 @@ class Program:
         self.lines.append(line)
         return line
 
+    def poll(self) -> int | None:
+        """Its exit status, if it has ended."""
+        status: int | None = self._process.poll()
+        return status
+
     def read_so_far(self) -> list[str]:
         """Its lines until now."""
         with contextlib.suppress(queue.Empty):
