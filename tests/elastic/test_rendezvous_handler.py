@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.agents import lighthouse
 from support.running import eventually, refusing
+from support.torchrun import needs_entry_point
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import (
     _TERMINAL_STATE_SYNC_ID,
@@ -287,6 +288,7 @@ def test_several_nodes_need_an_endpoint() -> None:
         nodes.node("1:2")
 
 
+@needs_entry_point
 def test_torchrun_finds_it() -> None:
     assert get_handler_creator() is create_handler
     params = RendezvousParameters("lighthouse", "localhost:0", "run", 1, 1)

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import signal
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 from support.running import eventually, lighthouse_process, line_to, refusing, steady_address
-from support.torchrun import WAIT_S, Nodes
+from support.torchrun import WAIT_S, Nodes, needs_entry_point
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(
-        "lighthouse" not in entry_points(group="torchrun.handlers").names,
-        reason="the package was installed before it had this entry point: install it again",
-    ),
-]
+pytestmark = [pytest.mark.processes, needs_entry_point]
 
 TOKEN = "a-very-secret-token"  # noqa: S105 - a token for these tests
 

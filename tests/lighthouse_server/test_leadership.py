@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.agents import Agent
 from support.bounds import Late, check
 from support.etcd_server import EtcdServer, etcd_server, needs_etcd
 from support.running import (
@@ -27,6 +28,7 @@ from support.running import (
 )
 
 from torchft_svc.coordination import LighthouseClient, ManagerClient
+from torchft_svc.core.world import AgentStatus, World
 from torchft_svc.errors import NotLeader, TorchFTError
 from torchft_svc.lighthouse_server.etcd import Etcd
 from torchft_svc.lighthouse_server.etcd_access import EtcdAccess
@@ -142,6 +144,21 @@ def test_a_leader_that_dies_or_freezes_is_replaced(etcd: str, number: signal.Sig
             assert waiting.code() is grpc.StatusCode.UNAVAILABLE
             if leads(first):
                 raise Late("both lead, or the second one has stood still")
+
+
+def test_a_launched_run_goes_on_in_its_world_at_the_next_leader(etcd: str) -> None:
+    with pair(etcd, LEASE_S) as (first, second):
+        both = f"{second.address},{first.address}"
+        with Agent(both, "a") as a, Agent(both, "b") as b, Agent(both, "c") as c:
+            a.tell(AgentStatus.JOINING)
+            b.tell(AgentStatus.JOINING)
+            world = a.work()
+            assert b.work() == world
+            first.kill()
+            c.tell(AgentStatus.JOINING)
+            joined = c.work()
+            assert joined.node_ids == (*world.node_ids, "c")
+            assert [each for each in a.heard if isinstance(each, World)] == [world, joined]
 
 
 def test_a_dead_etcd_in_the_list_is_passed_over_and_a_frozen_one_holds_up_no_end(

@@ -6,13 +6,20 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from support.launched import TORCHS, agent
 from support.programs import Program
 from support.running import SCRIPTS, eventually, is_alive
 
+needs_entry_point = pytest.mark.skipif(
+    "lighthouse" not in entry_points(group="torchrun.handlers").names,
+    reason="the package was installed before it had this entry point: install it again",
+)
 # torchrun and its workers have to start, on a machine that is busy.
 WAIT_S = 90.0
 
