@@ -2,30 +2,56 @@
 
 from __future__ import annotations
 
-import pytest
-from support.core.launch import Launch
+import dataclasses
 
-from torchft_svc.core.rendezvous import MAX_NODES_OF_ALL_RUNS, Rendezvous, RendezvousConfig
+import pytest
+from support.core.launch import RUN, Launch
+
+from torchft_svc.core.agent_orders import Outcome
+from torchft_svc.core.rendezvous import Rendezvous, RendezvousConfig
+from torchft_svc.core.rendezvous_orders import (
+    Cause,
+    ReportRunClosed,
+    ReportRunPaused,
+    ReportWorld,
+    SendNews,
+)
+from torchft_svc.core.restart import RestartPolicy
+from torchft_svc.core.session_orders import EndStream, ReportStandstill
 from torchft_svc.core.world import (
-    MAX_NODES,
     AgentHello,
+    AgentLeave,
     AgentState,
     AgentStatus,
+    AgentWelcome,
     Node,
+    RunClosed,
     RunSettings,
     World,
 )
-from torchft_svc.errors import RequestRefused
+from torchft_svc.errors import ConfigError, NotLeader, RequestRefused
+
+
+def started(nodes: str, names: str, **config: float) -> Launch:
+    """A run in which these nodes are in one world, and have reached it."""
+    launch = Launch(nodes, **config)
+    for name in names:
+        launch.start(name)
+    launch.passes(2.0)
+    assert launch.worlds == [tuple(names)]
+    return launch
+
+
+def causes(launch: Launch) -> list[Cause]:
+    return [each.cause for each in launch.reports if isinstance(each, ReportWorld)]
+
+
+# -- the first world (rule L1) -----------------------------------------------------------------
 
 
 def test_a_cold_start_a_loss_and_a_warm_join() -> None:
-    launch = Launch("1:3")
-    for name in "abc":
-        launch.start(name)
-    launch.passes(1.1)
-    assert launch.worlds == [("a", "b", "c")]
+    launch = started("1:3", "abc")
     assert launch.agents["b"].names == ["start 1"]
-    launch.passes(3.0)
     launch.kill("a")
     launch.passes(0.1)
     assert launch.worlds[1:] == [("c", "b")]
@@ -40,18 +66,528 @@ def test_a_cold_start_a_loss_and_a_warm_join() -> None:
     assert launch.worlds[2:] == [("c", "b", "d")]
     assert newcomer.names == ["start expected 3", "HEALTHY 3 SCALE_UP"]
     assert launch.agents["b"].names[-2:] == ["PAUSED 2 SCALE_UP", "HEALTHY 3 SCALE_UP"]
+    assert causes(launch) == [Cause.START, Cause.LOSS, Cause.JOIN]
 
 
-def test_worlds_that_agents_tell_do_not_fill_the_memory() -> None:
+def test_l1_all_max_nodes_begin_at_once_fewer_after_the_window() -> None:
+    launch = Launch("2:3", settle_in_s=0.0)
+    launch.start("a")
+    launch.passes(5.0, step_s=0.1)
+    launch.start("b")
+    launch.passes(0.4)
+    assert launch.worlds == []
+    launch.start("c")
+    assert launch.worlds == [("a", "b", "c")]
+    other = Launch("2:3", settle_in_s=0.0)
+    other.start("a")
+    other.start("b")
+    other.passes(0.6)
+    assert other.worlds == [("a", "b")]
+
+
+def test_l1_nodes_that_start_workers_are_waited_for_if_nobody_is_left() -> None:
+    """Two nodes of which each failed because of the other."""
+    launch = started("1:2", "ab", max_restarts=1)
+    for agent in launch.agents.values():
+        agent.is_slow = True
+    launch.fail("a")
+    launch.fail("b")
+    launch.passes(3.0)
+    assert len(launch.worlds) == 1
+    launch.answer("a")
+    launch.passes(5.0, step_s=0.1)
+    assert len(launch.worlds) == 1
+    launch.answer("b")
+    launch.passes(0.1)
+    assert launch.worlds[1:] == [("a", "b")]
+
+
+# -- losses (rule L2) --------------------------------------------------------------------------
+
+
+def test_l2_what_breaks_at_one_moment_is_one_loss() -> None:
+    launch = started("1:4", "abcd")
+    launch.kill("b")
+    launch.passes(0.02)
+    launch.kill("d")
+    launch.passes(1.0)
+    assert launch.worlds[1:] == [("a", "c")]
+
+
+def test_l2_a_node_that_comes_back_at_once_was_not_lost() -> None:
+    launch = started("1:3", "abc")
+    launch.disconnect("b")
+    launch.passes(0.03)
+    launch.connect("b")
+    launch.passes(3.0)
+    assert len(launch.worlds) == 1
+    assert launch.agents["b"].names == ["start 1"]
+
+
+def test_l2_a_node_that_comes_back_later_keeps_its_workers() -> None:
+    launch = started("1:4", "abc")
+    launch.disconnect("b")
+    launch.passes(1.0)
+    launch.connect("b")
+    assert launch.agents["b"].names[1:] == ["PAUSED 1 SCALE_DOWN"]
+    launch.passes(1.0)
+    assert launch.worlds[1:] == [("a", "c"), ("a", "c", "b")]
+    assert launch.agents["b"].names[2:] == ["HEALTHY 3 SCALE_DOWN"]
+
+
+def test_l2_losses_in_a_row_are_put_together() -> None:
+    launch = started("1:6", "abcdef")
+    for name in "bcde":
+        launch.kill(name)
+        launch.passes(0.25)
+    launch.passes(2.0)
+    assert len(launch.worlds) <= 4
+    assert launch.worlds[-1] == ("a", "f")
+
+
+def test_l2_a_silent_node_is_lost_after_the_heartbeat_timeout() -> None:
+    launch = started("1:2", "ab", heartbeat_timeout_s=3.0)
+    launch.agents["b"].is_silent = True
+    launch.passes(2.9)
+    assert len(launch.worlds) == 1
+    launch.passes(0.3)
+    assert launch.worlds[1:] == [("a",)]
+    assert launch.agents["b"].stream == 0
+    launch.agents["b"].is_silent = False
+    launch.connect("b")
+    launch.passes(1.0)
+    assert launch.worlds[2:] == [("a", "b")]
+    assert "stop" not in launch.agents["b"].names
+
+
+def test_l2_time_in_which_the_lighthouse_stood_still_makes_nobody_silent() -> None:
+    launch = started("1:2", "ab")
+    launch.now += 30.0
+    launch.carry_out(launch.rendezvous.tick(launch.now))
+    launch.passes(2.0)
+    assert len(launch.worlds) == 1
+    assert any(isinstance(each, ReportStandstill) for each in launch.reports)
+
+
+def test_l2_newcomers_that_are_ready_come_along_with_a_loss() -> None:
+    launch = started("1:5", "abc")
+    launch.start("d")
+    launch.kill("b")
+    launch.passes(0.1)
+    assert launch.worlds[1:] == [("a", "d", "c")]
+
+
+# -- joins (rules L3 and L4) -------------------------------------------------------------------
+
+
+def test_l3_three_changes_in_a_second_make_one_world() -> None:
+    launch = started("1:8", "ab")
+    for name in "cde":
+        launch.start(name)
+        launch.passes(0.15)
+    launch.passes(1.0)
+    assert launch.worlds[1:] == [("a", "b", "c", "d", "e")]
+
+
+def test_l3_no_world_is_replaced_by_a_join_before_it_is_reached() -> None:
+    launch = started("1:8", "ab")
+    launch.agents["b"].is_slow = True
+    launch.start("c")
+    launch.passes(0.6)
+    assert len(launch.worlds) == 2
+    launch.start("d")
+    launch.passes(5.0, step_s=0.1)
+    assert len(launch.worlds) == 2
+    launch.answer("b")
+    launch.passes(0.1)
+    assert launch.worlds[2:] == [("a", "b", "c", "d")]
+
+
+def test_l3_a_world_that_is_never_reached_does_not_keep_others_out_forever() -> None:
+    launch = started("1:8", "ab", ready_timeout_s=1000.0)
+    launch.agents["b"].is_slow = True
+    launch.start("c")
+    launch.passes(0.6)
+    launch.start("d")
+    launch.passes(60.0, step_s=0.25)
+    assert launch.worlds[2:] == [("a", "b", "c", "d")]
+
+
+def test_l4_under_the_hard_policy_nobody_starts_workers_early() -> None:
+    launch = Launch("1:3", RestartPolicy.HARD)
+    launch.start("a")
+    launch.passes(2.0)
+    launch.start("b")
+    launch.passes(1.0)
+    assert launch.worlds == [("a",), ("a", "b")]
+    assert launch.agents["a"].names == ["start 1", "stop", "start 2"]
+    assert launch.agents["b"].names == ["start 2"]
+
+
+# -- ranks and stores (rules L5 to L8) ---------------------------------------------------------
+
+
+def test_l5_ranks_stay_and_gaps_are_filled() -> None:
+    launch = started("1:4", "abcd")
+    launch.kill("b")
+    launch.passes(0.1)
+    assert launch.worlds[1:] == [("a", "d", "c")]
+    launch.start("e")
+    launch.passes(1.0)
+    assert launch.worlds[2:] == [("a", "d", "c", "e")]
+
+
+def test_l5_ranks_that_were_given_by_hand() -> None:
+    launch = Launch("3")
+    launch.start("x", rank=2)
+    launch.start("y", rank=0)
+    launch.start("z", rank=1)
+    launch.passes(1.1)
+    assert launch.worlds == [("y", "z", "x")]
+
+
+def test_l5_the_second_of_two_nodes_with_one_rank_is_refused() -> None:
+    launch = Launch("2")
+    launch.start("a", rank=1)
+    refused = launch.start("b", rank=1).refused
+    assert refused is not None
+    assert "'a'" in str(refused)
+    assert "'b'" in str(refused)
+    assert "node rank 1" in str(refused)
+
+
+def test_l6_a_node_that_joined_last_does_not_become_rank_0_before_it_has_trained() -> None:
+    launch = started("1:4", "abc")
+    launch.agents["b"].is_slow = True
+    launch.start("d")
+    launch.passes(0.6)
+    assert launch.world.node_ids == ("a", "b", "c", "d")
+    launch.kill("a")
+    launch.passes(0.1)
+    assert launch.world.node_ids[0] in "bc"
+
+
+def test_l6_a_newcomer_with_rank_0_by_hand_is_not_rank_0_of_those_that_have_the_state() -> None:
+    launch = Launch("1:2")
+    launch.start("a", rank=0)
+    launch.start("b", rank=1)
+    launch.passes(2.0)
+    launch.kill("a")
+    launch.passes(1.0)
+    launch.start("c", rank=0)
+    launch.passes(1.0)
+    assert launch.worlds == [("a", "b"), ("b",), ("b", "c")]
+
+
+def test_l7_each_world_has_a_store_of_its_own() -> None:
+    launch = started("1:3", "abc")
+    for name in "de":
+        launch.kill("b" if name == "d" else "c")
+        launch.passes(0.5)
+        launch.start(name)
+        launch.passes(1.0)
+    worlds = [each.world for each in launch.reports if isinstance(each, ReportWorld)]
+    stores = [(world.master_addr, world.master_port) for world in worlds]
+    assert len(set(stores)) == len(stores) == 5
+
+
+def test_l7_a_world_waits_for_the_store_of_rank_0() -> None:
+    launch = Launch("1", has_stores=False)
+    launch.start("a")
+    launch.passes(2.0)
+    assert launch.worlds == []
+    assert "no store" in launch.rendezvous.status(RUN, launch.now)[0].why
+    launch.has_stores = True
+    launch.open_store("a")
+    assert launch.worlds == [("a",)]
+
+
+def test_l8_a_run_that_all_have_left_goes_on_counting() -> None:
+    launch = started("1", "a")
+    launch.kill("a")
+    launch.passes(1.0)
+    launch.start("b")
+    launch.passes(1.0)
+    assert launch.world.round == 2
+    launch.kill("b")
+    launch.passes(61.0, step_s=0.25)
+    assert launch.rendezvous.status("", launch.now) == []
+
+
+# -- limits (rules L9 and L10) -----------------------------------------------------------------
+
+
+def test_l9_with_too_few_nodes_the_members_pause_and_go_on_when_another_one_comes() -> None:
+    launch = started("2:3", "ab")
+    launch.kill("b")
+    launch.passes(1.0)
+    assert launch.agents["a"].names[1:] == ["PAUSED 1 SCALE_DOWN"]
+    assert [each for each in launch.reports if isinstance(each, ReportRunPaused)]
+    launch.start("c")
+    launch.passes(0.1)
+    assert launch.worlds[1:] == [("a", "c")]
+    assert launch.agents["a"].names[2:] == ["HEALTHY 2 SCALE_DOWN"]
+
+
+def test_l9_with_too_few_nodes_for_too_long_the_run_fails() -> None:
+    launch = started("2:3", "ab")
+    launch.kill("b")
+    launch.passes(61.0, step_s=0.25)
+    end = launch.agents["a"].end
+    assert end is not None
+    assert end.outcome is Outcome.RUN_CLOSED
+    assert "fewer than 2 nodes" in end.reason
+    assert launch.agents["a"].names[-1] == "stop"
+    [closed] = [each for each in launch.reports if isinstance(each, ReportRunClosed)]
+    assert closed.failed
+
+
+def test_l9_above_max_nodes_wait_and_get_a_place_when_one_is_free() -> None:
+    launch = started("1:2", "ab")
+    waiting = launch.start("c")
+    launch.passes(3.0)
+    assert waiting.names == []
+    launch.kill("a")
+    launch.passes(1.0)
+    assert launch.worlds[1:] == [("b",), ("b", "c")]
+
+
+def test_l9_a_node_that_starts_its_workers_anew_keeps_its_place() -> None:
+    launch = started("1:2", "ab", max_restarts=1)
+    waiting = launch.start("c")
+    launch.agents["b"].is_slow = True
+    launch.fail("b")
+    launch.passes(3.0)
+    launch.answer("b")
+    launch.passes(1.0)
+    assert launch.worlds[1:] == [("a",), ("a", "b")]
+    assert waiting.names == []
+
+
+def test_l10_a_node_without_a_place_gives_up() -> None:
+    launch = started("1:2", "ab")
+    waiting = launch.start("c")
+    launch.passes(61.0, step_s=0.25)
+    assert waiting.end is not None
+    assert waiting.end.outcome is Outcome.RUN_CLOSED
+    assert "joining run 'r' timed out" in waiting.end.reason
+    assert len(launch.worlds) == 1
+
+
+def test_limits_on_runs_and_nodes() -> None:
+    rendezvous = Rendezvous(RendezvousConfig(max_runs=1, max_nodes_per_run=2), 0.0)
+    rendezvous.opened(1, "x", hello("a"), 0.0)
+    with pytest.raises(RequestRefused, match="1 runs are going on"):
+        rendezvous.opened(2, "y", hello("b"), 0.0)
+    rendezvous.opened(3, "x", hello("b"), 0.0)
+    with pytest.raises(RequestRefused, match="2 nodes"):
+        rendezvous.opened(4, "x", hello("c"), 0.0)
+    with pytest.raises(ConfigError, match="max_runs"):
+        RendezvousConfig(max_runs=0)
+    with pytest.raises(ConfigError, match="settle_in_s"):
+        RendezvousConfig(settle_in_s=-1.0)
+
+
+# -- ends (rules L11 and L12) ------------------------------------------------------------------
+
+
+def test_l11_when_all_have_finished_the_run_is_closed() -> None:
+    launch = started("1:3", "ab")
+    launch.succeed("a")
+    launch.passes(1.0)
+    assert launch.agents["a"].end is None
+    launch.succeed("b")
+    for name in "ab":
+        end = launch.agents[name].end
+        assert end is not None
+        assert end.outcome is Outcome.SUCCEEDED
+
+
+def test_l11_after_one_has_finished_losses_and_joins_make_no_world() -> None:
+    launch = started("1:4", "abc", exit_barrier_timeout_s=20.0)
+    launch.succeed("a")
+    newcomer = launch.start("d")
+    launch.passes(3.0)
+    assert newcomer.names == []
+    launch.kill("b")
+    launch.passes(3.0)
+    assert launch.agents["c"].names == ["start 1"]
+    launch.succeed("c")
+    launch.passes(0.1)
+    assert launch.worlds == [("a", "b", "c")]
+    assert newcomer.end is not None
+    assert newcomer.end.outcome is Outcome.RUN_CLOSED
+
+
+def test_l11_the_exit_barrier_ends_those_that_take_too_long() -> None:
+    launch = started("1:2", "ab", exit_barrier_timeout_s=20.0)
+    launch.succeed("a")
+    launch.passes(21.0, step_s=0.25)
+    first, second = launch.agents["a"].end, launch.agents["b"].end
+    assert first is not None
+    assert first.outcome is Outcome.SUCCEEDED
+    assert second is not None
+    assert second.outcome is Outcome.RUN_CLOSED
+    assert launch.agents["b"].names[-1] == "stop"
+
+
+def test_l12_a_closed_run_stays_closed_for_those_that_knew_it() -> None:
+    launch = started("1:2", "ab", policy=RestartPolicy.HARD)
+    launch.disconnect("b")
+    launch.fail("a")
+    launch.passes(1.0)
+    launch.connect("b")
+    end = launch.agents["b"].end
+    assert end is not None
+    assert end.outcome is Outcome.RUN_CLOSED
+    launch.disconnect("b")
+    launch.start("c")
+    launch.passes(1.0)
+    assert launch.worlds[-1] == ("c",)
+
+
+# -- a new lighthouse (rule L13) ---------------------------------------------------------------
+
+
+def test_l13_all_that_come_back_go_on_in_their_world() -> None:
+    launch = started("1:3", "abc")
+    launch.restart_lighthouse()
+    for name in "bca":
+        launch.passes(0.5)
+        launch.connect(name)
+    launch.passes(8.0, step_s=0.1)
+    assert len(launch.worlds) == 1
+    assert launch.rendezvous.status(RUN, launch.now)[0].round == 1
+
+
+def test_l13_who_does_not_come_back_is_lost() -> None:
+    launch = started("1:3", "abc")
+    launch.restart_lighthouse()
+    launch.connect("a")
+    launch.connect("c")
+    launch.passes(4.9)
+    assert len(launch.worlds) == 1
+    launch.passes(0.3)
+    assert launch.worlds[1:] == [("a", "c")]
+    assert launch.world.round == 2
+
+
+def test_l13_a_node_that_waits_and_is_back_first_takes_no_place() -> None:
+    launch = started("1:1", "a")
+    waiting = launch.start("b")
+    launch.restart_lighthouse()
+    launch.connect("b")
+    launch.passes(0.5)
+    launch.connect("a")
+    launch.passes(3.0)
+    assert len(launch.worlds) == 1
+    assert waiting.names == []
+
+
+def test_l13_the_newest_world_counts() -> None:
+    launch = started("1:3", "abc")
+    launch.agents["b"].is_silent = True  # it does not hear of the next world
+    launch.kill("c")
+    launch.passes(0.1)
+    assert launch.worlds[1:] == [("a", "b")]
+    launch.restart_lighthouse()
+    launch.agents["b"].is_silent = False
+    launch.connect("b")
+    launch.connect("a")
+    launch.passes(3.0)
+    assert len(launch.worlds) == 2
+    assert launch.agents["b"].names[1:] == ["PAUSED 1 SCALE_DOWN", "HEALTHY 2 SCALE_DOWN"]
+
+
+def test_the_end_of_a_term_ends_all_streams() -> None:
+    launch = started("1:2", "ab")
+    error = NotLeader("elsewhere")
+    orders = launch.rendezvous.term_ended(error, launch.now)
+    assert orders == tuple(EndStream(launch.agents[name].stream, error) for name in "ab")
+    assert launch.rendezvous.next_deadline() is None
+    assert launch.rendezvous.status("", launch.now) == []
+
+
+# -- who may say what (rule L14) ---------------------------------------------------------------
+
+
+def hello(name: str, world: World | None = None, **settings: float) -> AgentHello:
+    node = Node(node_id=name, host="h", num_workers=1)
+    bounds = {"min_nodes": 1, "max_nodes": 2, **settings}
+    return AgentHello(
+        node,
+        RunSettings(**bounds),
+        AgentState(status=AgentStatus.JOINING),
+        world,  # type: ignore[arg-type]
+    )
+
+
+def test_l14_an_agent_with_other_settings_is_refused_and_both_are_named() -> None:
     rendezvous = Rendezvous(RendezvousConfig(), 0.0)
-    nodes = tuple(Node(node_id=f"n{n}", host="h", num_workers=1) for n in range(MAX_NODES))
-    settings = RunSettings(min_nodes=1, max_nodes=MAX_NODES)
-    state = AgentState(status=AgentStatus.WORKING, round=3)
-    hello = AgentHello(nodes[0], settings, state, World(3, nodes, 1))
-    num_runs = MAX_NODES_OF_ALL_RUNS // MAX_NODES
-    for stream in range(num_runs):
-        rendezvous.opened(stream, f"run {stream}", hello, 0.0)
-    with pytest.raises(RequestRefused, match="nodes in all runs, 200000 are allowed"):
-        rendezvous.opened(num_runs, "one more", hello, 0.0)
-    again = AgentHello(nodes[1], settings, state, World(3, nodes, 1))
-    rendezvous.opened(num_runs + 1, "run 1", again, 0.0)
+    rendezvous.opened(1, "x", hello("a"), 0.0)
+    with pytest.raises(RequestRefused) as refused:
+        rendezvous.opened(2, "x", hello("b", max_nodes=3), 0.0)
+    for part in ("'a'", "'b'", "max_nodes=2", "max_nodes=3"):
+        assert part in str(refused.value)
+    assert rendezvous.received(2, AgentState(status=AgentStatus.JOINING), 0.1) == ()
+    assert len(rendezvous.status("x", 0.1)[0].nodes) == 1
+
+
+def test_l14_of_two_streams_of_a_node_the_newer_is_valid() -> None:
+    rendezvous = Rendezvous(RendezvousConfig(), 0.0)
+    rendezvous.opened(1, "x", hello("a"), 0.0)
+    orders = rendezvous.opened(2, "x", hello("a"), 0.0)
+    [ended] = [each for each in orders if isinstance(each, EndStream)]
+    assert ended.stream == 1
+    assert isinstance(ended.error, RequestRefused)
+    assert rendezvous.closed(1, 0.0) == ()
+    assert len(rendezvous.status("x", 0.0)[0].nodes) == 1
+
+
+def test_bad_input_is_refused_and_changes_nothing() -> None:
+    rendezvous = Rendezvous(RendezvousConfig(), 0.0)
+    strange = World(3, (Node(node_id="b", host="h", num_workers=1),), 1234)
+    twice = dataclasses.replace(strange, nodes=strange.nodes * 2)
+    for bad in (hello("a", strange), hello("b", twice), hello("c", min_nodes=3), hello("")):
+        with pytest.raises(RequestRefused):
+            rendezvous.opened(1, "x", bad, 0.0)
+    with pytest.raises(RequestRefused):
+        rendezvous.opened(1, "", hello("a"), 0.0)
+    assert rendezvous.status("", 0.0) == []
+    rendezvous.opened(2, "x", hello("a"), 0.0)
+    with pytest.raises(RequestRefused):
+        rendezvous.received(2, AgentState(status=AgentStatus.JOINING, store_port=-1), 0.0)
+    with pytest.raises(RequestRefused):
+        rendezvous.received(2, AgentLeave("x" * 5000), 0.0)
+    with pytest.raises(RequestRefused, match="no run 'y'"):
+        rendezvous.status("y", 0.0)
+
+
+def test_the_first_news_is_a_welcome_and_the_last_one_that_the_run_is_over() -> None:
+    rendezvous = Rendezvous(RendezvousConfig(heartbeat_timeout_s=5.0), 0.0)
+    first = rendezvous.opened(1, "x", hello("a"), 0.0)
+    assert first[0] == SendNews((1,), AgentWelcome(1.0))
+    rendezvous.opened(2, "x", hello("b"), 0.0)
+    orders = rendezvous.received(1, AgentLeave("enough", closes=True), 0.0)
+    assert EndStream(1) in orders
+    assert SendNews((2,), RunClosed("node 'a': enough", failed=False)) in orders
+    assert rendezvous.status("x", 0.0)[0].phase == "closed"
+
+
+def test_the_status_shows_agents_worlds_and_who_waits() -> None:
+    launch = started("1:2", "ab")
+    launch.start("c")
+    launch.passes(3.0)
+    [run] = launch.rendezvous.status(RUN, launch.now)
+    assert (run.run, run.round, run.min_nodes, run.max_nodes) == (RUN, 1, 1, 2)
+    assert (run.phase, run.why) == ("running", "")
+    shown = [(node.node_id, node.node_rank, node.status, node.reached) for node in run.nodes]
+    assert shown == [
+        ("a", 0, AgentStatus.WORKING, True),
+        ("b", 1, AgentStatus.WORKING, True),
+        ("c", None, AgentStatus.JOINING, False),
+    ]
+    assert run.nodes[2].waits_for_s == pytest.approx(3.0)
+    assert run.nodes[0].waits_for_s is None
+    launch.succeed("a")
+    assert launch.rendezvous.status("", launch.now)[0].phase == "finishing"

@@ -109,7 +109,7 @@ class LaunchedRun:
         self._nodes.connect(agent)
         if self.closed is not None:
             return [*orders, SendNews((stream,), self.closed)]
-        self._take_over(hello, at)
+        orders += self._take_over(hello, at)
         self._nodes.missing.discard(node_id)
         self._nodes.awaited.discard(node_id)
         orders += self._take_state(agent, hello.state, at)
@@ -239,23 +239,28 @@ class LaunchedRun:
                     f"were both given node rank {node.rank}"
                 )
 
-    def _take_over(self, hello: AgentHello, at: float) -> None:
+    def _take_over(self, hello: AgentHello, at: float) -> list[Order]:
         """Go on with the world of a lighthouse before this one, and wait for its nodes (L13)."""
         world, state = hello.world, hello.state
         self._highest_round = max(self._highest_round, state.round)
         if world is None:
-            return
+            return []
         self._highest_round = max(self._highest_round, world.round)
         mine = 0 if self.world is None else self.world.round
         if world.round <= mine or (self._nodes.members and at >= self._adopts_until):
-            return
+            return []
         self.world = world
         self._adopts_until = at + self._heartbeat_timeout_s
-        self._nodes.enter(world)
+        self._nodes.enter(world, is_taken_over=True)
         self._awaited_until = at + self._heartbeat_timeout_s
         self._lost.clear()
         self._is_broken, self._loss_at, self._paused_since = False, math.inf, None
         self._published_at = at
+        others = [
+            self._nodes.agents[key].stream
+            for key in sorted(self._nodes.members - self._nodes.awaited - {hello.node.node_id})
+        ]
+        return [SendNews(tuple(others), world)] if others else []
 
     def _take_state(self, agent: Agent, state: AgentState, at: float) -> list[Order]:
         """Where its node is now."""
@@ -444,7 +449,7 @@ class LaunchedRun:
         self._highest_round += 1
         before = () if self.world is None else self.world.node_ids
         self.world = world = World(self._highest_round, nodes, port)
-        self._nodes.enter(world)
+        self._nodes.enter(world, is_taken_over=False)
         lost, self._lost = tuple(self._lost), []
         self._is_broken, self._paused_since, self._enough_since = False, None, None
         self._published_at, self._why = at, ""

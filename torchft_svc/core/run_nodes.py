@@ -60,6 +60,7 @@ class RunNodes:
         self.unreached: set[str] = set()  # members that have not reached the present world
         self.outside: dict[str, None] = {}  # agents, in the order of arrival
         self._round = self._num_nodes = 0  # of the present world
+        self._is_taken_over = False
         self._trained: dict[str, _Trained] = {}
         self._used_ports: dict[str, int] = {}
         self._known: dict[str, None] = {}  # all that were here
@@ -68,8 +69,9 @@ class RunNodes:
         """In the order of their arrival."""
         return [self.agents[key] for key in self.outside]
 
-    def enter(self, world: World) -> None:
-        """Its nodes are the members now."""
+    def enter(self, world: World, *, is_taken_over: bool) -> None:
+        """Its nodes are the members now; maybe since a lighthouse before this one."""
+        self._is_taken_over = is_taken_over
         self._round, self._num_nodes = world.round, len(world.nodes)
         self.members = set(world.node_ids)
         self.unreached = set(world.node_ids)
@@ -86,15 +88,17 @@ class RunNodes:
     def reach(self, node_id: str) -> None:
         """All workers of this member are in the present world."""
         self.unreached.discard(node_id)
-        if self.unreached or len(self.members) < self._num_nodes:
-            return  # who has reached a world that another one has left may have got no state
-        for key in self.members:
-            if key not in self.agents:
-                continue
-            num_restarts = self.agents[key].state.num_restarts
-            first = self._trained[key].first if self._is_trained(key) else self._round
-            self._trained.pop(key, None)
-            self._trained[key] = _Trained(first, self._round, num_restarts)
+        if self._is_taken_over:  # what the others have said before is not known
+            self._train(node_id)
+        elif not self.unreached and len(self.members) == self._num_nodes:
+            for key in self.members & self.agents.keys():
+                self._train(key)
+
+    def _train(self, node_id: str) -> None:
+        first = self._trained[node_id].first if self._is_trained(node_id) else self._round
+        num_restarts = self.agents[node_id].state.num_restarts
+        self._trained.pop(node_id, None)
+        self._trained[node_id] = _Trained(first, self._round, num_restarts)
         _trim(self._trained, MAX_KNOWN_PER_NODE * self._max_agents)
 
     def connect(self, agent: Agent) -> None:

@@ -85,6 +85,7 @@ class LaunchChecks:
         self._entered: dict[int, dict[str, bool]] = {}
         self._stores: dict[tuple[str, int], int] = {}
         self._lighthouse_troubled_at = -math.inf
+        self._knows_states = True  # the lighthouse, since all reached a world that it made
 
     # -- what happens to nodes -------------------------------------------------------------------
 
@@ -110,6 +111,7 @@ class LaunchChecks:
         """What it has decided may have reached nobody, or not those who know it now."""
         self.last_world = None
         self._stores.clear()
+        self._knows_states = False
 
     def expect_loss(self, node_id: str) -> None:
         """It died ``LOSS_S`` ago, and nothing hid that."""
@@ -222,6 +224,7 @@ class LaunchChecks:
             for node in nodes
         )
         if are_there and reached >= set(world.node_ids):  # they train from now on
+            self._knows_states = True
             for node in nodes:
                 node.has_state = True
 
@@ -299,7 +302,7 @@ class LaunchChecks:
         node.last_healthy_at = self._universe.now
         entered = self._entered.setdefault(world.round, {})
         entered[node.node_id] = node.has_state
-        if not entered.get(world.node_ids[0], True):
+        if self._knows_states and not entered.get(world.node_ids[0], True):
             must(
                 not any(entered.values()),
                 "L6",

@@ -69,6 +69,7 @@ class LaunchFleet:
         self._nature = self.world.process("nature")
         self.sites = [_Site(number) for number in range(scenario.num_nodes)]
         self._frozen_until: dict[str, float] = {}
+        self._was_well = True  # the node to which something happens, before that
 
     def run(self) -> LaunchOutcome:
         """To the end: all that can are in one world, or have ended; or a rule falls."""
@@ -184,15 +185,15 @@ class LaunchFleet:
             return
         agent = self.sites[fault.target % len(self.sites)].agent
         if agent is not None and agent.is_up:
+            self._was_well = self.checks.nodes[agent.node_id].troubled_until <= self.world.now
             self.checks.trouble(agent.node_id, fault.seconds)
             getattr(self, f"_{fault.kind}")(agent, fault)
 
     def _kill_agent(self, agent: LaunchAgent, fault: Fault) -> None:
         is_plain = not (agent.process.is_frozen or self.network.is_cut(agent.node_id))
-        was_well = self.checks.nodes[agent.node_id].troubled_until <= self.world.now + fault.seconds
         agent.kill()
         self.checks.nodes[agent.node_id].has_ended = True
-        if is_plain and was_well:
+        if is_plain and self._was_well:
             self._nature.after(LOSS_S, self.checks.expect_loss, agent.node_id)
 
     def _kill_worker(self, agent: LaunchAgent, fault: Fault) -> None:
@@ -225,7 +226,7 @@ class LaunchFleet:
             process.freeze()
             self._nature.after(seconds, process.thaw)
         noticed_s = self._scenario.heartbeat_timeout_s + LOSS_S
-        if seconds > noticed_s:
+        if seconds > noticed_s and self._was_well:
             self._nature.after(noticed_s, self._expect_frozen, agent, self.world.now)
 
     def _expect_frozen(self, agent: LaunchAgent, since: float) -> None:

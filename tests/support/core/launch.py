@@ -20,7 +20,7 @@ from torchft_svc.core.rendezvous import Rendezvous, RendezvousConfig
 from torchft_svc.core.rendezvous_orders import Order, Orders, ReportWorld, SendNews
 from torchft_svc.core.restart import RestartPolicy
 from torchft_svc.core.session_orders import EndStream
-from torchft_svc.core.world import Node, RunSettings, WorkerState, World
+from torchft_svc.core.world import AgentLeave, Node, RunSettings, WorkerState, World
 from torchft_svc.errors import RequestRefused
 
 RUN = "r"
@@ -36,6 +36,7 @@ class Agent:
     is_slow: bool = False
     is_silent: bool = False
     end: End | None = None
+    left: AgentLeave | None = None
     refused: RequestRefused | None = None
 
     @property
@@ -72,6 +73,8 @@ class Launch:
         nodes: str = "1:4",
         policy: RestartPolicy = RestartPolicy.SOFT,
         heartbeat_timeout_s: float = 5.0,
+        settle_in_s: float = 1.0,
+        has_stores: bool = True,
         **config: float,
     ) -> None:
         self.now = 100.0
@@ -82,8 +85,10 @@ class Launch:
         self.policy = policy
         self.config = config
         self.rendezvous = Rendezvous(
-            RendezvousConfig(heartbeat_timeout_s=heartbeat_timeout_s), self.now
+            RendezvousConfig(heartbeat_timeout_s=heartbeat_timeout_s, settle_in_s=settle_in_s),
+            self.now,
         )
+        self.has_stores = has_stores
         self.agents: dict[str, Agent] = {}
         self.reports: list[object] = []
         self._num_streams = 0
@@ -138,6 +143,12 @@ class Launch:
     def succeed(self, name: str) -> None:
         agent = self.agents[name]
         self._do(agent, agent.machine.workers_succeeded(self.now))
+
+    def open_store(self, name: str) -> None:
+        """A store of its agent listens."""
+        agent = self.agents[name]
+        self._num_ports += 1
+        self._do(agent, agent.machine.store_opened(self._num_ports, self.now))
 
     def answer(self, name: str) -> None:
         """Its slow workers do what they were to do."""
@@ -197,11 +208,12 @@ class Launch:
         machine = agent.machine
         for order in orders:
             if isinstance(order, OpenStore):
-                self._num_ports += 1
-                self._do(agent, machine.store_opened(self._num_ports, self.now))
+                if self.has_stores:
+                    self.open_store(machine.config.node.node_id)
             elif isinstance(order, Tell):
                 self._tell(agent, order)
             elif isinstance(order, Leave):
+                agent.left = order.leave
                 stream, agent.stream = agent.stream, 0
                 self.carry_out(self.rendezvous.received(stream, order.leave, self.now))
             elif isinstance(order, End):
