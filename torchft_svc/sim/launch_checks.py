@@ -113,6 +113,17 @@ class LaunchChecks:
         self._stores.clear()
         self._knows_states = False
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How much has happened to nodes and lighthouses, and how many worlds were made."""
+        return self.num_causes, self.num_worlds
+
+    def expect_same(self, before: tuple[int, int]) -> None:
+        """A lighthouse was away, and nothing else has happened since."""
+        num_causes, num_worlds = before
+        if num_causes == self.num_causes:
+            must(num_worlds == self.num_worlds, "L13", "a new lighthouse makes another world")
+
     def expect_loss(self, node_id: str) -> None:
         """It died ``LOSS_S`` ago, and nothing hid that."""
         world = self.last_world

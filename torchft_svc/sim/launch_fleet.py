@@ -180,7 +180,11 @@ class LaunchFleet:
     def _happen(self, fault: Fault) -> None:
         self.trace.record("FAULT", str(fault).split("s  ", 1)[1])
         if fault.kind in ("lighthouse_crash", "lighthouse_freeze", "change_leader"):
+            are_well = all(agent.ledger.troubled_until < self.world.now for agent in self._up())
             self.checks.trouble_all(fault.seconds + MAX_KEEPALIVE_S)
+            if are_well and self._is_settled():
+                back_s = fault.seconds + LEASE_S + self._scenario.heartbeat_timeout_s + LOSS_S
+                self._nature.after(back_s, self.checks.expect_same, self.checks.counts)
             getattr(self, f"_{fault.kind}")(fault)
             return
         agent = self.sites[fault.target % len(self.sites)].agent
