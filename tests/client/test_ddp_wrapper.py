@@ -1,4 +1,4 @@
-"""Tests what the parallel wrapper is to its users: a module, with arguments that it checks."""
+"""Tests the parallel wrapper as a module: its attributes, and the checks of its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests, with real processes, that a group unlike the others hurts and misleads nobody."""
+"""Tests with real processes that a group with another model or program does not harm the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests replicated models, ours and torch's own wrapper: groups that start and end at any time."""
+"""Tests replicated models, with our wrapper and torch's: groups start and end at any time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which source gives which chunk, and which of them are good: tables, with a clock of our own."""
+"""Tests which source sends which chunk, and which chunks are valid: tables with a fake clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTPTransport end to end: what is offered arrives, at whatever moment it is asked for."""
+"""Tests HTTPTransport end to end: an offered state arrives, whenever it is requested."""
 
 from __future__ import annotations
 

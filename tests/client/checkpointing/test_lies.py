@@ -1,4 +1,4 @@
-"""Feeds the checkpoint wire with what no sender of ours says: an error of ours, or the true state.
+"""Sends malformed data to the checkpoint transport: it ends with our error, or the correct state.
 
 Descriptions that are damaged behind their checksum are fed in `test_serialization`, too.
 """

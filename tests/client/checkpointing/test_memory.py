@@ -1,4 +1,4 @@
-"""Memory that is made ready before a state arrives."""
+"""Tests memory that is prepared before a state arrives."""
 
 from __future__ import annotations
 

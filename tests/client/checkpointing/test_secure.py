@@ -1,4 +1,4 @@
-"""HTTPS and the token on the checkpoint transport: who may fetch, and that it still arrives."""
+"""Tests HTTPS and the token of the checkpoint transport: who may fetch a state."""
 
 from __future__ import annotations
 

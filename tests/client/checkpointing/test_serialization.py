@@ -1,4 +1,4 @@
-"""Every state that can be described comes back equal; nothing malformed is believed."""
+"""Tests that every describable state comes back equal, and that malformed input is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests what keeps sharded models safe: their state on other threads, and their way to others."""
+"""Tests the state of sharded models: read on other threads, and sent to other workers."""
 
 from __future__ import annotations
 

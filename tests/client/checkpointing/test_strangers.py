@@ -1,4 +1,4 @@
-"""Crowds at a worker's checkpoint port: memory stays flat, and who has the secret still heals."""
+"""Tests crowds at a checkpoint port: memory stays flat, and a holder of the secret still heals."""
 
 from __future__ import annotations
 

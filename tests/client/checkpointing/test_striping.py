@@ -1,4 +1,4 @@
-"""One receiver, several sources: more links carry more, and none of them can spoil the state."""
+"""Tests one receiver with several sources: they share the load, and none can damage the state."""
 
 from __future__ import annotations
 

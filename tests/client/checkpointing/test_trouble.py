@@ -1,4 +1,4 @@
-"""Slow, dead, frozen, damaged and rude peers: a healing worker finds out, a healthy one goes on."""
+"""Tests slow, dead, frozen, damaged and malicious peers of the checkpoint transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the layout of gradients: it depends on the parameters alone."""
+"""Tests the layout of gradients, which depends on the parameters only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a preempted group finishes its step, leaves and exits 0, and no other loses a step."""
+"""Tests that a preempted group finishes its step and exits 0, and that no group loses a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a trainer ends when it is told to, whatever it does, and leaves nothing behind."""
+"""Tests that a trainer ends on request, whatever it does, and leaves no process behind."""
 
 from __future__ import annotations
 

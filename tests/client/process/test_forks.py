@@ -1,4 +1,4 @@
-"""Tests that children which a trainer forks, such as DataLoader workers, stand in nobody's way."""
+"""Tests that forked children of a trainer, such as DataLoader workers, do not block its peers."""
 
 from __future__ import annotations
 

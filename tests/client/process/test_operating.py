@@ -1,4 +1,4 @@
-"""Tests that an operator ends trainers, as processes, whatever they do."""
+"""Tests that operator commands end trainers, whatever they do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests what the end of a program does about threads that cannot be interrupted."""
+"""Tests that the end of a program waits for threads that cannot be interrupted."""
 
 from __future__ import annotations
 

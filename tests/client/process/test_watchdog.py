@@ -1,4 +1,4 @@
-"""Tests that a process ends whose collective neither ends nor can be abandoned."""
+"""Tests that a process ends if a collective can neither end nor be abandoned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that what a quorum left behind tells torch's analyzer who was missing, and in what."""
+"""Tests that torch's analyzer finds the missing member in the records of a quorum."""
 
 from __future__ import annotations
 

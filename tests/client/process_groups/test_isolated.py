@@ -1,4 +1,4 @@
-"""Tests what another process is good for: it can be killed at any moment, and nothing is hurt."""
+"""Tests that the process of an isolated group can be killed at any moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the parts of isolated groups: what is told, and what an operation does when it hears it."""
+"""Tests the parts of isolated groups: messages, works and the poller."""
 
 from __future__ import annotations
 

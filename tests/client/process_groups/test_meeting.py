@@ -1,4 +1,4 @@
-"""Tests that a store which is frozen, filled, or none at all holds up nobody, nor misleads them."""
+"""Tests that a store which is frozen, filled, or no store at all neither blocks nor misleads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests process groups whose members change: they meet, fail at once, and never block."""
+"""Tests process groups whose members change: they connect, fail at once, and never block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests what every class of process group does when its members fail, hang, change or misuse it."""
+"""Tests all classes of process groups when members fail, hang, change or misuse the group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests collectives whose errors are not raised: what they leave, and that no vote misses them."""
+"""Tests collectives that do not raise errors: their results, and that votes see the errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that torch's own functions carry what they are given over every class of process group."""
+"""Tests torch's own functions over every class of process group."""
 
 from __future__ import annotations
 

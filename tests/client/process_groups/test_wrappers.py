@@ -1,4 +1,4 @@
-"""Tests groups that change what another group, or a manager, does; and torch's use of them."""
+"""Tests wrappers of groups and of a manager, and torch's use of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests what programs reduce between two steps, such as the loss that they log."""
+"""Tests reductions between two steps, such as for a logged loss."""
 
 from __future__ import annotations
 

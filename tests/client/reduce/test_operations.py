@@ -1,4 +1,4 @@
-"""Tests what groups tell each other of their operations, and when nothing need be told."""
+"""Tests how groups compare their operations, and when no comparison is needed."""
 
 from __future__ import annotations
 

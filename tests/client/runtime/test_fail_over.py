@@ -1,4 +1,4 @@
-"""Kills and restarts lighthouses while two groups train."""
+"""Tests that training continues when lighthouses are killed and restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a worker is taken for dead when it is, and only then."""
+"""Tests that group rank 0 counts as dead if and only if it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank 0 of a group is killed, and a launcher's store lives on: the others hear of it at once."""
+"""Tests that the other workers notice the death of rank 0 at once, with a launcher's store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a manager's death costs at most the step under way: rank 0 starts another."""
+"""Tests that the death of a manager costs at most one step: rank 0 restarts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests a training with mutual TLS and a token, and what a trainer hears that is not let in."""
+"""Tests training with mutual TLS and a token, and the errors of a trainer that is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests what trainers say on stderr, and that a program's own logging configuration wins."""
+"""Tests the log of trainers on stderr; a program's own logging configuration wins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group, or a stranger, that tells a step or a quorum id far ahead does not take a job over."""
+"""Tests that a group or a stranger with a far higher step or quorum id does not take over a job."""
 
 from __future__ import annotations
 

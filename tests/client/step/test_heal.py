@@ -1,4 +1,4 @@
-"""Tests that groups which are behind catch up, and what happens when that fails."""
+"""Tests that groups that are behind catch up, and what happens if that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A newcomer heals from all groups that are up to date, over links that are slow."""
+"""Tests that a newcomer heals from all groups that are up to date, over slow links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, or any other exception, at any moment of a step: what the manager says stays true.
+"""Tests Ctrl-C, or any other exception, at any moment of a step: the manager stays consistent.
 
 The exception is raised by a profiling hook, once at each place of ours in a step where a signal's
 handler could raise it.

@@ -1,4 +1,4 @@
-"""Tests a heal that takes longer than the others wait for a group that does not ask."""
+"""Tests a heal that takes longer than the other groups wait."""
 
 from __future__ import annotations
 

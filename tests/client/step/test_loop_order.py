@@ -1,4 +1,4 @@
-"""Tests loops that call a step's parts in another order than they should, or leave one out."""
+"""Tests loops that call the parts of a step in a wrong order, or leave one out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a group which was lost is met again; what a loss means decides `core/peers.py`."""
+"""Tests that the groups connect again after a loss; `core/peers.py` decides what a loss means."""
 
 from __future__ import annotations
 

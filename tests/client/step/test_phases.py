@@ -1,4 +1,4 @@
-"""Tests that the lighthouse knows what a trainer does, and reports one whose step stands still."""
+"""Tests that the lighthouse knows the phase of a trainer, and reports a step that stands still."""
 
 from __future__ import annotations
 

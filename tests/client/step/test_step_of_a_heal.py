@@ -1,4 +1,4 @@
-"""Tests what hangs on the step number, in the step in which a group heals."""
+"""Tests what depends on the step number in the step in which a group heals."""
 
 from __future__ import annotations
 

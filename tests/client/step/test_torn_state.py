@@ -1,4 +1,4 @@
-"""Weights that a heal has replaced in part are those of no step: nobody goes on with them."""
+"""Tests that no worker continues with weights that a heal has replaced only in part."""
 
 from __future__ import annotations
 

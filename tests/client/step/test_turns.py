@@ -1,5 +1,5 @@
-"""Tests groups that are at another place of their loop than those that they join, such as at the
-other one of two steps that take turns."""
+"""Tests groups that join at another place of their loop, such as at the other of two alternating
+steps."""
 
 from __future__ import annotations
 
