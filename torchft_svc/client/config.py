@@ -205,16 +205,6 @@ def resolve_services(
         ("flight_recorder", flight_recorder),
     ):
         check_not_empty(field, value)
-    if quorum_retries is None:
-        quorum_retries = environment.quorum_retries or 0
-    if quorum_retries < 0:
-        raise ConfigError("quorum_retries", quorum_retries, "use 0 or more")
-    if min_replicas is None:
-        min_replicas = environment.min_replicas or 0
-    if min_replicas < 0:
-        raise ConfigError("min_replicas", min_replicas, "use 0 or more")
-    if port is None:
-        port = environment.manager_port or 0
     manager_address = manager_addr or environment.manager_address
     if in_process and manager_addr:
         raise ConfigError("in_process", True, f"manager_addr={manager_addr!r} already runs")
@@ -223,10 +213,10 @@ def resolve_services(
         manager_address=None if in_process else manager_address,
         replica_name=replica_id or environment.replica_group_id or _fresh_name(),
         job_id=job_id or environment.job_id or DEFAULT_JOB,
-        port=port,
+        port=(environment.manager_port or 0) if port is None else port,
         hostname=hostname,
-        quorum_retries=quorum_retries,
-        min_replicas=min_replicas,
+        quorum_retries=_count("quorum_retries", quorum_retries, environment.quorum_retries),
+        min_replicas=_count("min_replicas", min_replicas, environment.min_replicas),
         in_process=in_process,
         security=security_or_environment(security, environment),
         flight_recorder=flight_recorder or environment.flight_recorder,
@@ -244,6 +234,13 @@ def positive_s(field: str, timeout: timedelta) -> float:
 
 def _seconds(argument: timedelta | None, variable_s: float | None) -> float | None:
     return variable_s if argument is None else argument.total_seconds()
+
+
+def _count(field: str, argument: int | None, variable: int | None) -> int:
+    value = (variable or 0) if argument is None else argument
+    if value < 0:
+        raise ConfigError(field, value, "use 0 or more")
+    return value
 
 
 def _fresh_name() -> str:

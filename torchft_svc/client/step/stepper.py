@@ -382,7 +382,9 @@ class Stepper:
         self._check_left()
         self._collectives.finish()
         runner.offer_rest()
-        self._check_group()
+        swallowed = self._deps.pg.failure()  # an error that the group did not raise
+        if swallowed is not None and self.state.error is None:
+            self._fail(swallowed)
         self._apply_heal()
         self._protect_state()
         with self._worker.changing() as round_:
@@ -460,12 +462,6 @@ class Stepper:
         if apart:
             self._has_warned = True
             log.warning(_UNSUMMED, len(apart), str(tuple(apart[0].shape)))
-
-    def _check_group(self) -> None:
-        """Latch an error that the process group did not raise."""
-        error = self._deps.pg.failure()
-        if error is not None and self.state.error is None:
-            self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         """Latch ``error``, and leave: the others wait for sums that this worker will not launch.
