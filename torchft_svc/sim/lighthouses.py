@@ -157,12 +157,12 @@ class Splits:
             self.num_moves += 1
         order = list(self._among.hosts)
         for other in groups.values():
-            # A member of both has left the quorum before, which commits nothing without it.
-            if other.host == host or names & other.names:
+            if other.host == host or other.group in names or group in other.names:
                 continue
             if order.index(other.host) < order.index(host):
                 self._check_later(group, host, other)
-            elif is_newcomer and self._has_time:
+            elif is_newcomer and self._has_time and not names & other.names:
+                # Else one has moved on, and the quorum that it has left commits nothing without it.
                 self._check_newcomer(group, host, other)
         groups[group] = _Taken(self._world.now, host, group, names)
 
