@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torchft_svc.core.step import Phase
 
-# A group hangs only in phases that it has to end by itself. Who waits for others, for a quorum or
-# for their gradients, tells QUORUM; a heal has a deadline of its own; and what is done between two
-# steps (an evaluation, a checkpoint) is the user's and may take long.
+# A group hangs only in phases that it has to end by itself. One that waits for others, for a quorum
+# or for gradients, reports QUORUM; a heal has its own deadline; and what users do between two steps
+# (an evaluation, a checkpoint) may take long.
 HANGING_PHASES = frozenset({Phase.TRAINING, Phase.VOTING})
 # What holds a worker up that is not its own group; each has a deadline.
 _HELD_UP = frozenset({Phase.QUORUM, Phase.HEALING})

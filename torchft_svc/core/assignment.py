@@ -1,6 +1,6 @@
-"""From a lighthouse's answer to what one worker has to do: its rank, its store, whom to heal from.
+"""From a quorum to what one worker has to do: its rank, its store, the group to heal from.
 
-Every member computes this by itself, from the same quorum, and comes to the same plan (I2).
+Every member computes this from the same quorum, with the same result (I2).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import QuorumFailed
 
-# Groups that serve one that heals. Each may have to keep a copy of its state and all wait for each
-# other, so it must not be everybody; and few links are as fast as those of four hosts together.
+# Groups that serve one that heals. Each may have to keep a copy of its state, and all wait for one
+# another, so not all of them serve; and few links are faster than those of four hosts together.
 MAX_HEAL_SOURCES = 4
 
 

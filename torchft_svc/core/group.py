@@ -5,13 +5,13 @@ the lighthouse once, all are answered) and the *commit* barrier (all workers vot
 decision). A round has a number, told with the quorum and repeated in the vote, so that a late or
 repeated vote can not count in another round.
 
-A quorum barrier that fails has failed for the workers that have not come to it yet, too: each is
-told the same error when it comes. It would else wait for the others, which have gone on with the
+A quorum barrier that fails has failed for the workers that have not reached it yet, too: each gets
+the same error when it comes. Otherwise it would wait for the others, which have continued with the
 step and may wait for it in a collective of the group.
 
-A group rank belongs to the worker whose line is open or, without a line, that asked last: everybody
-who reaches the manager may say that it is the worker with this rank. The question of another one is
-held until the worker is gone, which makes the other its successor, or shows that it lives.
+A group rank belongs to the worker whose stream is open or, without a stream, that asked last:
+anybody who reaches the manager may claim a rank. The question of another worker is held until the
+owner is gone, which makes the other its successor, or gives a sign of life.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Group:
         self._votes: dict[int, tuple[Vote, int]] = {}
         self._steps: frozenset[int] = frozenset()  # that a vote in this round may name
         self._decision: bool | None = None
-        self._ended: EndedBarrier | None = None  # nobody has been told another quorum since
-        self._formed: tuple[Quorum, str] | None = None  # told last, and the group's id in it
+        self._ended: EndedBarrier | None = None  # no worker has received another quorum since
+        self._formed: tuple[Quorum, str] | None = None  # sent last, and the group's id in it
         self._over = EndedBarriers()
         self._workers: dict[int, str] = {}
         self._lives: dict[int, tuple[str, int]] = {}  # each rank's worker, and the life it is of
@@ -107,7 +107,7 @@ class Group:
             orders += self._fail_barrier(QuorumFailed(gone))
         orders += self._drop_votes(gone)
         if not self._attached:
-            self._drain_reason = None  # whoever comes after those that were told begins anew
+            self._drain_reason = None  # the reason was for the workers that have ended
         orders.append(Leave(gone, ends=ends))
         return (*orders, *self._give_away(group_rank))
 
@@ -224,7 +224,7 @@ class Group:
     def _enter_barrier(self, request: WorkerRequest, caller: int) -> tuple[Order, ...]:
         told = self._ended_workers.get(request.group_rank)
         if told and told[0] == request.worker_id and self._restarted:
-            # Its answer was lost, and a peer that was told has ended: nobody else will ask.
+            # Its answer was lost, and a peer that was told has ended: no other worker will ask.
             return (RefuseWorker(caller, GroupLeft(told[1])),)
         waiting = self._requests.get(request.group_rank)
         late = self._answer_late_question(request, caller)
@@ -234,7 +234,7 @@ class Group:
             f"group rank {request.group_rank} asked for a new quorum instead of voting"
         )
         if waiting and request.question > waiting[0].question > 0:
-            # It has given up the question before, which was not heard yet.
+            # It has given up its question before, which is not known here yet.
             orders += self._give_up_barrier(request.group_rank)
             waiting = None
         if waiting:
@@ -244,7 +244,7 @@ class Group:
         if self._asking:
             if waiting and request == waiting[0]:
                 return tuple(orders)
-            # It has something else to say by now, so what the lighthouse was told is out of date.
+            # Its request has changed, so what the lighthouse knows is out of date.
             orders.append(StopAsking(self._round))
             self._asking = False
         self._meet(request)
@@ -449,8 +449,8 @@ class Group:
         rank = request.group_rank
         if {self._attached.get(rank), self._workers.get(rank)} - {None, request.worker_id}:
             self._restarted = True
-            # That was for the workers before. Those that live say it again; but one of them that is
-            # dead may still ask, and those that come would end, and leave the last one waiting.
+            # That was for the workers before. The living ones repeat it; but a dead one may still
+            # ask, and the new ones would end, and leave the last one waiting.
             self._drain_reason = None
         self._workers[rank] = self._owners[rank] = request.worker_id
         self._note_life(request.group_rank, request.worker_id)

@@ -58,8 +58,9 @@ class RefuseWorker:
     error: TorchFTError
 
 
-# Of a worker without a line nobody hears when it dies: another one with its rank waits for so long.
-# With a line its end tells, at once or, if its machine is gone, about as late.
+# The death of a worker without a stream goes unnoticed: another one with its rank waits for so
+# long. With a stream its end shows it, at once or, if its machine is gone, after about the same
+# time.
 OWNER_SILENCE_S = 5.0
 
 

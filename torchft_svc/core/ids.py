@@ -1,13 +1,13 @@
-"""Which quorum ids a lighthouse gives out, and which it believes that others gave out (rule Q6)."""
+"""Which quorum ids a lighthouse issues, and which reported ids it believes (rule Q6)."""
 
 from __future__ import annotations
 
 from torchft_svc.errors import RequestRefused
 
-# Ids follow the clock. One that is told and that nobody can have given out yet is refused: taken
-# up, a job would run out of ids, and the next lighthouse would refuse its groups. Clocks differ, by
-# up to 14 hours where one has another time zone; a job that is new here may come from a
-# lighthouse whose ids were ahead already.
+# Ids follow the clock. A reported id that nobody can have issued yet is refused: otherwise the job
+# would run out of ids, and the next lighthouse would refuse its groups. Clocks differ, by up to 14
+# hours with another time zone; a job that is new here may come from a lighthouse that was already
+# ahead.
 MAX_AHEAD_S, MAX_AHEAD_OF_NEW_JOB_S = 15 * 3600.0, 30 * 3600.0
 
 

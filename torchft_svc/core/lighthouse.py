@@ -1,4 +1,4 @@
-"""The lighthouse's decisions: many jobs, their requests, and which answer each caller gets.
+"""The lighthouse's decisions: many jobs, their requests, and the answer for each caller.
 
 Inputs are method calls with ``now`` (monotonic seconds); each returns the orders that the shell has
 to carry out. A caller is a number of the shell's choice, unique among the requests that wait.
@@ -51,15 +51,15 @@ from torchft_svc.core.types import (
 )
 from torchft_svc.errors import QuorumFailed, RequestRefused
 
-# Heartbeats that one lighthouse wants to hear per second, over all groups of a job; above that,
-# groups are told to beat less often, though never less than four times per heartbeat timeout.
+# Heartbeats per second from all groups of a job; above that, groups beat less often, but at least
+# four times per heartbeat timeout.
 MAX_BEATS_PER_SECOND = 1000.0
 MIN_BEATS_PER_TIMEOUT = 4.0
 
 MAX_ENDED_SHOWN = 20  # of the jobs that have ended, if none is named
-# Whoever trains wants to know that somebody waits, and about how many; and one loss makes it give
-# up its step, the others are for those whose session broke just then. A thousand groups that come
-# or die at once must not make a million pieces of news.
+# A member needs to know that groups wait, and about how many. One loss makes it discard its step;
+# the further ones are for members whose session broke just then. A thousand groups that come or die
+# at once must not cause a million messages.
 MAX_ANNOUNCED, MAX_ANNOUNCEMENTS = 100, 10_000
 MAX_LOSSES_TOLD = 4
 
@@ -96,8 +96,8 @@ class _Job:
     history: History
     last_id: int
     likeness: Likeness = field(default_factory=Likeness)
-    heard_id: int = 0  # the highest id that a group was told, maybe by another lighthouse
-    spent_id: int = 0  # a quorum that somebody was told to leave
+    heard_id: int = 0  # the highest that a group reported, maybe from another lighthouse
+    spent_id: int = 0  # a quorum that members were told to leave
     killed: dict[str, str] = field(default_factory=dict)  # living groups, and why they end
     # Requests of groups whose name is still held by an earlier incarnation.
     held: dict[str, tuple[Member, int]] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class _Ended:
     """
 
     last: LastQuorum
-    last_id: int  # the highest that was given out, or told
+    last_id: int  # the highest that was issued, or reported
     history: History
     at: float
     is_finished: bool = False

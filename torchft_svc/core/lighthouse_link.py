@@ -1,4 +1,4 @@
-"""Decides what a manager says to its lighthouses: where to connect, what to ask, when to move.
+"""Decides what a manager does with its lighthouses: where to connect, what to ask, when to move.
 
 `LinkMachine` is told what happens, with ``now`` in monotonic seconds, and has orders for the shell,
 which owns the streams and the timers. A question is repeated over a lighthouse's restart, and
@@ -49,13 +49,13 @@ WELCOME_TIMEOUT_S = 2.0
 REFUSAL_GRACE_S = 0.25
 # Leaving is a courtesy: a lighthouse that does not answer must not hold up the end.
 LEAVE_TIMEOUT_S = 1.0
-# A lighthouse may want fewer beats, though four in its heartbeat timeout; one that wants none for a
-# minute is mistaken, and a group that obeyed would be as good as dead.
+# A lighthouse may want fewer heartbeats; one that wants none for a minute is mistaken, and a group
+# that obeyed would count as dead.
 MAX_WANTED_INTERVAL_S = 60.0
-# A group that has trained goes on trying when its lighthouse does not trust it any more, and its
-# workers begin another step as soon as they are told: they would compute, and log, for nothing.
+# A group that has trained keeps trying when its lighthouse does not trust it any more. Its workers
+# begin another step as soon as they get the error, and would compute and log for nothing.
 DISTRUST_PAUSE_S = 0.5
-# Whoever looks at a trainer that waits has to see why, without scrolling back.
+# The reason is repeated in the log, so that it is near the end.
 LOG_AGAIN_S = 5.0
 # So old the last look at earlier lighthouses may be when a quorum of a later one is asked for, and
 # when it comes (F4): not older than the time that a lighthouse which is new to a job lets its
@@ -77,7 +77,7 @@ class LinkMachine:
     new_replica_id: Callable[[], str]
     draw: Callable[[], float]
     address: str = ""
-    seen_quorum_id: int = 0  # of the newest quorum that the group was told (0: none)
+    seen_quorum_id: int = 0  # of the newest quorum that the group has received (0: none)
     state: LinkState = LinkState.PAUSED
     _restarts: bool = False  # as soon as it has left
     _last_num_groups: int = 0

@@ -1,7 +1,6 @@
-"""Decides whether a group is like the others of its job: their workers form one sum, rank for rank.
+"""Decides whether a group is like the others of its job (rule Q21).
 
-So all need as many workers, and what they sum must lie in the same order, in the same places (rule
-Q21).
+The workers of one rank reduce together, so all groups need as many workers, and equal layouts.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Likeness:
     """
 
     def __init__(self) -> None:
-        self._accepted = (0, "")  # what the last one told; most tell the same
+        self._accepted = (0, "")  # what the last one reported; most report the same
 
     def check(self, asker: Member, members: Membership) -> list[Member]:
         """The waiting newcomers that must not continue, because ``asker``, which trains, differs

@@ -33,11 +33,11 @@ from torchft_svc.errors import DeadlineExceeded, TorchFTError
 
 # The lighthouse's answer, or its reason, must still reach the workers within their own deadlines.
 ANSWER_MARGIN_S = 0.05
-# Groups wait for one another in every step; who waits for longer than this is told what for.
+# Groups wait for one another in every step; a worker that waits longer gets the reason.
 TELL_WHY_AFTER_S = 2.0
 
 
-# -- news, besides what the lighthouse tells -------------------------------------------------------
+# -- news, besides those of the lighthouse ---------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class GroupManager:
             at = self._clock.now(now)
             if not self._num_asking:
                 self._asked_at = at
-            if rank in self._attached:  # others do not tell when it is over
+            if rank in self._attached:  # others do not report its end
                 self._activities.asks(rank, request.step, at)
             self._num_asking[rank] += 1
             asking_rank = rank
@@ -210,7 +210,7 @@ class GroupManager:
         if group_rank == 0:
             self._leader_ends = ends
         if not self._attached and self.kill_reason is None:
-            self._last_command = None  # whoever comes after those that were told begins anew
+            self._last_command = None  # it was for the workers that have ended
         return self._follow(self.group.detached(group_rank, worker_id, reason, ends=ends), now)
 
     def receive_phase(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
@@ -307,8 +307,7 @@ class GroupManager:
                 completed.append(order)
             elif self._ends(order.caller):
                 if isinstance(order, AnswerWorker):
-                    # Noted here, because a worker that takes the interpreter's lock and keeps it
-                    # tells nothing.
+                    # A worker that keeps the interpreter's lock does not report it.
                     request = order.request
                     self._note(request.group_rank, Phase.TRAINING, request.step, now)
                 completed.append(order)

@@ -1,7 +1,7 @@
-"""What each group of a job is: who is alive, who asks for a quorum, who was in the last one.
+"""What each group of a job is: alive, asking for a quorum, a member of the last one.
 
-`Membership` keeps what the rules of `torchft_svc.core.quorum` look at, and keeps it cheap: while
-somebody is waited for, an arrival costs the same for ten groups and ten thousand.
+`Membership` keeps the data for the rules of `torchft_svc.core.quorum`. While a group is awaited,
+the cost of a request does not depend on the number of groups.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torchft_svc.core.names import Names, stable_name
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
 
-# After a lighthouse's restart managers are back within half a second; those that are with another
-# one of their list look every second whether this one answers.
+# After a lighthouse's restart its managers are back within half a second; managers at another one
+# of their list look every second whether this one answers.
 GATHER_S = 2.0
 
 
@@ -196,9 +196,9 @@ class Membership:
         self.first: dict[GroupState, float] = {}
 
         self.names = Names()
-        self._ahead: set[str] = set()  # living, tell of a newer quorum than the last one here
+        self._ahead: set[str] = set()  # living, report a newer quorum than the last one here
         self.previous: Quorum | None = None  # published here
-        self._previous_ids: set[str] = set()  # of its members, or who tells of the newest one
+        self._previous_ids: set[str] = set()  # of its members, or those that report the newest
         self.last = last
         self._loss_accepted = False
         self._gathering = NOBODY_IS_TO_COME

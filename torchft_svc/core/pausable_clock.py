@@ -1,12 +1,12 @@
-"""A clock that stands still with this process: who was not heard is not taken for silent."""
+"""A clock that stops with this process, so that a pause does not make the others look silent."""
 
 from __future__ import annotations
 
-# Groups beat at least four times in a heartbeat timeout, so with eight looks in it a group that
-# lives has half of it left for what is still unread when this process goes on.
+# Groups beat at least four times in a heartbeat timeout: with eight looks, a living group has half
+# of it left for messages that are still unread when this process continues.
 LOOKS_PER_TIMEOUT = 8
-# More often than a system's scheduler lets anybody run when it is busy, a look tells nothing; more
-# rarely, a shorter timeout than that of the heartbeats could end unnoticed.
+# A busy scheduler does not allow shorter intervals; with longer ones, a timeout that is shorter
+# than the heartbeat timeout could end unnoticed.
 MIN_LOOK_S, MAX_LOOK_S = 0.02, 0.5
 # A sum of instants may be too small by as much; a look then would find nothing to do yet.
 ROUNDING_S = 1e-6

@@ -1,4 +1,4 @@
-"""Whom a worker trains with, and who of them is gone, its own group included."""
+"""The groups that a worker trains with, and which of them are gone, its own group included."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Generic, Protocol, TypeVar
 from torchft_svc.core.names import stable_name
 from torchft_svc.errors import QuorumFailed
 
-# Groups wait for one another in every step; what lasts longer than this, people want to know. The
-# reason is said as often at most when it changes all the time, as while a large job starts.
+# Groups wait for one another in every step; longer waits are logged. A reason that changes all the
+# time, as while a large job starts, is not logged more often.
 _SAY_AFTER_S = 5.0
-# Who looks at a trainer that waits sees why, without looking back far.
+# The reason is repeated, so that it is near the end of the log.
 _SAY_AGAIN_S = 30.0
 # Only losses that are newer than the quorum matter, and these are few.
 _MAX_LOSSES = 256
@@ -169,7 +169,7 @@ class Peers(Generic[Part]):
         why = reason or "the lighthouse gave no reason"
         return f"no quorum for {now - asked_at:.0f} s: {why}"
 
-    # -- who is gone -----------------------------------------------------------------------------
+    # -- losses ----------------------------------------------------------------------------------
 
     def check_losses(self, quorum: QuorumPart) -> None:
         """Raise `QuorumFailed` if a group of ``quorum`` is gone."""

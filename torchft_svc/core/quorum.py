@@ -1,6 +1,6 @@
-"""Decides whether the groups that ask now are a quorum, and if not, why not and when to look again.
+"""Decides whether the groups that ask are a quorum, and if not, why, and when to look again.
 
-The rules are those of docs/design/quorum.md, and so are their numbers in the comments.
+The rule numbers are those of docs/design/quorum.md.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def _most_trusted(strangers: list[Member]) -> set[str]:
     far."""
     healthy = [each for each in strangers if not each.unhealed]
     if not healthy:
-        return {strangers[0].replica_id}  # whoever should have served them is gone
+        return {strangers[0].replica_id}  # the group that should have served them is gone
     newest = max(each.history for each in healthy)
     return {each.replica_id for each in healthy if each.history == newest}
 

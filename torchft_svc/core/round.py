@@ -323,7 +323,7 @@ class Round(Generic[Part]):
             orders.append(Warn(_not_believed(before, quorum.max_step)))
         if broken is not None and quorum.heal and not heals:
             orders.append(Warn(f"step {before} cannot be committed: {broken}"))
-        # Whoever puts a heal off and contributes nothing does the others no harm.
+        # A group that postpones its heal and does not contribute does no harm to the others.
         is_awaited = self._contributes or heals or not quorum.heal or problem is not None
         if broken is not None and is_awaited:
             orders.append(LeaveMembers(broken))
@@ -523,7 +523,7 @@ class _Retries:
 
     def pause_s(self, error: Exception, now: float, is_over: bool) -> float | None:
         """The pause before the next attempt; None: there is no use in one."""
-        # Of another peer, such as the lighthouse, the manager itself has told.
+        # The manager itself reports another peer, such as the lighthouse.
         if is_over or not isinstance(error, Unreachable) or error.peer != "manager":
             return None
         if self._lost_at is None:

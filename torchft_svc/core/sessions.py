@@ -1,4 +1,4 @@
-"""The lighthouse's end of its sessions: who may say what, who is told what, and until when.
+"""The lighthouse's end of its sessions: what clients may send, what they receive, and until when.
 
 Inputs are method calls with ``now``, the instant of a monotonic clock; each returns orders for the
 shell. Streams and calls are numbers of the shell's choice, each used once. What `Lighthouse`
@@ -60,15 +60,15 @@ from torchft_svc.errors import DeadlineExceeded, RequestRefused, TorchFTError, U
 
 # Ids count from the milliseconds since 2025: a restarted lighthouse is above the one before.
 ID_EPOCH_S = 1_735_689_600
-# Each lighthouse has a remainder of its own: two that a job has come apart to give out other ids,
-# which tell the halves from each other when they meet. Ids stay below 2**53 for 69 years.
+# Each lighthouse has its own remainder: if a job splits between two of them, the ids of the halves
+# differ when they meet again. Ids stay below 2**53 for 69 years.
 ID_STRIDE = 4096
-# A manager whose link breaks again and again has some that are not noticed to be cut off.
+# Of a manager whose link breaks again and again, some sessions are dead without being noticed.
 MAX_SESSIONS_PER_GROUP = 8
-# Groups wait for one another in every step; what lasts longer than this, people want to know.
+# Groups wait for one another in every step; longer waits are reported.
 REPORT_PAUSE_AFTER_S = 2.0
-# Telling ten thousand groups takes longer than the others may be kept waiting: who is not told in
-# one look is told in the next.
+# Informing ten thousand groups would delay the others for too long: the rest is informed at the
+# next look.
 MAX_TOLD_PER_LOOK = 1000
 
 

@@ -1,4 +1,4 @@
-"""What the decisions are about: members, quorums, workers' requests, and the limits of them all."""
+"""The values of the decisions: members, quorums, requests of workers, settings, and all limits."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Literal
 
 from torchft_svc.errors import ConfigError, RequestRefused
 
-# A replica id or a job's name is shown in logs and tables and kept in maps: it has to stay short.
+# Replica ids and job names are shown in logs and tables and kept in maps.
 MAX_NAME_LENGTH = 256
 # Two addresses and a small JSON document; anything larger is not a member but a mistake.
 MAX_ADDRESS_LENGTH = 512
 MAX_DATA_LENGTH = 16 * 1024  # bytes
 # Numbers, flags and field tags of a member, encoded.
 MAX_NUMBERS_LENGTH = 92
-# A quorum goes to each of its members: ten of twice the size are four times the work. 20,000 groups
-# need 4 MB; clients of the public release take no more in one message either.
+# Every member receives the whole quorum, so the cost grows with the square of its size. 20,000
+# groups need 4 MB, which is also the limit of the public release's clients.
 DEFAULT_QUORUM_BYTES = 4 << 20
-# The most that a lighthouse may be told to allow: managers take no longer answer.
+# The largest permitted setting: managers accept no longer answer.
 MAX_QUORUM_BYTES = 64 << 20
 # A few settings, a line for each of a few wrappers of a model, and digests of all the rest.
 MAX_LAYOUT_LENGTH = 1024
@@ -33,8 +33,7 @@ MAX_WORLD_SIZE = 1_000_000
 # More jobs or groups than a lighthouse can serve.
 MAX_LIMIT = 1_000_000
 
-# The system's poll counts milliseconds in 31 bits, which ends after 24.8 days; beyond, a wait would
-# not be long but fail.
+# The system's poll counts milliseconds in 31 bits, 24.8 days; a longer wait would fail.
 MAX_DURATION_S = 24 * 86_400.0
 MAX_DURATION_MS = int(1000 * MAX_DURATION_S)
 

@@ -26,7 +26,7 @@ from torchft_svc.sim.world import VirtualWorld
 LAG_FACTOR = 2000.0
 # One message in 20,000 is on its way for longer than so many times the mean.
 LONG_WAY = 10.0
-# Who is at the step that an operator went back to may turn out to hold no whole state of it.
+# A group at the step that an operator went back to may turn out to have no whole state of it.
 MAX_LOSSES = 2
 # Groups that end when their question times out, and are started again, do not ask all the time.
 OPERATOR_REPEATS_S, MAX_REPEATS = 0.7, 40
@@ -268,7 +268,7 @@ class Fleet:
         )
 
     def _explain(self) -> None:
-        """Whoever was held back has been let through by now, so nobody may wait any more."""
+        """Groups that were held back have been let through by now, so none may wait."""
         for job, num_workers in self._num_workers.items():
             why = "; ".join(
                 each.core.lighthouse.why(job, self.world.now) for each in self.lighthouses

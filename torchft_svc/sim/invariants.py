@@ -209,11 +209,12 @@ class Progress:
         self._policy = policy
         self._committed: dict[str, int] = {}
         self._heard: dict[str, int] = {}  # since its last quorum, from those that have a session
-        # In which quorum last, and up to which step, as far as each has told.
+        # The last quorum and step that each group has reported.
         self._took_part: dict[str, dict[str, tuple[int, int]]] = {}
         self._accepted: set[str] = set()
         self._last_ids: dict[str, int] = {}  # of the jobs
-        # Of the last quorum of a job that a lighthouse has published: who has not ended on purpose.
+        # Of the last quorum of a job that a lighthouse has published: the groups that have not
+        # ended on purpose.
         self._remaining: dict[tuple[object, str], set[str]] = {}
         self._members: dict[str, set[str]] = {}  # of the last quorum
 
@@ -260,7 +261,7 @@ class Progress:
         if order.job in self._committed:
             before = self._committed[order.job]
             is_told = order.lost_from is not None and order.lost_from >= before
-        else:  # some of those who told more may have died since
+        else:  # some groups that reported more may have died since
             before = max(took_part.values(), default=(0, 0))[1]
             is_told = order.lost_from is not None
         if step < before:
@@ -274,7 +275,7 @@ class Progress:
             must(not alive, "I4", f"from step {before} to {step}, though {alive[:4]} live")
         newest = max(before, self._heard.pop(order.job, 0))
         if order.job in self._committed:
-            # A loss that was told is told again, if one that had the newer state came and went.
+            # A loss is reported again if a group with the newer state came and went.
             is_true = order.lost_from is None or step < order.lost_from <= newest
             must(is_true, "I4", f"a loss of {order.lost_from} is told, but {step} follows {newest}")
         self._check_jump(order)

@@ -25,7 +25,7 @@ class Ledger:
     recalled: set[str] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
     doing: dict[str, Activity] = field(default_factory=dict)
-    left_healing: set[str] = field(default_factory=set)  # and that was told
+    left_healing: set[str] = field(default_factory=set)  # and that was reported
     first_back_at: float | None = None  # the first of ``previous`` has asked
     due_since: float | None = None
     hangs_unheeded_since: float | None = None

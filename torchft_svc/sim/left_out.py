@@ -1,4 +1,4 @@
-"""Checks who is left out of a quorum, and who is not: because it hangs, because it heals (I5)."""
+"""Checks which groups are left out of a quorum because they hang or heal, and which not (I5)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torchft_svc.core.types import Quorum, QuorumConfig
 from torchft_svc.sim.invariants import SLACK_S, must
 from torchft_svc.sim.ledger import Ledger
 
-# What a group ends by itself; in all else it waits for others, or has another deadline.
+# Phases that a group ends by itself; in others it waits, or has another deadline.
 _OWN_WORK = (Phase.TRAINING, Phase.VOTING)
-# Those who wait say so with each of their beats, which are 0.3 s apart.
+# Waiting groups report that with each heartbeat, every 0.3 s.
 HEED_S = 1.0
 ROUNDING_S = 1e-6
 
@@ -24,7 +24,7 @@ def check_eviction(ledger: Ledger, out: ReportEviction, config: QuorumConfig, no
     must(who in _hung(ledger, config, now), "I5", f"{who} is left out: {ledger.doing.get(who)}")
     must(who in out.recipients, "I5", f"{who} is left out, and does not hear of it")
     if who in ledger.previous:  # or that was published by an earlier lighthouse
-        # Who was left out before, and called back since, may be the first one to go on.
+        # A group that was left out and is awaited again may be the first one to continue.
         back = ledger.recalled & ledger.previous & ledger.who(Phase.QUORUM)
         waiting = (_waiting(ledger) | back) - {who}
         must(bool(waiting), "I5", f"{who} is left out, though nobody waits for it")

@@ -36,7 +36,8 @@ from torchft_svc.sim.world import Process
 COUNTED_OF_A_STOP = 0.5
 # The world's timers are exact, and an answer at a deadline comes in that moment.
 TIMER_SLACK_S = 0.01
-# Who waits is told why by then: jobs are looked at in turns, and somebody may have come just after.
+# Waiting groups get the reason by then: jobs are looked at in turns, and one may have come just
+# after.
 MAX_UNTOLD_S = 2 * REPORT_PAUSE_AFTER_S + LOOK_S
 
 
@@ -77,7 +78,7 @@ class LighthouseChecks:
         self._asked_at: dict[
             ClientRecord, float
         ] = {}  # of those that do not know what they wait for
-        self._untold: set[ClientRecord] = set()  # who has to be told of a loss at once
+        self._untold: set[ClientRecord] = set()  # that have to receive a loss at once
         self._liveness = LivenessChecks(config)
 
     @property

@@ -89,7 +89,7 @@ class LinkActor:
         self._number = 0  # of the connection that messages go over
         self._timer = DeadlineTimer(process.after, lambda: self._tell(LinkMachine.tick))
         self._host = ""  # that it is connected to
-        self._is_newcomer = True  # as it told in its last question
+        self._is_newcomer = True  # as of its last question
         draw = process.chance.random
         self.machine = LinkMachine(config, self._new_replica_id, draw, address=process.name)
         self._tell(lambda machine, now: machine.start(now))

@@ -1,4 +1,4 @@
-"""Looks at a lighthouse now and then: whom it waits for (I5), and whom it remembers (I7).
+"""Looks at a lighthouse now and then: which groups it awaits (I5), and which it remembers (I7).
 
 Like the other checks it keeps a ledger of its own, from what the lighthouse hears and says.
 """

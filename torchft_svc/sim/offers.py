@@ -9,7 +9,7 @@ from torchft_svc.errors import CheckpointError, PeerError
 from torchft_svc.sim.sums import State
 from torchft_svc.sim.world import Process
 
-# How long one who is early waits for the offer of his step.
+# How long a request for a state waits for its offer.
 EARLY_S = 5.0
 
 

@@ -44,7 +44,7 @@ SHORT_HANG_S = 1.5  # a bit longer than any step
 MEAN_COPY_S, LONG_COPY_S = 0.05, 1.0
 # How often workers lose the connection to their manager, though both live.
 NUMS_OF_BROKEN_LINES = (0, 0, 3, 20)
-# How often a run gives occasion to leave out who hangs, and to wait for who heals.
+# How often a run lets groups hang, or heal slowly.
 MAX_OCCASIONS = 3
 # How often a session breaks without the lighthouse's notice, or its term ends.
 NUMS_OF_BROKEN_SESSIONS = (0, 0, 2, 10)

@@ -79,7 +79,7 @@ class WorkerActor:
         )
         self.weights = process.chance.getrandbits(32)
         self._step_of_weights = 0
-        # Who cannot heal in time never trains with the others, so that is a fault like any other.
+        # A group that cannot heal in time never trains, so slow copies are a fault like any other.
         self.offers = Offers(process, lambda: MEAN_COPY_S if shared.is_calm else rules.mean_copy_s)
         self.hung_until = 0.0
         self.is_broken = False  # the next collective raises
