@@ -582,7 +582,7 @@ class LinkMachine:
         return connection if connection is not None and connection.number == number else None
 
     def _unreachable(self, reason: str) -> Unreachable:
-        return Unreachable("lighthouse", self.config.shown, reason)
+        return Unreachable("lighthouse", ",".join(self.config.lighthouses), reason)
 
     def _between(self, least: float) -> float:
         """A factor from ``least`` to 1."""

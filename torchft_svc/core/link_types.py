@@ -34,11 +34,6 @@ class LinkConfig:
     quorum_retries: int
     min_replicas: int
 
-    @property
-    def shown(self) -> str:
-        """The list as the user wrote it."""
-        return ",".join(self.lighthouses)
-
 
 class LinkState(Enum):
     """Each state but PAUSED and LEFT has a connection."""

@@ -102,14 +102,6 @@ class _Call:
     asking_rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Silence:
-    """When the owner of a group rank counts as dead, unless it shows itself."""
-
-    until: float
-    order: AwaitOwner
-
-
 class GroupManager:
     """A group's manager, as its workers see it; only this changes ``group``.
 
@@ -126,7 +118,8 @@ class GroupManager:
         self._activities = WorkerActivities()
         self._callers = itertools.count()
         self._calls: dict[int, _Call] = {}
-        self._silences: collections.deque[_Silence] = collections.deque()
+        # When the owner of a group rank counts as dead, unless it gives a sign of life.
+        self._silences: collections.deque[tuple[float, AwaitOwner]] = collections.deque()
         self._attached: set[int] = set()
         self._num_asking: collections.Counter[int] = collections.Counter()  # by group rank
         self._asked_at = 0.0  # since when some worker waits for a quorum, if one does
@@ -260,7 +253,7 @@ class GroupManager:
     def next_deadline(self) -> float:
         """When to call `tick` (infinite: nothing waits)."""
         calls = (call.deadline for call in self._calls.values())
-        silences = (silence.until for silence in self._silences)
+        silences = (until for until, _ in self._silences)
         return min(itertools.chain(calls, silences), default=math.inf)
 
     def tick(self, now: float) -> Orders:
@@ -274,10 +267,10 @@ class GroupManager:
             self._ends(caller)
             orders.append(RefuseWorker(caller, late))
             orders += self._follow(self.group.withdrawn(caller), now)
-        while self._silences and self._silences[0].until <= now:
-            silence = self._silences.popleft()
-            rank, number = silence.order.group_rank, silence.order.number
-            orders += self._follow(self.group.owner_was_silent(rank, number), now)
+        while self._silences and self._silences[0][0] <= now:
+            _, order = self._silences.popleft()
+            silent = self.group.owner_was_silent(order.group_rank, order.number)
+            orders += self._follow(silent, now)
         return tuple(orders)
 
     def tell_why(self, lighthouse_says: str, now: float) -> Orders:
@@ -296,7 +289,7 @@ class GroupManager:
                 deadline = min(self._calls[caller].deadline for caller in self.group.askers())
                 completed.append(AskLink(order, deadline - now - ANSWER_MARGIN_S))
             elif isinstance(order, AwaitOwner):
-                self._silences.append(_Silence(now + OWNER_SILENCE_S, order))
+                self._silences.append((now + OWNER_SILENCE_S, order))
             elif isinstance(order, Leave):
                 if not order.between_steps:
                     completed += self.tell(OwnGroupLost(order.reason))

@@ -17,7 +17,6 @@ from torchft_svc.core.link_types import (
     ConfirmLeft,
     Connect,
     LinkConfig,
-    LinkState,
     Log,
     Order,
     Probe,
@@ -75,11 +74,6 @@ class LighthouseLink:
 
     def _new_replica_id(self) -> str:
         return f"{self._config.replica_name}:{uuid.uuid4()}"
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether a lighthouse has welcomed the group, and it has not left."""
-        return self.machine.state is LinkState.OPEN
 
     def start(self) -> None:
         """Begin to prove that the group is alive."""

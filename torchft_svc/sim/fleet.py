@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torchft_svc.sim.invariants import (
     EVENTS_BETWEEN_WALKS,
     SLACK_S,
-    InvariantFell,
     Invariants,
+    first_fall,
     must,
 )
 from torchft_svc.sim.lighthouses import Lighthouses
@@ -98,13 +98,7 @@ class Fleet:
 
     def run(self) -> RunOutcome:
         """To the end: all jobs train together again, or an invariant falls."""
-        fell, what = None, ""
-        try:
-            self._run()
-        except InvariantFell as fall:
-            fell, what = fall.name, fall.what
-        except Exception as error:  # noqa: BLE001 - whatever the core raises is a fall, too
-            fell, what = "crash", f"{type(error).__name__}: {error}"
+        fell, what = first_fall(self._run)
         return RunOutcome(
             scenario=self._scenario,
             fell=fell,

@@ -39,6 +39,17 @@ class InvariantFell(Exception):
         return f"{self.name}: {self.what}"
 
 
+def first_fall(run: Callable[[], None]) -> tuple[str | None, str]:
+    """Which invariant falls in ``run``, and why (None: none does)."""
+    try:
+        run()
+    except InvariantFell as fall:
+        return fall.name, fall.what
+    except Exception as error:  # noqa: BLE001 - whatever the core raises is a fall, too
+        return "crash", f"{type(error).__name__}: {error}"
+    return None, ""
+
+
 def must(holds: bool, name: str, what: Callable[[], str] | str) -> None:
     if not holds:
         raise InvariantFell(name, what if isinstance(what, str) else what())

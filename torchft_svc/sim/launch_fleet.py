@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torchft_svc.core.agent import AgentConfig
 from torchft_svc.core.world import Node
-from torchft_svc.sim.invariants import InvariantFell, must
+from torchft_svc.sim.invariants import first_fall, must
 from torchft_svc.sim.launch_agent import LaunchAgent
 from torchft_svc.sim.launch_checks import LOSS_S, LaunchChecks
 from torchft_svc.sim.launch_lighthouse import LaunchLighthouse
@@ -73,13 +73,7 @@ class LaunchFleet:
 
     def run(self) -> LaunchOutcome:
         """To the end: all that can are in one world, or have ended; or a rule falls."""
-        fell, what = None, ""
-        try:
-            self._run()
-        except InvariantFell as fall:
-            fell, what = fall.name, fall.what
-        except Exception as error:  # noqa: BLE001 - whatever the core raises is a fall, too
-            fell, what = "crash", f"{type(error).__name__}: {error}"
+        fell, what = first_fall(self._run)
         return LaunchOutcome(
             scenario=self._scenario,
             fell=fell,
