@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.elastic_workers import reduce_for_ever, stop_before_connecting
+from support.elastic_workers import reduce_for_ever, stop_before_connecting, train_with_ddp
 from support.fake_agents import FakeAgents, FakeWorker
 from support.running import eventually
 
@@ -84,6 +84,20 @@ def test_one_that_freezes_when_gloo_connects_holds_nobody(
     frozen.says("freezing in 1")
     agents.pause(*workers, change=DOWN)
     is_in(agents.world(*workers, change=DOWN), *workers)
+
+
+def test_ddp_is_built_again_in_each_world(agents: FakeAgents) -> None:
+    one, two, three = (agents.start(train_with_ddp) for _ in range(3))
+    agents.world(one, two, three)
+    three.says("in 1 size 3 step 5")
+    three.kill()
+    agents.world(one, two, change=DOWN)
+    two.says("in 2 size 2")
+    four = agents.start(train_with_ddp)
+    agents.world(one, two, four, change=UP)
+    last = four.says("in 3 size 3 step").split()
+    for worker in (one, two):
+        assert worker.says(*last) == " ".join(last), "the same step has the same bits"
 
 
 _STORE = """

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from torchft_svc.elastic import get_worker_info, init_world, leave_world, world_changed
 from torchft_svc.elastic.world_group import WorldGroup
@@ -39,6 +40,35 @@ def reduce_for_ever(style: str = "plain") -> None:
                 dist.destroy_process_group()
         else:
             leave_world()
+
+
+def train_with_ddp() -> None:
+    """Wrap the model anew in each world; print a digest of its parameters after every step."""
+    torch.manual_seed(os.getpid())
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = 0
+    while True:
+        info = init_world("gloo")
+        try:
+            steps = torch.tensor([step])
+            dist.all_reduce(steps, dist.ReduceOp.MAX)
+            step = int(steps)
+            wrapped = DistributedDataParallel(model)  # all get the parameters of rank 0
+            while True:
+                optimizer.zero_grad()
+                wrapped(torch.randn(16, 4)).square().sum().backward()
+                leaves = torch.tensor([float(world_changed())])
+                dist.all_reduce(leaves)
+                optimizer.step()
+                step += 1
+                digest = sum(each.double().sum().item() for each in model.parameters())
+                say("in", info.round, "size", info.world_size, "step", step, "digest", repr(digest))
+                if leaves.item():
+                    break
+        except RuntimeError as error:
+            say("lost", type(error).__name__, str(error).splitlines()[0])
+        wrapped = None
 
 
 def stop_before_connecting() -> None:
