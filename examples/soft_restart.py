@@ -81,6 +81,7 @@ class ReconfigurableGroup:
 
     def __init__(self, name: str) -> None:
         self.pg = getattr(torchft_svc, GROUPS[name])(timeout=TIMEOUT)
+        self.pg.prepare()  # an isolated group starts a process, which the others need not wait for
         self.round = 0
         on_worker_event(self.note)
 
