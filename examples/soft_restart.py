@@ -27,6 +27,7 @@ import torchft_svc
 from torchft_svc.elastic import (
     WorkerEvent,
     WorkerInfo,
+    WorkerState,
     WorldChangeEvent,
     ack_worker_event,
     get_worker_info,
@@ -37,6 +38,7 @@ from torchft_svc.elastic import (
 
 CONTEXT, BATCH, WIDTH, VOCABULARY = 16, 64, 32, 128
 TIMEOUT = timedelta(seconds=60)
+HEALTHY = WorkerState.HEALTHY
 # Reconfigurable process groups of this package; "torch" is the default process group.
 GROUPS = {
     "gloo": "ProcessGroupGloo",
@@ -83,10 +85,12 @@ class ReconfigurableGroup:
         self.pg = getattr(torchft_svc, GROUPS[name])(timeout=TIMEOUT)
         self.pg.prepare()  # an isolated group starts a process, which the others need not wait for
         self.round = 0
+        self.newest: WorkerEvent | None = None
         on_worker_event(self.note)
 
     def note(self, event: WorkerEvent) -> None:
         """On another thread: nobody must wait for members that are frozen, or will never come."""
+        self.newest = event
         self.pg.lose_member(self.round, "another world replaces this one")
         if event.change_event is WorldChangeEvent.SCALE_DOWN:
             self.pg.cut()
@@ -94,7 +98,8 @@ class ReconfigurableGroup:
     def join(self, info: WorkerInfo) -> None:
         self.round = info.round
         ack_worker_event()
-        if world_changed():  # before `note` could know of this round
+        newest = self.newest  # `note` may have been called before it knew this round
+        if newest is not None and (newest.worker_info, newest.worker_state) != (info, HEALTHY):
             raise RuntimeError("another world has replaced this one")
         store = f"{info.master_addr}:{info.master_port}/soft_restart/{info.round}"
         self.pg.configure(store, f"rank{info.rank}", info.rank, info.world_size, info.round)

@@ -142,7 +142,7 @@ def test_an_ack_is_for_what_the_worker_was_told_not_for_what_came_since(agent: F
     eventually(world_changed)
     ack_worker_event()
     info.get_pg_parameters()
-    get_worker_event()
+    eventually(lambda: get_worker_event().worker_info.round == 2)
     ack_worker_event()
     assert said(agent, 4)[1:] == [WorkerAck(1), WorkerAck(1), WorkerAck(2)]
 
@@ -206,6 +206,16 @@ def test_a_callback_is_told_of_every_event_that_comes(agent: FileChannel) -> Non
     on_worker_event(found.append)
     events = [tell(agent, paused(0, 2, 1, DOWN)), tell(agent, healthy(2, 0, 1, 29500, DOWN))]
     eventually(lambda: found == events)
+
+
+def test_a_callback_has_run_before_its_event_is_told(agent: FileChannel) -> None:
+    tell(agent, healthy(1, 0, 2, 29500))
+    seen: list[int] = []
+    on_worker_event(lambda _: time.sleep(0.1))
+    on_worker_event(lambda _: seen.append(get_worker_info().round))
+    tell(agent, healthy(2, 0, 1, 29500, DOWN))
+    eventually(lambda: get_worker_info().round == 2)
+    assert seen == [1]
 
 
 def test_a_worker_that_has_left_a_world_by_itself_waits_for_the_next(agent: FileChannel) -> None:

@@ -132,8 +132,9 @@ def ack_worker_event() -> None:
 def on_worker_event(call: Callable[[WorkerEvent], object]) -> None:
     """Call ``call`` with every event that comes from now on, on another thread.
 
-    For what has to be done while the main thread is in a collective. Under plain torchrun there
-    are no events.
+    For what has to be done while the main thread is in a collective. It has returned before any
+    function here tells the event, so it never meets the process group of the next world. Under
+    plain torchrun there are no events.
     """
     _worker().on_event(call)
 
@@ -346,14 +347,14 @@ class _ChannelWorker:
             self._notify(is_broken=True)
 
     def _take(self, event: WorkerEvent) -> None:
-        with self._news:
-            self._newest = event
-        self._notify(is_broken=event.change_event is WorldChangeEvent.SCALE_DOWN)
         for call in list(self._calls):
             try:
                 call(event)
             except Exception:  # the user's code must not end this thread
                 logger.exception("a callback for worker events failed")
+        with self._news:
+            self._newest = event
+        self._notify(is_broken=event.change_event is WorldChangeEvent.SCALE_DOWN)
 
     def _notify(self, *, is_broken: bool) -> None:
         with self._news:
