@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -42,15 +43,23 @@ class Nodes:
 
     def __init__(self, address: str) -> None:
         self.address = address
+        self.run_id = uuid.uuid4().hex
         self._stack = contextlib.ExitStack()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(16))
         self._made: list[LighthouseRendezvous] = []
 
-    def node(self, nnodes: str = "1:4", run: str = "run", **options: Any) -> LighthouseRendezvous:
+    def node(
+        self, nnodes: str = "1:4", run: str | None = None, **options: Any
+    ) -> LighthouseRendezvous:
         min_nodes, _, max_nodes = nnodes.partition(":")
         options = {"last_call_timeout": 0.2, "join_timeout": WAIT_S, **options}
         params = RendezvousParameters(
-            "lighthouse", self.address, run, int(min_nodes), int(max_nodes), **options
+            "lighthouse",
+            self.address,
+            run or self.run_id,
+            int(min_nodes),
+            int(max_nodes),
+            **options,
         )
         handler = create_handler(params)
         assert isinstance(handler, LighthouseRendezvous)
@@ -79,9 +88,16 @@ def kill(handler: LighthouseRendezvous) -> None:
     gc.collect()
 
 
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of one lighthouse: it begins no run in its first second."""
+    with lighthouse() as started:
+        yield started
+
+
 @pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    with lighthouse() as address, contextlib.closing(Nodes(address)) as made:
+def nodes(address: str) -> Iterator[Nodes]:
+    with contextlib.closing(Nodes(address)) as made:
         yield made
 
 
