@@ -27,6 +27,7 @@ from torchft_svc.errors import ConfigError, RequestRefused, TorchFTError
 
 # So many beats in a heartbeat timeout: some may be late.
 BEATS_PER_TIMEOUT = 5
+SETTLE_IN_S = 1.0
 # Agents that were cut off when their run was closed come back within this time to hear of it; those
 # that were cut off when all others went find that rounds have gone on.
 EMPTY_RUN_KEPT_S = 60.0
@@ -43,7 +44,7 @@ class RendezvousConfig:
     """
 
     heartbeat_timeout_s: float = 5.0
-    settle_in_s: float = 1.0
+    settle_in_s: float = SETTLE_IN_S
     max_runs: int = 1000
     max_nodes_per_run: int = 10_000
 

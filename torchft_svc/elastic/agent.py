@@ -27,7 +27,6 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from torchft_svc.coordination.servers import LighthouseServer
 from torchft_svc.core.agent import AgentConfig, AgentMachine
 from torchft_svc.core.agent_orders import Outcome
 from torchft_svc.core.world import World
@@ -37,9 +36,10 @@ from torchft_svc.elastic.policy import RestartPolicyStrategy, SoftRestartPolicyS
 from torchft_svc.elastic.rendezvous.config import RendezvousConfig, rendezvous_config
 from torchft_svc.elastic.rendezvous.handler import LighthouseRendezvous
 from torchft_svc.elastic.rendezvous.link import RendezvousLink
+from torchft_svc.elastic.rendezvous.own_lighthouse import OwnLighthouse
 from torchft_svc.elastic.rendezvous.polled import PolledMeeting
 from torchft_svc.elastic.workers import LocalWorkers
-from torchft_svc.rpc.address import LOOPBACK, HostPort, advertised_host
+from torchft_svc.rpc.address import HostPort, advertised_host
 from torchft_svc.rpc.security import PLAIN
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class ElasticAgent(LocalElasticAgent):
                 return PolledMeeting(spec.rdzv_handler, config.node, spec.monitor_interval, hear)
             endpoint, security = config.endpoint, None
             if not endpoint:
-                own = LighthouseServer(f"{LOOPBACK}:0", 1, security=PLAIN)
+                own = OwnLighthouse()
                 endpoint, security = open_things.enter_context(own).address(), PLAIN
             return RendezvousLink(
                 endpoint, config.run_id, config.node, config.settings, hear, security

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
+from torchft_svc.core.rendezvous import SETTLE_IN_S
 from torchft_svc.core.types import QuorumConfig
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.election import Election
@@ -23,15 +24,17 @@ async def run_lighthouse(
     bind: HostPort,
     security: Security = PLAIN,
     election: Election | None = None,
+    settle_in_s: float = SETTLE_IN_S,
 ) -> AsyncIterator[HostPort]:
-    """Serve until the block is left; gives the address that was bound.
+    """Serve until the block is left; gives the address that was bound. ``settle_in_s``: see the
+    `RendezvousConfig` of launched runs.
 
     Raises:
         AddressError: nothing can be bound there.
     """
     leadership = None if election is None else Leadership(Etcd(election.etcd), election.lease_ttl_s)
     readiness: Readiness = ALWAYS_READY if leadership is None else leadership
-    driver = LighthouseDriver(config, readiness.check)
+    driver = LighthouseDriver(config, readiness.check, settle_in_s)
     try:
         async with serve(lambda _: lighthouse_service(driver, readiness), bind, security) as bound:
             if election is None or leadership is None:

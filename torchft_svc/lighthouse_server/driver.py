@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from torchft_svc.core.overview import JobStatus
-from torchft_svc.core.rendezvous import RendezvousConfig
+from torchft_svc.core.rendezvous import SETTLE_IN_S, RendezvousConfig
 from torchft_svc.core.session_messages import Drain, Kill, Leave
 from torchft_svc.core.session_orders import EndStream, Orders, Publish, RefuseCall, Send
 from torchft_svc.core.sessions import ID_STRIDE, LighthouseSessions, first_quorum_id
@@ -43,7 +43,10 @@ class LighthouseDriver:
     """
 
     def __init__(
-        self, config: QuorumConfig, check_leads: Callable[[], None] = lambda: None
+        self,
+        config: QuorumConfig,
+        check_leads: Callable[[], None] = lambda: None,
+        settle_in_s: float = SETTLE_IN_S,
     ) -> None:
         self._check_leads = check_leads
         self._core = LighthouseSessions(config, _first_id(), time.monotonic())
@@ -57,6 +60,7 @@ class LighthouseDriver:
         self.runs = RendezvousDriver(
             RendezvousConfig(
                 heartbeat_timeout_s=config.heartbeat_timeout_s,
+                settle_in_s=settle_in_s,
                 max_runs=config.max_jobs,
                 max_nodes_per_run=min(config.max_members_per_job, MAX_NODES),
             ),

@@ -27,7 +27,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from torchft_svc.coordination.servers import LighthouseServer
 from torchft_svc.core.world import (
     AgentLeave,
     AgentState,
@@ -40,11 +39,11 @@ from torchft_svc.core.world import (
 )
 from torchft_svc.elastic.rendezvous.config import RendezvousConfig, rendezvous_config
 from torchft_svc.elastic.rendezvous.link import LinkNews, LinkTrouble, RendezvousLink
+from torchft_svc.elastic.rendezvous.own_lighthouse import OwnLighthouse
 from torchft_svc.elastic.rendezvous.plugin import BACKEND
 from torchft_svc.elastic.rendezvous.stores import AgentStores, Watch, WorldChanged
 from torchft_svc.env import Environment
 from torchft_svc.errors import Unauthorized
-from torchft_svc.rpc.address import LOOPBACK
 from torchft_svc.rpc.security import PLAIN
 
 log = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class LighthouseRendezvous(RendezvousHandler):
 
     def __init__(self, config: RendezvousConfig) -> None:
         self._config = config
-        self._own_lighthouse: LighthouseServer | None = None
+        self._own_lighthouse: OwnLighthouse | None = None
         self._link: RendezvousLink | None = None
         self._stores: AgentStores | None = None
         self._state = AgentState(status=AgentStatus.JOINING)
@@ -254,7 +253,7 @@ class LighthouseRendezvous(RendezvousHandler):
             config = self._config
             endpoint, security = config.endpoint, None
             if not endpoint:
-                self._own_lighthouse = LighthouseServer(f"{LOOPBACK}:0", 1, security=PLAIN)
+                self._own_lighthouse = OwnLighthouse()
                 endpoint, security = self._own_lighthouse.address(), PLAIN
             self._link = RendezvousLink(
                 endpoint, config.run_id, config.node, config.settings, self._hear, security
