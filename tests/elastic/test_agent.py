@@ -118,3 +118,42 @@ def test_workers_survive_on_a_polled_back_end(tmp_path: Path) -> None:
         assert after["b"] != before["b"]
         run.finish()
         assert run.statuses() == {"a": 0, "b": 0}
+
+
+def test_workers_that_leave_their_world_get_another_one(tmp_path: Path) -> None:
+    with launch(tmp_path, nnodes="2") as run:
+        run.start("a")
+        run.start("b")
+        before = run.await_world(a=1, b=1)
+        first = run.workers("a")[0].notes[-1]["round"]
+        run.leave(before["a"][0])
+        run.until(lambda: run.workers("a")[0].notes[-1]["round"] > first, "another world")
+        assert run.await_world(a=1, b=1) == before
+        run.finish()
+        assert run.statuses() == {"a": 0, "b": 0}
+
+
+def test_many_failures_of_one_worker_restart_its_peers(tmp_path: Path) -> None:
+    options = "--max-restarts=9", "--nproc-per-node=2", "--max-soft-failures=1"
+    with launch(tmp_path, *options, nnodes="1", policy="soft-replace") as run:
+        run.start("a")
+        peer = run.await_world(a=2)["a"][1]
+        for _ in range(2):
+            worker = next(pid for pid in run.await_world(a=2)["a"] if pid != peer)
+            run.fail(worker)
+            run.until(lambda pid=worker: are_gone([pid]), "it has failed")
+        assert peer not in run.await_world(a=2)["a"]
+        run.finish()
+        assert run.statuses() == {"a": 0}
+
+
+def test_a_second_signal_ends_the_wait_for_workers(tmp_path: Path) -> None:
+    with launch(tmp_path, "--shutdown-timeout=300", nnodes="1") as run:
+        program = run.start("a", traits=("stubborn",))
+        pids = run.await_world(a=1)["a"]
+        program.signal(signal.SIGTERM)
+        program.wait_for("ending the workers")
+        assert not are_gone(pids)
+        program.signal(signal.SIGTERM)
+        assert program.wait() == 1
+        assert are_gone(pids)

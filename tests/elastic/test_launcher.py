@@ -136,6 +136,9 @@ def test_the_agent_tells_events_and_metrics(
     workers = [event for event in told if event.source.value == "WORKER"]
     states = sorted((event.metadata["state"], event.metadata["global_rank"]) for event in workers)
     assert states == [*[("START", 0)] * 2, *[("START", 1)] * 2, ("SUCCEEDED", 0), ("SUCCEEDED", 1)]
+    worlds = [event for event in told if event.metadata["state"] == "RENDEZVOUS"]
+    assert len(worlds) == 2
+    assert all(event.metadata["duration_ms"] >= 0 for event in worlds)
     last = told[-1]
     assert (last.source.value, last.metadata["state"]) == ("AGENT", "SUCCEEDED")
     assert (last.metadata["agent_restarts"], last.metadata["rdzv_backend"]) == (1, "lighthouse")

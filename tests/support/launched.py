@@ -131,6 +131,10 @@ class Launch:
         """Let a worker end with status 5."""
         (self.folder / f"fail-{pid}").touch()
 
+    def leave(self, pid: int) -> None:
+        """Let a worker leave its world, as after a broken collective."""
+        (self.folder / f"leave-{pid}").touch()
+
     def statuses(self) -> dict[str, int]:
         """The exit statuses of all agents, which are awaited."""
         return {node: program.wait(LAUNCH_S) for node, program in self.nodes.items()}

@@ -80,7 +80,7 @@ class ElasticAgent(LocalElasticAgent):
         )
         self._settings = settings
         self.has_left = False  # the others were told how this node ends
-        self._waits_since = time.monotonic()  # for a world
+        self._waits_since: float | None = time.monotonic()  # for a world
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         return self._settings.strategy.run(self)
@@ -201,6 +201,7 @@ class ElasticAgent(LocalElasticAgent):
             prepare=self._prepare,
             on_start=self._note_start,
             on_world=self._note_world,
+            on_pause=self._note_pause,
         )
 
     # -- what torchelastic's users see -------------------------------------------------------------
@@ -230,10 +231,19 @@ class ElasticAgent(LocalElasticAgent):
         group.state = WorkerState.HEALTHY
         self._put_metrics()
 
+    def _note_pause(self) -> None:
+        if self._waits_since is None:
+            self._waits_since = time.monotonic()
+
     def _note_world(self, world: World) -> None:
         self._set_world(
             world, {worker.local_rank: worker.id for worker in self._worker_group.workers}
         )
+        if self._waits_since is not None:
+            duration_ms = 1000 * (time.monotonic() - self._waits_since)
+            event = self._construct_event("RENDEZVOUS", EventSource.AGENT, duration_ms=duration_ms)
+            record(event, self._worker_group.spec.event_log_handler)
+        self._waits_since = None
         self._put_metrics()
 
     def _set_world(self, world: World, ids: dict[int, Any]) -> None:

@@ -333,6 +333,8 @@ class AgentDriver:
                 signal.signal(number, handler)
 
     def _note_signal(self, number: int, _: object) -> None:
+        if self._death is not None:
+            self._group.stop_at_once()
         self._death = signal.Signals(number)
         self._ring()
 

@@ -42,7 +42,7 @@ class LocalGroup:
 
     ``prepare`` gets the environments before workers are started with them, by local rank;
     ``on_start`` the world and the process ids afterwards, ``on_world`` each world that they are
-    told to work in.
+    told to work in; ``on_pause`` is called when they are ended, or told to wait for another world.
     """
 
     node_id: str
@@ -51,6 +51,7 @@ class LocalGroup:
     prepare: Callable[[dict[int, dict[str, str]]], None]
     on_start: Callable[[World, dict[int, int]], None]
     on_world: Callable[[World], None]
+    on_pause: Callable[[], None]
     ends: dict[int, WorkerEnd] = field(default_factory=dict)  # of the last life of each worker
     deadline: float | None = (
         None  # when workers that are being stopped get SIGKILL, or are given up
@@ -119,12 +120,20 @@ class LocalGroup:
         self.processes.start(environments, chosen)
         pids = self.processes.pids
         self.on_start(world, {rank: pids[rank] for rank in chosen})
+        if state is WorkerState.HEALTHY:
+            self.on_world(world)
 
     def begin_stop(self, number: signal.Signals, grace_s: float) -> None:
         """Signal all workers; `reap` and `deadline` do the rest."""
         self._is_killing = False
         self.deadline = time.monotonic() + grace_s
         self.processes.signal(number)
+        self.on_pause()
+
+    def stop_at_once(self) -> None:
+        """Nobody wants to wait for workers that are being stopped."""
+        if self.deadline is not None and not self._is_killing:
+            self.deadline = time.monotonic()
 
     def reap(self) -> list[WorkerEnd]:
         """Those that have ended since the last call; they are in `ends`, too."""
@@ -170,6 +179,8 @@ class LocalGroup:
             self._send(rank, state, world, change)
         if state is WorkerState.HEALTHY:
             self.on_world(world)
+        else:
+            self.on_pause()
 
     def receive(self) -> Iterator[tuple[int, WorkerMessage]]:
         """What workers have told, with their local ranks."""

@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torchft_svc import env
 from torchft_svc.core.restart import RestartPolicy
 from torchft_svc.elastic.launcher import LaunchConfig, elastic_launch, from_torch
+from torchft_svc.elastic.policy import MAX_SOFT_FAILURES
 from torchft_svc.elastic.rendezvous.plugin import BACKEND
 from torchft_svc.errors import ConfigError, PeerError, UsageError
 from torchft_svc.rpc.log_limit import LimitedLog, level_number, line_formatter
@@ -66,6 +67,16 @@ def get_args_parser() -> ArgumentParser:
         "it may take however long, for programs that treat the states by their own logic.",
     )
     ours.add_argument(
+        "--max-soft-failures",
+        "--max_soft_failures",
+        action=from_argument_or_environment,
+        type=int,
+        default=MAX_SOFT_FAILURES,
+        metavar="NUMBER",
+        help="With soft-replace: after more failures than this since all workers of a node were "
+        f"started, all of them are started anew (default {MAX_SOFT_FAILURES}).",
+    )
+    ours.add_argument(
         "--exit-barrier-timeout",
         "--exit_barrier_timeout",
         action=from_argument_or_environment,
@@ -94,6 +105,8 @@ def parse_args(args: Sequence[str] | None = None) -> Namespace:
             raise ConfigError(flag, value, "use a finite number of seconds, 0 or more")
     if told.max_restarts < 0:
         raise ConfigError("--max-restarts", told.max_restarts, "use 0 or more")
+    if told.max_soft_failures < 0:
+        raise ConfigError("--max-soft-failures", told.max_soft_failures, "use 0 or more")
     if not told.monitor_interval > 0:
         raise ConfigError("--monitor-interval", told.monitor_interval, "use more than 0 seconds")
     if told.nproc_per_node.lstrip("+-").isdigit() and int(told.nproc_per_node) < 1:
@@ -132,6 +145,7 @@ def config_from_args(
         config,
         restart_policy=policy,
         soft_ready_timeout=args.soft_ready_timeout,
+        max_soft_failures=args.max_soft_failures,
         exit_barrier_timeout=args.exit_barrier_timeout,
     )
     return ours, entrypoint, arguments

@@ -1,8 +1,9 @@
 """A launched worker that works in whatever world it is told, until a file says that it is to end.
 
-``patient_worker.py FOLDER``: it notes each event as a line of JSON in ``FOLDER/PID.events``. It
-ends well when ``FOLDER/finish`` or ``FOLDER/finish-PID`` is there, and with status 5 for
-``FOLDER/fail-PID``. ``stubborn``: it ignores SIGTERM; ``silent``: it calls nothing of the runtime.
+``patient_worker.py FOLDER [stubborn|silent]``: it notes each event as a line of JSON in
+``FOLDER/PID.events``. It ends well when ``FOLDER/finish`` or ``FOLDER/finish-PID`` is there, and
+with status 5 for ``FOLDER/fail-PID``; it leaves its world for ``FOLDER/leave-PID``. ``stubborn``:
+it ignores SIGTERM; ``silent``: it calls nothing of the runtime.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torchft_svc.elastic import (
     WorkerState,
     ack_worker_event,
     get_worker_event,
+    get_worker_info,
+    leave_world,
     wait_for_worker_event,
 )
 
@@ -41,7 +44,13 @@ def main() -> None:
             note(folder, {"state": event.worker_state.value, "attempt": attempt(), **told})
             if event.worker_state is WorkerState.HEALTHY:
                 ack_worker_event()
-        event = wait_for_worker_event(_LOOK_S)
+        if (folder / f"leave-{os.getpid()}").exists():
+            (folder / f"leave-{os.getpid()}").unlink()
+            leave_world()
+            get_worker_info()  # which waits for another one
+            event = get_worker_event()
+        else:
+            event = wait_for_worker_event(_LOOK_S)
 
 
 def attempt() -> int:
