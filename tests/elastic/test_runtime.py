@@ -26,6 +26,7 @@ from torchft_svc.elastic import (
     ack_worker_event,
     get_worker_event,
     get_worker_info,
+    init_world,
     leave_world,
     on_worker_event,
     runtime,
@@ -336,6 +337,19 @@ def test_under_torchrun_the_environment_answers(monkeypatch: pytest.MonkeyPatch)
     ack_worker_event()
     assert wait_for_worker_event(0.01) is None
     assert info.get_pg_parameters() == {"init_method": "env://", "rank": 3, "world_size": 4}
+
+
+@pytest.mark.processes
+def test_a_group_is_formed_as_torchrun_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    set_all(monkeypatch, alone | {"MASTER_PORT": str(store.port)})
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for _ in range(2):  # it leaves the first one itself
+        assert init_world("gloo").world_size == 1
+        assert dist.get_world_size() == 1
+    leave_world()
+    assert not dist.is_initialized()
 
 
 def test_what_torch_itself_needs_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
