@@ -10,11 +10,17 @@
 
 Kill any worker: its launcher restarts that group, whose workers heal each from the worker with the
 same rank in the other group, while that one goes on. On CPUs (gloo), or one GPU a worker (NCCL).
+
+Started so, only the killed worker is restarted, and the others keep their process:
+
+    REPLICA_GROUP_ID=0 torchft-run --standalone --nproc-per-node=2 --max-restarts=9 \\
+        --restart-policy=soft-replace examples/train_hsdp.py --survive
 """
 
 import argparse
 import os
 import sysconfig
+import zlib
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from torchft_svc.client import (
@@ -33,9 +40,11 @@ from torchft_svc.client import (
     replicate_across_groups,
     sharded_state_dict,
 )
+from torchft_svc.elastic import WorkerInfo, get_worker_info, leave_world
 
 CONTEXT, BATCH, WIDTH, VOCABULARY = 32, 16, 64, 128
 TIMEOUT = timedelta(seconds=60)
+PRINT_EVERY = 20
 
 
 class Transformer(nn.Module):
@@ -72,19 +81,23 @@ def draw_batch(text: Tensor, seed: int) -> Tensor:
     return text[starts + torch.arange(CONTEXT + 1)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Train one worker of a replica group.")
-    parser.add_argument("--steps", type=int, default=500, help="updates to commit")
-    options = parser.parse_args()
+def digest(model: nn.Module) -> int:
+    """Of this worker's shards: equal in all groups after every step, to the bit."""
+    sum_ = 0
+    for parameter in model.parameters():
+        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        sum_ = zlib.crc32(shard.detach().cpu().numpy().tobytes(), sum_)
+    return sum_
 
+
+def train(info: WorkerInfo, text: Tensor, num_steps: int) -> None:
+    """Form the group, heal from another one, and train until it is done, or a worker is lost."""
     on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device("cuda" if on_gpu else "cpu")
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT)
-    rank, workers = dist.get_rank(), dist.get_world_size()
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT, **info.get_pg_parameters())
 
-    mesh = init_device_mesh(device.type, (workers,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(device.type, (info.world_size,), mesh_dim_names=("shard",))
     model = Transformer().to(device)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -98,33 +111,60 @@ def main() -> None:
         model.load_state_dict(state["model"])
         adam.load_state_dict(state["optimizer"])
 
-    manager = Manager(
+    with Manager(
         pg=ProcessGroupNCCL(TIMEOUT) if on_gpu else ProcessGroupGloo(TIMEOUT),
         state_dict=state_dict,
         load_state_dict=load_state_dict,
         timeout=TIMEOUT,
         quorum_timeout=TIMEOUT,
-    )
-    replicate_across_groups(manager, model)
-    optimizer = OptimizerWrapper(manager, adam)
+    ) as manager:
+        replicate_across_groups(manager, model)
+        optimizer = OptimizerWrapper(manager, adam)
+        while (step := manager.current_step()) < num_steps:
+            optimizer.zero_grad()  # requests the quorum of this step
+            group = manager.participating_rank() or 0  # None while this group heals
+            seed = (step * 1_000 + group) * info.world_size + info.rank
+            batch = draw_batch(text, seed).to(device)
+            logits = model(batch[:, :-1])
+            loss = functional.cross_entropy(logits, batch[:, 1:].flatten())
+            loss.backward()  # reduced and scattered in the group, then averaged over the groups
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()  # commits, or changes nothing
 
+            step = manager.current_step()
+            if step % PRINT_EVERY == 0:
+                groups = manager.num_participants()
+                print(
+                    f"step {step} loss {loss.item():.3f} groups {groups} rank {info.rank} "
+                    f"pid {os.getpid()} digest {digest(model):08x}\n",
+                    end="",
+                    flush=True,
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train one worker of a replica group.")
+    parser.add_argument("--steps", type=int, default=500, help="updates to commit")
+    parser.add_argument("--survive", action="store_true", help="the loss of a peer, in process")
+    options = parser.parse_args()
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # What is initialized here, a survivor keeps, and nobody waits for the worker that replaces one.
     text = read_text()
-    while (step := manager.current_step()) < options.steps:
-        optimizer.zero_grad()  # requests the quorum of this step
-        group = manager.participating_rank() or 0  # None while this group heals
-        batch = draw_batch(text, (step * 1_000 + group) * workers + rank).to(device)
-        logits = model(batch[:, :-1])
-        loss = functional.cross_entropy(logits, batch[:, 1:].flatten())
-        loss.backward()  # reduced and scattered in the group, then averaged over the groups
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()  # commits, or changes nothing
-
-        step = manager.current_step()
-        if rank == 0 and step % 20 == 0:
-            groups = manager.num_participants()
-            print(f"step {step} loss {loss.item():.3f} groups {groups}", flush=True)
-    manager.shutdown()
-    dist.destroy_process_group()
+    torch.optim.Adam([torch.zeros(1)])  # loads what torch loads at the first use only
+    info = get_worker_info()
+    while True:
+        try:
+            train(info, text, options.steps)
+            break
+        except Exception as error:  # a worker of this group is lost
+            if not options.survive:
+                raise
+            print(f"pid {os.getpid()} lost its group: {error}", flush=True)
+        leave_world()
+        info = get_worker_info()  # waits until the lost worker was replaced
+    leave_world()
 
 
 if __name__ == "__main__":

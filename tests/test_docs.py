@@ -165,11 +165,12 @@ def launcher_flags() -> set[str]:
     return {option for action in actions for option in action.option_strings}
 
 
-def test_the_flags_of_the_elastic_page_are_those_of_the_launcher_and_the_example() -> None:
-    example = (ROOT / "examples" / "soft_restart.py").read_text()
-    ours = launcher_flags() | set(re.findall(r'add_argument\("(--[a-z-]+)"', example))
+def test_the_flags_of_the_elastic_page_are_those_of_the_launcher_and_the_examples() -> None:
+    examples = [ROOT / "examples" / name for name in ("soft_restart.py", "train_hsdp.py")]
+    text = "".join(example.read_text() for example in examples)
+    ours = launcher_flags() | set(re.findall(r'add_argument\("(--[a-z-]+)"', text))
     text = (ROOT / "docs" / "elastic.md").read_text()
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= ours | {"--bind"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= ours | {"--bind", "--min-replicas"}
 
 
 def test_the_elastic_page_names_every_function_of_the_worker_api() -> None:

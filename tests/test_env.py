@@ -37,6 +37,7 @@ from torchft_svc.errors import ConfigError
         ("uses_agent_store", "TORCHELASTIC_USE_AGENT_STORE", "True", True),
         ("uses_agent_store", "TORCHELASTIC_USE_AGENT_STORE", "0", False),
         ("restart_count", "TORCHELASTIC_RESTART_COUNT", "2", 2),
+        ("world_round", "TORCHFT_WORLD_ROUND", "3", 3),
         ("worker_channel", "TORCHFT_WORKER_CHANNEL", "/run/0-0", "/run/0-0"),
         ("job_id", "TORCHFT_JOB_ID", "run-7", "run-7"),
         ("min_replicas", "TORCHFT_MIN_REPLICAS", "2", 2),

@@ -23,6 +23,8 @@ _MAX_PORT = 65535
 LIGHTHOUSE_BIND_VARIABLE = "TORCHFT_LIGHTHOUSE_BIND"
 MANAGER_BIND_VARIABLE = "TORCHFT_MANAGER_BIND"
 LOG_VARIABLE = "TORCHFT_LOG"
+# What our launcher tells its workers.
+WORLD_ROUND_VARIABLE = "TORCHFT_WORLD_ROUND"
 LOG_LEVELS = ("debug", "info", "warning", "error", "off")
 
 
@@ -89,10 +91,11 @@ def for_child(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in changed.items() if value is not None}
 
 
-def tell_worker(worker: TorchrunWorker) -> None:
-    """Set torchrun's variables to the place in a new world, for libraries that read them."""
+def tell_worker(worker: TorchrunWorker, round_: int) -> None:
+    """Set torchrun's variables, and ours, to the place in a new world, for those that read them."""
     for name, value in asdict(worker).items():
         os.environ[name.upper()] = str(value)
+    os.environ[WORLD_ROUND_VARIABLE] = str(round_)
 
 
 @contextlib.contextmanager
@@ -174,6 +177,11 @@ class Environment:
         return self._int("TORCHELASTIC_RESTART_COUNT", 0) or 0
 
     @property
+    def world_round(self) -> int | None:
+        """``TORCHFT_WORLD_ROUND``: which world of its launcher this worker is in."""
+        return self._int(WORLD_ROUND_VARIABLE, 0)
+
+    @property
     def group_rank(self) -> int | None:
         """``RANK``: this worker's index in its replica group."""
         return self._int("RANK", 0)
@@ -204,11 +212,13 @@ class Environment:
             ]
             reason = "it is not set: start this program with torchft-run or torchrun"
             raise ConfigError(missing[0], None, reason)
+        local_rank = _first(self._int("LOCAL_RANK", 0), 0)
         return TorchrunWorker(
-            local_rank=_first(self._int("LOCAL_RANK", 0), 0),
+            local_rank=local_rank,
             role_rank=_first(self._int("ROLE_RANK", 0), rank),
             rank=rank,
-            local_world_size=_first(self._int("LOCAL_WORLD_SIZE", 1), 1),
+            # Other launchers do not tell it; it is at least this.
+            local_world_size=_first(self._int("LOCAL_WORLD_SIZE", 1), local_rank + 1),
             role_world_size=_first(self._int("ROLE_WORLD_SIZE", 1), world_size),
             world_size=world_size,
             master_addr=host,

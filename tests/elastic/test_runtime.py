@@ -358,6 +358,12 @@ def test_what_torch_itself_needs_is_enough(monkeypatch: pytest.MonkeyPatch) -> N
     assert get_worker_info() == WorkerInfo(0, 3, 3, 1, 4, 4, "host", 29500)
 
 
+def test_a_launcher_may_tell_a_local_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    set_all(monkeypatch, {name: TORCHRUN[name] for name in names})
+    assert get_worker_info() == WorkerInfo(1, 3, 3, 2, 4, 4, "host", 29500)
+
+
 @pytest.mark.parametrize("missing", ["RANK", "MASTER_PORT"])
 def test_without_a_launcher_there_is_a_clear_error(
     monkeypatch: pytest.MonkeyPatch, missing: str

@@ -259,6 +259,7 @@ class LocalGroup:
             "TORCHELASTIC_RUN_ID": self.spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.value_of("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            env.WORLD_ROUND_VARIABLE: world.round,
             "TORCHFT_WORKER_CHANNEL": self._told[local_rank].channel.directory,
         }
         return {name: str(value) for name, value in variables.items()}

@@ -268,7 +268,7 @@ class _ChannelWorker:
         from torchft_svc.elastic import world_group  # it imports torch
 
         world_group.handle(_begin_group)
-        tell_worker(_torchrun_worker(info))
+        tell_worker(_torchrun_worker(info), info.round)
         self._send(WorkerAck(info.round))
         return {
             "init_method": world_group.url(info),

@@ -225,7 +225,12 @@ def test_a_worker_whose_leader_never_comes(address: str) -> None:
         )
 
 
-def test_the_environment_of_a_launcher(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("world", "expected"), [({}, "3"), ({"TORCHFT_WORLD_ROUND": "7"}, "world-7")]
+)
+def test_the_environment_of_a_launcher(
+    address: str, monkeypatch: pytest.MonkeyPatch, world: dict[str, str], expected: str
+) -> None:
     agent = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     for name, value in {
         "MASTER_ADDR": "localhost",
@@ -236,12 +241,14 @@ def test_the_environment_of_a_launcher(address: str, monkeypatch: pytest.MonkeyP
         "TORCHELASTIC_RESTART_COUNT": "3",
         "TORCHFT_LIGHTHOUSE": address,
         "REPLICA_GROUP_ID": "seven",
+        **world,
     }.items():
         monkeypatch.setenv(name, value)
     with Manager(in_process=True) as manager:
         assert manager.replica_id() == "seven"
-        # The attempt is a part of the key: an earlier attempt's address can not be read.
-        assert agent.get("torchft/services/3/replica_name") == b"seven"
+        # The attempt is a part of the key: an earlier attempt's address can not be read. Workers
+        # that a soft restart has left alone have another attempt than their peers, in one world.
+        assert agent.get(f"torchft/services/{expected}/replica_name") == b"seven"
         manager.start_quorum()
         assert manager.should_commit()
 

@@ -109,8 +109,10 @@ def open_services(
         DeadlineExceeded: rank 0 did not publish it within the connect timeout.
         Unreachable: the manager ended at once; see its output on stderr.
     """
-    # A launcher's store outlives its workers: keys of an earlier attempt must not be read.
-    prefix = f"torchft/services/{environment.restart_count}"
+    # A launcher's store outlives its workers: keys of an earlier attempt must not be read. Under a
+    # soft restart policy only some workers are restarted, and all are in one world.
+    attempt, world = environment.restart_count, environment.world_round
+    prefix = f"torchft/services/{attempt if world is None else f'world-{world}'}"
     keys = _SharedKeys(PrefixStore(prefix, group_store.store), str(group_store.address))
     if not place.leads:
         deadline = time.monotonic() + timeouts.connect_s
