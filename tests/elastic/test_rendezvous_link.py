@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.agents import Agent, lighthouse
 from support.papers import authority
-from support.running import eventually, refusing, steady_address
+from support.running import eventually, refusing, silent, steady_address
 
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.core.types import QuorumConfig
@@ -172,6 +172,13 @@ def not_leading(leader: str) -> Iterator[str]:
         yield str(serving.value)
     finally:
         serving.close()
+
+
+def test_a_lighthouse_that_is_silent_is_passed_over() -> None:
+    with silent() as nobody, lighthouse() as address, Agent(f"{nobody},{address}", "a") as a:
+        a.tell(JOINING)
+        assert isinstance(a.await_news(LinkTrouble).error, Unreachable)
+        assert names(a.work()) == ["a"]
 
 
 def test_two_nodes_with_one_node_rank() -> None:

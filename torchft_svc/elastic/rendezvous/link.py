@@ -265,7 +265,7 @@ class _Connections:
         stream = open_stream(metadata=self._security.metadata)
         tasks: list[asyncio.Task[None]] = []
         try:
-            welcome = await asyncio.wait_for(self._introduce(stream), WELCOME_TIMEOUT_S)
+            welcome = await self._introduce(stream)
             self._opened(welcome)
             tasks.append(asyncio.create_task(self._keep_sending(stream, welcome.beat_interval_s)))
             tasks.append(asyncio.create_task(self._look_back()))
@@ -289,8 +289,9 @@ class _Connections:
         state = self._state
         world = self._worlds.get(state.round)
         hello = AgentHello(self._hello.node, self._hello.settings, state, world)
-        await stream.write(agent_hello_to_wire(self._run_id, hello))
-        first = checked(await stream.read(), _ANSWER)
+        told = stream.write(agent_hello_to_wire(self._run_id, hello))
+        await asyncio.wait_for(told, WELCOME_TIMEOUT_S)
+        first = checked(await asyncio.wait_for(stream.read(), WELCOME_TIMEOUT_S), _ANSWER)
         if first is EOF:
             await raise_status(stream)
             raise RequestRefused("it ended the session")
