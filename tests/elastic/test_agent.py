@@ -24,7 +24,7 @@ def test_a_killed_worker_of_one_node_leaves_the_others_alone(tmp_path: Path) -> 
         assert after["a"] == before["a"]
         assert {worker.attempt for worker in run.workers("a")} == {0}
         assert {worker.attempt for worker in run.workers("b")} == {1}
-        assert all(worker.num_worlds == 3 for worker in run.workers("a"))
+        assert all(worker.num_worlds >= 3 for worker in run.workers("a"))
         run.finish()
         assert run.statuses() == {"a": 0, "b": 0}
 

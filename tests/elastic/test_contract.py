@@ -67,6 +67,18 @@ def test_restarts_are_counted_by_each_agent(tmp_path: Path) -> None:
         assert run.statuses() == {"a": 0, "b": 0}
 
 
+def test_a_failure_that_follows_from_another_one_uses_no_restart(tmp_path: Path) -> None:
+    with launch(tmp_path, "--max-restarts=3", nnodes="2", policy="hard") as run:
+        before = two_nodes(run)
+        os.kill(before["b"][0], signal.SIGKILL)
+        run.fail(before["a"][0])  # as by the exception of a collective
+        run.until(lambda: are_gone(before["a"]) and both_work(run), "all workers are new")
+        assert {worker.attempt for worker in run.workers("a")} == {0}
+        assert {worker.attempt for worker in run.workers("b")} == {1}
+        run.finish()
+        assert run.statuses() == {"a": 0, "b": 0}
+
+
 @both
 def test_nodes_that_come_and_go_use_no_restart(policy: str, tmp_path: Path) -> None:
     with launch(tmp_path, "--max-restarts=0", nnodes="1:2", policy=policy) as run:
@@ -146,7 +158,7 @@ def test_a_node_too_many_waits_for_a_place(policy: str, tmp_path: Path) -> None:
 
 @both
 def test_a_node_too_many_gives_up_after_a_while(policy: str, tmp_path: Path) -> None:
-    with launch(tmp_path, "--rdzv-conf=join_timeout=1", nnodes="1", policy=policy) as run:
+    with launch(tmp_path, "--rdzv-conf=join_timeout=3", nnodes="1", policy=policy) as run:
         run.start("a")
         first = run.until(lambda: run.pids("a"), "a worker")
         assert run.start("b").wait() == 1
@@ -158,7 +170,7 @@ def test_a_node_too_many_gives_up_after_a_while(policy: str, tmp_path: Path) -> 
 
 @both
 def test_too_few_nodes_end_with_a_rendezvous_error(policy: str, tmp_path: Path) -> None:
-    with launch(tmp_path, "--rdzv-conf=join_timeout=1", nnodes="2", policy=policy) as run:
+    with launch(tmp_path, "--rdzv-conf=join_timeout=5", nnodes="2", policy=policy) as run:
         pids = two_nodes(run)
         run.nodes["b"].signal(signal.SIGKILL)
         assert run.nodes["a"].wait() == 1
@@ -183,12 +195,24 @@ def test_without_restarts_the_scheduler_starts_a_node_again(policy: str, tmp_pat
         assert run.statuses() == {"a": 0, "b": 0}
 
 
-@pytest.mark.parametrize("policy", ["hard", "soft", "hard on c10d"])
-def test_workers_never_outlive_their_agent(policy: str, tmp_path: Path) -> None:
-    kind, _, back_end = policy.partition(" on ")
-    with launch(tmp_path, "--nproc-per-node=2", nnodes="1", policy=kind) as run:
-        own = ("--standalone",) if back_end else ()
-        run.start("a", *own, traits=("stubborn",))
+FUNCTIONS = ("--run-path", "--start-method=fork")
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("hard", ()),
+        ("soft", ()),
+        ("hard", ("--standalone",)),
+        ("hard", FUNCTIONS),
+        ("soft", FUNCTIONS),
+    ],
+)
+def test_workers_never_outlive_their_agent(
+    policy: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    with launch(tmp_path, "--nproc-per-node=2", nnodes="1", policy=policy) as run:
+        run.start("a", *options, traits=("stubborn",))
         pids = run.until(lambda: len(run.pids()) == 2 and run.pids(), "two workers")
         run.nodes["a"].signal(signal.SIGKILL)
         run.until(lambda: are_gone(pids), "they have ended, too")

@@ -119,6 +119,7 @@ class AgentDriver:
         self._began_at = 0.0
         self._left: tuple[int, float] | None = None  # round, and until when nothing is done
         self._death: signal.Signals | None = None
+        self._is_hurried = False  # a second signal has come
         self._error: Exception | None = None  # to be raised instead of a result
         self._end: End | None = None
 
@@ -171,6 +172,8 @@ class AgentDriver:
         if self._death is not None and self._error is None:
             text = f"Process {os.getpid()} got signal: {self._death}"
             self._give_up(SignalException(text, self._death), f"it received {self._death.name}")
+        if self._is_hurried:
+            self._group.stop_at_once()
         while not self._news.empty():
             self._hear(self._news.get())
         self._look_at_workers()
@@ -333,8 +336,7 @@ class AgentDriver:
                 signal.signal(number, handler)
 
     def _note_signal(self, number: int, _: object) -> None:
-        if self._death is not None:
-            self._group.stop_at_once()
+        self._is_hurried = self._death is not None
         self._death = signal.Signals(number)
         self._ring()
 
