@@ -299,7 +299,8 @@ class LaunchChecks:
 
     def _enters(self, node: NodeLedger, world: World) -> None:
         told = self._told.setdefault(world.round, world)
-        if not set(world.node_ids) & set(told.node_ids):
+        there = {each for each in self._entered.get(world.round, {}) if not self._is_over(each)}
+        if told != world and not there & set(world.node_ids):
             told = self._told[world.round] = world  # a lighthouse that heard of nobody else
             self._reached.pop(world.round, None)
             self._entered.pop(world.round, None)
@@ -319,6 +320,9 @@ class LaunchChecks:
                 "L6",
                 f"rank 0 of {_shown(world)} has no state, others have: {entered}",
             )
+
+    def _is_over(self, node_id: str) -> bool:
+        return self.nodes[node_id].has_ended
 
     def ends(self, node: NodeLedger, end: End) -> None:
         node.has_ended = True

@@ -222,10 +222,15 @@ class LaunchFleet:
         self._frozen_until[agent.node_id] = max(self._frozen_until.get(agent.node_id, 0.0), until)
         for process in processes:
             process.freeze()
-            self._nature.after(seconds, process.thaw)
+            self._nature.after(seconds, self._thaw, agent, process)
         noticed_s = self._scenario.heartbeat_timeout_s + LOSS_S
         if seconds > noticed_s and self._was_well:
             self._nature.after(noticed_s, self._expect_frozen, agent, self.world.now)
+
+    def _thaw(self, agent: LaunchAgent, process: Process) -> None:
+        """If it was not frozen again meanwhile, for longer."""
+        if self.world.now >= self._frozen_until[agent.node_id]:
+            process.thaw()
 
     def _expect_frozen(self, agent: LaunchAgent, since: float) -> None:
         """It was silent for longer than the heartbeat timeout."""
@@ -308,9 +313,20 @@ class LaunchFleet:
         if world is None or len(world.nodes) != wanted:
             return False
         members = [agent for agent in agents if agent.node_id in world.node_ids]
-        return len(members) == wanted and all(
+        is_known = len(members) == wanted and all(
             agent.machine.entered == world and agent.ledger.is_in_reached_world()
             for agent in members
+        )
+        return is_known and self._is_told(world.round, wanted)
+
+    def _is_told(self, round_: int, num_nodes: int) -> bool:
+        """Whether the lighthouse knows as well that so many nodes are in this world."""
+        if self._leader.process.is_dead or self._leader.process.is_frozen:
+            return False
+        runs = self._leader.core.status("", self.world.now)
+        return any(
+            run.round == round_ and sum(node.reached for node in run.nodes) == num_nodes
+            for run in runs
         )
 
     def _explain(self) -> None:
