@@ -279,6 +279,19 @@ def test_l6_a_newcomer_with_rank_0_by_hand_is_not_rank_0_of_those_that_have_the_
     assert launch.worlds == [("a", "b"), ("b",), ("b", "c")]
 
 
+def test_l6_a_node_that_was_away_has_the_state_that_restarted_workers_have_not() -> None:
+    launch = started("1:4", "ab", max_restarts=1)
+    launch.disconnect("b")
+    launch.passes(1.0)
+    launch.agents["a"].is_slow = True
+    launch.fail("a")
+    launch.connect("b")
+    launch.passes(1.0)
+    launch.answer("a")
+    launch.passes(1.0)
+    assert launch.worlds == [("a", "b"), ("a",), ("b",), ("b", "a")]
+
+
 def test_l7_each_world_has_a_store_of_its_own() -> None:
     launch = started("1:3", "abc")
     for name in "de":

@@ -398,7 +398,8 @@ class LaunchedRun:
         assert since is not None
         if len(joiners) == self.settings.max_nodes:
             return max(since, self._begins_at)
-        if self._nodes.is_warming():
+        is_idle = not any(each.is_working or each.state.reached for each in joiners)
+        if is_idle and self._nodes.is_warming():
             return since + WARMING_SHARE * self.settings.join_timeout_s
         return max(since + self.settings.join_window_s, self._begins_at)
 

@@ -182,6 +182,8 @@ class RunNodes:
                 fresh = [key for key in trained if self._trained[key].last == newest]
                 oldest = min(self._trained[key].first for key in fresh)
                 return {key for key in fresh if self._trained[key].first == oldest}
+        if reached := self.members - self.unreached:
+            return reached
         # What another lighthouse knew of them is lost, but not what they tell.
         told = {each.node.node_id for each in joiners if each.is_working or each.state.reached}
         return told or set(self.members)

@@ -222,15 +222,16 @@ class LaunchFleet:
         self._frozen_until[agent.node_id] = max(self._frozen_until.get(agent.node_id, 0.0), until)
         for process in processes:
             process.freeze()
-            self._nature.after(seconds, self._thaw, agent, process)
+        self._nature.after(seconds, self._thaw, agent)
         noticed_s = self._scenario.heartbeat_timeout_s + LOSS_S
         if seconds > noticed_s and self._was_well:
             self._nature.after(noticed_s, self._expect_frozen, agent, self.world.now)
 
-    def _thaw(self, agent: LaunchAgent, process: Process) -> None:
+    def _thaw(self, agent: LaunchAgent) -> None:
         """If it was not frozen again meanwhile, for longer."""
         if self.world.now >= self._frozen_until[agent.node_id]:
-            process.thaw()
+            for process in agent.processes():
+                process.thaw()
 
     def _expect_frozen(self, agent: LaunchAgent, since: float) -> None:
         """It was silent for longer than the heartbeat timeout."""
