@@ -158,6 +158,7 @@ def test_a_launched_run_goes_on_in_its_world_at_the_next_leader(etcd: str) -> No
             c.tell(AgentStatus.JOINING)
             joined = c.work()
             assert joined.node_ids == (*world.node_ids, "c")
+            a.work(world.round)
             assert [each for each in a.heard if isinstance(each, World)] == [world, joined]
 
 

@@ -69,6 +69,8 @@ log = logging.getLogger(__name__)
 _BEAT_SHARE = 0.9
 # An agent that is refused sooner after its welcome breaks the rules.
 STEADY_S = 1.0
+# A connection that was told to end, and goes on, is told again.
+CANCEL_AGAIN_S = 0.5
 _ANSWER = "what the lighthouse said"
 
 
@@ -139,8 +141,9 @@ class RendezvousLink:
         try:
             yield connections
         finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            while not running.done():  # `wait_for` may lose a cancellation, before Python 3.12
+                running.cancel()
+                await asyncio.wait([running], timeout=CANCEL_AGAIN_S)
 
     def leave(self, leave: AgentLeave, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
         """Tell the lighthouse that this node is gone for good, and close; never raises.
