@@ -20,8 +20,8 @@ from chaos.faults import HANG_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, JOIN_TIMEOUT_S
 from chaos.fleet import Fleet, Worker
 from chaos.fork_server import worker_server
 from demo.orphans import MARK, die_with_parent
-from torchft_svc.client.process.fork_server import ForkServer
 from torchft_svc.coordination import LighthouseClient
+from torchft_svc.rpc.fork_server import ForkServer
 from torchft_svc.testing.proxy import Proxy
 
 LIGHTHOUSE_START_S = 20.0

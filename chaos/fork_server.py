@@ -13,7 +13,7 @@ from pathlib import Path
 
 from chaos.options import WorkerOptions, decode
 from demo.orphans import die_with_parent
-from torchft_svc.client.process.fork_server import ForkServer, serve
+from torchft_svc.rpc.fork_server import ForkServer, serve
 
 ROOT = Path(__file__).parents[1]
 

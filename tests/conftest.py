@@ -24,9 +24,9 @@ from hypothesis import settings
 from support.bounds import again_if_late
 from support.running import lives
 
-from torchft_svc.client.process.fork_server import ForkServer
 from torchft_svc.core import manager, sessions
 from torchft_svc.rpc import deadline
+from torchft_svc.rpc.fork_server import ForkServer
 
 # What a test has asked to end gets so long to be gone, on a machine that may stall.
 ENDING_S = 15.0

@@ -17,7 +17,7 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
-from torchft_svc.client.process.fork_server import ForkServer
+from torchft_svc.rpc.fork_server import ForkServer
 
 TESTS = Path(__file__).parents[1]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from demo.orphans import die_with_parent
 from support.fork_server import Call, Program
-from torchft_svc.client.process.fork_server import serve
+from torchft_svc.rpc.fork_server import serve
 
 # Where this program finds its own modules; what it forks need not.
 OURS = os.environ["PYTHONPATH"].split(os.pathsep)

@@ -20,11 +20,11 @@ from support.training import Trainer, assert_identical, in_step, lighthouse, tog
 from support.warm import Warm
 
 from torchft_svc.client import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
-from torchft_svc.client.process.fork_server import ForkServer
 from torchft_svc.client.process_groups.isolated.process import FORK_SERVER, fork_carrier
 from torchft_svc.client.process_groups.isolated.segments import HostSegment, Pool
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed
+from torchft_svc.rpc.fork_server import ForkServer
 
 TIMEOUT = timedelta(seconds=20)
 MAIN = "torchft_svc.client.process_groups.isolated.child"
@@ -64,7 +64,7 @@ def test_a_process_that_comes_too_late_is_not_taken_for_the_next_one(
     assert fork_server.is_ready(60.0)
     server = fork_server._process
     assert server is not None
-    monkeypatch.setattr("torchft_svc.client.process.fork_server.START_S", 0.5)
+    monkeypatch.setattr("torchft_svc.rpc.fork_server.START_S", 0.5)
     server.send_signal(signal.SIGSTOP)
     with pytest.raises(DeadlineExceeded):
         fork_carrier(fork_server)

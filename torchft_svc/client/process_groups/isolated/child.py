@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from torchft_svc.client.process.fork_server import serve, watch
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
 from torchft_svc.client.process_groups.isolated.device_segments import DeviceWindow
@@ -47,6 +46,7 @@ from torchft_svc.client.process_groups.isolated.messages import (
 )
 from torchft_svc.client.process_groups.isolated.segments import HostSegment
 from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
+from torchft_svc.rpc.fork_server import serve, watch
 
 # By its own name also where it runs as a program.
 log = logging.getLogger(f"{__package__}.child")

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 
-from torchft_svc.client.process.fork_server import ForkServer
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
     Command,
@@ -24,6 +23,7 @@ from torchft_svc.client.process_groups.isolated.messages import (
 )
 from torchft_svc.client.process_groups.isolated.segments import Pool
 from torchft_svc.errors import QuorumFailed
+from torchft_svc.rpc.fork_server import ForkServer
 
 log = logging.getLogger(__name__)
 
