@@ -85,6 +85,12 @@ def update(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def replace(variables: Mapping[str, str]) -> None:
+    """Make them the whole environment of this process."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
 def for_child(changes: Mapping[str, str | None]) -> dict[str, str]:
     """This process' environment with ``changes``; None takes a variable away."""
     changed = {**os.environ, **changes}

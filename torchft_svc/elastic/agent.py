@@ -6,7 +6,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import Template
 from typing import Any
@@ -38,7 +38,8 @@ from torchft_svc.elastic.rendezvous.handler import LighthouseRendezvous
 from torchft_svc.elastic.rendezvous.link import RendezvousLink
 from torchft_svc.elastic.rendezvous.own_lighthouse import OwnLighthouse
 from torchft_svc.elastic.rendezvous.polled import PolledMeeting
-from torchft_svc.elastic.workers import LocalWorkers
+from torchft_svc.elastic.warm_start import WarmStart
+from torchft_svc.elastic.workers import LocalWorkers, untied
 from torchft_svc.rpc.address import HostPort, advertised_host
 from torchft_svc.rpc.security import PLAIN
 
@@ -49,12 +50,14 @@ log = logging.getLogger(__name__)
 class AgentSettings:
     """What an agent needs besides torch's own arguments.
 
-    ``parameters`` are those of the rendezvous; ``signals`` end the agent and its workers.
+    ``parameters`` are those of the rendezvous; ``signals`` end the agent and its workers;
+    ``preload`` are the modules that a fork server imports for workers (None: there is none).
     """
 
     strategy: RestartPolicyStrategy
     parameters: RendezvousParameters
     signals: str
+    preload: Sequence[str] | None = None
 
 
 # A lost node is told within milliseconds, a process that is killed with it ends at once, and
@@ -194,10 +197,13 @@ class ElasticAgent(LocalElasticAgent):
     def _group(self, node_id: str) -> LocalGroup:
         spec = self._worker_group.spec
         prefix = None if self._log_line_prefix_template is None else self._line_prefix
+        preload, warm = self._settings.preload, None
+        if preload is not None:
+            warm = WarmStart([str(word) for word in untied((spec.entrypoint, *spec.args))], preload)
         return LocalGroup(
             node_id=node_id,
             spec=spec,
-            processes=LocalWorkers(spec, self._logs_specs, self._start_method, prefix),
+            processes=LocalWorkers(spec, self._logs_specs, self._start_method, prefix, warm),
             prepare=self._prepare,
             on_start=self._note_start,
             on_world=self._note_world,

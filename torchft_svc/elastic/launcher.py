@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ from torchft_svc.elastic.policy import (
     SoftRestartPolicyStrategy,
 )
 from torchft_svc.elastic.rendezvous.plugin import BACKEND, create_handler
+from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, check_command
 from torchft_svc.elastic.workers import Entrypoint, tied
 from torchft_svc.errors import ConfigError, UsageError
 
@@ -65,6 +66,8 @@ class LaunchConfig(torch_launcher.LaunchConfig):
             before it is treated as failed; 0: it may take however long.
         max_soft_failures: more failures of workers restart all workers of their node.
         exit_barrier_timeout: seconds that a node whose workers have finished waits for the others.
+        warm_start: under a soft policy, fork workers from a process that has imported the modules
+            of ``warm_start_preload``, as soon as it has; for Python scripts and modules.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -74,6 +77,8 @@ class LaunchConfig(torch_launcher.LaunchConfig):
     soft_ready_timeout: float = 300.0
     max_soft_failures: int = MAX_SOFT_FAILURES
     exit_barrier_timeout: float = 300.0
+    warm_start: bool = False
+    warm_start_preload: Sequence[str] = DEFAULT_PRELOAD
 
     def __post_init__(self) -> None:
         if isinstance(self.restart_policy, str):
@@ -87,6 +92,8 @@ class LaunchConfig(torch_launcher.LaunchConfig):
         if not 1 <= self.min_nodes <= self.max_nodes:
             nodes = f"{self.min_nodes}:{self.max_nodes}"
             raise ConfigError("nnodes", nodes, "1 <= min <= max is needed")
+        if self.warm_start and isinstance(_strategy(self), HardRestartPolicyStrategy):
+            raise ConfigError("warm_start", True, "it needs a soft restart policy")
         super().__post_init__()  # type: ignore[no-untyped-call]
 
 
@@ -126,6 +133,8 @@ def launch_agent(
     """
     if not entrypoint:
         raise ConfigError("entrypoint", entrypoint, "give a function or a command")
+    if config.warm_start:
+        check_command(entrypoint, args)
     if not config.run_id:
         config.run_id = str(uuid.uuid4().int)
         log.warning("config has no run_id, generated a random run_id: %s", config.run_id)
@@ -145,7 +154,8 @@ def launch_agent(
         # later does not hear of. Workers get another one.
         env.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     handler = _rendezvous_handler(parameters)
-    settings = AgentSettings(strategy, parameters, config.signals_to_handle)
+    preload = config.warm_start_preload if config.warm_start else None
+    settings = AgentSettings(strategy, parameters, config.signals_to_handle, preload)
     agent = _agent(config, (entrypoint, args), settings, handler, health_check_server)
     ends_run = True
     try:

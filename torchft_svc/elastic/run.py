@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
+from torch.distributed.argparse_util import check_env as flag_or_environment
 from torch.distributed.argparse_util import env as from_argument_or_environment
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -29,6 +30,7 @@ from torchft_svc.core.restart import RestartPolicy
 from torchft_svc.elastic.launcher import LaunchConfig, elastic_launch, from_torch
 from torchft_svc.elastic.policy import MAX_SOFT_FAILURES
 from torchft_svc.elastic.rendezvous.plugin import BACKEND
+from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, preload_list
 from torchft_svc.errors import ConfigError, PeerError, UsageError
 from torchft_svc.rpc.log_limit import LimitedLog, level_number, line_formatter
 
@@ -84,6 +86,22 @@ def get_args_parser() -> ArgumentParser:
         default=300.0,
         metavar="SECONDS",
         help="How long a node whose workers have finished waits for the others (default 300).",
+    )
+    ours.add_argument(
+        "--warm-start",
+        "--warm_start",
+        action=flag_or_environment,
+        help="With a soft policy: fork the workers that are started anew from a process that has "
+        "imported the modules of --warm-start-preload. They must neither use CUDA nor start "
+        "threads. For Python scripts and modules, not with --no-python.",
+    )
+    ours.add_argument(
+        "--warm-start-preload",
+        "--warm_start_preload",
+        action=from_argument_or_environment,
+        default=",".join(DEFAULT_PRELOAD),
+        metavar="MODULES",
+        help="What --warm-start imports, separated by commas (default torch).",
     )
     return parser
 
@@ -147,6 +165,8 @@ def config_from_args(
         soft_ready_timeout=args.soft_ready_timeout,
         max_soft_failures=args.max_soft_failures,
         exit_barrier_timeout=args.exit_barrier_timeout,
+        warm_start=args.warm_start,
+        warm_start_preload=preload_list(args.warm_start_preload),
     )
     return ours, entrypoint, arguments
 

@@ -34,6 +34,7 @@ from torch.distributed.elastic.utils.api import macros
 
 from torchft_svc import env
 from torchft_svc.elastic import parent_death
+from torchft_svc.elastic.warm_start import WarmStart
 from torchft_svc.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,9 @@ Entrypoint = Callable[..., Any] | str
 KILL_S = 10.0
 # Where the system has no process descriptors, look at the processes this often.
 POLL_S = 0.1
+# The end of a forked worker can be seen a moment before the fork server tells its exit code.
+_EXIT_CODE_S = 5.0
+_WRAPPER = "-I", "-S", parent_death.__file__
 
 
 def tied(entrypoint: Entrypoint, args: tuple[Any, ...]) -> tuple[Entrypoint, tuple[Any, ...]]:
@@ -58,8 +62,12 @@ def tied(entrypoint: Entrypoint, args: tuple[Any, ...]) -> tuple[Entrypoint, tup
         raise ConfigError("entrypoint", entrypoint, "there is no such program that can be run")
     if not sys.executable:
         return entrypoint, args
-    wrapper = "-I", "-S", parent_death.__file__, str(os.getpid())
-    return sys.executable, (*wrapper, entrypoint, *args)
+    return sys.executable, (*_WRAPPER, str(os.getpid()), entrypoint, *args)
+
+
+def untied(command: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What was tied, of a command with its arguments."""
+    return command[len(_WRAPPER) + 2 :] if command[1 : len(_WRAPPER) + 1] == _WRAPPER else command
 
 
 class TiedFunction:
@@ -94,6 +102,7 @@ class LocalWorkers:
         logs_specs: where their streams and errors go.
         start_method: multiprocessing's, for functions.
         line_prefix: torchrun's template for lines on the console (None: ``[role0]:``).
+        warm: starts commands, whenever it can.
     """
 
     def __init__(
@@ -102,8 +111,10 @@ class LocalWorkers:
         logs_specs: LogsSpecs,
         start_method: str = "spawn",
         line_prefix: Callable[[int], str] | None = None,
+        warm: WarmStart | None = None,
     ) -> None:
         self._spec = spec
+        self._warm = warm
         self._logs_specs = logs_specs
         self._start_method = start_method
         self._line_prefix = line_prefix
@@ -176,6 +187,8 @@ class LocalWorkers:
             multiprocessing.connection.wait(watched, left_s if watched else POLL_S)
             self.reap()
         self.abandon()
+        if self._warm is not None:
+            self._warm.close()
         for rank in list(self._logs):
             self._stop_tails(rank)
 
@@ -184,10 +197,34 @@ class LocalWorkers:
         args = tuple(macros.substitute(list(self._spec.args), str(rank)))
         streams = logs.stdouts.get(rank, ""), logs.stderrs.get(rank, "")
         if isinstance(entrypoint, str):
-            return _Command((entrypoint, *args), environment, streams, rank, self._spec)
+            command = entrypoint, *args
+            forked = self._forked(rank, command, environment, streams)
+            return forked or _Command(command, environment, streams, rank, self._spec)
         assert entrypoint is not None
         context = multiprocessing.get_context(self._start_method)
         return _Function(context, (entrypoint, args), environment, streams, rank, self._spec)
+
+    def _forked(
+        self,
+        rank: int,
+        command: tuple[Any, ...],
+        environment: dict[str, str],
+        streams: tuple[str, str],
+    ) -> _Process | None:
+        """None: it has to be started in the usual way."""
+        if self._warm is None or getattr(self._spec, "numa_options", None) is not None:
+            return None
+        words = [str(word) for word in untied(command)]
+        with contextlib.ExitStack() as files:
+            out, err = (
+                files.enter_context(open(path, "w")).fileno() if path else inherited
+                for path, inherited in zip(streams, (1, 2), strict=True)
+            )
+            pid = self._warm.fork(words, env.for_child(environment), (0, out, err))
+        if pid is None:
+            return None
+        log.info("worker %d is a warm start: process %d", rank, pid)
+        return _Forked(pid, self._warm)
 
     def _stop_tails(self, rank: int) -> None:
         if (tails := self._logs.pop(rank, None)) is not None:
@@ -220,9 +257,20 @@ class _Process(ABC):
             self._ends = None
 
 
-class _Command(_Process):
+class _Session(_Process):
     """In a session of its own, as torch starts commands."""
 
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def close(self, *, failed: bool) -> None:
+        super().close(failed=failed)
+        if failed:  # what it has started (DataLoader workers, ...) would hold memory and devices
+            _Session.signal(self, signal.SIGKILL)
+
+
+class _Command(_Session):
     def __init__(
         self,
         command: tuple[Any, ...],
@@ -249,14 +297,28 @@ class _Command(_Process):
     def poll(self) -> int | None:
         return self._process.poll()
 
+
+class _Forked(_Session):
+    """A command that was started warm; its parent is the fork server."""
+
+    def __init__(self, pid: int, warm: WarmStart) -> None:
+        self.pid = pid
+        self._warm = warm
+        super().__init__()
+
+    def poll(self) -> int | None:
+        if self._ends is not None and not multiprocessing.connection.wait([self._ends], 0):
+            return None
+        code = self._warm.end_of(self.pid, _EXIT_CODE_S)
+        return (
+            -signal.SIGKILL if code is None else code
+        )  # the server is lost, and with it its forks
+
     def signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
-
-    def close(self, *, failed: bool) -> None:
-        super().close(failed=failed)
-        if failed:  # what it has started (DataLoader workers, ...) would hold memory and devices
-            self.signal(signal.SIGKILL)
+            if os.getpgid(self.pid) != self.pid:  # its session begins a moment after the fork
+                os.kill(self.pid, number)
+        super().signal(number)
 
 
 class _Function(_Process):

@@ -27,8 +27,9 @@ START_S = 60.0
 _END_S = 5.0
 # Exit statuses that were not asked for, of processes whose end was not noticed: keep a few.
 MAX_STATUSES = 64
-# A request may hold a whole environment.
+# A request may hold a whole environment; a number goes before it.
 _MAX_MESSAGE = 1 << 17
+MAX_REQUEST = _MAX_MESSAGE - 64
 _MAX_DESCRIPTORS = 4
 # Interval at which the owner is checked where the system has no process descriptors.
 _POLL_S = 0.5
@@ -138,15 +139,16 @@ class ForkServer:
             self._changed.wait_for(lambda: pid in self._ends, timeout_s)
             return self._ends.pop(pid, None)
 
-    def close(self) -> None:
-        """End the server; what it has forked lives on. May be called twice."""
+    def close(self, within_s: float = _END_S) -> None:
+        """End the server; what it has forked lives on. It is killed after ``within_s``, for
+        instance while it imports. May be called twice."""
         with self._changed:
             server, process = self._socket, self._process
             if server is not None:
                 server.shutdown(socket.SHUT_RDWR)
         if process is not None:
             try:
-                process.wait(_END_S)
+                process.wait(within_s)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -222,6 +224,8 @@ def serve(descriptor: int, owner_pid: int) -> tuple[bytes, list[int]] | None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for end in (server, wake, woken):
                     end.close()
+                if owner is not None:
+                    os.close(owner)
                 return request, descriptors
             for each in descriptors:
                 os.close(each)
