@@ -182,6 +182,14 @@ def test_soft_workers_pause_until_there_is_another_world(news: Any) -> None:
     play.hears(BOTH, Broadcast(WorkerState.HEALTHY, BOTH, UP))
 
 
+def test_a_node_that_was_left_out_opens_another_store() -> None:
+    """The world that it was not told may have used its store (rule L7)."""
+    play = working()
+    play.does("store_opened", (2001,))
+    play.hears(RunWaiting("it goes on"), OpenStore(), Broadcast(WorkerState.PAUSED, ALONE, DOWN))
+    play.tells(AgentStatus.WORKING, store_port=0)
+
+
 def test_hard_restarts_for_each_change_and_uses_no_restart() -> None:
     play = working(RestartPolicy.HARD, max_restarts=1)
     play.hears(BOTH, StopWorkers("the world changes"))

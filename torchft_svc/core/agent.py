@@ -273,6 +273,9 @@ class AgentMachine:
             self._is_unheard = False
         if not isinstance(news, WarmUp):
             if self._is_in_world() and self._step is None:
+                if isinstance(news, RunWaiting) and self._store_port:
+                    self._store_port = 0  # a world that it was not told may have used that one
+                    self._orders.append(OpenStore())
                 self._begin_event(RunEvent.SCALE_DOWN, now)
         elif self._status is AgentStatus.JOINING and self._step is Reaction.RENDEZVOUS:
             self._expected = news.expected

@@ -44,6 +44,8 @@ QUIET_S = 2.0
 # Nodes whose workers start anew are waited for where nobody is left (L1), but not longer than this
 # part of the time that the others wait.
 WARMING_SHARE = 0.5
+# Agents try again after up to half a second, and may ask another lighthouse of their list first.
+MIN_TAKEOVER_S = 2.0
 # A lighthouse that has just started may hear first of a node that begins, and then of a world.
 ADOPTION_TIMEOUTS = 2
 
@@ -252,7 +254,7 @@ class LaunchedRun:
         self.world = world
         self._adopts_until = at + self._heartbeat_timeout_s
         self._nodes.enter(world, is_taken_over=True)
-        self._awaited_until = at + self._heartbeat_timeout_s
+        self._awaited_until = at + max(self._heartbeat_timeout_s, MIN_TAKEOVER_S)
         self._lost.clear()
         self._is_broken, self._loss_at, self._paused_since = False, math.inf, None
         self._published_at = at
