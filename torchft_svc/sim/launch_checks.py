@@ -65,7 +65,9 @@ class NodeLedger:
         return state.status is AgentStatus.WORKING and state.reached and not self.is_paused
 
     def is_waiting(self) -> bool:
-        return self.is_paused or self.machine.state.status in _WAITING
+        """For a world; one that starts its workers does not wait, though the others are paused."""
+        status = self.machine.state.status
+        return status in _WAITING or (self.is_paused and status is not AgentStatus.WARMING)
 
 
 class LaunchChecks:
