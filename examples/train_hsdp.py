@@ -90,6 +90,37 @@ def digest(model: nn.Module) -> int:
     return sum_
 
 
+def train_with(
+    manager: Manager,
+    optimizer: OptimizerWrapper,
+    model: nn.Module,
+    info: WorkerInfo,
+    text: Tensor,
+    num_steps: int,
+) -> None:
+    device = next(model.parameters()).device
+    while (step := manager.current_step()) < num_steps:
+        optimizer.zero_grad()  # requests the quorum of this step
+        group = manager.participating_rank() or 0  # None while this group heals
+        seed = (step * 1_000 + group) * info.world_size + info.rank
+        batch = draw_batch(text, seed).to(device)
+        logits = model(batch[:, :-1])
+        loss = functional.cross_entropy(logits, batch[:, 1:].flatten())
+        loss.backward()  # reduced and scattered in the group, then averaged over the groups
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()  # commits, or changes nothing
+
+        step = manager.current_step()
+        if step % PRINT_EVERY == 0:
+            groups = manager.num_participants()
+            print(
+                f"step {step} loss {loss.item():.3f} groups {groups} rank {info.rank} "
+                f"pid {os.getpid()} digest {digest(model):08x}\n",
+                end="",
+                flush=True,
+            )
+
+
 def train(info: WorkerInfo, text: Tensor, num_steps: int) -> None:
     """Form the group, heal from another one, and train until it is done, or a worker is lost."""
     on_gpu = torch.cuda.is_available()
@@ -111,35 +142,21 @@ def train(info: WorkerInfo, text: Tensor, num_steps: int) -> None:
         model.load_state_dict(state["model"])
         adam.load_state_dict(state["optimizer"])
 
-    with Manager(
+    manager = Manager(
         pg=ProcessGroupNCCL(TIMEOUT) if on_gpu else ProcessGroupGloo(TIMEOUT),
         state_dict=state_dict,
         load_state_dict=load_state_dict,
         timeout=TIMEOUT,
         quorum_timeout=TIMEOUT,
-    ) as manager:
-        replicate_across_groups(manager, model)
-        optimizer = OptimizerWrapper(manager, adam)
-        while (step := manager.current_step()) < num_steps:
-            optimizer.zero_grad()  # requests the quorum of this step
-            group = manager.participating_rank() or 0  # None while this group heals
-            seed = (step * 1_000 + group) * info.world_size + info.rank
-            batch = draw_batch(text, seed).to(device)
-            logits = model(batch[:, :-1])
-            loss = functional.cross_entropy(logits, batch[:, 1:].flatten())
-            loss.backward()  # reduced and scattered in the group, then averaged over the groups
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()  # commits, or changes nothing
-
-            step = manager.current_step()
-            if step % PRINT_EVERY == 0:
-                groups = manager.num_participants()
-                print(
-                    f"step {step} loss {loss.item():.3f} groups {groups} rank {info.rank} "
-                    f"pid {os.getpid()} digest {digest(model):08x}\n",
-                    end="",
-                    flush=True,
-                )
+    )
+    try:
+        with manager:
+            replicate_across_groups(manager, model)
+            train_with(manager, OptimizerWrapper(manager, adam), model, info, text, num_steps)
+    except Exception as error:
+        if manager.is_draining():  # the launcher ends this worker, too: no other world is for it
+            raise SystemExit(f"told to end, and the group is lost: {error}") from error
+        raise
 
 
 def main() -> None:

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.processes
 
 EXAMPLE = ["examples/train_hsdp.py", "--steps=1000000"]
 _STEP = re.compile(r"step (\d+) loss [\d.]+ groups (\d) rank (\d) pid (\d+) digest ([0-9a-f]{8})$")
-# A replaced worker imports torch, on few cores that may be busy with other work.
+PRELOAD = "torch,torch._dynamo,torch.distributed.fsdp,torchft_svc.client"
+# The first workers import torch, on few cores that may be busy with other work.
 REPLACED_S = 120.0
 
 
@@ -63,6 +64,7 @@ def test_survivors_of_a_group_keep_their_process_and_heal() -> None:
     with lighthouse_process("--min-replicas=1") as lighthouse, contextlib.ExitStack() as stack:
         environment = {"TORCHFT_LIGHTHOUSE": lighthouse.address}
         options = ["--standalone", "--restart-policy=soft-replace", "--nproc-per-node=2"]
+        options += ["--warm-start", f"--warm-start-preload={PRELOAD}"]
         group = stack.enter_context(
             agent(
                 *[*options, "--max-restarts=9", *EXAMPLE, "--survive"],
