@@ -21,9 +21,7 @@ LONGER = {
 }
 # Public names that two classes have, and why.
 ONE_NAME = {
-    "Leave": "of a group, and of a node of a launched run",
     "Quorum": "`coordination.Quorum` has the public release's fields, `core`'s the rules'",
-    "RendezvousConfig": "of the lighthouse, and of an agent",
 }
 WITHOUT_TORCH = (
     "core",

@@ -12,7 +12,6 @@ from torchft_svc.core.agent import WAIT_SLACK_S, AgentConfig, AgentMachine
 from torchft_svc.core.agent_orders import (
     Broadcast,
     End,
-    Leave,
     OpenStore,
     Order,
     Outcome,
@@ -20,6 +19,7 @@ from torchft_svc.core.agent_orders import (
     StartWorkers,
     StopWorkers,
     Tell,
+    TellLeave,
 )
 from torchft_svc.core.restart import RestartPolicy
 from torchft_svc.core.world import (
@@ -215,7 +215,7 @@ def test_soft_failure() -> None:
     play.does("workers_ready", None)
     play.tells(AgentStatus.READY, round=1)
     play.hears(BOTH, Broadcast(WorkerState.HEALTHY, BOTH, UP))
-    play.does("workers_failed", ("again", (1,)), Leave(AgentLeave("again", failed=True)),
+    play.does("workers_failed", ("again", (1,)), TellLeave(AgentLeave("again", failed=True)),
               StopWorkers("again"))  # fmt: skip
     play.does("workers_stopped", None, End(Outcome.WORKERS_FAILED, "again"))
     play.hears(World(3, (ME,), 2001))
@@ -242,14 +242,14 @@ def test_hard_failure() -> None:
     play.hears(BOTH)
     play.tells(AgentStatus.WORKING, round=2, reached=False)
     play.does("workers_stopped", None, StartWorkers(BOTH, False, 1))
-    leave = Leave(AgentLeave("again", failed=True, closes=True))
+    leave = TellLeave(AgentLeave("again", failed=True, closes=True))
     play.does("workers_failed", ("again", (0,)), leave, StopWorkers("again"))
     play.does("workers_stopped", None, End(Outcome.WORKERS_FAILED, "again"))
 
 
 def test_soft_no_replace_leaves_with_its_first_failure() -> None:
     play = working(RestartPolicy.SOFT_NO_REPLACE, max_restarts=5)
-    leave = Leave(AgentLeave("it died", failed=True))
+    leave = TellLeave(AgentLeave("it died", failed=True))
     play.does("workers_failed", ("it died", (1,)), leave, StopWorkers("it died"))
     play.does("workers_stopped", None, End(Outcome.WORKERS_FAILED, "it died"))
     assert play.machine.num_restarts_left == 5
@@ -333,7 +333,7 @@ def test_a_node_without_a_world_ends_though_it_hears_nothing() -> None:
     play = Play()
     waited_s = SETTINGS.join_timeout_s + WAIT_SLACK_S
     reason = f"there was no world within {waited_s:g} s"
-    leave = Leave(AgentLeave(reason, failed=True))
+    leave = TellLeave(AgentLeave(reason, failed=True))
     play.passes(waited_s + 1.0, leave, End(Outcome.RENDEZVOUS_FAILED, reason))
     assert play.now == pytest.approx(waited_s)
 
@@ -344,7 +344,7 @@ def test_the_exit_barrier() -> None:
     play.tells(AgentStatus.FINISHED, round=1)
     play.hears(BOTH)
     reason = "it finished 20 s ago, the others did not"
-    play.passes(21.0, Leave(AgentLeave(reason, closes=True)), End(Outcome.SUCCEEDED, reason))
+    play.passes(21.0, TellLeave(AgentLeave(reason, closes=True)), End(Outcome.SUCCEEDED, reason))
     assert play.now == pytest.approx(20.0)
 
 
@@ -365,7 +365,7 @@ def test_a_closed_run_ends_workers_but_not_the_success_of_those_that_have_finish
 
 def test_a_signal_tells_the_others_before_it_ends_the_workers() -> None:
     play = working()
-    leave = Leave(AgentLeave("SIGTERM", failed=True))
+    leave = TellLeave(AgentLeave("SIGTERM", failed=True))
     play.does("stopped", ("SIGTERM",), leave, StopWorkers("SIGTERM"))
     play.does("stopped", ("SIGTERM",))
     play.hears(RunClosed("enough", True))
@@ -375,7 +375,7 @@ def test_a_signal_tells_the_others_before_it_ends_the_workers() -> None:
 def test_a_signal_while_workers_are_ended_for_another_reason() -> None:
     play = working(max_restarts=1)
     play.does("workers_failed", ("it died", (1,)), StopWorkers("it died"))
-    play.does("stopped", ("SIGTERM",), Leave(AgentLeave("SIGTERM", failed=True)))
+    play.does("stopped", ("SIGTERM",), TellLeave(AgentLeave("SIGTERM", failed=True)))
     play.does("workers_stopped", None, End(Outcome.STOPPED, "SIGTERM"))
 
 

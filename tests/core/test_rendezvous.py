@@ -8,7 +8,7 @@ import pytest
 from support.core.launch import RUN, Launch
 
 from torchft_svc.core.agent_orders import Outcome
-from torchft_svc.core.rendezvous import Rendezvous, RendezvousConfig
+from torchft_svc.core.rendezvous import Rendezvous, RendezvousRules
 from torchft_svc.core.rendezvous_orders import (
     Cause,
     ReportRunClosed,
@@ -388,7 +388,7 @@ def test_l10_a_node_without_a_place_gives_up() -> None:
 
 
 def test_limits_on_runs_and_nodes() -> None:
-    rendezvous = Rendezvous(RendezvousConfig(max_runs=1, max_nodes_per_run=2), 0.0)
+    rendezvous = Rendezvous(RendezvousRules(max_runs=1, max_nodes_per_run=2), 0.0)
     rendezvous.opened(1, "x", hello("a"), 0.0)
     with pytest.raises(RequestRefused, match="1 runs are going on"):
         rendezvous.opened(2, "y", hello("b"), 0.0)
@@ -396,9 +396,9 @@ def test_limits_on_runs_and_nodes() -> None:
     with pytest.raises(RequestRefused, match="2 nodes"):
         rendezvous.opened(4, "x", hello("c"), 0.0)
     with pytest.raises(ConfigError, match="max_runs"):
-        RendezvousConfig(max_runs=0)
+        RendezvousRules(max_runs=0)
     with pytest.raises(ConfigError, match="settle_in_s"):
-        RendezvousConfig(settle_in_s=-1.0)
+        RendezvousRules(settle_in_s=-1.0)
 
 
 # -- ends (rules L11 and L12) ------------------------------------------------------------------
@@ -536,7 +536,7 @@ def hello(name: str, world: World | None = None, **settings: float) -> AgentHell
 
 
 def test_l14_an_agent_with_other_settings_is_refused_and_both_are_named() -> None:
-    rendezvous = Rendezvous(RendezvousConfig(), 0.0)
+    rendezvous = Rendezvous(RendezvousRules(), 0.0)
     rendezvous.opened(1, "x", hello("a"), 0.0)
     with pytest.raises(RequestRefused) as refused:
         rendezvous.opened(2, "x", hello("b", max_nodes=3), 0.0)
@@ -547,7 +547,7 @@ def test_l14_an_agent_with_other_settings_is_refused_and_both_are_named() -> Non
 
 
 def test_l14_of_two_streams_of_a_node_the_newer_is_valid() -> None:
-    rendezvous = Rendezvous(RendezvousConfig(), 0.0)
+    rendezvous = Rendezvous(RendezvousRules(), 0.0)
     rendezvous.opened(1, "x", hello("a"), 0.0)
     orders = rendezvous.opened(2, "x", hello("a"), 0.0)
     [ended] = [each for each in orders if isinstance(each, EndStream)]
@@ -558,7 +558,7 @@ def test_l14_of_two_streams_of_a_node_the_newer_is_valid() -> None:
 
 
 def test_bad_input_is_refused_and_changes_nothing() -> None:
-    rendezvous = Rendezvous(RendezvousConfig(), 0.0)
+    rendezvous = Rendezvous(RendezvousRules(), 0.0)
     strange = World(3, (Node(node_id="b", host="h", num_workers=1),), 1234)
     twice = dataclasses.replace(strange, nodes=strange.nodes * 2)
     for bad in (hello("a", strange), hello("b", twice), hello("c", min_nodes=3), hello("")):
@@ -577,7 +577,7 @@ def test_bad_input_is_refused_and_changes_nothing() -> None:
 
 
 def test_the_first_news_is_a_welcome_and_the_last_one_that_the_run_is_over() -> None:
-    rendezvous = Rendezvous(RendezvousConfig(heartbeat_timeout_s=5.0), 0.0)
+    rendezvous = Rendezvous(RendezvousRules(heartbeat_timeout_s=5.0), 0.0)
     first = rendezvous.opened(1, "x", hello("a"), 0.0)
     assert first[0] == SendNews((1,), AgentWelcome(1.0))
     rendezvous.opened(2, "x", hello("b"), 0.0)

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from torchft_svc.core.agent_orders import (
     Broadcast,
     End,
-    Leave,
     OpenStore,
     Order,
     Orders,
@@ -33,6 +32,7 @@ from torchft_svc.core.agent_orders import (
     StartWorkers,
     StopWorkers,
     Tell,
+    TellLeave,
 )
 from torchft_svc.core.pausable_clock import PausableClock
 from torchft_svc.core.restart import (
@@ -374,7 +374,7 @@ class AgentMachine:
 
     def _leave(self, leave: AgentLeave) -> None:
         self._has_left = True
-        self._orders.append(Leave(leave))
+        self._orders.append(TellLeave(leave))
 
     def _conclude(self, end: End) -> None:
         self._has_ended = True

@@ -63,7 +63,7 @@ class Broadcast:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class TellLeave:
     """Tell the lighthouse that this agent ends, as its last message."""
 
     leave: AgentLeave
@@ -87,5 +87,5 @@ class End:
     reason: str
 
 
-Order = OpenStore | Tell | StartWorkers | ReplaceWorkers | StopWorkers | Broadcast | Leave | End
+Order = OpenStore | Tell | StartWorkers | ReplaceWorkers | StopWorkers | Broadcast | TellLeave | End
 Orders = tuple[Order, ...]

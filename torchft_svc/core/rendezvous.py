@@ -4,7 +4,7 @@ Inputs are method calls with ``now``, the instant of a monotonic clock; each ret
 shell. Streams are numbers of the shell's choice, each used once. `LaunchedRun` decides about one
 run; nothing that one run does concerns another.
 
-    rendezvous = Rendezvous(RendezvousConfig(), now)
+    rendezvous = Rendezvous(RendezvousRules(), now)
     rendezvous.opened(stream, run, hello, now)     # RequestRefused: end the stream with it
     rendezvous.received(stream, message, now)      # AgentState or AgentLeave; the same
     rendezvous.closed(stream, now, error)          # also after EndStream, then nothing happens
@@ -36,7 +36,7 @@ MAX_NODES_OF_ALL_RUNS = 200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RendezvousConfig:
+class RendezvousRules:
     """``heartbeat_timeout_s``: an agent that is silent for so long is lost.
 
     ``settle_in_s``: so long after its first stream, a lighthouse begins no run anew: agents that
@@ -59,7 +59,7 @@ class RendezvousConfig:
 class Rendezvous:
     """All launched runs of one lighthouse."""
 
-    def __init__(self, config: RendezvousConfig, now: float) -> None:
+    def __init__(self, config: RendezvousRules, now: float) -> None:
         self.config = config
         self.clock = PausableClock(usual_look_s(config.heartbeat_timeout_s), now)
         self._reported_missed_s = 0.0

@@ -33,7 +33,6 @@ from torchft_svc.core.agent import AgentMachine
 from torchft_svc.core.agent_orders import (
     Broadcast,
     End,
-    Leave,
     OpenStore,
     Order,
     Orders,
@@ -42,6 +41,7 @@ from torchft_svc.core.agent_orders import (
     StartWorkers,
     StopWorkers,
     Tell,
+    TellLeave,
 )
 from torchft_svc.core.world import (
     AgentLeave,
@@ -267,7 +267,7 @@ class AgentDriver:
     def _carry_out(self, order: Order) -> None:
         if isinstance(order, Tell):
             self._meeting.tell(order.state)
-        elif isinstance(order, Leave):
+        elif isinstance(order, TellLeave):
             self._meeting.leave(order.leave)
         elif isinstance(order, Broadcast):
             self._group.broadcast(order.state, order.world, order.change)

@@ -27,7 +27,7 @@ async def run_lighthouse(
     settle_in_s: float = SETTLE_IN_S,
 ) -> AsyncIterator[HostPort]:
     """Serve until the block is left; gives the address that was bound. ``settle_in_s``: see the
-    `RendezvousConfig` of launched runs.
+    `RendezvousRules` of launched runs.
 
     Raises:
         AddressError: nothing can be bound there.

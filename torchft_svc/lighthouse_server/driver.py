@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from torchft_svc.core.overview import JobStatus
-from torchft_svc.core.rendezvous import SETTLE_IN_S, RendezvousConfig
+from torchft_svc.core.rendezvous import SETTLE_IN_S, RendezvousRules
 from torchft_svc.core.session_messages import Drain, Kill, Leave
 from torchft_svc.core.session_orders import EndStream, Orders, Publish, RefuseCall, Send
 from torchft_svc.core.sessions import ID_STRIDE, LighthouseSessions, first_quorum_id
@@ -58,7 +58,7 @@ class LighthouseDriver:
         self.heavy_writes = HeavyWrites()
         self._unread = Unread()
         self.runs = RendezvousDriver(
-            RendezvousConfig(
+            RendezvousRules(
                 heartbeat_timeout_s=config.heartbeat_timeout_s,
                 settle_in_s=settle_in_s,
                 max_runs=config.max_jobs,

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.rendezvous import Rendezvous, RendezvousConfig
+from torchft_svc.core.rendezvous import Rendezvous, RendezvousRules
 from torchft_svc.core.rendezvous_orders import Orders, RunStatus, SendNews
 from torchft_svc.core.session_orders import EndStream
 from torchft_svc.core.timer import DeadlineTimer
@@ -40,7 +40,7 @@ class RendezvousDriver:
 
     def __init__(
         self,
-        config: RendezvousConfig,
+        config: RendezvousRules,
         check_leads: Callable[[], None],
         unread: Unread,
         heavy_writes: HeavyWrites,

@@ -11,7 +11,6 @@ from torchft_svc.core.agent import AgentConfig, AgentMachine
 from torchft_svc.core.agent_orders import (
     Broadcast,
     End,
-    Leave,
     OpenStore,
     Order,
     Orders,
@@ -19,6 +18,7 @@ from torchft_svc.core.agent_orders import (
     StartWorkers,
     StopWorkers,
     Tell,
+    TellLeave,
 )
 from torchft_svc.core.route import Backoff, Route
 from torchft_svc.core.world import AgentMessage, AgentWelcome, WorkerState, World, WorldNews
@@ -129,7 +129,7 @@ class LaunchAgent:
             self._checks.broadcasts(self.ledger, order)
             if order.state is WorkerState.HEALTHY:
                 self.workers.enter(order.world)
-        elif isinstance(order, Leave):
+        elif isinstance(order, TellLeave):
             self._has_left = self._stream is not None
             self._send(order.leave)
         else:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 
-from torchft_svc.core.rendezvous import Rendezvous, RendezvousConfig
+from torchft_svc.core.rendezvous import Rendezvous, RendezvousRules
 from torchft_svc.core.rendezvous_orders import Order, Orders, ReportWorld, SendNews
 from torchft_svc.core.session_orders import EndStream
 from torchft_svc.core.world import AgentHello, AgentMessage
@@ -29,7 +29,7 @@ class LaunchLighthouse:
         self.leads = False
         self.leader = ""  # as it knows
         self._world = world
-        self._config = RendezvousConfig(heartbeat_timeout_s=timeout_s)
+        self._config = RendezvousRules(heartbeat_timeout_s=timeout_s)
         self._checks = checks
         self._trace = trace
         self._numbers = itertools.count(1)

@@ -9,14 +9,14 @@ from torchft_svc.core.agent import AgentConfig, AgentMachine
 from torchft_svc.core.agent_orders import (
     Broadcast,
     End,
-    Leave,
     OpenStore,
     ReplaceWorkers,
     StartWorkers,
     StopWorkers,
     Tell,
+    TellLeave,
 )
-from torchft_svc.core.rendezvous import Rendezvous, RendezvousConfig
+from torchft_svc.core.rendezvous import Rendezvous, RendezvousRules
 from torchft_svc.core.rendezvous_orders import Order, Orders, ReportWorld, SendNews
 from torchft_svc.core.restart import RestartPolicy
 from torchft_svc.core.session_orders import EndStream
@@ -85,7 +85,7 @@ class Launch:
         self.policy = policy
         self.config = config
         self.rendezvous = Rendezvous(
-            RendezvousConfig(heartbeat_timeout_s=heartbeat_timeout_s, settle_in_s=settle_in_s),
+            RendezvousRules(heartbeat_timeout_s=heartbeat_timeout_s, settle_in_s=settle_in_s),
             self.now,
         )
         self.has_stores = has_stores
@@ -212,7 +212,7 @@ class Launch:
                     self.open_store(machine.config.node.node_id)
             elif isinstance(order, Tell):
                 self._tell(agent, order)
-            elif isinstance(order, Leave):
+            elif isinstance(order, TellLeave):
                 agent.left = order.leave
                 stream, agent.stream = agent.stream, 0
                 self.carry_out(self.rendezvous.received(stream, order.leave, self.now))
