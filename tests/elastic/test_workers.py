@@ -175,6 +175,21 @@ def test_a_forked_function_has_no_handlers_of_its_agent(tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+def tensor() -> Any:
+    import torch
+
+    return torch.arange(3)
+
+
+def test_a_function_may_return_a_tensor_to_a_busy_agent(tmp_path: Path) -> None:
+    with workers(tensor, num=1, folder=tmp_path) as local:
+        local.start(environments(1))
+        value = local.descriptors[-1]
+        assert wait([value], 30.0)
+        assert not wait(local.descriptors[:1], 1.0), "it has ended before its value was read"
+        assert ends_of(local, 1)[0].value.tolist() == [0, 1, 2]
+
+
 def _ends_by_sigterm(local: LocalWorkers) -> bool:
     """The signal may come before the function is reached."""
     local.signal(signal.SIGTERM)

@@ -333,7 +333,7 @@ class _Function(_Process):
         rank: int,
         spec: WorkerSpec,
     ) -> None:
-        self._values, values = context.Pipe(duplex=False)
+        self._values, values = context.Pipe()
         task = _Task(*call, environment, streams, rank, getattr(spec, "numa_options", None))
         self._process = context.Process(target=_run, args=(task, values), daemon=False)
         self._process.start()
@@ -353,6 +353,7 @@ class _Function(_Process):
             self._is_read = True
             with contextlib.suppress(EOFError, ConnectionError):
                 self.value = self._values.recv()
+                self._values.send(None)
         return code
 
     def signal(self, number: signal.Signals) -> None:
@@ -399,7 +400,8 @@ def _run(task: _Task, values: Connection) -> None:
             traceback.print_exc()  # while the stream is redirected
             sys.exit(1)
     values.send(value)
-    values.close()
+    with contextlib.suppress(EOFError, ConnectionError):
+        values.recv()  # a tensor is fetched from this process, which must live until then
 
 
 class _Tails:
