@@ -262,6 +262,18 @@ def test_garbage_is_skipped_with_one_warning(
     worker.close()
 
 
+@pytest.mark.parametrize("name", ["8999999999.json", "0000000003.json"])
+def test_garbage_does_not_count_for_the_next_number(
+    agent: FileChannel, inbox: Path, name: str
+) -> None:
+    worker = open_worker(agent)
+    (inbox / name).mkdir()
+    for number in range(KEPT_MESSAGES + 5):  # as many as are not removed, and more
+        agent.send({"number": number})
+        assert receive_all(worker, 1) == [{"number": number}]
+    worker.close()
+
+
 def test_a_directory_without_a_channel_is_told(tmp_path: Path) -> None:
     with pytest.raises(ChannelClosed, match="there is no channel"):
         FileChannel.open(tmp_path)

@@ -196,15 +196,23 @@ class FileChannel:
         draft = self.directory / f"draft-{os.getpid()}-{threading.get_ident()}"
         try:
             draft.write_bytes(data)
-            numbers = self._numbers(self._outbox)
-            number = max(numbers, default=0) + 1
+            numbers = sorted(self._numbers(self._outbox), reverse=True)
+            number = next(filter(self._is_message, numbers), 0) + 1  # garbage counts for nothing
             while not _link(draft, self._outbox / f"{number:010}.json"):
                 number += 1  # another process of this worker was faster
         finally:
             draft.unlink(missing_ok=True)
         for old in numbers:
             if old <= number - KEPT_MESSAGES:
-                (self._outbox / f"{old:010}.json").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    (self._outbox / f"{old:010}.json").unlink()
+
+    def _is_message(self, number: int) -> bool:
+        try:
+            _load(self._outbox / f"{number:010}.json")
+        except (OSError, ValueError, RecursionError):
+            return False
+        return True
 
     def _next(self) -> Message | None:
         with self._lock:
