@@ -13,8 +13,9 @@ import pytest
 from support.elastic_workers import reduce_for_ever, stop_before_connecting, train_with_ddp
 from support.fake_agents import FakeAgents, FakeWorker
 from support.running import eventually
+from torch.distributed import distributed_c10d
 
-from torchft_svc.elastic import WorldChangeEvent
+from torchft_svc.elastic import WorldChangeEvent, world_group
 
 pytestmark = pytest.mark.processes
 UP, DOWN = WorldChangeEvent.SCALE_UP, WorldChangeEvent.SCALE_DOWN
@@ -32,7 +33,7 @@ def is_in(round_: int, *workers: FakeWorker) -> None:
         worker.says(f"in {round_} size {len(workers)} rank {rank}")
 
 
-@pytest.mark.parametrize("style", ["plain", "init_world"])
+@pytest.mark.parametrize("style", ["plain", "init_world", "own"])
 def test_survivors_of_a_killed_worker_go_on_and_take_another_one_in(
     agents: FakeAgents, style: str
 ) -> None:
@@ -134,3 +135,11 @@ def test_three_worlds_in_quick_succession(agents: FakeAgents) -> None:
     for worker in (one, two, three):
         assert worker.pid == worker.process.pid
         os.kill(worker.pid, 0)
+
+
+def test_an_attempt_that_failed_does_not_count_after_leaving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(distributed_c10d._world, "group_count", 1)  # which is in the store's keys
+    world_group.leave()
+    assert distributed_c10d._world.group_count == 0

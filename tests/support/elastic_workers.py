@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torchft_svc.elastic import get_worker_info, init_world, leave_world, world_changed
+from torchft_svc.elastic import (
+    WorkerInfo,
+    ack_worker_event,
+    get_worker_info,
+    init_world,
+    leave_world,
+    world_changed,
+)
 from torchft_svc.elastic.world_group import WorldGroup
 
 
@@ -19,12 +26,15 @@ def say(*words: object) -> None:
 
 
 def reduce_for_ever(style: str = "plain") -> None:
-    """Sum over each world, again and again: as the design's example does, or with `init_world`."""
+    """Sum over each world, again and again: as the design's example does, or with `init_world`, or
+    with ``tcp://`` (``own``)."""
     while True:
         try:
             if style == "plain":
                 info = get_worker_info()
                 dist.init_process_group("gloo", **info.get_pg_parameters())
+            elif style == "own":
+                info = init_own()
             else:
                 info = init_world("gloo")
             say("in", info.round, "size", dist.get_world_size(), "rank", dist.get_rank())
@@ -69,6 +79,16 @@ def train_with_ddp() -> None:
         except RuntimeError as error:
             say("lost", type(error).__name__, str(error).splitlines()[0])
         wrapped = None
+
+
+def init_own() -> WorkerInfo:
+    """A process group of which the worker API knows nothing."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as agents tell workers
+    info = get_worker_info()
+    ack_worker_event()
+    address = f"tcp://{info.master_addr}:{info.master_port}"
+    dist.init_process_group("gloo", address, rank=info.rank, world_size=info.world_size)
+    return info
 
 
 def stop_before_connecting() -> None:

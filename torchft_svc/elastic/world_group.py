@@ -222,6 +222,7 @@ def leave() -> None:
     NCCL has to be aborted first: destroying it waits for operations that may never end.
     """
     if not dist.is_initialized():
+        distributed_c10d._world.group_count = 0  # see `handle`; destroying does so, too
         return
     for group in _nccl_groups():
         group.abort()
