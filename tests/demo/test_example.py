@@ -99,6 +99,8 @@ def plain(line: str) -> str:
     line = re.sub(r"^[\d-]+ [\d:,]+ ", "", line)
     line = re.sub(r":[0-9a-f]{8}-[0-9a-f-]{27}: .*$", ":...", line)  # a group, and how it was lost
     line = re.sub(r"\((its session ended|the process of .*|group rank 0 .*)\)$", "(...)", line)
+    # Why a group is gone may be told a moment after the next quorum, on a busy machine.
+    line = re.sub(r"(gone: \w+) \(.*\)", r"\1", line)
     return re.sub(r"\d+(\.\d+)?( [kM]?B)?", "N", line)
 
 
