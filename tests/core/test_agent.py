@@ -41,6 +41,10 @@ from torchft_svc.errors import ConfigError
 ME = Node(node_id="me", host="here", num_workers=2)
 OTHER = Node(node_id="other", host="there", num_workers=2)
 SETTINGS = RunSettings(min_nodes=1, max_nodes=4, join_timeout_s=60.0)
+NO_ANSWER = (
+    "workers did not answer within 10 s: they have to call get_worker_info() and "
+    "get_pg_parameters()"
+)
 ALONE, BOTH = World(1, (ME,), 2000), World(2, (OTHER, ME), 3000)
 UP, DOWN = WorldChangeEvent.SCALE_UP, WorldChangeEvent.SCALE_DOWN
 SOFT = [policy for policy in RestartPolicy if policy.is_soft]
@@ -291,7 +295,7 @@ def test_workers_that_do_not_reach_a_world_have_failed() -> None:
         BOTH, Broadcast(WorkerState.PAUSED, ALONE, UP), Broadcast(WorkerState.HEALTHY, BOTH, UP)
     )
     play.passes(9.0)
-    play.passes(2.0, StopWorkers("workers did not answer within 10 s"))
+    play.passes(2.0, StopWorkers(NO_ANSWER))
     play.tells(AgentStatus.WARMING, round=2, num_restarts=1)
     assert play.now == pytest.approx(10.0)
 
@@ -304,7 +308,7 @@ def test_a_missed_deadline_is_answered_by_a_restart_of_all_workers() -> None:
         Broadcast(WorkerState.PAUSED, ALONE, DOWN),
         ReplaceWorkers((1,), ALONE, 1),
     )
-    play.passes(11.0, StopWorkers("workers did not answer within 10 s"))
+    play.passes(11.0, StopWorkers(NO_ANSWER))
     play.does("workers_stopped", None, StartWorkers(ALONE, True, 2))
 
 

@@ -62,6 +62,7 @@ from torchft_svc.errors import ConfigError
 
 # The lighthouse ends a wait; an agent that hears nothing of it ends itself so much later.
 WAIT_SLACK_S = 30.0
+_HOW_TO_ANSWER = "they have to call get_worker_info() and get_pg_parameters()"
 # How often to look while a deadline waits.
 LOOK_S = 1.0
 
@@ -360,7 +361,8 @@ class AgentMachine:
         config = self.config
         if now >= self._ready_at:
             self._ready_at = math.inf
-            self._miss(f"workers did not answer within {config.ready_timeout_s:g} s", now)
+            timeout_s = config.ready_timeout_s
+            self._miss(f"workers did not answer within {timeout_s:g} s: {_HOW_TO_ANSWER}", now)
         if now >= self._waits_until:
             self._waits_until = math.inf
             waited_s = config.settings.join_timeout_s + WAIT_SLACK_S
