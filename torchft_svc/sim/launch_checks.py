@@ -96,11 +96,11 @@ class LaunchChecks:
         node.last_healthy_at = self._universe.now
         self.num_causes += 1
 
-    def trouble(self, node_id: str, seconds: float) -> None:
-        """Something is the matter with it, for so long."""
+    def trouble(self, node_id: str, seconds: float, num_causes: int = 1) -> None:
+        """Something is the matter with it, for so long; it may be lost and come back so often."""
         node = self.nodes[node_id]
         node.troubled_until = max(node.troubled_until, self._universe.now + seconds)
-        self.num_causes += 1
+        self.num_causes += num_causes
 
     def trouble_all(self, seconds: float) -> None:
         """The lighthouse is away."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -252,7 +253,9 @@ class LaunchFleet:
 
     def _lag(self, agent: LaunchAgent, fault: Fault) -> None:
         factor = LAG_FACTOR * fault.value
-        self.checks.trouble(agent.node_id, fault.seconds + 10.0 * factor * MEAN_LATENCY_S)
+        seconds = fault.seconds + 10.0 * factor * MEAN_LATENCY_S
+        num_timeouts = math.ceil(seconds / self._scenario.heartbeat_timeout_s)
+        self.checks.trouble(agent.node_id, seconds, num_timeouts)
         self.network.set_lag(agent.node_id, factor)
         self._nature.after(fault.seconds, self.network.set_lag, agent.node_id, 1.0)
 
