@@ -276,6 +276,12 @@ def test_the_back_end_follows_from_the_policy(
     assert (config.rdzv_backend, config.rdzv_endpoint) == (back_end, endpoint)
 
 
+def test_a_standalone_run_has_one_node_of_its_range() -> None:
+    told = ["--restart-policy=soft", "--standalone", "--nnodes=1:4", SCRIPT]
+    config, *_ = run.config_from_args(run.parse_args(told))
+    assert (config.min_nodes, config.max_nodes) == (1, 1)
+
+
 def test_a_node_rank_is_for_the_lighthouse_too() -> None:
     soft = ["--restart-policy=soft", "--nnodes=2", "--rdzv-endpoint=h:1"]
     config, *_ = run.config_from_args(run.parse_args([*soft, "--node-rank=0", SCRIPT]))

@@ -218,6 +218,8 @@ def _choose_backend(args: Namespace, policy: RestartPolicy) -> None:
     if args.standalone:
         args.rdzv_backend = BACKEND if policy.is_soft else "c10d"
         args.rdzv_endpoint = "" if policy.is_soft else "localhost:0"
+        if policy.is_soft and torchrun.parse_min_max_nnodes(args.nnodes)[0] == 1:
+            args.nnodes = "1"  # its own lighthouse is told to nobody
         args.rdzv_id = str(uuid.uuid4())
     elif args.rdzv_backend is None and policy.is_soft:
         args.rdzv_backend = BACKEND
