@@ -46,6 +46,8 @@ _SESSION_WIDE = (
 # Threads that nobody joins: those of fork servers, and of abandoned operations until their timeout.
 _OWNERLESS = ("torchft-fork-server", "torchft-abandoned")
 
+_LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
 _STARTED_BEFORE = pytest.StashKey[int]()
 # What has started a process so far: audit events of this process, and its fork servers.
 _started: list[str] = []
@@ -68,6 +70,19 @@ _fork, ForkServer.fork = ForkServer.fork, _noted_fork  # type: ignore[method-ass
 settings.register_profile("explore", deadline=None)
 settings.register_profile("fixed", deadline=None, derandomize=True, database=None)
 settings.load_profile("fixed")
+
+
+@pytest.fixture(autouse=True)
+def _environment_and_signals() -> Iterator[None]:
+    """torch's launcher changes both in the process that calls it, and puts neither back."""
+    variables = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in _LAUNCHER_SIGNALS}
+    yield
+    os.environ.clear()
+    os.environ.update(variables)
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

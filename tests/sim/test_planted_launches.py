@@ -211,7 +211,7 @@ PLANTS: dict[Plant, int] = {
     the_silent_never_die: 50,
     joins_do_not_wait_for_the_present_world: 0,
     joins_have_no_window: 0,
-    joins_never_happen: 0,
+    joins_never_happen: 200,
     the_present_world_is_replaced_again_and_again: 0,
     more_than_max_are_taken: 0,
     fewer_than_min_are_enough: 0,
