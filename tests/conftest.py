@@ -78,10 +78,13 @@ def _environment_and_signals() -> Iterator[None]:
     variables = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in _LAUNCHER_SIGNALS}
     yield
-    os.environ.clear()
-    os.environ.update(variables)
+    for name in {*variables, *os.environ} - {"PYTEST_CURRENT_TEST"}:
+        if name not in variables:
+            del os.environ[name]
+        elif os.environ.get(name) != variables[name]:
+            os.environ[name] = variables[name]
     for number, handler in handlers.items():
-        if signal.getsignal(number) is not handler:
+        if handler is not None and signal.getsignal(number) is not handler:
             signal.signal(number, handler)
 
 
