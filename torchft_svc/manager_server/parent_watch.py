@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 
 # Where the system has no process descriptors (Linux before 5.3, macOS), ask this often.
 POLL_S = 0.2
-# A parent that is to be killed has so long to end by the news of it, and as long after SIGTERM. It
-# may be unable to: no thread of it runs while a call into a library holds the interpreter's lock.
-PARENT_GRACE_S = 1.5
+# A parent that is to be killed has so long to end by the news of it, and as long after SIGTERM: it
+# writes its flight record and its stacks first, for up to a second each. It may be unable to: no
+# thread of it runs while a call into a library holds the interpreter's lock.
+PARENT_GRACE_S = 2.5
 
 
 @contextlib.contextmanager
