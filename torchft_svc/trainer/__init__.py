@@ -1,0 +1,1 @@
+"""A trainer that survives the loss of its workers: the last rung of fault tolerance."""

@@ -1,0 +1,78 @@
+"""What a trainer needs from an engine that runs workers: local processes, or Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchft_svc.trainer.messages import Answer, Command, Position, StateHandle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heard:
+    """Worker ``worker`` said something."""
+
+    worker: int
+    answer: Answer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lost:
+    """Worker ``worker`` has ended, for any reason; the last that is told of it."""
+
+    worker: int
+    reason: str
+
+
+class Backend(Protocol):
+    """Starts workers, ends them, and carries messages. Called by one thread."""
+
+    def num_startable(self, resources_per_worker: Mapping[str, float]) -> int:
+        """How many more workers could be started with the resources that are free now."""
+
+    def request(self, num_workers: int, resources_per_worker: Mapping[str, float]) -> None:
+        """Let an autoscaler know that so many more workers are wanted; 0: no more."""
+
+    def start(self, worker: int, job: bytes, resources: Mapping[str, float]) -> None:
+        """Start a worker, named by a number that is used once; it calls `run_worker` with ``job``.
+
+        Returns at once; what becomes of it is told by `wait`.
+        """
+
+    def send(self, worker: int, command: Command) -> None:
+        """Tell a worker something; does not wait, and does nothing if it has ended."""
+
+    def wait(self, timeout_s: float) -> list[Heard | Lost]:
+        """What has happened since the last call; at once if there is something."""
+
+    def kill(self, worker: int) -> None:
+        """End a worker at once, also one that is frozen; `Lost` follows."""
+
+    def read_state(self, state: StateHandle) -> bytes:
+        """The state that a worker offered."""
+
+    def write_state(self, position: Position, state: bytes) -> StateHandle:
+        """A handle with which any worker can read ``state``, until `drop_state`."""
+
+    def drop_state(self, state: StateHandle) -> None:
+        """The state is not needed any more."""
+
+    def close(self) -> None:
+        """End all workers and free all resources; may be called twice."""
+
+
+class Link(Protocol):
+    """A worker's connection to its trainer; may be called by several threads."""
+
+    def send(self, answer: Answer) -> None:
+        """Tell the trainer something; raises `ChannelClosed` if it has ended."""
+
+    def receive(self, timeout_s: float | None) -> Command | None:
+        """The next command; None: none came in time. Raises `ChannelClosed`."""
+
+    def offer_state(self, position: Position, state: bytes) -> StateHandle:
+        """Store ``state`` where it outlives this worker."""
+
+    def read_state(self, state: StateHandle) -> bytes:
+        """A state that a worker offered, or the trainer wrote."""

@@ -1,0 +1,210 @@
+"""What a trainer and its workers tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FaultTolerance = Literal["per-step", "restart"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """How far training has come; equal for all workers that have done the same steps.
+
+    Args:
+        epoch: number of passes over the data that have been completed.
+        step: number of optimizer steps since the beginning of training.
+        num_samples: samples that this pass has used, on all workers together.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    num_samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateHandle:
+    """Where a state is that a worker offered with `Link.offer`; only the backend looks inside."""
+
+    position: Position
+    where: Any
+
+
+# From the trainer to a worker. All but `Abandon` are carried out one after another.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinWorld:
+    """Form a process group with the other workers (``restart``), or join the job (``per-step``).
+
+    Answered by `Joined`, or by `Failed`.
+
+    Args:
+        world: number of the world, which grows with each one.
+        rank, world_size: of this worker (``per-step``: the index of its replica group, and the
+            number of workers asked for).
+        address: ``host:port`` of the store of this world, or of the lighthouse (``per-step``).
+            Empty: open a store, and tell its address (`StoreOpened`) before joining.
+        state: to begin with; None: as it was created.
+    """
+
+    world: int
+    rank: int
+    world_size: int
+    address: str
+    state: StateHandle | None = None
+    checkpoint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Train:
+    """Train to the end of the pass, or for ``num_steps`` more steps. Answered by `Finished`.
+
+    Args:
+        command: number of this command, in its answer.
+        checkpoint_dir: where checkpoints are written; empty: none are.
+        until: pass and step at which to stop; a worker that joins late stops there, too.
+    """
+
+    command: int
+    until_epoch: int
+    until_step: int | None
+    checkpoint_dir: str = ""
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Validate:
+    """Go through the validation data once. Answered by `Finished`."""
+
+    command: int
+    num_steps: int | None
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GiveState:
+    """Offer the whole state. Answered by `Finished`, whose result is a `StateHandle`."""
+
+    command: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """Leave the world in good order, and end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Abandon:
+    """Another worker is lost, or workers are added: end the step now, whatever it waits for.
+
+    Offer the state after the last completed step (`StateOffered`), then end.
+    """
+
+    reason: str
+
+
+# From a worker to the trainer.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """The worker runs, and has created what it trains."""
+
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreOpened:
+    """This worker hosts the store of ``world``."""
+
+    world: int
+    address: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Joined:
+    """This worker is in ``world``, and has loaded the state it was to begin with."""
+
+    world: int
+    position: Position
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Sent at the beginning of each step and at least every `BEAT_S`: the worker lives."""
+
+    position: Position
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reported:
+    """``metrics`` that the program reported, at ``position``."""
+
+    position: Position
+    metrics: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointWritten:
+    """This worker has written a checkpoint, which can be resumed from."""
+
+    position: Position
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateOffered:
+    """Answers `Abandon`: the state after the last completed step."""
+
+    state: StateHandle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """``command`` is done."""
+
+    command: int
+    position: Position
+    result: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """The program of the user raised an error; the worker ends.
+
+    Args:
+        kind: qualified name of the class of the error.
+        message: its words.
+        traceback: as Python prints it.
+        pickled: the error itself; empty if it cannot be pickled.
+        position: where it happened.
+        is_peers: a collective failed, which another worker may have caused.
+    """
+
+    kind: str
+    message: str
+    traceback: str
+    pickled: bytes
+    position: Position
+    is_peers: bool = False
+
+
+# A worker tells at least this often that it lives.
+BEAT_S = 0.5
+
+Command = JoinWorld | Train | Validate | GiveState | End | Abandon
+Answer = (
+    Started
+    | StoreOpened
+    | Joined
+    | Progress
+    | Reported
+    | CheckpointWritten
+    | StateOffered
+    | Finished
+    | Failed
+)
