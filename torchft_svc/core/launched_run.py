@@ -35,10 +35,10 @@ from torchft_svc.core.world import (
 from torchft_svc.errors import DeadlineExceeded, RequestRefused
 
 # What breaks at one moment is noticed within so much time. Losses that follow one another make it
-# longer, so that not each of them costs a world: five times as long for each one before, ...
+# longer, so that not each of them costs a world: four times as long for each one before, ...
 SETTLE_S = 0.05
 SETTLE_GROWTH = 4.0
-MAX_SETTLE_S = 0.8
+MAX_SETTLE_S = 0.35
 # ... until nothing was lost for this long.
 QUIET_S = 2.0
 # Nodes whose workers start anew are waited for where nobody is left (L1), but not longer than this
