@@ -65,6 +65,10 @@ class Backend(Protocol):
 class Link(Protocol):
     """A worker's connection to its trainer; may be called by several threads."""
 
+    @property
+    def host(self) -> str:
+        """The host under which the other workers reach this one."""
+
     def send(self, answer: Answer) -> None:
         """Tell the trainer something; raises `ChannelClosed` if it has ended."""
 

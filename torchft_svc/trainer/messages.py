@@ -77,10 +77,16 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validate:
-    """Go through the validation data once. Answered by `Finished`."""
+    """Go once through part ``part`` of ``num_parts`` of the validation data.
+
+    Answered by `Finished`, whose result is a mapping with ``num_samples`` of this part. Workers
+    do not wait for one another in it.
+    """
 
     command: int
     num_steps: int | None
+    part: int = 0
+    num_parts: int = 1
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -100,7 +106,8 @@ class End:
 class Abandon:
     """Another worker is lost, or workers are added: end the step now, whatever it waits for.
 
-    Offer the state after the last completed step (`StateOffered`), then end.
+    Offer the state after the last completed step (`StateOffered`), then end. A worker that has not
+    joined, or whose last step is neither undone nor complete, ends without an offer.
     """
 
     reason: str
@@ -174,7 +181,9 @@ class Finished:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
-    """The program of the user raised an error; the worker ends.
+    """The program of the user raised an error.
+
+    The worker waits some seconds for `Abandon`, to offer its last whole state, before it ends.
 
     Args:
         kind: qualified name of the class of the error.
