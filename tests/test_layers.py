@@ -22,6 +22,10 @@ LONGER = {
 # Public names that two classes have, and why.
 ONE_NAME = {
     "Quorum": "`coordination.Quorum` has the public release's fields, `core`'s the rules'",
+    "Backend": "an engine that runs a trainer's workers, and torch's inside an isolated group",
+    "End": "what a trainer tells a worker, and what an agent is to do",
+    "Lost": "of a worker of a trainer, and of a session",
+    "Progress": "of a worker of a trainer, and of a simulated job",
 }
 WITHOUT_TORCH = (
     "core",
