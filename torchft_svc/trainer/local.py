@@ -1,0 +1,494 @@
+"""Runs a trainer's workers as processes of this machine: nothing else is needed."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from torchft_svc import env
+from torchft_svc.errors import ConfigError, PeerError
+from torchft_svc.rpc.fork_server import ForkServer
+from torchft_svc.trainer.backend import Heard, Lost
+from torchft_svc.trainer.local_process import (
+    PART,
+    Frames,
+    LocalStart,
+    frame,
+    read_state,
+    write_state,
+)
+from torchft_svc.trainer.messages import Answer, Command, Position, Progress, StateHandle
+
+# On one machine; where no resources are asked for, nothing else is a limit.
+MAX_LOCAL_WORKERS = 256
+# States are in memory, where a system has such a directory and this much of it is free.
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+_MIN_FREE_BYTES = 1 << 30
+# A worker that has closed its socket is about to end.
+_END_S = 5.0
+# A killed process ends as soon as the kernel lets it, which a device may prevent.
+_KILL_S = 10.0
+# The end of a process can be seen a moment before the fork server tells how it ended.
+_STATUS_S = 2.0
+# Where the system has no process descriptors, look at the processes this often.
+_POLL_S = 0.1
+_READ_BYTES = 1 << 18
+# A job may hold the user's data; it is handed to the system in pieces.
+_WRITE_BYTES = 1 << 18
+# A share of a device is a fraction; sums of such are not exact.
+_ROUNDING = 1e-6
+_GPU = "GPU"
+_CPU = "CPU"
+
+Resources = Mapping[str, float] | Callable[[], Mapping[str, float]]
+
+
+class LocalBackend:
+    """Workers are forked from a process that has imported torch; see `Backend`.
+
+    Args:
+        resources: what there is, such as ``{"CPU": 8, "GPU": 2}``, or a function that tells what
+            there is now (default: this machine's; its CPUs count only if workers ask for them).
+            If it is given, a worker that asks for nothing needs a CPU.
+    """
+
+    def __init__(self, resources: Resources | None = None) -> None:
+        self._shares = _Shares(resources)
+        self._scratch = tuple(_scratch_folders())
+        self._server = ForkServer(
+            "torchft_svc.trainer.local_process", "workers of a trainer", *self._scratch
+        )
+        self._server.start()  # it imports while the caller goes on
+        self._changed = threading.Condition()
+        self._workers: dict[int, _LocalWorker] = {}
+        self._heard: list[Heard | Lost] = []
+        self._num_states = 0
+        self._is_closed = False
+        self._wake, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="torchft-local-backend", daemon=True)
+        self._thread.start()
+        self._at_exit = _close_at_exit(weakref.ref(self))
+
+    # -- the Backend protocol --------------------------------------------------------------------
+
+    def num_startable(self, resources_per_worker: Mapping[str, float]) -> int:
+        with self._changed:
+            num_free = MAX_LOCAL_WORKERS - len(self._workers)
+            return max(0, min(num_free, self._shares.num_free(resources_per_worker)))
+
+    def request(self, num_workers: int, resources_per_worker: Mapping[str, float]) -> None:
+        """Nobody can add resources to this machine."""
+
+    def start(self, worker: int, job: bytes, resources: Mapping[str, float]) -> None:
+        with self._changed:
+            devices = self._shares.take(worker, resources)
+        variables = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+        start = LocalStart(
+            worker=worker,
+            job=job,
+            environment=env.for_child(variables),
+            folder=os.getcwd(),
+            path=list(sys.path),
+            scratch=self._scratch,
+            num_threads=_num_threads(resources),
+        )
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                pid = self._server.fork(b"worker", theirs.fileno())
+        except PeerError as error:
+            ours.close()
+            with self._changed:
+                self._shares.give_back(worker)
+                self._heard.append(Lost(worker=worker, reason=f"it could not be started: {error}"))
+                self._changed.notify_all()
+            return
+        ours.setblocking(False)
+        started = _LocalWorker(worker, pid, ours, _process_descriptor(pid))
+        started.outgoing += frame(start)
+        with self._changed:
+            self._workers[worker] = started
+            self._wake_up()
+
+    def send(self, worker: int, command: Command) -> None:
+        with self._changed:
+            found = self._workers.get(worker)
+            if found is not None and not found.is_closed:
+                found.outgoing += frame(command)
+                self._wake_up()
+
+    def wait(self, timeout_s: float) -> list[Heard | Lost]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._heard, timeout_s)
+            heard, self._heard = self._heard, []
+            return heard
+
+    def kill(self, worker: int) -> None:
+        with self._changed:
+            found = self._workers.get(worker)
+            if found is not None:
+                found.kill()
+
+    def read_state(self, state: StateHandle) -> bytes:
+        return read_state(state)
+
+    def write_state(self, position: Position, state: bytes) -> StateHandle:
+        self._num_states += 1
+        return write_state(self._scratch, f"trainer-{self._num_states}", position, state)
+
+    def drop_state(self, state: StateHandle) -> None:
+        with contextlib.suppress(OSError):
+            Path(state.where).unlink()
+
+    def close(self) -> None:
+        with self._changed:
+            if self._is_closed:
+                return
+            for each in self._workers.values():
+                each.kill()
+            self._changed.wait_for(lambda: not self._workers, _KILL_S)
+            self._is_closed = True
+            self._wake_up()
+        atexit.unregister(self._at_exit)
+        self._thread.join(_KILL_S)
+        self._server.close()
+        for folder in self._scratch:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the workers that have not been found ended, by number."""
+        with self._changed:
+            return {number: each.pid for number, each in self._workers.items()}
+
+    # -- the thread that reads and writes --------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._is_closed:
+                    break
+                for each in self._workers.values():
+                    each.watch(self._selector)
+                pause_s = min((each.pause_s() for each in self._workers.values()), default=None)
+            ready = self._selector.select(pause_s)
+            for key, events in ready:
+                if key.fileobj is self._woken:
+                    self._woken.recv(_READ_BYTES)
+                elif events & selectors.EVENT_WRITE:
+                    with self._changed:
+                        key.data.flush()
+            for each in list(self._workers.values()):
+                self._look_at(each)
+        self._selector.close()
+        self._wake.close()
+        self._woken.close()
+
+    def _look_at(self, worker: _LocalWorker) -> None:
+        """Take what it has said; see whether it has ended."""
+        has_ended = worker.has_ended(self._server)
+        answers = worker.receive()
+        if has_ended:
+            worker.close(self._selector)
+            for part in self._parts(worker.number):
+                part.unlink(missing_ok=True)
+        with self._changed:
+            for answer in answers:
+                self._note(Heard(worker=worker.number, answer=answer))
+            if has_ended:
+                del self._workers[worker.number]
+                self._shares.give_back(worker.number)
+                self._heard.append(Lost(worker=worker.number, reason=worker.reason()))
+            if answers or has_ended:
+                self._changed.notify_all()
+
+    def _note(self, heard: Heard) -> None:
+        """Signs of life that nobody has read yet do not become more and more."""
+        last = self._heard[-1] if self._heard else None
+        is_beat = isinstance(heard.answer, Progress)
+        if is_beat and isinstance(last, Heard) and last.worker == heard.worker:
+            if isinstance(last.answer, Progress):
+                self._heard[-1] = heard
+                return
+        elif is_beat and len(self._heard) > _MANY:
+            self._heard = [each for each in self._heard if not _is_beat_of(each, heard.worker)]
+        self._heard.append(heard)
+
+    def _parts(self, worker: int) -> Iterator[Path]:
+        for folder in self._scratch:
+            yield from Path(folder).glob(f"{worker}-*{PART}")
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake.send(b"!")
+
+
+# So many messages are not read only between two calls of `Trainer.train`.
+_MANY = 64
+
+
+def _is_beat_of(heard: Heard | Lost, worker: int) -> bool:
+    return (
+        isinstance(heard, Heard) and heard.worker == worker and isinstance(heard.answer, Progress)
+    )
+
+
+@dataclass(eq=False)
+class _LocalWorker:
+    """A worker's process, as the thread of the backend sees it."""
+
+    number: int
+    pid: int
+    connection: socket.socket
+    ends: int | None  # readable once it has ended
+    outgoing: bytearray = field(default_factory=bytearray)
+    is_closed: bool = False
+    status: int | None = None
+    _frames: Frames = field(default_factory=Frames)
+    _closed_at: float = 0.0
+    _watched: dict[int, int] = field(default_factory=dict)
+
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        """Let ``selector`` wake up when there is something to do for this worker."""
+        wanted: dict[int, int] = {} if self.ends is None else {self.ends: selectors.EVENT_READ}
+        if not self.is_closed:
+            writes = selectors.EVENT_WRITE if self.outgoing else 0
+            wanted[self.connection.fileno()] = selectors.EVENT_READ | writes
+        for descriptor in self._watched.keys() - wanted.keys():
+            selector.unregister(descriptor)
+        for descriptor, events in wanted.items():
+            if descriptor not in self._watched:
+                selector.register(descriptor, events, self)
+            elif self._watched[descriptor] != events:
+                selector.modify(descriptor, events, self)
+        self._watched = wanted
+
+    def pause_s(self) -> float:
+        return _POLL_S if self.ends is None or self.is_closed else _END_S
+
+    def flush(self) -> None:
+        try:
+            with memoryview(self.outgoing)[:_WRITE_BYTES] as piece:
+                num_sent = self.connection.send(piece)
+        except BlockingIOError:
+            return
+        except OSError:  # it has ended, or is about to
+            self.outgoing.clear()
+            return
+        del self.outgoing[:num_sent]
+
+    def receive(self) -> list[Answer]:
+        """All that has arrived."""
+        while not self.is_closed:
+            try:
+                more = self.connection.recv(_READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                more = b""
+            if not more:
+                self.is_closed = True
+                self._closed_at = time.monotonic()
+            self._frames.feed(more)
+        answers = []
+        while (message := self._frames.next()) is not None:
+            answers.append(cast(Answer, message))
+        return answers
+
+    def has_ended(self, server: ForkServer) -> bool:
+        """Whether the process is gone; it is killed if it says nothing any more and lives on."""
+        if self.ends is not None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.ends, selectors.EVENT_READ)
+                is_over = bool(selector.select(0))
+        else:
+            is_over = not _lives(self.pid)
+        if is_over:
+            end = server.end_of(self.pid, _STATUS_S)
+            self.status = None if end is None else end[0]
+            # What it has started (DataLoader workers, ...) would hold memory and devices.
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+        elif self.is_closed and time.monotonic() > self._closed_at + _END_S:
+            self.kill()
+        return is_over
+
+    def kill(self) -> None:
+        """SIGKILL, also to what it has started."""
+        with contextlib.suppress(OSError):
+            if os.getpgid(self.pid) != self.pid:  # its session begins a moment after the fork
+                os.kill(self.pid, signal.SIGKILL)
+            else:
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self, selector: selectors.BaseSelector) -> None:
+        for descriptor in self._watched:
+            selector.unregister(descriptor)
+        self._watched = {}
+        self.is_closed = True
+        self.connection.close()
+        if self.ends is not None:
+            os.close(self.ends)
+            self.ends = None
+
+    def reason(self) -> str:
+        """How it has ended."""
+        if self.status is None:
+            return "its process has ended"
+        if self.status < 0:
+            return f"its process was killed by {_signal_name(-self.status)}"
+        return f"its process exited with status {self.status}"
+
+
+class _Shares:
+    """Which worker has which part of this machine's resources."""
+
+    def __init__(self, resources: Resources | None) -> None:
+        self._told = resources
+        self._taken: dict[int, dict[str, float]] = {}
+        self._devices: dict[int, dict[str, float]] = {}  # part of each GPU, by worker
+
+    def num_free(self, needs: Mapping[str, float]) -> int:
+        """How many workers with these needs find a place."""
+        needs = self._needs(needs)
+        counts = [MAX_LOCAL_WORKERS]
+        totals = self._totals(needs)
+        for name, amount in needs.items():
+            if amount <= 0:
+                continue
+            if name == _GPU:
+                counts.append(self._num_free_on_devices(totals, amount))
+                continue
+            taken = sum(each.get(name, 0.0) for each in self._taken.values())
+            counts.append(int((totals.get(name, 0.0) - taken) / amount + _ROUNDING))
+        return max(0, min(counts))
+
+    def take(self, worker: int, needs: Mapping[str, float]) -> str | None:
+        """Give it what it needs; the devices it may use, None: it asked for none."""
+        needs = self._needs(needs)
+        self._taken[worker] = dict(needs)
+        amount = needs.get(_GPU, 0.0)
+        if amount <= 0:
+            return None
+        free = self._free_devices(self._totals(needs))
+        part = min(amount, 1.0)
+        fitting = [name for name, left in free.items() if left >= part - _ROUNDING]
+        # Fill a device before the next one is begun.
+        fitting.sort(key=lambda name: free[name])
+        chosen = fitting[: max(1, round(amount))]
+        self._devices[worker] = dict.fromkeys(chosen, part)
+        return ",".join(sorted(chosen, key=list(free).index))
+
+    def give_back(self, worker: int) -> None:
+        self._taken.pop(worker, None)
+        self._devices.pop(worker, None)
+
+    def _needs(self, needs: Mapping[str, float]) -> Mapping[str, float]:
+        return needs if needs or self._told is None else {_CPU: 1.0}
+
+    def _totals(self, needs: Mapping[str, float]) -> Mapping[str, float]:
+        if callable(self._told):
+            return self._told()
+        if self._told is not None:
+            return self._told
+        found = {_CPU: float(os.cpu_count() or 1)}
+        if _GPU in needs:
+            import torch
+
+            found[_GPU] = float(torch.cuda.device_count())
+        return found
+
+    def _num_free_on_devices(self, totals: Mapping[str, float], amount: float) -> int:
+        free = self._free_devices(totals)
+        if amount < 1:
+            return sum(int(left / amount + _ROUNDING) for left in free.values())
+        num_whole = sum(left >= 1 - _ROUNDING for left in free.values())
+        return int(num_whole / amount + _ROUNDING)
+
+    def _free_devices(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """What is left of each device, by its name in ``CUDA_VISIBLE_DEVICES``."""
+        num = int(totals.get(_GPU, 0.0))
+        visible = env.value_of("CUDA_VISIBLE_DEVICES", "")
+        names = visible.split(",")[:num] if visible else [str(index) for index in range(num)]
+        free = dict.fromkeys(names, 1.0)
+        for parts in self._devices.values():
+            for name, part in parts.items():
+                if name in free:
+                    free[name] -= part
+        return free
+
+
+def check_resources(resources_per_worker: Mapping[str, float]) -> None:
+    """Raise `ConfigError` for needs that no device can meet."""
+    for name, amount in resources_per_worker.items():
+        if not amount >= 0:
+            raise ConfigError("resources_per_worker", dict(resources_per_worker), "use 0 or more")
+        if name == _GPU and amount > 1 and amount != int(amount):
+            reason = "use a fraction of one GPU, or whole ones"
+            raise ConfigError("resources_per_worker", dict(resources_per_worker), reason)
+
+
+def _num_threads(resources: Mapping[str, float]) -> int:
+    """As torchrun does: one, unless the user knows better."""
+    told = env.value_of("OMP_NUM_THREADS", "")
+    if told.isdigit() and int(told) > 0:
+        return int(told)
+    return max(1, int(resources.get(_CPU, 1)))
+
+
+def _scratch_folders() -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(_SHARED_MEMORY).free >= _MIN_FREE_BYTES:
+            yield tempfile.mkdtemp(prefix="torchft-trainer-", dir=_SHARED_MEMORY)
+    yield tempfile.mkdtemp(prefix="torchft-trainer-")
+
+
+def _close_at_exit(backend: weakref.ref[LocalBackend]) -> Callable[[], None]:
+    """A program that forgets `close` leaves nothing behind."""
+
+    def close() -> None:
+        found = backend()
+        if found is not None:
+            found.close()
+
+    atexit.register(close)
+    return close
+
+
+def _process_descriptor(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
