@@ -1,0 +1,594 @@
+"""Stores checkpoints: whole ones only, checked when they are read, the last few of them.
+
+A checkpoint is a folder, written by torch.distributed.checkpoint, with a manifest of its files'
+sizes and checksums. It is put together under another name, and renamed when it is on the disk.
+Where the file system cannot rename a folder at once, the manifest is written last; a folder without
+one is no checkpoint. Folders are numbered in the order in which they were written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from fsspec.implementations.local import LocalFileSystem
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torchft_svc.client.checkpointing.encoding.tensors import TensorTable
+from torchft_svc.client.checkpointing.encoding.tree import decode, encode, tensor_places
+from torchft_svc.client.checkpointing.encoding.values import BadTree
+from torchft_svc.errors import CheckpointError, ConfigError
+from torchft_svc.trainer.messages import Position
+from torchft_svc.trainer.state import TrainingState, copy_to_host, from_tree, to_tree
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_TREE = "state.json"
+_NAME = re.compile(r"(\d{6,})-step-(\d+)(?:-[0-9a-f]{8})?")
+# Folders of writers and of deletions that were interrupted: host, process id, number.
+_UNFINISHED = re.compile(r"\.unfinished-(.+)-(\d+)-[0-9a-f]{8}")
+# After this time, what a writer of another host has left is deleted.
+_FORGOTTEN_S = 24 * 3600.0
+_PIECE_BYTES = 16 << 20
+# Names that other writers may take at the same time, before this is an error.
+_MAX_NAMES = 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint that was written; ``path`` is a folder, or a URL of fsspec."""
+
+    path: str
+    position: Position
+
+
+class CheckpointStore:
+    """The checkpoints of a run.
+
+    Args:
+        directory: a folder, or a URL that fsspec understands. All workers and the trainer must be
+            able to reach it.
+        keep_last: older checkpoints are deleted when a new one has been written.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep_last: int = 3) -> None:
+        if keep_last < 1:
+            raise ConfigError("keep_last", keep_last, "keep at least one checkpoint")
+        self.directory = os.fspath(directory)
+        self._keep_last = keep_last
+        self._place = _Place.of(self.directory, "checkpoint_dir")
+        self._rejected: set[str] = set()
+
+    def check_writable(self) -> None:
+        """Create the directory, write a file there, and delete it.
+
+        Raises:
+            ConfigError: that is not possible.
+        """
+        place = self._place
+        probe = f"{place.root}/.probe-{secrets.token_hex(4)}"
+        try:
+            place.files.makedirs(place.root, exist_ok=True)
+            place.files.pipe_file(probe, b"?")
+            place.files.rm_file(probe)
+        except Exception as error:  # each file system of fsspec has errors of its own
+            raise ConfigError("checkpoint_dir", self.directory, _words(error)) from error
+
+    def write(self, state: TrainingState) -> Checkpoint:
+        """Write ``state``, and delete what is older than the last few.
+
+        Raises:
+            CheckpointError: it could not be written; nothing of it is left.
+            ConfigError: a value that cannot be stored.
+        """
+        place = self._place
+        step = state.position.step
+        for _ in range(_MAX_NAMES):
+            number = max((number for number, _ in self._names()), default=0) + 1
+            name = f"{number:06d}-step-{step}"
+            if not place.is_local:  # two writers could take one name
+                name += f"-{secrets.token_hex(4)}"
+            with contextlib.suppress(_NameTaken):
+                place.write(name, state)
+                break
+        else:
+            raise CheckpointError(self.directory, "other writers take all names")
+        self.prune()
+        return Checkpoint(path=place.shown(name), position=state.position)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Those that have a manifest, the newest first; only manifests are read."""
+        found = []
+        for _, name in sorted(self._names(), reverse=True):
+            with contextlib.suppress(CheckpointError):
+                position = _position(self._place.manifest(name))
+                found.append(Checkpoint(path=self._place.shown(name), position=position))
+        return found
+
+    def newest_good(self) -> Checkpoint | None:
+        """The newest one whose files are all as they were written; None: there is none.
+
+        A damaged one is skipped with a warning, and never looked at again.
+        """
+        for _, name in sorted(self._names(), reverse=True):
+            path = self._place.shown(name)
+            if path in self._rejected:
+                continue
+            try:
+                position = self._place.verify(name)
+            except CheckpointError as error:
+                self.reject(path, error.reason)
+                continue
+            return Checkpoint(path=path, position=position)
+        return None
+
+    def reject(self, path: str, reason: str) -> None:
+        """Do not use the checkpoint at ``path`` any more: it could not be read."""
+        if path not in self._rejected:
+            self._rejected.add(path)
+            log.warning("checkpoint %s is skipped: %s", path, reason)
+
+    def prune(self) -> None:
+        """Delete all but the last few whole checkpoints, and what lost writers have left."""
+        num_kept = 0
+        for _, name in sorted(self._names(), reverse=True):
+            if num_kept >= self._keep_last:
+                with contextlib.suppress(OSError):
+                    self._place.delete(name)
+            elif self._is_usable(name):
+                num_kept += 1
+        self._place.delete_unfinished()
+
+    def _is_usable(self, name: str) -> bool:
+        return self._place.shown(name) not in self._rejected and self._place.has_all(name)
+
+    def _names(self) -> list[tuple[int, str]]:
+        return [
+            (int(found[1]), name)
+            for name in self._place.names()
+            if (found := _NAME.fullmatch(name)) is not None
+        ]
+
+
+def save_checkpoint(path: str | os.PathLike[str], state: TrainingState) -> Checkpoint:
+    """Write one checkpoint at ``path``; a checkpoint that is there is replaced.
+
+    Raises:
+        ConfigError: there is something else, or nothing can be written there.
+        CheckpointError: it could not be written; the old one is as it was.
+    """
+    place, name = _parent(path)
+    if place.exists(name) and not place.is_checkpoint(name):
+        raise ConfigError("path", os.fspath(path), "there is something else than a checkpoint")
+    place.write(name, state, replace=True)
+    return Checkpoint(path=os.fspath(path), position=state.position)
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> TrainingState:
+    """Read a checkpoint, and check all of it; its tensors are on the host.
+
+    Raises:
+        CheckpointError: it is missing, incomplete or damaged.
+    """
+    place, name = _parent(path)
+    with place.fetched(name) as folder:
+        _verify(folder, os.fspath(path))
+        return _read(folder, os.fspath(path))
+
+
+def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint at ``path``, or the newest good one in the directory ``path``.
+
+    Raises:
+        CheckpointError: there is none, or the one at ``path`` is damaged.
+    """
+    place, name = _parent(path)
+    if place.is_checkpoint(name):
+        return Checkpoint(path=os.fspath(path), position=place.verify(name))
+    found = CheckpointStore(path).newest_good() if place.exists(name) else None
+    if found is None:
+        raise CheckpointError(os.fspath(path), "there is no checkpoint")
+    return found
+
+
+class CheckpointWriter:
+    """Writes checkpoints on a thread of its own, one after the other.
+
+    Args:
+        store: where to.
+        on_written: called by that thread with each one that was written.
+    """
+
+    def __init__(self, store: CheckpointStore, on_written: Callable[[Checkpoint], None]) -> None:
+        self._store, self._on_written = store, on_written
+        self._thread: threading.Thread | None = None
+
+    def begin(self, state: TrainingState) -> None:
+        """Copy ``state`` to the host and start to write it; waits for the one before.
+
+        Training may change the tensors when this has returned. A checkpoint that cannot be written
+        is told in a warning, and training goes on.
+        """
+        self.wait()
+        copy = copy_to_host(state)
+        self._thread = threading.Thread(
+            target=self._write, args=(copy,), name="torchft-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is being written; False if that takes longer."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+        return True
+
+    def _write(self, state: TrainingState) -> None:
+        try:
+            self._on_written(self._store.write(state))
+        except Exception as error:
+            step = state.position.step
+            log.warning("no checkpoint of step %d: %s", step, error, exc_info=error)
+
+
+class _NameTaken(Exception):
+    """Another writer has used this name."""
+
+
+# -- places --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A directory of a file system; ``prefix`` is what a URL begins with."""
+
+    files: fsspec.AbstractFileSystem
+    root: str
+    prefix: str
+
+    @classmethod
+    def of(cls, directory: str, field: str) -> _Place:
+        if not directory:
+            raise ConfigError(field, directory, "it is empty")
+        try:
+            files, root = fsspec.core.url_to_fs(directory)
+        except (ImportError, ValueError, OSError) as error:  # a protocol that is not installed
+            raise ConfigError(field, directory, _words(error)) from error
+        protocol, separator, _ = directory.partition("://")
+        return cls(files, root.rstrip("/") or "/", protocol + separator if separator else "")
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.files, LocalFileSystem)
+
+    def at(self, name: str) -> str:
+        return f"{self.root}/{name}"
+
+    def shown(self, name: str) -> str:
+        return f"{self.prefix}{self.at(name)}"
+
+    def names(self) -> list[str]:
+        self.files.invalidate_cache()
+        try:
+            found = self.files.ls(self.root, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [path.rstrip("/").rpartition("/")[2] for path in found]
+
+    def exists(self, name: str) -> bool:
+        self.files.invalidate_cache()
+        return bool(self.files.exists(self.at(name)))
+
+    def is_checkpoint(self, name: str) -> bool:
+        return self.exists(f"{name}/{MANIFEST}")
+
+    def manifest(self, name: str) -> dict[str, Any]:
+        source = self.shown(name)
+        try:
+            data = self.files.cat_file(f"{self.at(name)}/{MANIFEST}")
+        except OSError as error:
+            raise CheckpointError(source, f"its manifest cannot be read: {error}") from error
+        return _parse_manifest(data, source)
+
+    def has_all(self, name: str) -> bool:
+        """Whether each file is there in its size; none of them is read."""
+        try:
+            entries = self.manifest(name)["files"].items()
+            return all(
+                self.files.size(f"{self.at(name)}/{file}") == entry["bytes"]
+                for file, entry in entries
+            )
+        except (OSError, CheckpointError):
+            return False
+
+    def verify(self, name: str) -> Position:
+        """Read all of a checkpoint. Raises `CheckpointError`."""
+        with self.fetched(name) as folder:
+            return _position(_verify(folder, self.shown(name)))
+
+    @contextlib.contextmanager
+    def fetched(self, name: str) -> Iterator[Path]:
+        """A local folder with the files of a checkpoint."""
+        if self.is_local:
+            yield Path(self.at(name))
+            return
+        manifest = self.manifest(name)
+        with tempfile.TemporaryDirectory(prefix="torchft-checkpoint-") as folder:
+            for file in [MANIFEST, *manifest["files"]]:
+                with contextlib.suppress(FileNotFoundError):  # `_verify` tells what is missing
+                    self.files.get_file(f"{self.at(name)}/{file}", f"{folder}/{file}")
+            yield Path(folder)
+
+    def write(self, name: str, state: TrainingState, replace: bool = False) -> None:
+        """Raises `_NameTaken` if ``name`` is there, and is not to be replaced."""
+        try:
+            if self.is_local:
+                self._write_local(name, state, replace)
+            else:
+                self._write_remote(name, state, replace)
+        except (_NameTaken, ConfigError):
+            raise
+        except Exception as error:  # torch and each file system of fsspec have errors of their own
+            raise CheckpointError(self.shown(name), f"not written: {_words(error)}") from error
+
+    def _write_local(self, name: str, state: TrainingState, replace: bool) -> None:
+        root, target = Path(self.root), Path(self.at(name))
+        root.mkdir(parents=True, exist_ok=True)
+        unfinished = root / _unfinished_name()
+        try:
+            _write(unfinished, state)
+            if target.exists():
+                if not replace:
+                    raise _NameTaken
+                self._exchange(unfinished, target)
+            else:
+                try:
+                    unfinished.rename(target)
+                except OSError as error:  # of a folder with files: another writer was faster
+                    raise _NameTaken if target.exists() else error from error
+            _sync(root)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _exchange(self, unfinished: Path, target: Path) -> None:
+        old = Path(self.root) / _unfinished_name()
+        target.rename(old)
+        try:
+            unfinished.rename(target)
+        except OSError:
+            old.rename(target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _write_remote(self, name: str, state: TrainingState, replace: bool) -> None:
+        if self.exists(name) and not replace:
+            raise _NameTaken
+        with tempfile.TemporaryDirectory(prefix="torchft-checkpoint-") as folder:
+            source = Path(folder) / "checkpoint"
+            _write(source, state)
+            if replace:
+                self.delete(name)
+            self.files.makedirs(self.at(name), exist_ok=True)
+            files = sorted(path.name for path in source.iterdir())
+            for file in sorted(files, key=lambda file: file == MANIFEST):  # the manifest last
+                self.files.put_file(str(source / file), f"{self.at(name)}/{file}")
+        self.files.invalidate_cache()
+
+    def delete(self, name: str) -> None:
+        """At no time is there a checkpoint of which a part is missing."""
+        if self.is_local:
+            doomed = Path(self.root) / _unfinished_name()
+            with contextlib.suppress(FileNotFoundError):
+                Path(self.at(name)).rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+            return
+        with contextlib.suppress(FileNotFoundError):
+            self.files.rm_file(f"{self.at(name)}/{MANIFEST}")
+        with contextlib.suppress(FileNotFoundError):
+            self.files.rm(self.at(name), recursive=True)
+
+    def delete_unfinished(self) -> None:
+        """What processes that have ended were writing, or deleting."""
+        if not self.is_local:
+            return
+        for name in self.names():
+            found = _UNFINISHED.fullmatch(name)
+            if found is None:
+                continue
+            path = Path(self.at(name))
+            with contextlib.suppress(OSError):
+                is_here = found[1] == _host()
+                is_old = time.time() - path.stat().st_mtime > _FORGOTTEN_S
+                if is_old or (is_here and not _lives(int(found[2]))):
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _parent(path: str | os.PathLike[str]) -> tuple[_Place, str]:
+    """The place in which ``path`` is, and its name there."""
+    place = _Place.of(os.fspath(path), "path")
+    root, _, name = place.root.rpartition("/")
+    if not name:
+        raise ConfigError("path", os.fspath(path), "it has no name")
+    return _Place(place.files, root, place.prefix), name
+
+
+def _unfinished_name() -> str:
+    return f".unfinished-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _host() -> str:
+    return socket.gethostname().replace("/", "_")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+# -- the files of one checkpoint -----------------------------------------------------------------
+
+
+def _write(folder: Path, state: TrainingState) -> None:
+    """Write ``state`` into a new ``folder``, and everything of it to the disk."""
+    table = TensorTable()
+    tree = encode(to_tree(state), table.take, "state")
+    names = _tensor_names(tree, len(table.tensors))
+    tensors = {
+        name: tensor.detach().resolve_conj().resolve_neg().cpu()
+        for name, tensor in zip(names, table.tensors, strict=True)
+    }
+    folder.mkdir()
+    writer = dcp.FileSystemWriter(folder, thread_count=1)
+    _ignore_warning()
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    document = {"tree": tree, "tensors": names}
+    _write_synced(folder / _TREE, json.dumps(document, allow_nan=False).encode())
+    files = {
+        path.name: {"bytes": path.stat().st_size, "xxh3_64": _digest(path)}
+        for path in sorted(folder.iterdir())
+    }
+    manifest = {"format": FORMAT, "position": asdict(state.position), "files": files}
+    manifest["checksum"] = _checksum(manifest)
+    _write_synced(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+    _sync(folder)
+
+
+def _read(folder: Path, source: str) -> TrainingState:
+    """Read what `_write` wrote; its files have been verified."""
+    try:
+        document = json.loads((folder / _TREE).read_bytes())
+        reader = dcp.FileSystemReader(folder)
+        tensors: dict[str, Any] = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in reader.read_metadata().state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        _ignore_warning()
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        tree = decode(document["tree"], [tensors[name] for name in document["tensors"]])
+    except (BadTree, KeyError, OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(source, f"it cannot be read: {_words(error)}") from error
+    return from_tree(tree, source)
+
+
+def _tensor_names(tree: Any, count: int) -> list[str]:
+    """A name for each tensor: its path, so ``model.0.weight`` is what torch would call it."""
+    names = [""] * count
+    taken: set[str] = set()
+    for path, number in tensor_places(tree):
+        if names[number]:  # one tensor at several places
+            continue
+        steps = [json.loads(step) if step[0] == '"' else _index_of(step) for step in path]
+        name = ".".join(map(str, steps[1:] if steps[:1] == ["parts"] else steps))
+        names[number] = name if name not in taken else f"{name}#{number}"
+        taken.add(names[number])
+    return names
+
+
+def _index_of(step: str) -> str:
+    return step.lstrip("abcdefghijklmnopqrstuvwxyz_") or step
+
+
+def _verify(folder: Path, source: str) -> dict[str, Any]:
+    """The manifest; all files are as it says. Raises `CheckpointError`."""
+    try:
+        data = (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        raise CheckpointError(source, f"its manifest cannot be read: {error}") from error
+    manifest = _parse_manifest(data, source)
+    for name, entry in manifest["files"].items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != entry["bytes"]:
+                raise CheckpointError(source, f"{name} has {size} bytes of {entry['bytes']}")
+            if _digest(path) != entry["xxh3_64"]:
+                raise CheckpointError(source, f"the checksum of {name} does not fit")
+        except OSError as error:
+            raise CheckpointError(source, f"{name} cannot be read: {error}") from error
+    return manifest
+
+
+def _parse_manifest(data: bytes, source: str) -> dict[str, Any]:
+    try:
+        manifest = json.loads(data)
+        checksum = manifest.pop("checksum")
+        is_whole = checksum == _checksum(manifest)
+        Position(**manifest["position"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(source, "its manifest is damaged") from error
+    if not is_whole:
+        raise CheckpointError(source, "the checksum of its manifest does not fit")
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(source, f"it has format {manifest.get('format')}, not {FORMAT}")
+    assert isinstance(manifest, dict)
+    return manifest
+
+
+def _position(manifest: dict[str, Any]) -> Position:
+    return Position(**manifest["position"])
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return str(xxhash.xxh3_64_hexdigest(text.encode()))
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return str(digest.hexdigest())
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """The names in ``folder`` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _ignore_warning() -> None:
+    """torch warns that one process saves alone, which is meant; a filter is the only switch."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
