@@ -11,17 +11,23 @@ from torchft_svc.trainer.checkpoint import CheckpointStore
 from torchft_svc.trainer.messages import Position
 from torchft_svc.trainer.state import TrainingState
 
-# Writing takes some milliseconds: long enough to be interrupted.
-LARGE = 1 << 20
+# Writing so many weights takes some milliseconds: long enough to be interrupted.
+_NUM_WEIGHTS = 1 << 21
 
 
-def trained_state(step: int, size: int = 64) -> TrainingState:
-    """A state that follows from ``step``: a model with ``size`` weights, and its optimizer's."""
+def large_state(step: int) -> TrainingState:
+    """A state that follows from ``step`` and takes 8 MiB."""
+    weights = torch.randn(_NUM_WEIGHTS, generator=torch.Generator().manual_seed(step))
+    return TrainingState(position=Position(step=step), parts={"model": {"weight": weights}})
+
+
+def trained_state(step: int) -> TrainingState:
+    """A state that follows from ``step``: of a model, its optimizer, and a scheduler."""
     torch.manual_seed(step)
-    model = torch.nn.Sequential(torch.nn.Linear(size, 1), torch.nn.BatchNorm1d(1))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 1), torch.nn.BatchNorm1d(1))
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3 / (step + 1))
     plan = torch.optim.lr_scheduler.MultiStepLR(adam, milestones=[2, 5])
-    model(torch.randn(4, size)).sum().backward()
+    model(torch.randn(4, 64)).sum().backward()
     adam.step()
     plan.step()
     return TrainingState(
@@ -65,4 +71,4 @@ def write_without_end(directory: str) -> None:
     listed = store.checkpoints()
     first = listed[0].position.step + 1 if listed else 0
     for step in itertools.count(first):
-        store.write(trained_state(step, LARGE))
+        store.write(large_state(step))

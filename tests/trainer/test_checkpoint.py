@@ -16,14 +16,14 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import LARGE, same, trained_state, write_without_end
+from support.checkpoints import large_state, same, trained_state, write_without_end
 from support.fork_server import Call, Forked
 from support.running import eventually
 
 from torchft_svc.errors import CheckpointError, ConfigError
 from torchft_svc.trainer import checkpoint as module
+from torchft_svc.trainer import checkpoint_files
 from torchft_svc.trainer.checkpoint import (
-    MANIFEST,
     Checkpoint,
     CheckpointStore,
     CheckpointWriter,
@@ -31,6 +31,7 @@ from torchft_svc.trainer.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from torchft_svc.trainer.checkpoint_files import MANIFEST
 from torchft_svc.trainer.messages import Position
 from torchft_svc.trainer.state import TrainingState
 
@@ -287,7 +288,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_the_old_one(
     def no_space(*_: object, **__: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(module.dcp, "save", no_space)
+    monkeypatch.setattr(checkpoint_files.state_dict_saver, "save", no_space)
     with pytest.raises(CheckpointError, match="no space left"):
         save_checkpoint(path, trained_state(2))
     assert [each.name for each in tmp_path.iterdir()] == ["best"]
@@ -338,7 +339,8 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_checkpoints(tmp_p
         process = Forked(Call(write_without_end, (str(folder),), {}, tmp_path / f"log{attempt}"))
         try:
             _wait_for_checkpoints_after(last, store)
-            time.sleep(dice.uniform(0.0, 0.1))  # anywhere between two renames
+            eventually(lambda: list(folder.glob(".unfinished-*")), 30.0, "nothing is written")
+            time.sleep(dice.uniform(0.0, 0.03))
         finally:
             process.kill()
             assert process.wait(10.0) == -signal.SIGKILL
@@ -349,6 +351,6 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_checkpoints(tmp_p
         last = newest.position.step
         assert len(steps(store)) <= 3
     assert num_unfinished, "no process was killed while it wrote"
-    assert same(load_checkpoint(store.checkpoints()[0].path), trained_state(last, LARGE))
+    assert same(load_checkpoint(store.checkpoints()[0].path), large_state(last))
     store.prune()
     assert not list(folder.glob(".unfinished-*"))

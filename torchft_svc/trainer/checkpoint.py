@@ -9,7 +9,6 @@ one is no checkpoint. Folders are numbered in the order in which they were writt
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -19,37 +18,34 @@ import socket
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fsspec
-import torch
-import torch.distributed.checkpoint as dcp
-import xxhash
 from fsspec.implementations.local import LocalFileSystem
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchft_svc.client.checkpointing.encoding.tensors import TensorTable
-from torchft_svc.client.checkpointing.encoding.tree import decode, encode, tensor_places
-from torchft_svc.client.checkpointing.encoding.values import BadTree
 from torchft_svc.errors import CheckpointError, ConfigError
+from torchft_svc.trainer.checkpoint_files import (
+    MANIFEST,
+    parse_manifest,
+    position_in,
+    read_files,
+    sync_folder,
+    verify_files,
+    write_files,
+)
 from torchft_svc.trainer.messages import Position
-from torchft_svc.trainer.state import TrainingState, copy_to_host, from_tree, to_tree
+from torchft_svc.trainer.state import TrainingState, copy_to_host
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-_TREE = "state.json"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)(?:-[0-9a-f]{8})?")
 # Folders of writers and of deletions that were interrupted: host, process id, number.
 _UNFINISHED = re.compile(r"\.unfinished-(.+)-(\d+)-[0-9a-f]{8}")
 # After this time, what a writer of another host has left is deleted.
 _FORGOTTEN_S = 24 * 3600.0
-_PIECE_BYTES = 16 << 20
 # Names that other writers may take at the same time, before this is an error.
 _MAX_NAMES = 100
 
@@ -121,7 +117,7 @@ class CheckpointStore:
         found = []
         for _, name in sorted(self._names(), reverse=True):
             with contextlib.suppress(CheckpointError):
-                position = _position(self._place.manifest(name))
+                position = position_in(self._place.manifest(name))
                 found.append(Checkpoint(path=self._place.shown(name), position=position))
         return found
 
@@ -192,8 +188,8 @@ def load_checkpoint(path: str | os.PathLike[str]) -> TrainingState:
     """
     place, name = _parent(path)
     with place.fetched(name) as folder:
-        _verify(folder, os.fspath(path))
-        return _read(folder, os.fspath(path))
+        verify_files(folder, os.fspath(path))
+        return read_files(folder, os.fspath(path))
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -310,7 +306,7 @@ class _Place:
             data = self.files.cat_file(f"{self.at(name)}/{MANIFEST}")
         except OSError as error:
             raise CheckpointError(source, f"its manifest cannot be read: {error}") from error
-        return _parse_manifest(data, source)
+        return parse_manifest(data, source)
 
     def has_all(self, name: str) -> bool:
         """Whether each file is there in its size; none of them is read."""
@@ -326,7 +322,7 @@ class _Place:
     def verify(self, name: str) -> Position:
         """Read all of a checkpoint. Raises `CheckpointError`."""
         with self.fetched(name) as folder:
-            return _position(_verify(folder, self.shown(name)))
+            return position_in(verify_files(folder, self.shown(name)))
 
     @contextlib.contextmanager
     def fetched(self, name: str) -> Iterator[Path]:
@@ -337,7 +333,7 @@ class _Place:
         manifest = self.manifest(name)
         with tempfile.TemporaryDirectory(prefix="torchft-checkpoint-") as folder:
             for file in [MANIFEST, *manifest["files"]]:
-                with contextlib.suppress(FileNotFoundError):  # `_verify` tells what is missing
+                with contextlib.suppress(FileNotFoundError):  # `verify_files` tells what is missing
                     self.files.get_file(f"{self.at(name)}/{file}", f"{folder}/{file}")
             yield Path(folder)
 
@@ -358,7 +354,7 @@ class _Place:
         root.mkdir(parents=True, exist_ok=True)
         unfinished = root / _unfinished_name()
         try:
-            _write(unfinished, state)
+            write_files(unfinished, state)
             if target.exists():
                 if not replace:
                     raise _NameTaken
@@ -368,7 +364,7 @@ class _Place:
                     unfinished.rename(target)
                 except OSError as error:  # of a folder with files: another writer was faster
                     raise _NameTaken if target.exists() else error from error
-            _sync(root)
+            sync_folder(root)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -387,7 +383,7 @@ class _Place:
             raise _NameTaken
         with tempfile.TemporaryDirectory(prefix="torchft-checkpoint-") as folder:
             source = Path(folder) / "checkpoint"
-            _write(source, state)
+            write_files(source, state)
             if replace:
                 self.delete(name)
             self.files.makedirs(self.at(name), exist_ok=True)
@@ -454,141 +450,3 @@ def _lives(pid: int) -> bool:
 
 def _words(error: BaseException) -> str:
     return str(error) or type(error).__name__
-
-
-# -- the files of one checkpoint -----------------------------------------------------------------
-
-
-def _write(folder: Path, state: TrainingState) -> None:
-    """Write ``state`` into a new ``folder``, and everything of it to the disk."""
-    table = TensorTable()
-    tree = encode(to_tree(state), table.take, "state")
-    names = _tensor_names(tree, len(table.tensors))
-    tensors = {
-        name: tensor.detach().resolve_conj().resolve_neg().cpu()
-        for name, tensor in zip(names, table.tensors, strict=True)
-    }
-    folder.mkdir()
-    writer = dcp.FileSystemWriter(folder, thread_count=1)
-    _ignore_warning()
-    dcp.save(tensors, storage_writer=writer, no_dist=True)
-    document = {"tree": tree, "tensors": names}
-    _write_synced(folder / _TREE, json.dumps(document, allow_nan=False).encode())
-    files = {
-        path.name: {"bytes": path.stat().st_size, "xxh3_64": _digest(path)}
-        for path in sorted(folder.iterdir())
-    }
-    manifest = {"format": FORMAT, "position": asdict(state.position), "files": files}
-    manifest["checksum"] = _checksum(manifest)
-    _write_synced(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
-    _sync(folder)
-
-
-def _read(folder: Path, source: str) -> TrainingState:
-    """Read what `_write` wrote; its files have been verified."""
-    try:
-        document = json.loads((folder / _TREE).read_bytes())
-        reader = dcp.FileSystemReader(folder)
-        tensors: dict[str, Any] = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in reader.read_metadata().state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        _ignore_warning()
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-        tree = decode(document["tree"], [tensors[name] for name in document["tensors"]])
-    except (BadTree, KeyError, OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(source, f"it cannot be read: {_words(error)}") from error
-    return from_tree(tree, source)
-
-
-def _tensor_names(tree: Any, count: int) -> list[str]:
-    """A name for each tensor: its path, so ``model.0.weight`` is what torch would call it."""
-    names = [""] * count
-    taken: set[str] = set()
-    for path, number in tensor_places(tree):
-        if names[number]:  # one tensor at several places
-            continue
-        steps = [json.loads(step) if step[0] == '"' else _index_of(step) for step in path]
-        name = ".".join(map(str, steps[1:] if steps[:1] == ["parts"] else steps))
-        names[number] = name if name not in taken else f"{name}#{number}"
-        taken.add(names[number])
-    return names
-
-
-def _index_of(step: str) -> str:
-    return step.lstrip("abcdefghijklmnopqrstuvwxyz_") or step
-
-
-def _verify(folder: Path, source: str) -> dict[str, Any]:
-    """The manifest; all files are as it says. Raises `CheckpointError`."""
-    try:
-        data = (folder / MANIFEST).read_bytes()
-    except OSError as error:
-        raise CheckpointError(source, f"its manifest cannot be read: {error}") from error
-    manifest = _parse_manifest(data, source)
-    for name, entry in manifest["files"].items():
-        path = folder / name
-        try:
-            size = path.stat().st_size
-            if size != entry["bytes"]:
-                raise CheckpointError(source, f"{name} has {size} bytes of {entry['bytes']}")
-            if _digest(path) != entry["xxh3_64"]:
-                raise CheckpointError(source, f"the checksum of {name} does not fit")
-        except OSError as error:
-            raise CheckpointError(source, f"{name} cannot be read: {error}") from error
-    return manifest
-
-
-def _parse_manifest(data: bytes, source: str) -> dict[str, Any]:
-    try:
-        manifest = json.loads(data)
-        checksum = manifest.pop("checksum")
-        is_whole = checksum == _checksum(manifest)
-        Position(**manifest["position"])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(source, "its manifest is damaged") from error
-    if not is_whole:
-        raise CheckpointError(source, "the checksum of its manifest does not fit")
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(source, f"it has format {manifest.get('format')}, not {FORMAT}")
-    assert isinstance(manifest, dict)
-    return manifest
-
-
-def _position(manifest: dict[str, Any]) -> Position:
-    return Position(**manifest["position"])
-
-
-def _checksum(manifest: dict[str, Any]) -> str:
-    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    return str(xxhash.xxh3_64_hexdigest(text.encode()))
-
-
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-    return str(digest.hexdigest())
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """The names in ``folder`` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _ignore_warning() -> None:
-    """torch warns that one process saves alone, which is meant; a filter is the only switch."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")

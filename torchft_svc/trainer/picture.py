@@ -88,12 +88,14 @@ def _draw_steps(axes: Axes, history: RunHistory) -> None:
 
 
 def _draw_workers(axes: Axes, history: RunHistory) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     times = [point.at_s for point in history.points]
     counts = [point.num_workers for point in history.points]
     axes.step(times, counts, where="post", color=_WORKERS, linewidth=1.6)
     axes.axhline(history.num_wanted, color=_WORKERS, linestyle=":", linewidth=1.0)
     axes.set_ylim(0, history.num_wanted + 0.5)
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("workers")
     axes.set_xlabel("seconds (dotted: workers asked for)")
 
