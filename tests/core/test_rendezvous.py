@@ -12,6 +12,7 @@ from torchft_svc.core.rendezvous import Rendezvous, RendezvousRules
 from torchft_svc.core.rendezvous_orders import (
     Cause,
     ReportRunClosed,
+    ReportRunMoved,
     ReportRunPaused,
     ReportWorld,
     SendNews,
@@ -26,6 +27,7 @@ from torchft_svc.core.world import (
     AgentWelcome,
     Node,
     RunClosed,
+    RunMove,
     RunSettings,
     World,
 )
@@ -519,6 +521,44 @@ def test_the_end_of_a_term_ends_all_streams() -> None:
     assert orders == tuple(EndStream(launch.agents[name].stream, error) for name in "ab")
     assert launch.rendezvous.next_deadline() is None
     assert launch.rendezvous.status("", launch.now) == []
+
+
+# -- back to an earlier lighthouse of the list (rule L21) --------------------------------------
+
+
+def test_l21_all_are_told_the_lighthouse_that_one_has_found() -> None:
+    launch = started("1:3", "ab")
+    a, b = (launch.agents[name].stream for name in "ab")
+    move = RunMove("first:29510")
+    assert launch.rendezvous.received(b, move, launch.now) == (
+        SendNews((a, b), move),
+        EndStream(a),
+        EndStream(b),
+        ReportRunMoved(RUN, move.address),
+    )
+    assert launch.rendezvous.status("", launch.now) == []
+    assert launch.rendezvous.closed(a, launch.now) == ()
+    launch.passes(10.0, step_s=0.1)  # the stream of b ends late
+    assert len(launch.worlds) == 1
+    assert launch.rendezvous.closed(b, launch.now) == ()
+
+
+def test_l21_a_node_that_waits_and_did_not_hear_of_the_move_begins_no_world_at_once() -> None:
+    launch = started("1:1", "a")
+    waiting = launch.start("b")
+    launch.carry_out(launch.rendezvous.received(waiting.stream, RunMove("first"), launch.now))
+    launch.connect("b")
+    launch.passes(0.9)
+    assert len(launch.worlds) == 1
+    assert launch.rendezvous.status(RUN, launch.now)[0].phase == "forming"
+
+
+def test_l21_a_run_that_is_closed_does_not_move() -> None:
+    launch = started("1:2", "ab", policy=RestartPolicy.HARD)
+    launch.fail("a")
+    stream = launch.agents["b"].stream
+    assert launch.rendezvous.received(stream, RunMove("first"), launch.now) == ()
+    assert launch.rendezvous.status(RUN, launch.now)[0].phase == "closed"
 
 
 # -- who may say what (rule L14) ---------------------------------------------------------------

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from torchft_svc.core.group import Group
 from torchft_svc.core.types import MAX_NAME_LENGTH, Member, QuorumConfig
-from torchft_svc.core.world import MAX_NODES, AgentWelcome, WarmUp, World
+from torchft_svc.core.world import MAX_NODES, AgentWelcome, RunMove, WarmUp, World
 from torchft_svc.errors import TorchFTError
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.servicer import lighthouse_service
@@ -31,7 +31,7 @@ from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.manager_server.servicer import manager_service
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY, quorum_from_wire
-from torchft_svc.rpc.codec_rendezvous import RunMove, world_news_from_wire
+from torchft_svc.rpc.codec_rendezvous import world_news_from_wire
 from torchft_svc.rpc.parsing import parser, refusing_garbage, refusing_garbage_in_stream
 from torchft_svc.rpc.serving import Service
 from torchft_svc.rpc.tasks import Tasks

@@ -12,6 +12,7 @@ from torchft_svc.core.rendezvous_orders import (
     Order,
     ReportNode,
     ReportRunClosed,
+    ReportRunMoved,
     ReportRunPaused,
     ReportWorld,
     RunStatus,
@@ -25,6 +26,7 @@ from torchft_svc.core.world import (
     AgentState,
     AgentStatus,
     RunClosed,
+    RunMove,
     RunSettings,
     RunWaiting,
     WarmUp,
@@ -157,6 +159,12 @@ class LaunchedRun:
             self._nodes.missing.add(node_id)
             self._plan_loss(at)
         return orders + self._settle(at)
+
+    def moved(self, move: RunMove) -> list[Order]:
+        """All agents go to an earlier lighthouse, which one of them has found (L21)."""
+        streams = tuple(each.stream for each in self._nodes.agents.values())
+        ends = map(EndStream, streams)
+        return [SendNews(streams, move), *ends, ReportRunMoved(self.name, move.address)]
 
     def tick(self, at: float) -> list[Order]:
         """Time has passed."""

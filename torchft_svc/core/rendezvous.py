@@ -6,7 +6,7 @@ run; nothing that one run does concerns another.
 
     rendezvous = Rendezvous(RendezvousRules(), now)
     rendezvous.opened(stream, run, hello, now)     # RequestRefused: end the stream with it
-    rendezvous.received(stream, message, now)      # AgentState or AgentLeave; the same
+    rendezvous.received(stream, message, now)      # an AgentMessage; the same
     rendezvous.closed(stream, now, error)          # also after EndStream, then nothing happens
     rendezvous.tick(now)                           # at next_deadline()
 """
@@ -22,7 +22,14 @@ from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
 from torchft_svc.core.rendezvous_orders import Order, Orders, RunStatus, SendNews
 from torchft_svc.core.session_orders import EndStream, ReportStandstill
 from torchft_svc.core.types import check_name
-from torchft_svc.core.world import AgentHello, AgentLeave, AgentMessage, AgentWelcome, World
+from torchft_svc.core.world import (
+    AgentHello,
+    AgentLeave,
+    AgentMessage,
+    AgentWelcome,
+    RunMove,
+    World,
+)
 from torchft_svc.errors import ConfigError, RequestRefused, TorchFTError
 
 # So many beats in a heartbeat timeout: some may be late.
@@ -120,6 +127,8 @@ class Rendezvous:
         message.check()
         name, node_id = known
         run = self._runs[name]
+        if isinstance(message, RunMove):
+            return self._move(run, message, at)
         if isinstance(message, AgentLeave):
             return self._finish(run, run.left(node_id, message, at))
         return self._finish(run, run.told(node_id, message, at))
@@ -192,6 +201,14 @@ class Rendezvous:
                 f"with run {name!r} there would be {num_nodes} nodes in all runs, "
                 f"{MAX_NODES_OF_ALL_RUNS} are allowed"
             )
+
+    def _move(self, run: LaunchedRun, move: RunMove, at: float) -> Orders:
+        """It goes on elsewhere: agents that have not heard of it, and come back, begin it anew."""
+        if run.closed is not None:
+            return ()
+        del self._runs[run.name]
+        self._begins_at = at + self.config.settle_in_s
+        return self._reported(self._taken(run.moved(move)))
 
     def _is_history(self, run: LaunchedRun, node_id: str) -> bool:
         """Whether this agent begins the run anew, which was closed, or which all have left."""

@@ -62,7 +62,17 @@ class ReportRunClosed:
     failed: bool
 
 
-Report = ReportWorld | ReportNode | ReportRunPaused | ReportRunClosed | ReportStandstill
+@dataclass(frozen=True, slots=True)
+class ReportRunMoved:
+    """``run`` goes on at another lighthouse, at ``address``."""
+
+    run: str
+    address: str
+
+
+Report = (
+    ReportWorld | ReportNode | ReportRunPaused | ReportRunClosed | ReportRunMoved | ReportStandstill
+)
 Order = SendNews | EndStream | Report
 Orders = tuple[Order, ...]
 

@@ -225,10 +225,24 @@ class AgentLeave:
         check_text("reason", self.reason, MAX_REASON_LENGTH)
 
 
-AgentMessage = AgentState | AgentLeave
+@dataclass(frozen=True, slots=True)
+class RunMove:
+    """All agents of the run go back to the lighthouse at ``address``, as it stands in their list.
+
+    The agent that has found it says so, and its lighthouse then tells all of them.
+    """
+
+    address: str
+
+    def check(self) -> None:
+        """Raise `RequestRefused` if the address is too long, or cannot be printed."""
+        check_text("address", self.address, MAX_ADDRESS_LENGTH)
 
 
-# -- from the lighthouse, besides a `World` --------------------------------------------------------
+AgentMessage = AgentState | AgentLeave | RunMove
+
+
+# -- from the lighthouse, besides a `World` and a `RunMove` ----------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,4 +281,4 @@ class RunClosed:
     failed: bool
 
 
-WorldNews = AgentWelcome | World | WarmUp | WorldPaused | RunWaiting | RunClosed
+WorldNews = AgentWelcome | World | WarmUp | WorldPaused | RunWaiting | RunClosed | RunMove

@@ -47,6 +47,7 @@ from torchft_svc.core.world import (
     AgentLeave,
     AgentState,
     AgentWelcome,
+    RunMove,
     WarmUp,
     World,
     WorldNews,
@@ -356,5 +357,5 @@ def _log_news(news: WorldNews) -> None:
         log.info("round %d: %s", news.round, told)
     elif isinstance(news, WarmUp):
         log.info("a place is free: starting the workers for it")
-    elif not isinstance(news, AgentWelcome):
+    elif not isinstance(news, AgentWelcome | RunMove):
         log.info("%s", news.reason)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -19,7 +18,6 @@ from torchft_svc.errors import NotLeader, TorchFTError
 from torchft_svc.lighthouse_server.run_reports import write_run_report
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec_rendezvous import (
-    RunMove,
     agent_hello_from_wire,
     agent_message_from_wire,
     world_news_to_wire,
@@ -27,8 +25,6 @@ from torchft_svc.rpc.codec_rendezvous import (
 from torchft_svc.rpc.heavy_writes import HeavyWrites
 from torchft_svc.rpc.outbox import Outbox, Unread, first_message
 from torchft_svc.rpc.tasks import call_later
-
-log = logging.getLogger(__name__)
 
 
 class RendezvousDriver:
@@ -51,7 +47,6 @@ class RendezvousDriver:
         self._heavy_writes = heavy_writes
         self._numbers = itertools.count()
         self._streams: dict[int, Outbox] = {}
-        self._runs: dict[str, set[int]] = {}  # the streams of each
         self._timer = DeadlineTimer(call_later, lambda: self._feed_last(self._core.tick))
 
     async def attend(
@@ -68,14 +63,11 @@ class RendezvousDriver:
         # Jobs and runs may have the same name.
         stream, outbox = next(self._numbers), Outbox(self._heavy_writes, f"run {run}", self._unread)
         self._streams[stream] = outbox
-        self._runs.setdefault(run, set()).add(stream)
         error: TorchFTError | None = None
 
         def receive(request: pb.AgentRequest) -> bool:
             message = agent_message_from_wire(request)
-            if isinstance(message, RunMove):
-                self._move(run, message)
-            elif message is not None:
+            if message is not None:
                 self._feed(lambda now: self._core.received(stream, message, now))
             return True
 
@@ -86,25 +78,8 @@ class RendezvousDriver:
             error = caught
             raise
         finally:
-            self._forget(stream, run)
             self._feed_last(lambda now: self._core.closed(stream, now, error))
-
-    def _move(self, run: str, move: RunMove) -> None:
-        """Let all agents of ``run`` go: they continue their world at another lighthouse.
-
-        The core hears that their streams end, and, as they end together, makes no other world.
-        """
-        log.info("run moves to an earlier lighthouse run=%s: %s", run, move.address)
-        news = world_news_to_wire(move)
-        for stream in self._runs[run]:
-            self._streams[stream].tell(news)
-            self._streams[stream].finish()
-
-    def _forget(self, stream: int, run: str) -> None:
-        del self._streams[stream]
-        self._runs[run].discard(stream)
-        if not self._runs[run]:
-            del self._runs[run]
+            del self._streams[stream]
 
     def status(self, run: str) -> list[RunStatus]:
         """What people want to know of ``run``, or of all (empty).
@@ -141,8 +116,7 @@ class RendezvousDriver:
             if isinstance(order, SendNews):
                 news = world_news_to_wire(order.news)
                 for stream in order.streams:
-                    if stream in self._streams:
-                        self._streams[stream].tell(news)
+                    self._streams[stream].tell(news)
             elif isinstance(order, EndStream):
                 self._end_stream(order)
             else:
@@ -150,9 +124,7 @@ class RendezvousDriver:
         self._timer.set(self._core.next_deadline(), time.monotonic())
 
     def _end_stream(self, order: EndStream) -> None:
-        outbox = self._streams.get(order.stream)
-        if outbox is None:  # it has ended by itself
-            return
+        outbox = self._streams[order.stream]
         if order.error is None:
             outbox.finish()
         else:

@@ -8,6 +8,7 @@ from torchft_svc.core.rendezvous_orders import (
     Report,
     ReportNode,
     ReportRunClosed,
+    ReportRunMoved,
     ReportRunPaused,
     ReportWorld,
 )
@@ -39,6 +40,8 @@ def write_run_report(report: Report) -> None:
     elif isinstance(report, ReportRunClosed):
         level, how = (logging.WARNING, "failed") if report.failed else (logging.INFO, "finished")
         log.log(level, "run closed run=%s, %s: %s", report.run, how, report.reason)
+    elif isinstance(report, ReportRunMoved):
+        log.info("run moves to an earlier lighthouse run=%s: %s", report.run, report.address)
     else:
         log.warning(
             "this process did not run for %.1f s, for which no node is blamed", report.for_s

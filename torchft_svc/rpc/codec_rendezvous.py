@@ -6,13 +6,11 @@ Whatever comes in is checked: `RequestRefused` says what is wrong with it.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 from torchft_svc.core.types import (
     MAX_ADDRESS_LENGTH,
     MAX_DURATION_S,
     check_name,
-    check_text,
     one_line,
 )
 from torchft_svc.core.world import (
@@ -24,6 +22,7 @@ from torchft_svc.core.world import (
     AgentWelcome,
     Node,
     RunClosed,
+    RunMove,
     RunSettings,
     RunWaiting,
     WarmUp,
@@ -38,13 +37,6 @@ from torchft_svc.rpc.parsing import checked, is_of_a_newer_kind, parser
 # A hello has to fit into a request. The world of 2,000 nodes takes about 150 KB; a lighthouse that
 # is new to a larger run begins a new world of it.
 MAX_WORLD_BYTES = 200 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class RunMove:
-    """The agents of a run go back to the lighthouse at ``address``, as it stands in their list."""
-
-    address: str
 
 
 _STATUSES: dict[AgentStatus, pb.AgentStatus] = {
@@ -115,7 +107,7 @@ def agent_hello_from_wire(request: pb.AgentRequest | None) -> tuple[str, AgentHe
     return message.run_id, AgentHello(node, settings, _state_from_wire(message.state), world)
 
 
-def agent_message_to_wire(message: AgentMessage | RunMove) -> pb.AgentRequest:
+def agent_message_to_wire(message: AgentMessage) -> pb.AgentRequest:
     if isinstance(message, AgentState):
         return pb.AgentRequest(state=_state_to_wire(message))
     if isinstance(message, RunMove):
@@ -126,7 +118,7 @@ def agent_message_to_wire(message: AgentMessage | RunMove) -> pb.AgentRequest:
     return pb.AgentRequest(leave=leave)
 
 
-def agent_message_from_wire(request: pb.AgentRequest) -> AgentMessage | RunMove | None:
+def agent_message_from_wire(request: pb.AgentRequest) -> AgentMessage | None:
     """None: only a newer version knows what it is, and does not need it here.
 
     Raises:
@@ -141,8 +133,9 @@ def agent_message_from_wire(request: pb.AgentRequest) -> AgentMessage | RunMove 
         leave.check()
         return leave
     if kind == "move":
-        check_text("address", request.move.address, MAX_ADDRESS_LENGTH)
-        return RunMove(request.move.address)
+        move = RunMove(request.move.address)
+        move.check()
+        return move
     if kind is None and is_of_a_newer_kind(request):
         return None
     raise RequestRefused(f"an agent's stream does not accept {kind or 'an empty message'}")
@@ -175,7 +168,7 @@ def _state_from_wire(message: pb.AgentState) -> AgentState:
 # -- what the lighthouse tells ---------------------------------------------------------------------
 
 
-def world_news_to_wire(news: WorldNews | RunMove) -> bytes:
+def world_news_to_wire(news: WorldNews) -> bytes:
     """Encoded, for all streams that are told the same."""
     if isinstance(news, World):
         message = pb.AgentNews(world=world_to_wire(news))
@@ -196,7 +189,7 @@ def world_news_to_wire(news: WorldNews | RunMove) -> bytes:
     return message.SerializeToString()
 
 
-def world_news_from_wire(message: pb.AgentNews) -> WorldNews | RunMove | None:
+def world_news_from_wire(message: pb.AgentNews) -> WorldNews | None:
     """None: only a newer version knows what it is.
 
     Raises:

@@ -34,6 +34,7 @@ from torchft_svc.core.world import (
     AgentWelcome,
     Node,
     RunClosed,
+    RunMove,
     RunSettings,
     World,
     WorldNews,
@@ -52,7 +53,6 @@ from torchft_svc.rpc.client_stream import (
     raise_status,
 )
 from torchft_svc.rpc.codec_rendezvous import (
-    RunMove,
     agent_hello_to_wire,
     agent_message_to_wire,
     world_news_from_wire,
@@ -280,7 +280,7 @@ class _Connections:
             else:
                 return
             await raise_status(stream)
-            self._has_left = self._is_leaving
+            self._has_left = self._is_leaving and self._move is None
         except asyncio.InvalidStateError:  # it ended before the hello was sent: say why
             await raise_status(stream)
         finally:
@@ -334,7 +334,7 @@ class _Connections:
                     self._has_more.set()
                     return
 
-    def _receive(self, news: WorldNews | RunMove | None) -> None:
+    def _receive(self, news: WorldNews | None) -> None:
         if news is None:
             return
         if isinstance(news, RunMove):
