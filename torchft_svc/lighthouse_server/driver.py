@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,14 +13,14 @@ import grpc
 from torchft_svc.core.overview import JobStatus
 from torchft_svc.core.rendezvous import SETTLE_IN_S, RendezvousRules
 from torchft_svc.core.session_messages import Drain, Kill, Leave
-from torchft_svc.core.session_orders import EndStream, Orders, Publish, RefuseCall, Send
+from torchft_svc.core.session_orders import EndStream, Order, Publish, RefuseCall, Send
 from torchft_svc.core.sessions import ID_STRIDE, LighthouseSessions, first_quorum_id
-from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.core.world import MAX_NODES
-from torchft_svc.errors import NotLeader, TorchFTError
+from torchft_svc.errors import TorchFTError
 from torchft_svc.lighthouse_server.rendezvous_driver import RendezvousDriver
 from torchft_svc.lighthouse_server.reports import Reports
+from torchft_svc.lighthouse_server.stream_driver import StreamDriver
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import answers, quorum_answer
 from torchft_svc.rpc.codec_session import (
@@ -31,16 +29,11 @@ from torchft_svc.rpc.codec_session import (
     session_news_to_wire,
 )
 from torchft_svc.rpc.heavy_writes import HeavyWrites
-from torchft_svc.rpc.outbox import Outbox, Unread, first_message
-from torchft_svc.rpc.tasks import call_later
+from torchft_svc.rpc.outbox import Unread, first_message
 
 
-class LighthouseDriver:
-    """Owns the core; to be used on one event loop. ``runs``: of launchers, besides the jobs.
-
-    ``check_leads`` raises `NotLeader` where another lighthouse may lead: it is asked before every
-    input, for this process may just have been thawed.
-    """
+class LighthouseDriver(StreamDriver[LighthouseSessions]):
+    """The jobs of a lighthouse; ``runs``: of launchers, besides them."""
 
     def __init__(
         self,
@@ -48,15 +41,10 @@ class LighthouseDriver:
         check_leads: Callable[[], None] = lambda: None,
         settle_in_s: float = SETTLE_IN_S,
     ) -> None:
-        self._check_leads = check_leads
-        self._core = LighthouseSessions(config, _first_id(), time.monotonic())
+        core = LighthouseSessions(config, _first_id(), time.monotonic())
+        super().__init__(core, check_leads, Unread(), HeavyWrites())
         self._reports = Reports(config.max_jobs)
-        self._numbers = itertools.count()  # of streams and calls
-        self._streams: dict[int, Outbox] = {}
         self._calls: dict[int, asyncio.Future[bytes]] = {}
-        self._timer = DeadlineTimer(call_later, lambda: self._feed_last(self._core.tick))
-        self.heavy_writes = HeavyWrites()
-        self._unread = Unread()
         self.runs = RendezvousDriver(
             RendezvousRules(
                 heartbeat_timeout_s=config.heartbeat_timeout_s,
@@ -75,31 +63,13 @@ class LighthouseDriver:
         requests: AsyncIterator[pb.SessionRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        """Serve a stream to its end.
+        """Serve a manager's stream to its end.
 
         Raises:
-            RequestRefused: the client breaks the protocol, or does not read.
+            RequestRefused: the manager breaks the protocol, or does not read.
         """
         hello = hello_from_wire(await first_message(requests))
-        stream, outbox = next(self._numbers), Outbox(self.heavy_writes, job, self._unread)
-        self._streams[stream] = outbox
-        error: TorchFTError | None = None
-
-        def receive(request: pb.SessionRequest) -> bool:
-            message = session_message_from_wire(request)
-            if message is not None:
-                self._feed(lambda now: self._core.received(stream, message, now))
-            return True
-
-        try:
-            self._feed(lambda now: self._core.opened(stream, job, hello, now))
-            await outbox.exchange(requests, receive, context)
-        except TorchFTError as caught:
-            error = caught
-            raise
-        finally:
-            self._feed_last(lambda now: self._core.closed(stream, now, error))
-            del self._streams[stream]
+        await self._serve(job, hello, requests, session_message_from_wire, context, job)
 
     async def quorum(self, job: str, member: Member, timeout_s: float) -> bytes:
         """Wait for a quorum with ``member``; the encoded answer.
@@ -154,51 +124,26 @@ class LighthouseDriver:
         return self._core.status(job, time.monotonic())
 
     def end_term(self, error: TorchFTError) -> None:
-        """Another lighthouse leads: tell all who are here, and forget them."""
         self.runs.end_term(error)
         self._carry_out(self._core.term_ended(error, _first_id(), time.monotonic()))
 
     def close(self) -> None:
-        """Stop the timers; callers that still wait are cancelled by the server's stop."""
-        self._timer.stop()
+        super().close()
         self.runs.close()
 
-    def _feed(self, take: Callable[[float], Orders]) -> None:
-        """Let the core ``take`` an input, if this lighthouse still leads."""
-        try:
-            self._check_leads()
-        except NotLeader as error:
-            self.end_term(error)
-            raise
-        self._carry_out(take(time.monotonic()))
-
-    def _feed_last(self, take: Callable[[float], Orders]) -> None:
-        """The same; whoever sent the input hears nothing any more."""
-        with contextlib.suppress(NotLeader):
-            self._feed(take)
-
-    def _carry_out(self, orders: Orders) -> None:
-        for order in orders:
-            if isinstance(order, Send):
-                news = session_news_to_wire(order.news)
-                for stream in order.streams:
-                    self._streams[stream].tell(news)
-            elif isinstance(order, Publish):
-                self._publish(order)
-            elif isinstance(order, RefuseCall):
-                self._end_call(order.call, order.error)
-            elif isinstance(order, EndStream):
-                self._end_stream(order)
-            else:
-                self._reports.write(order)
-        self._timer.set(self._core.next_deadline(), time.monotonic())
-
-    def _end_stream(self, order: EndStream) -> None:
-        outbox = self._streams[order.stream]
-        if order.error is None:
-            outbox.finish()
+    def _carry_out_one(self, order: Order) -> None:
+        if isinstance(order, Send):
+            news = session_news_to_wire(order.news)
+            for stream in order.streams:
+                self._streams[stream].tell(news)
+        elif isinstance(order, Publish):
+            self._publish(order)
+        elif isinstance(order, RefuseCall):
+            self._end_call(order.call, order.error)
+        elif isinstance(order, EndStream):
+            self._end_stream(order)
         else:
-            outbox.fail(order.error)
+            self._reports.write(order)
 
     def _publish(self, order: Publish) -> None:
         encoded = quorum_answer(order.decided.quorum, time.time())
