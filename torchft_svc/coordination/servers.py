@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
+from torchft_svc.core.rendezvous import SETTLE_IN_S
 from torchft_svc.core.types import DEFAULT_JOB, QuorumConfig
 from torchft_svc.lighthouse_server.app import run_lighthouse
 from torchft_svc.manager_server.app import run_manager
@@ -40,6 +41,7 @@ class LighthouseServer(_Server):
     step stands still for ``hang_timeout_ms`` (None: however long) is reported; it is ended if
     ``on_hang`` is ``kill``, and left out until it asks again if that is ``evict``. A group that
     heals is waited for up to ``heal_timeout_ms`` (None: as for any other, the join timeout).
+    ``settle_in_ms``: so long after its first agent it begins no launched run anew (rule L13).
     ``security``: TLS files and token (default: those of the environment).
 
     Raises:
@@ -59,6 +61,7 @@ class LighthouseServer(_Server):
         heal_timeout_ms: int | None = None,
         hang_timeout_ms: int | None = None,
         on_hang: Literal["report", "kill", "evict"] = "report",
+        settle_in_ms: int = round(SETTLE_IN_S * 1000),
         security: Security | None = None,
     ) -> None:
         told = {
@@ -73,7 +76,14 @@ class LighthouseServer(_Server):
         }
         config = QuorumConfig(min_replicas=min_replicas, on_hang=on_hang, **durations)
         where = parse_address(bind, may_bind=True)
-        self._running = Background(run_lighthouse(config, where, security_or_environment(security)))
+        self._running = Background(
+            run_lighthouse(
+                config,
+                where,
+                security_or_environment(security),
+                settle_in_s=settle_in_ms / 1000,
+            )
+        )
 
     def address(self) -> str:
         """``http://host:port``, to be given to managers."""

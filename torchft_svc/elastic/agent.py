@@ -36,7 +36,7 @@ from torchft_svc.elastic.policy import RestartPolicyStrategy, SoftRestartPolicyS
 from torchft_svc.elastic.rendezvous.config import RendezvousConfig, rendezvous_config
 from torchft_svc.elastic.rendezvous.handler import LighthouseRendezvous
 from torchft_svc.elastic.rendezvous.link import RendezvousLink
-from torchft_svc.elastic.rendezvous.own_lighthouse import OwnLighthouse
+from torchft_svc.elastic.rendezvous.own_lighthouse import own_lighthouse
 from torchft_svc.elastic.rendezvous.polled import PolledMeeting
 from torchft_svc.elastic.warm_start import WarmStart
 from torchft_svc.elastic.workers import LocalWorkers, untied
@@ -186,8 +186,8 @@ class ElasticAgent(LocalElasticAgent):
                 return PolledMeeting(spec.rdzv_handler, config.node, spec.monitor_interval, hear)
             endpoint, security = config.endpoint, None
             if not endpoint:
-                own = OwnLighthouse()
-                endpoint, security = open_things.enter_context(own).address(), PLAIN
+                own = open_things.enter_context(own_lighthouse())
+                endpoint, security = own.address(), PLAIN
             return RendezvousLink(
                 endpoint, config.run_id, config.node, config.settings, hear, security
             )

@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from torchft_svc.coordination import LighthouseServer
 from torchft_svc.core.world import (
     AgentLeave,
     AgentState,
@@ -39,7 +40,7 @@ from torchft_svc.core.world import (
 )
 from torchft_svc.elastic.rendezvous.config import RendezvousConfig, rendezvous_config
 from torchft_svc.elastic.rendezvous.link import LinkNews, LinkTrouble, RendezvousLink
-from torchft_svc.elastic.rendezvous.own_lighthouse import OwnLighthouse
+from torchft_svc.elastic.rendezvous.own_lighthouse import own_lighthouse
 from torchft_svc.elastic.rendezvous.plugin import BACKEND
 from torchft_svc.elastic.rendezvous.stores import AgentStores, Watch, WorldChanged
 from torchft_svc.env import Environment
@@ -80,7 +81,7 @@ class LighthouseRendezvous(RendezvousHandler):
 
     def __init__(self, config: RendezvousConfig) -> None:
         self._config = config
-        self._own_lighthouse: OwnLighthouse | None = None
+        self._own_lighthouse: LighthouseServer | None = None
         self._link: RendezvousLink | None = None
         self._stores: AgentStores | None = None
         self._state = AgentState(status=AgentStatus.JOINING)
@@ -253,7 +254,7 @@ class LighthouseRendezvous(RendezvousHandler):
             config = self._config
             endpoint, security = config.endpoint, None
             if not endpoint:
-                self._own_lighthouse = OwnLighthouse()
+                self._own_lighthouse = own_lighthouse()
                 endpoint, security = self._own_lighthouse.address(), PLAIN
             self._link = RendezvousLink(
                 endpoint, config.run_id, config.node, config.settings, self._hear, security
