@@ -211,7 +211,8 @@ class Rendezvous:
         return self._reported(self._taken(run.moved(move)))
 
     def _is_history(self, run: LaunchedRun, node_id: str) -> bool:
-        """Whether this agent begins the run anew, which was closed, or which all have left."""
+        """Whether an agent that was never in this run begins it anew: it was closed, and all have
+        left (L12)."""
         return not run.has_agents() and run.closed is not None and not run.knows(node_id)
 
     def _is_forgotten(self, run: LaunchedRun, at: float) -> bool:
