@@ -417,26 +417,24 @@ class LaunchedRun:
         """A world without those that were lost (L2), if enough are left (L9)."""
         if len(self._nodes.members) + len(joiners) >= self.settings.min_nodes:
             return self._publish(Cause.LOSS, joiners, at)
+        few = f"fewer than {self.settings.min_nodes} nodes are left"
         if self._paused_since is None:
             self._paused_since = at
         if at >= self._paused_since + self.settings.join_timeout_s:
-            few = f"fewer than {self.settings.min_nodes} nodes are left"
             return self._close(f"{few}, and no others came in time", True, at)
-        return self._pause(f"fewer than {self.settings.min_nodes} nodes are left")
+        return self._pause(few)
 
     def _pause(self, reason: str) -> list[Order]:
         self._why = reason
-        orders: list[Order] = []
-        told = WorldPaused(reason)
-        streams = []
-        for node_id in sorted(self._nodes.members):
-            agent = self._nodes.agents[node_id]
-            if agent.news != told:
-                agent.news = told
-                streams.append(agent.stream)
-        if streams:
-            orders = [SendNews(tuple(streams), told), ReportRunPaused(self.name, reason)]
-        return orders
+        paused = WorldPaused(reason)
+        members = [self._nodes.agents[node_id] for node_id in sorted(self._nodes.members)]
+        untold = [agent for agent in members if agent.news != paused]
+        if not untold:
+            return []
+        for agent in untold:
+            agent.news = paused
+        streams = tuple(agent.stream for agent in untold)
+        return [SendNews(streams, paused), ReportRunPaused(self.name, reason)]
 
     def _join_at(self, joiners: list[Agent]) -> float:
         """When they are taken in (L3)."""
