@@ -12,9 +12,11 @@ import pytest
 from torchft_svc.core import agent, node_ranks, restart, run_nodes
 from torchft_svc.core.agent import AgentMachine
 from torchft_svc.core.launched_run import LaunchedRun
+from torchft_svc.core.rendezvous import Rendezvous
 from torchft_svc.core.restart import REACTIONS, Reaction, RestartPolicy, RunEvent
 from torchft_svc.core.run_nodes import RunNodes
-from torchft_svc.core.world import AgentStatus, RunWaiting
+from torchft_svc.core.world import AgentStatus, RunMove, RunWaiting
+from torchft_svc.sim.launch_agent import LaunchAgent
 from torchft_svc.sim.launch_fleet import LaunchFleet
 from torchft_svc.sim.launch_scenario import draw_launch
 
@@ -204,6 +206,22 @@ def seats_are_not_given_again(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(RunNodes, "give_seats", give)
 
 
+def nobody_looks_back_to_an_earlier_lighthouse(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(LaunchAgent, "_look_back", lambda self, end: None)
+
+
+def those_that_move_are_lost_to_the_slowest(plant: pytest.MonkeyPatch) -> None:
+    def move(self: Any, run: Any, move: RunMove, at: float) -> Any:
+        news, *ends, report = run.moved(move)
+        orders = [news, *ends[:-1], report]
+        for node_id, moving in list(run._nodes.agents.items()):
+            if moving.stream != ends[-1].stream:
+                orders += run.gone(node_id, "it moves", at)
+        return self._finish(run, orders)
+
+    plant.setattr(Rendezvous, "_move", move)
+
+
 # Each with the first of the seeds that are tried.
 PLANTS: dict[Plant, int] = {
     losses_are_not_acted_on: 0,
@@ -231,6 +249,8 @@ PLANTS: dict[Plant, int] = {
     a_new_lighthouse_waits_for_nobody: 0,
     a_new_lighthouse_begins_at_once: 325,
     seats_are_not_given_again: 140,
+    nobody_looks_back_to_an_earlier_lighthouse: 0,
+    those_that_move_are_lost_to_the_slowest: 0,
 }
 
 

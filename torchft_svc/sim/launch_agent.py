@@ -20,8 +20,15 @@ from torchft_svc.core.agent_orders import (
     Tell,
     TellLeave,
 )
-from torchft_svc.core.route import Backoff, Route
-from torchft_svc.core.world import AgentMessage, AgentWelcome, WorkerState, World, WorldNews
+from torchft_svc.core.route import LOOK_BACK_S, Backoff, Route
+from torchft_svc.core.world import (
+    AgentMessage,
+    AgentWelcome,
+    RunMove,
+    WorkerState,
+    World,
+    WorldNews,
+)
 from torchft_svc.errors import NotLeader, RequestRefused
 from torchft_svc.sim.launch_checks import LaunchChecks, NodeLedger
 from torchft_svc.sim.launch_lighthouse import LaunchLighthouse
@@ -65,6 +72,7 @@ class LaunchAgent:
         self._stream: Stream | None = None
         self._end: StreamEnd | None = None
         self._beat_s = 0.0
+        self._move: RunMove | None = None
         self._has_left = False
         self._ports = itertools.count(1000)
         self._timer: Event | None = None
@@ -200,6 +208,11 @@ class LaunchAgent:
             self._trace.record(self.node_id, f"is refused: {reason}")
             self.stop()
             return
+        if self._move is not None:
+            self._route.go_back(self._move.address)
+            self._move = None
+            self._connect()
+            return
         leader = reason.leader if isinstance(reason, NotLeader) else ""
         if not self._route.go_on(leader):
             self._backoff.tried(failed=True)
@@ -211,7 +224,10 @@ class LaunchAgent:
             self._backoff.tried(failed=False)
             self._beat_s = news.beat_interval_s
             self.process.after(self._beat_s, self._beat, self._end)
-        if self.ended is None:
+            self._look_back_later(self._end)
+        if isinstance(news, RunMove):
+            self._move = news
+        elif self.ended is None:
             self._checks.hears(self.ledger, news)
             self.feed(lambda now: self.machine.news(news, now))
 
@@ -219,6 +235,22 @@ class LaunchAgent:
         if end is self._end and self.is_up:
             self._send(self.machine.state)
             self.process.after(self._beat_s, self._beat, end)
+
+    def _look_back_later(self, end: StreamEnd | None) -> None:
+        if self._route.preferred:
+            delay_s = LOOK_BACK_S * self.process.chance.uniform(0.5, 1.0)
+            self.process.after(delay_s, self._look_back, end)
+
+    def _look_back(self, end: StreamEnd) -> None:
+        """Whether an earlier lighthouse of the list would take the run (rule L21)."""
+        if end is not self._end or not self.is_up:
+            return
+        is_cut = self._network.is_cut(self.process.name)
+        for address in self._route.preferred:
+            if self._lighthouses[address].would_take() and not is_cut:
+                self._send(RunMove(address))
+                return
+        self._look_back_later(end)
 
     def _send(self, message: AgentMessage) -> None:
         if self._stream is not None and self._beat_s:

@@ -124,7 +124,8 @@ class LaunchChecks:
         """A lighthouse was away, and nothing else has happened since."""
         num_causes, num_worlds = before
         if num_causes == self.num_causes:
-            must(num_worlds == self.num_worlds, "L13", "a new lighthouse makes another world")
+            rule = "L13" if self._scenario.is_elected else "L21"
+            must(num_worlds == self.num_worlds, rule, "a new lighthouse makes another world")
 
     def expect_loss(self, node_id: str) -> None:
         """It died ``LOSS_S`` ago, and nothing hid that."""

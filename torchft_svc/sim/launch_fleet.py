@@ -60,13 +60,17 @@ class LaunchFleet:
         self.trace = Trace(self.world)
         self.checks = LaunchChecks(self.world, scenario)
         self.lighthouses = {
-            name: LaunchLighthouse(
-                name, self.world, scenario.heartbeat_timeout_s, self.checks, self.trace
+            f"lighthouse{number}": LaunchLighthouse(
+                f"lighthouse{number}",
+                not (scenario.is_elected and number),
+                self.world,
+                scenario.heartbeat_timeout_s,
+                self.checks,
+                self.trace,
             )
-            for name in (f"lighthouse{n}" for n in range(scenario.num_lighthouses))
+            for number in range(scenario.num_lighthouses)
         }
-        self._leader = next(iter(self.lighthouses.values()))
-        self._leader.leads = True
+        self._leader = self.lighthouses["lighthouse0"]  # or the first of the list
         self._nature = self.world.process("nature")
         self.sites = [_Site(number) for number in range(scenario.num_nodes)]
         self._frozen_until: dict[str, float] = {}
@@ -263,6 +267,10 @@ class LaunchFleet:
         agent.stop()
 
     def _lighthouse_crash(self, fault: Fault) -> None:
+        if not self._scenario.is_elected:
+            hosts = list(self.lighthouses.values())
+            hosts[fault.target % len(hosts)].crash(fault.seconds)
+            return
         leader = self._leader
         leader.crash(fault.seconds)
         self._nature.after(LEASE_S, self._elect, leader)

@@ -20,13 +20,22 @@ RUN = "run"
 
 
 class LaunchLighthouse:
-    """One lighthouse host; the process on it comes and goes, and only leads now and then."""
+    """One lighthouse host; the process on it comes and goes.
+
+    ``leads``: agents are taken. Where one is elected, only that one does.
+    """
 
     def __init__(
-        self, name: str, world: VirtualWorld, timeout_s: float, checks: LaunchChecks, trace: Trace
+        self,
+        name: str,
+        leads: bool,
+        world: VirtualWorld,
+        timeout_s: float,
+        checks: LaunchChecks,
+        trace: Trace,
     ) -> None:
         self.name = name
-        self.leads = False
+        self.leads = leads
         self.leader = ""  # as it knows
         self._world = world
         self._config = RendezvousRules(heartbeat_timeout_s=timeout_s)
@@ -66,6 +75,10 @@ class LaunchLighthouse:
             self.process.after(
                 0.0, self.feed, lambda now: () if self.leads else self.core.term_ended(over, now)
             )
+
+    def would_take(self) -> bool:
+        """Whether it takes agents, if it is asked now."""
+        return self.leads and not (self.process.is_dead or self.process.is_frozen)
 
     def accept(self, stream: Stream) -> StreamEnd | None:
         """The server's end of a new stream, if somebody listens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
@@ -51,7 +52,8 @@ class LaunchScenario:
     ready_timeout_s: float
     exit_barrier_timeout_s: float
     heartbeat_timeout_s: float
-    num_lighthouses: int  # of which one is elected
+    num_lighthouses: int
+    is_elected: bool  # one of them leads; else the first one of the list that is there serves
     start_spread_s: float
     worker_start_s: float
     returns_after_s: float  # an agent that ended, or died, is started again; 0: it is not
@@ -92,7 +94,7 @@ def draw_launch(seed: int, num_nodes: int | None = None) -> LaunchScenario:
     least = min(least, nodes)
     soft = [RestartPolicy.SOFT] * 5
     policies = [*soft, RestartPolicy.HARD, RestartPolicy.SOFT_NO_REPLACE, *RestartPolicy]
-    return LaunchScenario(
+    scenario = LaunchScenario(
         seed=seed,
         num_nodes=nodes,
         settings=RunSettings(
@@ -108,6 +110,7 @@ def draw_launch(seed: int, num_nodes: int | None = None) -> LaunchScenario:
         exit_barrier_timeout_s=chance.choice([3.0, 20.0]),
         heartbeat_timeout_s=chance.choice([1.0, 5.0, 5.0]),
         num_lighthouses=chance.choice([1, 1, 2]),
+        is_elected=True,
         start_spread_s=chance.choice([0.0, 0.3, 10.0]),
         worker_start_s=chance.choice([0.1, 0.5, 2.0]),
         returns_after_s=chance.choice([0.0, 0.3, 3.0]),
@@ -115,6 +118,17 @@ def draw_launch(seed: int, num_nodes: int | None = None) -> LaunchScenario:
         is_ranked=chance.random() < 0.1,
         faults=_draw_faults(chance, nodes),
     )
+    is_list = scenario.num_lighthouses > 1 and chance.random() < 0.5
+    return _without_election(scenario) if is_list else scenario
+
+
+def _without_election(scenario: LaunchScenario) -> LaunchScenario:
+    """All faults of lighthouses are crashes: nobody passes over a frozen one where others stay."""
+    faults = (
+        fault if fault.kind in NODE_FAULTS else dataclasses.replace(fault, kind="lighthouse_crash")
+        for fault in scenario.faults
+    )
+    return dataclasses.replace(scenario, is_elected=False, faults=tuple(faults))
 
 
 def _draw_faults(chance: random.Random, num_nodes: int) -> tuple[Fault, ...]:
