@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import select
 import signal
 import socket
 import statistics
@@ -20,7 +19,13 @@ import click
 import psutil
 
 from benchmarks.options import json_option
-from benchmarks.processes import Child, ChildError, lighthouse_address, start_lighthouse
+from benchmarks.processes import (
+    Child,
+    ChildError,
+    lighthouse_address,
+    start_lighthouse,
+    told_lines,
+)
 from benchmarks.table import Column, Result, hand_over
 
 NUM_NODES = 3
@@ -116,19 +121,11 @@ class Job:
 
     def steps(self, timeout_s: float) -> Iterator[Step]:
         """As they are told, for ``timeout_s``."""
-        deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            readable, _, _ = select.select(list(self.agents.values()), [], [], left_s)
-            for node, agent in self.agents.items():
-                if agent not in readable:
-                    continue
-                if not agent.read_available():
-                    raise agent.error("ended")
-                for line in agent.take_lines():
-                    kind, *words = line.split()
-                    if kind == "step":
-                        pid, world, world_size, _, at_ns = map(int, words)
-                        yield Step(node, (pid, world), world_size, at_ns)
+        for node, line in told_lines(self.agents, timeout_s):
+            kind, *words = line.split()
+            if kind == "step":
+                pid, world, world_size, _, at_ns = map(int, words)
+                yield Step(node, (pid, world), world_size, at_ns)
 
     def train_for(self, seconds: float) -> None:
         for step in self.steps(seconds):

@@ -168,6 +168,24 @@ class Child:
             self._errors = None
 
 
+def told_lines(children: Mapping[int, Child], timeout_s: float) -> Iterator[tuple[int, str]]:
+    """The lines of ``children`` as they are told, for ``timeout_s``, each with its child's key.
+
+    Raises:
+        ChildError: one of them has ended.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        readable, _, _ = select.select(list(children.values()), [], [], left_s)
+        for key, child in children.items():
+            if child not in readable:
+                continue
+            if not child.read_available():
+                raise child.error("ended")
+            for line in child.take_lines():
+                yield key, line
+
+
 def program(name: str, *arguments: object, python: str = sys.executable) -> list[str]:
     """The command that runs module ``name``, with the interpreter ``python``."""
     return [python, "-W", "ignore", "-m", name, *map(str, arguments)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import random
-import select
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from benchmarks.processes import (
     program,
     root_with_package_of,
     start_lighthouse,
+    told_lines,
 )
 from benchmarks.table import Column, Result, hand_over
 
@@ -95,17 +95,7 @@ class World:
 
     def commits(self, timeout_s: float) -> Iterator[Commit]:
         """The commits of all groups as they are told, for ``timeout_s``."""
-        deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            readable, _, _ = select.select(list(self.trainers.values()), [], [], left_s)
-            for group, trainer in self.trainers.items():
-                if trainer in readable:
-                    if not trainer.read_available():
-                        raise trainer.error("ended")
-                    yield from self._understand(group, trainer.take_lines())
-
-    def _understand(self, group: int, lines: list[str]) -> Iterator[Commit]:
-        for line in lines:
+        for group, line in told_lines(self.trainers, timeout_s):
             kind, *words = line.split()
             if kind == "built":
                 self._built_at_ns[group] = int(words[0])
