@@ -45,6 +45,10 @@ from torchft_svc.rpc.security import PLAIN
 
 log = logging.getLogger(__name__)
 
+# A lost node is told within milliseconds, a process that is killed with it ends at once, and
+# exceptions of others take some time to end theirs.
+CONSEQUENCE_S = 1.0
+
 
 @dataclass(frozen=True)
 class AgentSettings:
@@ -58,11 +62,6 @@ class AgentSettings:
     parameters: RendezvousParameters
     signals: str
     preload: Sequence[str] | None = None
-
-
-# A lost node is told within milliseconds, a process that is killed with it ends at once, and
-# exceptions of others take some time to end theirs.
-CONSEQUENCE_S = 1.0
 
 
 class ElasticAgent(LocalElasticAgent):

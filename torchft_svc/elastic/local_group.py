@@ -53,9 +53,8 @@ class LocalGroup:
     on_world: Callable[[World], None]
     on_pause: Callable[[], None]
     ends: dict[int, WorkerEnd] = field(default_factory=dict)  # of the last life of each worker
-    deadline: float | None = (
-        None  # when workers that are being stopped get SIGKILL, or are given up
-    )
+    # When workers that are being stopped get SIGKILL, or are given up.
+    deadline: float | None = None
     _channels: ChannelRoot = field(default_factory=ChannelRoot)
     _told: dict[int, _Told] = field(default_factory=dict)
     _num_starts: int = 0

@@ -310,9 +310,8 @@ class _Forked(_Session):
         if self._ends is not None and not multiprocessing.connection.wait([self._ends], 0):
             return None
         code = self._warm.end_of(self.pid, _EXIT_CODE_S)
-        return (
-            -signal.SIGKILL if code is None else code
-        )  # the server is lost, and with it its forks
+        # Without a code the server is lost, and with it its forks.
+        return -signal.SIGKILL if code is None else code
 
     def signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
