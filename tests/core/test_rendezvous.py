@@ -332,6 +332,41 @@ def test_l8_a_run_that_all_have_left_goes_on_counting() -> None:
 # -- limits (rules L9 and L10) -----------------------------------------------------------------
 
 
+def test_l8_a_round_that_leaves_no_room_for_others_is_refused() -> None:
+    launch = started("1:2", "a")
+    poisoned = AgentState(status=AgentStatus.WORKING, round=2**53 - 1)
+    with pytest.raises(RequestRefused, match="leaves no room"):
+        launch.rendezvous.received(launch.agents["a"].stream, poisoned, launch.now)
+    first = hello("x")
+    with pytest.raises(RequestRefused, match="leaves no room"):
+        launch.rendezvous.opened(
+            99, RUN, dataclasses.replace(first, settings=launch.settings, state=poisoned), 0.0
+        )
+    launch.start("b")
+    launch.passes(1.0)
+    assert launch.worlds[1:] == [("a", "b")]
+
+
+def test_l8_a_run_goes_on_above_the_highest_round_that_may_be_told() -> None:
+    launch = Launch("1:2")
+    told = AgentState(status=AgentStatus.JOINING, round=2**52)
+    launch.carry_out(
+        launch.rendezvous.opened(
+            99,
+            RUN,
+            dataclasses.replace(hello("x"), settings=launch.settings, state=told),
+            launch.now,
+        )
+    )
+    launch.start("a")
+    launch.carry_out(launch.rendezvous.closed(99, launch.now))
+    launch.passes(3.0)
+    launch.start("b")
+    launch.passes(3.0)
+    assert launch.worlds == [("a",), ("a", "b")]
+    assert launch.world.round == 2**52 + 2
+
+
 def test_l9_with_too_few_nodes_the_members_pause_and_go_on_when_another_one_comes() -> None:
     launch = started("2:3", "ab")
     launch.kill("b")

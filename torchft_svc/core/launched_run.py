@@ -40,7 +40,7 @@ from torchft_svc.errors import DeadlineExceeded, RequestRefused
 # longer, so that not each of them costs a world: four times as long for each one before, ...
 SETTLE_S = 0.05
 SETTLE_GROWTH = 4.0
-MAX_SETTLE_S = 0.35
+MAX_SETTLE_S = 0.8
 # ... until nothing was lost for this long.
 QUIET_S = 2.0
 # Nodes whose workers start anew are waited for where nobody is left (L1), but not longer than this
@@ -48,6 +48,8 @@ QUIET_S = 2.0
 WARMING_SHARE = 0.5
 # Agents try again after up to half a second, and may ask another lighthouse of their list first.
 MIN_TAKEOVER_S = 2.0
+# What agents tell leaves room for more worlds than a run makes.
+MAX_TOLD_ROUND = 2**52
 # A lighthouse that has just started may hear first of a node that begins, and then of a world.
 ADOPTION_TIMEOUTS = 2
 
@@ -100,6 +102,7 @@ class LaunchedRun:
             RequestRefused: it cannot take part.
         """
         self._check(hello)
+        self._check_round(hello.state.round if hello.world is None else hello.world.round)
         self.empty_since = None
         orders: list[Order] = []
         node_id = hello.node.node_id
@@ -125,7 +128,12 @@ class LaunchedRun:
         return orders + self._settle(at)
 
     def told(self, node_id: str, state: AgentState, at: float) -> list[Order]:
-        """An agent has told its state, maybe once more."""
+        """An agent has told its state, maybe once more.
+
+        Raises:
+            RequestRefused: no lighthouse can have told it that round.
+        """
+        self._check_round(state.round)
         agent = self._nodes.agents.pop(node_id)
         self._nodes.agents[node_id] = agent
         agent.heard_at = at
@@ -248,6 +256,10 @@ class LaunchedRun:
                     f"nodes {other.node_id!r} and {node.node_id!r} of run {self.name!r} "
                     f"were both given node rank {node.rank}"
                 )
+
+    def _check_round(self, told: int) -> None:
+        if told > max(self._highest_round, MAX_TOLD_ROUND):
+            raise RequestRefused(f"round {told} leaves no room for the next worlds")
 
     def _take_over(self, hello: AgentHello, at: float) -> list[Order]:
         """Go on with the world of a lighthouse before this one, and wait for its nodes (L13)."""
