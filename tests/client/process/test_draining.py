@@ -28,6 +28,8 @@ from support.scripts.drained_trainer import leads_a_session
 from support.training import Trainer, lighthouse
 from support.warm import Warm
 
+from torchft_svc.client.process import draining
+from torchft_svc.client.process.draining import TermSignal
 from torchft_svc.client.runtime import bootstrap
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import Drained
@@ -115,6 +117,53 @@ class Worker:
         """Steps discarded since the first that so many groups committed."""
         words = [line[0] if line[0] != "training" else line[0] + line[1] for line in self.lines()]
         return words[words.index(f"training{num_groups}") :].count("discarded")
+
+
+@pytest.fixture
+def no_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def nothing(reason: str) -> None:
+    """Nobody has to be told."""
+
+
+@pytest.mark.usefixtures("no_handler")
+def test_a_later_manager_is_drained_after_the_first_one_was() -> None:
+    first, later = [], []
+    before = TermSignal(first.append, nothing)
+    os.kill(os.getpid(), signal.SIGTERM)
+    eventually(lambda: first)
+    before.close()
+    after = TermSignal(later.append, nothing)
+    os.kill(os.getpid(), signal.SIGTERM)
+    eventually(lambda: later)
+    after.close()
+    assert len(first) == 1
+
+
+@pytest.mark.usefixtures("no_handler")
+def test_the_handler_of_a_drained_manager_stays_while_the_signal_may_be_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for repeat_s in (60.0, 0.0):
+        told: list[str] = []
+        monkeypatch.setattr(draining, "REPEAT_S", repeat_s)
+        term_signal = TermSignal(told.append, nothing)
+        os.kill(os.getpid(), signal.SIGTERM)
+        eventually(lambda told=told: told)
+        term_signal.close()
+        assert (signal.getsignal(signal.SIGTERM) is signal.SIG_DFL) == (repeat_s == 0.0)
+
+
+@pytest.mark.usefixtures("no_handler")
+def test_a_handler_of_the_program_stays() -> None:
+    term_signal = TermSignal(nothing, nothing)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    term_signal.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 @contextlib.contextmanager

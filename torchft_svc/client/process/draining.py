@@ -35,9 +35,8 @@ class TermSignal:
         self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._first_at: float | None = None
         self._pid = os.getpid()
-        self._installed = (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        self._installed = threading.current_thread() is threading.main_thread() and _is_free(
+            signal.getsignal(signal.SIGTERM)
         )
         if self._installed:
             keep_term_signals()
@@ -46,27 +45,37 @@ class TermSignal:
             self._thread.start()
 
     def close(self) -> None:
-        """Restore the default for SIGTERM; idempotent."""
+        """Restore the default for SIGTERM; idempotent.
+
+        Shortly after a SIGTERM the handler stays: this process is ending, and may get the signal
+        again. A later `TermSignal` replaces it.
+        """
         if not self._installed:
             return
         self._installed = False
         self._signals.put(False)
         self._thread.join(_JOIN_S)
         is_main = threading.current_thread() is threading.main_thread()
-        if (
-            is_main and self._first_at is None
-        ):  # else this process is ending, and may get the signal again
+        is_ours = signal.getsignal(signal.SIGTERM) == self._on_signal
+        if is_main and is_ours and not self._may_be_repeated():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, or has never handled the signal."""
+        return not self._installed
+
+    def _may_be_repeated(self) -> bool:
+        return self._first_at is not None and time.monotonic() - self._first_at <= REPEAT_S
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
         # A forked child, such as a pool's worker, inherits the handler, but not the thread, and has
         # to end on SIGTERM.
         is_ours = os.getpid() == self._pid
         if is_ours and self._installed and self._first_at is None:
-            self._first_at = now
+            self._first_at = time.monotonic()
             self._signals.put(True)
-        elif not is_ours or self._first_at is None or now - self._first_at > REPEAT_S:
+        elif not is_ours or not self._may_be_repeated():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -79,3 +88,9 @@ class TermSignal:
             self._inform(reason)
         except PeerError as error:
             log.warning("the manager could not be informed, the next step will do it: %s", error)
+
+
+def _is_free(handler: object) -> bool:
+    """Whether nobody handles the signal; one of ours that was closed only ignores repetitions."""
+    owner = getattr(handler, "__self__", None)
+    return handler is signal.SIG_DFL or (isinstance(owner, TermSignal) and owner.is_closed)
