@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
@@ -98,6 +99,21 @@ def test_streams_go_to_files_and_to_the_console(
     assert (attempt / "1" / "stderr.log").read_text() == "oops 1\n"
     chosen = (attempt / "filtered_stdout.log").read_text().splitlines()
     assert sorted(chosen) == ["[role0]:apple 0", "[role1]:apple 1"]
+
+
+@pytest.mark.parametrize("redirects", [Std.NONE, Std.ALL])
+def test_a_temporary_directory_of_logs_stays_only_if_there_are_logs(
+    redirects: Std, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    spec = WorkerSpec("role", 1, None, entrypoint="true")  # type: ignore[arg-type]
+    local = LocalWorkers(spec, DefaultLogsSpecs(redirects=redirects))
+    local.start(environments(1))
+    ends_of(local, 1)
+    assert len(list(tmp_path.iterdir())) == 1
+    local.close()
+    assert len(list(tmp_path.rglob("*.log"))) == (0 if redirects is Std.NONE else 2)
+    assert len(list(tmp_path.iterdir())) == (0 if redirects is Std.NONE else 1)
 
 
 def test_what_a_failed_worker_has_started_ends_with_it(tmp_path: Path) -> None:

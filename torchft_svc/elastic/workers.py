@@ -16,12 +16,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -47,6 +49,7 @@ KILL_S = 10.0
 POLL_S = 0.1
 # The end of a forked worker can be seen a moment before the fork server tells its exit code.
 _EXIT_CODE_S = 5.0
+_TORCH_PREFIX = "torchelastic_"
 _WRAPPER = "-I", "-S", parent_death.__file__
 
 
@@ -178,7 +181,10 @@ class LocalWorkers:
         self._running.clear()
 
     def close(self) -> None:
-        """Kill what runs, and write what the tails have not written yet. May be called twice."""
+        """Kill what runs, and write what the tails have not written yet. May be called twice.
+
+        A temporary directory of logs is removed, unless something was written there.
+        """
         self.signal(signal.SIGKILL)
         deadline = time.monotonic() + KILL_S
         self.reap()
@@ -191,6 +197,7 @@ class LocalWorkers:
             self._warm.close()
         for rank in list(self._logs):
             self._stop_tails(rank)
+        _remove_unused(Path(self._logs_specs.root_log_dir))
 
     def _started(self, rank: int, environment: dict[str, str], logs: LogsDest) -> _Process:
         entrypoint = self._spec.entrypoint
@@ -441,6 +448,14 @@ class _Tails:
 
 def _has_any(needles: tuple[str, ...], line: str) -> bool:
     return any(needle in line for needle in needles)
+
+
+def _remove_unused(log_dir: Path) -> None:
+    """torch makes one for each agent whose user names none."""
+    if log_dir.parent == Path(tempfile.gettempdir()) and log_dir.name.startswith(_TORCH_PREFIX):
+        for folder, _, _ in os.walk(log_dir, topdown=False):
+            with contextlib.suppress(OSError):  # something is in it
+                os.rmdir(folder)
 
 
 # torch binds processes to processors near their GPU since 2.9, behind names that are not public.
