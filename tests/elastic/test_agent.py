@@ -90,6 +90,20 @@ def test_workers_that_never_answer_are_restarted(tmp_path: Path) -> None:
         assert len(list(tmp_path.glob("*.events"))) == 2
 
 
+def test_a_worker_that_ends_without_an_answer_holds_no_world_up(tmp_path: Path) -> None:
+    with launch(tmp_path, nnodes="1:2") as run:
+        run.start("a", "--nproc-per-node=2", traits=("first-silent",))
+        answers = [None, (1, 2)]
+        run.until(lambda: [each.world for each in run.workers("a")] == answers, "an answer")
+        silent, answering = (worker.pid for worker in run.workers("a"))
+        run.finish(silent)
+        run.start("b", "--nproc-per-node=1")
+        run.until(lambda: any(each.world == (1, 3) for each in run.workers("a")), "another world")
+        assert run.pids("a") == [answering]
+        run.finish()
+        assert run.statuses() == {"a": 0, "b": 0}
+
+
 def test_without_a_deadline_workers_need_not_answer(tmp_path: Path) -> None:
     with launch(tmp_path, "--soft-ready-timeout=0", nnodes="1:2") as run:
         run.start("a", traits=("silent",))

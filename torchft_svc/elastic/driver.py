@@ -53,7 +53,7 @@ from torchft_svc.core.world import (
     WorldNews,
 )
 from torchft_svc.elastic.local_group import LocalGroup
-from torchft_svc.elastic.messages import WorkerAck, WorkerLeft, WorkerStarted, WorkerState
+from torchft_svc.elastic.messages import WorkerAck, WorkerMessage, WorkerStarted, WorkerState
 from torchft_svc.elastic.rendezvous.link import LinkNews, LinkTrouble
 from torchft_svc.elastic.rendezvous.polled import MeetingFailed, PolledNews, WorldOver
 from torchft_svc.errors import Unauthorized
@@ -205,8 +205,11 @@ class AgentDriver:
             self._do(self._machine.news(news, now))
 
     def _look_at_workers(self) -> None:
-        for rank, message in self._group.receive():
+        messages = list(self._group.receive())
+        for rank, message in messages:
             self._hear_worker(rank, message)
+        if messages:
+            self._tell_progress()
         was_stopping = self._group.is_stopping
         ends = self._group.reap()
         now = time.monotonic()
@@ -221,18 +224,24 @@ class AgentDriver:
             self._do(self._machine.workers_failed(f"worker {told} failed", ranks, now))
         elif ends and self._group.has_finished:
             self._do(self._machine.workers_succeeded(now))
+        elif ends:  # the others may have been waiting for them
+            self._tell_progress()
 
-    def _hear_worker(self, rank: int, message: WorkerStarted | WorkerAck | WorkerLeft) -> None:
-        now = time.monotonic()
+    def _hear_worker(self, rank: int, message: WorkerMessage) -> None:
         if isinstance(message, WorkerStarted):
-            if self._group.note_started(rank):
-                self._do(self._machine.workers_ready(now))
+            self._group.note_started(rank)
         elif isinstance(message, WorkerAck):
-            is_in = message.worker_state is WorkerState.HEALTHY
-            if is_in and self._group.note_reached(rank, message.round):
-                self._do(self._machine.workers_reached(message.round, now))
+            if message.worker_state is WorkerState.HEALTHY:
+                self._group.note_reached(rank, message.round)
         elif self._left is None or self._left[0] < message.round:
-            self._left = message.round, now + LEFT_GRACE_S
+            self._left = message.round, time.monotonic() + LEFT_GRACE_S
+
+    def _tell_progress(self) -> None:
+        now = time.monotonic()
+        if self._group.have_started:
+            self._do(self._machine.workers_ready(now))
+        if self._group.reached_round:
+            self._do(self._machine.workers_reached(self._group.reached_round, now))
 
     def _look_at_left(self, now: float) -> None:
         """Workers have left the present world, and nothing follows by itself."""

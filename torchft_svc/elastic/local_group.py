@@ -74,9 +74,19 @@ class LocalGroup:
     @property
     def has_finished(self) -> bool:
         """Whether all workers have ended well."""
-        return len(self.ends) == self.num_workers and all(
-            end.failure is None for end in self.ends.values()
+        return len(self._finished_ranks()) == self.num_workers
+
+    @property
+    def have_started(self) -> bool:
+        """Whether each worker has called the worker API, or has ended well without it."""
+        return len(self._told) == self.num_workers and all(
+            told.has_started or rank in self._finished_ranks() for rank, told in self._told.items()
         )
+
+    @property
+    def reached_round(self) -> int:
+        """Of the newest world that all workers have reached which have not ended (0: of none)."""
+        return min((self._told[rank].reached for rank in self.processes.pids), default=0)
 
     @property
     def descriptors(self) -> list[int]:
@@ -91,6 +101,9 @@ class LocalGroup:
         if silent or len(self.processes.pids) > len(self.processes.descriptors):
             return POLL_S
         return None
+
+    def _finished_ranks(self) -> set[int]:
+        return {rank for rank, end in self.ends.items() if end.failure is None}
 
     # -- starting and ending -----------------------------------------------------------------------
 
@@ -196,19 +209,14 @@ class LocalGroup:
                     log.error("worker %d cannot be talked to any more: %s", rank, error)
                     break
 
-    def note_started(self, rank: int) -> bool:
-        """This worker has called the worker API; whether all have."""
+    def note_started(self, rank: int) -> None:
+        """This worker has called the worker API."""
         self._told[rank].has_started = True
-        return len(self._told) == self.num_workers and all(
-            told.has_started for told in self._told.values()
-        )
 
-    def note_reached(self, rank: int, round_: int) -> bool:
-        """This worker has reached the world with this round; whether all have."""
+    def note_reached(self, rank: int, round_: int) -> None:
+        """This worker has reached the world with this round."""
         told = self._told[rank]
         told.reached = max(told.reached, round_)
-        running = (self._told[each] for each in self.processes.pids)
-        return all(each.reached >= round_ for each in running)
 
     def _open_channel(self, rank: int) -> None:
         before = self._told.pop(rank, None)

@@ -1,9 +1,10 @@
 """A launched worker that works in whatever world it is told, until a file says that it is to end.
 
-``patient_worker.py FOLDER [stubborn|silent]``: it notes each event as a line of JSON in
+``patient_worker.py FOLDER [TRAIT ...]``: it notes each event as a line of JSON in
 ``FOLDER/PID.events``. It ends well when ``FOLDER/finish`` or ``FOLDER/finish-PID`` is there, and
-with status 5 for ``FOLDER/fail-PID``; it leaves its world for ``FOLDER/leave-PID``. ``stubborn``:
-it ignores SIGTERM; ``silent``: it calls nothing of the runtime.
+with status 5 for ``FOLDER/fail-PID``; it leaves its world for ``FOLDER/leave-PID``. Traits are
+``stubborn``: it ignores SIGTERM; ``silent``: it calls nothing of the runtime; ``first-silent``: the
+first worker of a node does not.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def main() -> None:
     if "stubborn" in traits:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     note(folder, {"rank": int(os.environ["RANK"]), "attempt": attempt()})
-    if "silent" in traits:
+    is_first = os.environ["LOCAL_RANK"] == "0"
+    if "silent" in traits or ("first-silent" in traits and is_first):
         while not has_ended(folder):
             time.sleep(_LOOK_S)
     event: WorkerEvent | None = get_worker_event()
