@@ -104,6 +104,23 @@ def test_a_worker_that_ends_without_an_answer_holds_no_world_up(tmp_path: Path) 
         assert run.statuses() == {"a": 0, "b": 0}
 
 
+def test_a_worker_that_removes_its_channel_is_told_of_once(tmp_path: Path) -> None:
+    script = tmp_path / "removing.py"
+    script.write_text(
+        "import os, shutil, time\n"
+        "from torchft_svc.elastic import get_worker_info\n"
+        "get_worker_info()\n"
+        "shutil.rmtree(os.environ['TORCHFT_WORKER_CHANNEL'])\n"
+        "time.sleep(0.5)\n"
+    )
+    with launch(tmp_path, nnodes="1") as run:
+        run.start("a", script=[str(script)])
+        assert run.statuses() == {"a": 0}
+        told = run.output()
+    assert told.count("cannot be told of other worlds") == 1, told
+    assert "Traceback" not in told
+
+
 def test_without_a_deadline_workers_need_not_answer(tmp_path: Path) -> None:
     with launch(tmp_path, "--soft-ready-timeout=0", nnodes="1:2") as run:
         run.start("a", traits=("silent",))

@@ -32,6 +32,7 @@ class _Told:
     """What a worker has told since it was started."""
 
     channel: FileChannel
+    is_cut_off: bool = False  # something has removed its channel
     has_started: bool = False
     reached: int = 0  # the round of the newest world that it has reached
 
@@ -91,7 +92,7 @@ class LocalGroup:
     @property
     def descriptors(self) -> list[int]:
         """Readable when there is something to `receive` or `reap`."""
-        channels = (told.channel.fileno() for told in self._told.values())
+        channels = (told.channel.fileno() for told in self._told.values() if not told.is_cut_off)
         return [*self.processes.descriptors, *(each for each in channels if each is not None)]
 
     @property
@@ -197,7 +198,7 @@ class LocalGroup:
     def receive(self) -> Iterator[tuple[int, WorkerMessage]]:
         """What workers have told, with their local ranks."""
         for rank, told in list(self._told.items()):
-            while True:
+            while not told.is_cut_off:
                 try:
                     message = told.channel.receive(0.0)
                     if message is None:
@@ -206,8 +207,7 @@ class LocalGroup:
                 except RequestRefused as error:
                     log.warning("ignoring a message of worker %d: %s", rank, error)
                 except ChannelClosed as error:
-                    log.error("worker %d cannot be talked to any more: %s", rank, error)
-                    break
+                    self._cut_off(rank, error)
 
     def note_started(self, rank: int) -> None:
         """This worker has called the worker API."""
@@ -228,10 +228,17 @@ class LocalGroup:
         self, rank: int, state: WorkerState, world: World, change: WorldChangeEvent | None
     ) -> None:
         event = WorkerEvent(int(time.time()), self._info(rank, world), state, change)
-        try:
-            self._told[rank].channel.send(event.to_message())
-        except (ChannelClosed, OSError):  # it misses its deadline, then
-            log.exception("worker %d cannot be told of the world", rank)
+        told = self._told[rank]
+        if not told.is_cut_off:
+            try:
+                told.channel.send(event.to_message())
+            except (ChannelClosed, OSError) as error:
+                self._cut_off(rank, error)
+
+    def _cut_off(self, rank: int, error: Exception) -> None:
+        """This worker cannot be talked to any more: it misses its deadline, unless it ends."""
+        self._told[rank].is_cut_off = True
+        log.error("worker %d cannot be told of other worlds any more: %s", rank, error)
 
     def _info(self, local_rank: int, world: World) -> WorkerInfo:
         ranks = world.ranks(self.node_id)
