@@ -251,8 +251,10 @@ class AgentDriver:
         self._left = None
         world = self._machine.world
         if world is not None and world.round == round_:
-            log.info("workers have left the world of round %d, ask for another one", round_)
-            self._do(self._machine.world_over(now))
+            orders = self._machine.world_over(now)
+            if orders:  # else a failure of a worker leads to another world already
+                log.info("workers have left the world of round %d, ask for another one", round_)
+            self._do(orders)
 
     def _give_up(self, error: Exception, reason: str) -> None:
         if self._error is None:
