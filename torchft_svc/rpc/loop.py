@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 # Starting a server takes milliseconds; a loop that does not answer for so long is stuck.
 ANSWER_TIMEOUT_S = 30.0
+# Tasks that end by themselves do so at once.
+LAST_TASKS_S = 0.2
 
 
 class _LoopThread:
@@ -40,12 +42,21 @@ class _LoopThread:
     def release(self) -> None:
         with self._lock:
             self._users -= 1
-            if self._users or self._loop is None or self._thread is None:
+            loop = self._loop
+            if self._users or loop is None or self._thread is None:
                 return
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            ending = asyncio.run_coroutine_threadsafe(_last_tasks(), loop)
+            ending.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
             self._thread.join(ANSWER_TIMEOUT_S)
-            self._loop.close()
+            loop.close()
             self._loop = self._thread = None
+
+
+async def _last_tasks() -> None:
+    """gRPC ends its calls by tasks of its own, a moment after they were cancelled."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others, timeout=LAST_TASKS_S)
 
 
 _SHARED = _LoopThread()
