@@ -165,14 +165,20 @@ def test_a_lost_node_is_noticed_and_the_store_is_another_one(nodes: Nodes) -> No
     assert [node.num_nodes_waiting() for node in left] == [0, 0]
 
 
+def two_nodes(
+    nodes: Nodes, rank: int
+) -> tuple[LighthouseRendezvous, LighthouseRendezvous, RendezvousInfo]:
+    """In one world: the one with this ``rank``, and the other one with what it was told."""
+    both = nodes.node(), nodes.node()
+    by_rank = {info.rank: (node, info) for node, info in zip(both, nodes.join(*both), strict=True)}
+    return by_rank[rank][0], *by_rank[1 - rank]
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_node_that_dies_between_rendezvous_and_ranks_holds_nobody_up(
     nodes: Nodes, is_first: bool
 ) -> None:
-    a, b = nodes.node(), nodes.node()
-    by_rank = {info.rank: (node, info) for node, info in zip((a, b), nodes.join(a, b), strict=True)}
-    dead = by_rank.pop(0 if is_first else 1)[0]
-    ((living, info),) = by_rank.values()
+    dead, living, info = two_nodes(nodes, 0 if is_first else 1)
     kill(dead)
     assert len(nodes.run(ranks, info, 2).result(WAIT_S)) == 2
     eventually(living.num_nodes_waiting)
@@ -183,10 +189,7 @@ def test_a_node_that_dies_between_rendezvous_and_ranks_holds_nobody_up(
 def test_a_node_that_has_finished_does_not_wait_for_one_that_is_dead(
     nodes: Nodes, is_first: bool
 ) -> None:
-    a, b = nodes.node(), nodes.node()
-    by_rank = {info.rank: (node, info) for node, info in zip((a, b), nodes.join(a, b), strict=True)}
-    dead = by_rank.pop(0 if is_first else 1)[0]
-    ((living, info),) = by_rank.values()
+    dead, living, info = two_nodes(nodes, 0 if is_first else 1)
     waiting = nodes.run(barrier, info.store, 2, _TERMINAL_STATE_SYNC_ID, 10 * WAIT_S)
     kill(dead)
     waiting.result(WAIT_S)
