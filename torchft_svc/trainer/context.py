@@ -1,0 +1,191 @@
+"""What a training function of the user sees of its trainer, and how it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from torchft_svc.errors import ConfigError
+from torchft_svc.trainer.backend import Link
+from torchft_svc.trainer.data import batch_source
+from torchft_svc.trainer.held_state import HeldState
+from torchft_svc.trainer.job import WorkerJob
+from torchft_svc.trainer.messages import Position, Reported, Train, Validate
+from torchft_svc.trainer.steps import Steps, move, part_of
+from torchft_svc.trainer.world import TrainingWorld
+
+
+class TrainContext:
+    """A worker's side of a training function::
+
+        def train(context):
+            model = Net()
+            optimizer = torch.optim.Adam(model.parameters())
+            model, optimizer = context.prepare(model, optimizer)
+            for epoch in range(context.position.epoch, 10):
+                for features, target in context.batches(dataset, batch_size=32):
+                    optimizer.zero_grad()
+                    loss = functional.cross_entropy(model(features), target)
+                    loss.backward()
+                    optimizer.step()
+                context.report(loss=loss.item())
+
+    The function is started from its beginning after a loss. `prepare` then loads the state after
+    the last step that was done, and `batches` continues after its samples.
+    """
+
+    def __init__(
+        self, link: Link, job: WorkerJob, held: HeldState, world: TrainingWorld, steps: Steps
+    ) -> None:
+        self._link, self._job = link, job
+        self._held, self._world, self._steps = held, world, steps
+        self._info: Mapping[str, Any] = {}
+        self._in_step = False
+        self._pass_is_over = False
+
+    @property
+    def rank(self) -> int:
+        """This worker among `world_size`; it may change between two steps (``per-step``)."""
+        return self._world.turn.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many workers train together."""
+        return self._world.turn.size
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What was given to the trainer."""
+        return self._job.config
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """What was given to `Trainer.train`."""
+        return self._info
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker trains."""
+        return self._held.device
+
+    @property
+    def position(self) -> Position:
+        """How far training has come, with the last update."""
+        return self._held.reached
+
+    def prepare(self, model: Any, optimizer: Any, scheduler: Any = None, **others: Any) -> Any:
+        """Have all workers train ``model``, which is moved to `device`, and resume its state.
+
+        Args:
+            model, optimizer, scheduler: one of each, or lists.
+            others: objects with ``state_dict`` and ``load_state_dict``, such as an average of the
+                weights, which belong to the state; copied after each step.
+
+        Returns:
+            What takes their places in the loop: ``(model, optimizer)``, or ``(model, optimizer,
+            scheduler)`` if a scheduler was given.
+
+        Raises:
+            ConfigError: the state that is to be resumed does not fit.
+        """
+        given = [model, optimizer, *([] if scheduler is None else [scheduler])]
+        models, optimizers, schedulers = (
+            _several(each) for each in (model, optimizer, [] if scheduler is None else scheduler)
+        )
+        for each in models:
+            each.to(self.device)
+        self._held.own(models, optimizers, schedulers, others)
+        prepared = self._world.prepare(models, optimizers, schedulers)
+        return tuple(
+            made if isinstance(before, list | tuple) else made[0]
+            for before, made in zip(given, prepared, strict=False)
+        )
+
+    def batches(
+        self, data: Any, batch_size: int | None = None, *, shuffle: bool = True
+    ) -> Iterator[Any]:
+        """The batches of this worker, on `device`, to the end of the pass that is under way.
+
+        Together the workers use each sample of a pass once. Each batch is one step, or a part of
+        one if the optimizer's step is called after several. Random numbers are seeded for each.
+
+        Args:
+            data: a Dataset, a DataLoader, or another iterable of batches; see docs/trainer.md.
+            batch_size: of one worker, for a Dataset (default: the trainer's).
+            shuffle: a Dataset.
+
+        Raises:
+            ConfigError: ``data`` is none of these, or has no sample.
+        """
+        self._end_pass()
+        size = self._job.batch_size if batch_size is None else batch_size
+        source = batch_source(data, size, self._job.seed, shuffles=shuffle)
+        self._in_step = True
+        try:
+            while (batch := self._steps.next_batch(source)) is not None:
+                yield batch
+            self._pass_is_over = True
+        finally:
+            self._in_step = False
+
+    def share(self, data: Any, batch_size: int | None = None) -> Iterator[Any]:
+        """This worker's part of data that is not trained on, such as for validation, on `device`.
+
+        Arguments as for `batches`, but the order is that of ``data``.
+        """
+        size = self._job.batch_size if batch_size is None else batch_size
+        source = batch_source(data, size, self._job.seed, trains=False, shuffles=False)
+        for batch in part_of(source, self._world.turn):
+            yield move(batch, self.device)
+
+    def report(self, **metrics: Any) -> None:
+        """Tell the trainer ``metrics``. After a pass, this also ends it: see `position`."""
+        if not self._in_step:
+            self._end_pass()
+        plain = {name: _plain(value) for name, value in metrics.items()}
+        self._link.send(Reported(position=self.position, metrics=plain))
+
+    def _end_pass(self) -> None:
+        self._held.complete(closes_pass=self._pass_is_over)
+        self._pass_is_over = False
+
+    def _run(self, function: Callable[[TrainContext], Any], info: Mapping[str, Any]) -> Any:
+        self._info = info
+        result = function(self)
+        self._end_pass()
+        return result
+
+
+class FunctionProgram:
+    """Runs the training function of the user."""
+
+    def __init__(self, link: Link, job: WorkerJob, held: HeldState) -> None:
+        self._link, self._job, self._held = link, job, held
+        self._context: TrainContext | None = None
+
+    def begin(self, world: TrainingWorld, steps: Steps) -> None:
+        """Train in ``world`` from now on."""
+        self._context = TrainContext(self._link, self._job, self._held, world, steps)
+
+    def train(self, command: Train) -> Any:
+        """What the function returns."""
+        assert self._context is not None
+        assert self._job.train_fn is not None
+        return self._context._run(self._job.train_fn, command.info)
+
+    def validate(self, command: Validate) -> dict[str, Any]:
+        """Not known to the trainer."""
+        reason = "a training function validates by itself: see TrainContext.share"
+        raise ConfigError("train_fn", command, reason)
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.item() if value.numel() == 1 else value.detach().cpu()
+
+
+def _several(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]

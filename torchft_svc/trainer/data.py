@@ -1,0 +1,305 @@
+"""Which samples each worker uses in a step: every sample of a pass once, however many workers.
+
+A pass has an order, which follows from the seed and the number of the pass. A step of W workers
+uses the next W batches of it; the worker with rank k uses the k-th. What is left for the last step
+is divided as evenly as possible; if it is fewer samples than workers, some use the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from torchft_svc.errors import ConfigError
+from torchft_svc.trainer.seeds import mix, seed_everything
+
+# Random numbers of different uses do not repeat those of another.
+_ORDER, _SAMPLES = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A worker's place in a step: its rank among ``size`` that contribute."""
+
+    rank: int
+    size: int
+
+
+class BatchSource(Protocol):
+    """The data of one pass after the other."""
+
+    def has_more(self, epoch: int, num_samples: int) -> bool:
+        """Whether pass ``epoch`` has anything left after ``num_samples``."""
+
+    def draw(self, epoch: int, num_samples: int, turn: Turn) -> tuple[Any, int] | None:
+        """The batch of one worker, and how many samples the pass has used after this step.
+
+        None: nothing is left for this worker (``drop_last``), the pass is over.
+        """
+
+
+def batch_source(
+    data: Any, batch_size: int | None, seed: int, *, trains: bool = True, shuffles: bool = True
+) -> BatchSource:
+    """The source for a Dataset, a DataLoader, or any other iterable of batches.
+
+    Of a DataLoader everything but its sampler's position is used: dataset, batch size, order,
+    ``collate_fn``, worker processes. ``batch_size`` and ``shuffles`` are for a Dataset. Where it
+    ``trains``, every worker gets a batch in every step; otherwise no sample is used twice.
+
+    Raises:
+        ConfigError: it is none of these, or a batch size is missing.
+    """
+    if isinstance(data, DataLoader):
+        if (
+            isinstance(data.dataset, IterableDataset)
+            or type(data.batch_sampler) is not BatchSampler
+        ):
+            return IteratedData(data, seed, trains)
+        return IndexedData(data, _order_of(data), seed, trains)
+    if isinstance(data, IterableDataset):
+        if batch_size is not None:
+            return IteratedData(DataLoader(data, batch_size=batch_size), seed, trains)
+        return IteratedData(data, seed, trains)
+    if isinstance(data, Dataset):
+        if batch_size is None or batch_size < 1:
+            reason = "a Dataset needs one: batch_size, or batch_size in the config"
+            raise ConfigError("batch_size", batch_size, reason)
+        loader: DataLoader[Any] = DataLoader(data, batch_size=batch_size)
+        order = Permuted(len(loader.dataset)) if shuffles else range(len(loader.dataset))  # type: ignore[arg-type]
+        return IndexedData(loader, order, seed, trains)
+    if isinstance(data, Iterable):
+        return IteratedData(data, seed, trains)
+    reason = "a Dataset, a DataLoader, or an iterable of batches is needed"
+    raise ConfigError("data", type(data).__name__, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Permuted:
+    """All of ``size`` samples in another order in each pass."""
+
+    size: int
+
+    def of(self, seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        order: list[int] = torch.randperm(self.size, generator=generator).tolist()
+        return order
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The indices that a sampler of the user draws."""
+
+    sampler: Any
+
+    def of(self, seed: int) -> list[int]:
+        seed_everything(seed)
+        generator = getattr(self.sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        return list(self.sampler)
+
+
+Order = Permuted | Sampled | Sequence[int]
+
+
+def _order_of(loader: DataLoader[Any]) -> Order:
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        return Permuted(size) if sampler.shuffle else range(size)
+    if isinstance(sampler, SequentialSampler):
+        return range(size)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
+        return Permuted(size)
+    return Sampled(sampler)
+
+
+# -- data with indices ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Samples ``first`` to ``first + count`` of a pass, and where the step ends."""
+
+    first: int
+    count: int
+    end: int
+
+
+def cut_for(turn: Turn, first: int, size: int, batch_size: int) -> _Cut:
+    """The part of one worker in the step that begins at ``first`` of ``size`` samples."""
+    taken = min(size - first, turn.size * batch_size)
+    share, rest = divmod(taken, turn.size)
+    if share == 0:
+        return _Cut(first + turn.rank % taken, 1, first + taken)
+    begin = first + turn.rank * share + min(turn.rank, rest)
+    return _Cut(begin, share + (turn.rank < rest), first + taken)
+
+
+class IndexedData:
+    """A dataset whose samples have an index, read through a DataLoader.
+
+    The loader runs ahead with the batches that this worker will use if it keeps its turn; it is
+    started again when the turn changes, or the position.
+    """
+
+    def __init__(self, loader: DataLoader[Any], order: Order, seed: int, trains: bool) -> None:
+        assert loader.batch_size is not None
+        self._trains = trains
+        self._loader, self._order, self._seed = loader, order, seed
+        self._batch_size = loader.batch_size
+        self._epoch = -1
+        self._indices: Sequence[int] = ()
+        self._batches: Iterator[Any] | None = None
+        self._expected: tuple[int, int, Turn] | None = None
+
+    def has_more(self, epoch: int, num_samples: int) -> bool:
+        self._begin(epoch)
+        return len(self._indices) > num_samples
+
+    def draw(self, epoch: int, num_samples: int, turn: Turn) -> tuple[Any, int] | None:
+        self._begin(epoch)
+        end = cut_for(turn, num_samples, len(self._indices), self._batch_size).end
+        num_taken = end - num_samples
+        if not self._trains and turn.rank >= num_taken:
+            return None
+        if self._loader.drop_last and num_taken < turn.size * self._batch_size:
+            if num_samples == 0 and self._trains:
+                reason = f"{end} samples are no whole step of {turn.size} workers, with drop_last"
+                raise ConfigError("batch_size", self._batch_size, reason)
+            return None
+        if self._expected != (epoch, num_samples, turn) or self._batches is None:
+            self._batches = None  # ends the processes of the one before
+            self._batches = iter(self._run_ahead(epoch, num_samples, turn))
+        batch = next(self._batches)
+        self._expected = (epoch, end, turn)
+        return batch, end
+
+    def _begin(self, epoch: int) -> None:
+        if self._epoch == epoch:
+            return
+        order = self._order
+        seed = mix(self._seed, _ORDER, epoch)
+        self._indices = order.of(seed) if isinstance(order, Permuted | Sampled) else order
+        if not len(self._indices):
+            raise ConfigError("data", type(self._loader.dataset).__name__, "it has no sample")
+        self._epoch, self._batches = epoch, None
+
+    def _run_ahead(self, epoch: int, num_samples: int, turn: Turn) -> DataLoader[Any]:
+        loader = self._loader
+        seed = mix(self._seed, _SAMPLES, epoch)
+        return DataLoader(
+            _SeededDataset(loader.dataset, seed),
+            batch_sampler=_Cuts(self._indices, num_samples, turn, self._batch_size),
+            generator=torch.Generator().manual_seed(seed),
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cuts:
+    """The batches of one worker until the end of a pass: where each begins, and its indices."""
+
+    indices: Sequence[int]
+    first: int
+    turn: Turn
+    batch_size: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first, size = self.first, len(self.indices)
+        while first < size:
+            cut = cut_for(self.turn, first, size, self.batch_size)
+            yield [cut.first, *self.indices[cut.first : cut.first + cut.count]]
+            first = cut.end
+
+
+class _SeededDataset(Dataset[Any]):
+    """Reads a batch with random numbers that follow from its place in the pass.
+
+    So samples that are changed at random are the same again when training is resumed, whichever
+    process reads them.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __getitems__(self, wanted: list[int]) -> list[Any]:
+        place, *indices = wanted
+        seed_everything(self._seed, place)
+        get_all = getattr(self._dataset, "__getitems__", None)
+        if callable(get_all):
+            samples: list[Any] = get_all(indices)
+            return samples
+        return [self._dataset[index] for index in indices]
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+
+# -- any other data ------------------------------------------------------------------------------
+
+
+class IteratedData:
+    """An iterable of batches, such as a DataLoader of an IterableDataset.
+
+    Each worker goes through all of it, and uses every W-th batch: ``num_samples`` counts batches
+    here. To resume, the first ones are read and dropped. It has to yield the same batches each time
+    that a pass is begun; random numbers are seeded for that.
+    """
+
+    def __init__(self, batches: Iterable[Any], seed: int, trains: bool) -> None:
+        self._source, self._seed, self._trains = batches, seed, trains
+        self._epoch = -1
+        self._batches: Iterator[Any] = iter(())
+        self._ahead: list[Any] = []
+        self._num_read = 0
+
+    def has_more(self, epoch: int, num_samples: int) -> bool:
+        self._go_to(epoch, num_samples)
+        return bool(self._ahead)
+
+    def draw(self, epoch: int, num_samples: int, turn: Turn) -> tuple[Any, int] | None:
+        self._go_to(epoch, num_samples)
+        self._ahead += islice(self._batches, max(0, turn.size - len(self._ahead)))
+        batches = self._ahead[: turn.size]
+        if not self._trains and turn.rank >= len(batches):
+            return None
+        return batches[turn.rank % len(batches)], num_samples + len(batches)
+
+    def _go_to(self, epoch: int, num_samples: int) -> None:
+        """Have the batch after ``num_samples`` as the first one of those ahead."""
+        if self._epoch != epoch or self._num_read > num_samples:
+            seed_everything(self._seed, _ORDER, epoch)
+            self._batches, self._ahead = iter(self._source), []
+            self._epoch, self._num_read = epoch, 0
+        dropped = num_samples - self._num_read
+        self._num_read = num_samples
+        del_ahead = min(dropped, len(self._ahead))
+        del self._ahead[:del_ahead]
+        for _ in islice(self._batches, dropped - del_ahead):
+            pass
+        if not self._ahead:
+            self._ahead += islice(self._batches, 1)
+        if num_samples == 0 and not self._ahead:
+            reason = "it yields no batch (an iterator can be gone through only once)"
+            raise ConfigError("data", type(self._source).__name__, reason)

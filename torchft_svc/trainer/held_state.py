@@ -1,0 +1,364 @@
+"""The state of training in a worker: what belongs to it, and when it is that of a whole step.
+
+A step is whole when the program asks for the next batch. An update that has begun cannot be undone,
+so a state is handed out either before the update begins, or after the step is whole. Before it,
+parameters and the optimizer's state are those of the last step; all else that a forward pass or the
+program may have changed meanwhile (buffers, learning rates, schedulers) is taken from copies, which
+are made after each step.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from torchft_svc.errors import ConfigError
+from torchft_svc.trainer.messages import Position
+from torchft_svc.trainer.state import MODEL, TrainingState, check_fits
+
+
+class StepAbandoned(BaseException):
+    """Raised in the main thread of a worker whose trainer wants it to end.
+
+    Not an `Exception`: a training loop that survives errors must not survive this.
+    """
+
+
+class _Phase(Enum):
+    WHOLE = auto()  # no update has begun since the last step
+    UPDATING = auto()
+    UPDATED = auto()  # the update is applied; a scheduler may follow
+
+
+# Names of the parts of a state; of one model `MODEL`, and so on.
+_MODELS, _OPTIMIZERS, _SCHEDULERS, _EXTRAS = "models", "optimizers", "schedulers", "registered"
+_ONE = {_MODELS: MODEL, _OPTIMIZERS: "optimizer", _SCHEDULERS: "scheduler"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What is trained, or the states of it, each a list."""
+
+    models: Sequence[Any] = ()
+    optimizers: Sequence[Any] = ()
+    schedulers: Sequence[Any] = ()
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def states(self) -> _Pieces:
+        return _Pieces(
+            [each.state_dict() for each in self.models],
+            [each.state_dict() for each in self.optimizers],
+            [each.state_dict() for each in self.schedulers],
+            {name: each.state_dict() for name, each in self.extras.items()},
+        )
+
+    def to_state(self, position: Position) -> TrainingState:
+        """Of these states."""
+        parts: dict[str, Any] = {}
+        for name, one in _ONE.items():
+            states = getattr(self, name)
+            if states:
+                parts.update({one: states[0]} if len(states) == 1 else {name: list(states)})
+        if self.extras:
+            parts[_EXTRAS] = dict(self.extras)
+        return TrainingState(position=position, parts=parts)
+
+    def load(self, state: TrainingState) -> None:
+        """Raises `ConfigError`: it does not fit. The models are checked before anything changes."""
+        found = _pieces_in(state)
+        for name in _ONE:
+            theirs, ours = len(getattr(found, name)), len(getattr(self, name))
+            if theirs != ours:
+                raise ConfigError("state", f"of {theirs} {name}", f"the program has {ours}")
+        if found.extras.keys() != self.extras.keys():
+            ours_ = f"the program has registered {sorted(self.extras)}"
+            raise ConfigError("state", sorted(found.extras), ours_)
+        for model, its_state in zip(self.models, found.models, strict=True):
+            check_fits(its_state, model)
+        for name in (*_ONE, "extras"):
+            pieces, states = getattr(self, name), getattr(found, name)
+            keys = states if name == "extras" else range(len(states))
+            for key in keys:
+                _load(pieces[key], states[key])
+
+
+def _pieces_in(state: TrainingState) -> _Pieces:
+    lists: dict[str, Any] = {
+        name: [state.parts[one]] if one in state.parts else state.parts.get(name, [])
+        for name, one in _ONE.items()
+    }
+    return _Pieces(**lists, extras=state.parts.get(_EXTRAS, {}))
+
+
+def _load(piece: Any, state: Any) -> None:
+    try:
+        piece.load_state_dict(state)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        name = type(piece).__name__
+        raise ConfigError("state", f"of a {name}", f"it does not fit: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """What may change outside of an update, as it was after the last step."""
+
+    buffers: list[dict[str, torch.Tensor]]
+    groups: list[list[dict[str, Any]]]
+    schedulers: list[dict[str, Any]]
+    extras: dict[str, Any]
+    all: TrainingState | None  # with several optimizers, whose updates are not one
+
+    @classmethod
+    def of(cls, parts: _Pieces, position: Position) -> _Copies:
+        return cls(
+            buffers=[
+                {name: each.detach().clone() for name, each in model.named_buffers()}
+                for model in parts.models
+            ],
+            groups=[_settings(optimizer) for optimizer in parts.optimizers],
+            schedulers=[copy.deepcopy(each.state_dict()) for each in parts.schedulers],
+            extras={name: _copied(each.state_dict()) for name, each in parts.extras.items()},
+            all=_all_of(parts, position) if len(parts.optimizers) > 1 else None,
+        )
+
+    def put_into(self, states: _Pieces) -> _Pieces:
+        """``states``, with what they were after the last step."""
+        for its_state, buffers in zip(states.models, self.buffers, strict=True):
+            its_state.update((n, each) for n, each in buffers.items() if n in its_state)
+        for its_state, groups in zip(states.optimizers, self.groups, strict=True):
+            for group, before in zip(its_state["param_groups"], groups, strict=True):
+                group.update(before)
+        return replace(states, schedulers=self.schedulers, extras=self.extras)
+
+
+class HeldState:
+    """Holds what is trained, and knows its last whole step.
+
+    The main thread trains; any other may call `abandon`, `whole` and `position`.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._lock = threading.RLock()
+        self._parts = _Pieces()
+        self._copies = _Copies.of(self._parts, Position())
+        self._phase = _Phase.WHOLE
+        self._position = self._drawn = Position()
+        self._pending: TrainingState | None = None
+        self._hooked: list[Any] = []
+        self._scheduler_moves = False  # with each step
+        self.abandoned = ""
+
+    @property
+    def position(self) -> Position:
+        """Of the last whole step."""
+        return self._position
+
+    @property
+    def drawn(self) -> Position:
+        """After the batch that was drawn last; its ``step`` does not count."""
+        return self._drawn
+
+    @property
+    def reached(self) -> Position:
+        """After the update that was applied last, whose step may not be whole yet."""
+        if self._phase is _Phase.UPDATED:
+            return replace(self._drawn, step=self._position.step + 1)
+        return self._position
+
+    # -- what is trained -------------------------------------------------------------------------
+
+    def begin_with(self, state: TrainingState) -> None:
+        """Load ``state`` as soon as there is something to load it into.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        with self._lock:
+            self._pending = state
+            self._position = self._drawn = state.position
+            self._load_pending()
+
+    def own(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[Any] = (),
+        extras: Mapping[str, Any] | None = None,
+    ) -> None:
+        """What is trained from now on; loads a state that waits for it.
+
+        Raises:
+            ConfigError: that state does not fit.
+        """
+        with self._lock:
+            if self._parts.models and self._pending is None:  # the program was started again
+                self._pending = _all_of(self._parts, self._position)
+            for handle in self._hooked:
+                handle.remove()
+            self._hooked = [
+                handle
+                for optimizer in optimizers
+                for handle in (
+                    optimizer.register_step_pre_hook(self._begin_update),
+                    optimizer.register_step_post_hook(self._end_update),
+                )
+            ]
+            self._parts = _Pieces(models, optimizers, schedulers, dict(extras or {}))
+            self._phase = _Phase.WHOLE
+            self._load_pending()
+            self._keep()
+
+    def _load_pending(self) -> None:
+        if self._pending is not None and self._parts.models:
+            self._parts.load(self._pending)
+            self._pending = None
+            self._keep()
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def draw(self, position: Position) -> None:
+        """The samples up to ``position`` are in the batches of the step that is under way."""
+        self._drawn = position
+
+    def complete(self, *, closes_pass: bool = False) -> bool:
+        """The program is between two steps; whether an update was applied since the last call.
+
+        If not, its samples are still in the accumulated gradients: see `undraw`.
+
+        Raises:
+            StepAbandoned: see `abandon`.
+        """
+        with self._lock:
+            updated = self._phase is _Phase.UPDATED
+            if updated:
+                self._count()
+            if closes_pass:
+                epoch = self._position.epoch + 1
+                self._position = replace(self._position, epoch=epoch, num_samples=0)
+                self._drawn = self._position
+            if self._drawn == self._position:
+                self._keep()
+            self.check()
+            return updated
+
+    def undraw(self) -> None:
+        """The step was discarded: its samples are drawn again."""
+        self._drawn = self._position
+
+    def check(self) -> None:
+        """Raise `StepAbandoned` if the trainer wants this worker to end."""
+        if self.abandoned:
+            raise StepAbandoned(self.abandoned)
+
+    def _count(self) -> None:
+        self._position = replace(self._drawn, step=self._position.step + 1)
+        self._drawn = self._position
+        self._phase = _Phase.WHOLE
+
+    def _keep(self) -> None:
+        before = self._copies.schedulers
+        self._copies = _Copies.of(self._parts, self._position)
+        if self._position.num_samples:  # not after a pass, when other schedulers move
+            self._scheduler_moves = _moved(before, self._copies.schedulers)
+
+    def _begin_update(self, *_: Any) -> None:
+        """Before the optimizer's step: wait for the gradients, which else may fail later."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        with self._lock:
+            self.check()
+            if self._phase is _Phase.UPDATED and self._drawn == self._position:
+                self._count()  # a program that draws its batches elsewhere
+                self._keep()
+            self._phase = _Phase.UPDATING
+
+    def _end_update(self, *_: Any) -> None:
+        with self._lock:
+            self._phase = _Phase.UPDATED
+
+    # -- handing it out --------------------------------------------------------------------------
+
+    def abandon(self, reason: str) -> None:
+        """Let the main thread end before its next update, or after this one."""
+        with self._lock:
+            self.abandoned = self.abandoned or reason
+
+    def whole(self, *, by_main: bool = True) -> TrainingState | None:
+        """The state after the last whole step; None: there is none at the moment.
+
+        Its tensors are not copied: they may change in the next update, which waits while the caller
+        holds `holding`. ``by_main``: called by the main thread, which does not go on with the step.
+        """
+        with self._lock:
+            if self._pending is not None:
+                return self._pending
+            if not self._parts.models:
+                return None
+            if self._phase is _Phase.WHOLE:
+                return self._copies.put_into(self._parts.states()).to_state(self._position)
+            if by_main and self._is_complete():
+                self._count()
+                return self._parts.states().to_state(self._position)
+            return self._copies.all
+
+    def holding(self) -> AbstractContextManager[Any]:
+        """A lock, inside of which no update begins."""
+        return self._lock
+
+    def _is_complete(self) -> bool:
+        """Whether the step that is under way is whole, although the program has not said so."""
+        if self._phase is not _Phase.UPDATED or len(self._parts.optimizers) > 1:
+            return False
+        if self._parts.extras:
+            return False
+        schedulers = [each.state_dict() for each in self._parts.schedulers]
+        return not self._scheduler_moves or _moved(self._copies.schedulers, schedulers)
+
+    # -- per-step mode ---------------------------------------------------------------------------
+
+    def live(self) -> TrainingState:
+        """The present state, for groups that heal: read between an update and the next one."""
+        return self._parts.states().to_state(self.reached)
+
+    def heal(self, state: TrainingState) -> None:
+        """Take over the state of another group."""
+        with self._lock:
+            self._parts.load(state)
+            self._position = self._drawn = state.position
+            self._phase = _Phase.WHOLE
+            self._keep()
+
+
+def _all_of(parts: _Pieces, position: Position) -> TrainingState:
+    """A copy."""
+    state = parts.states().to_state(position)
+    return replace(state, parts=_copied(state.parts))
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {name: _copied(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _copied(state: Any) -> Any:
+    def clone(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+    return tree_map(clone, state)
+
+
+def _moved(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
+    """Whether schedulers have moved."""
+    return [each.get("last_epoch") for each in before] != [each.get("last_epoch") for each in after]

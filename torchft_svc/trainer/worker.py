@@ -1,0 +1,297 @@
+"""A worker of a trainer: carries out its commands, and offers its state when a peer is lost.
+
+The main thread creates, joins and trains. Another one receives: it must be able to end a step that
+waits for a lost worker, and to offer the state meanwhile. A third one tells that the worker lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import queue
+import re
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from torchft_svc.errors import ChannelClosed, CheckpointError, ConfigError, PeerError
+from torchft_svc.trainer.backend import Link
+from torchft_svc.trainer.checkpoint import load_checkpoint
+from torchft_svc.trainer.context import FunctionProgram
+from torchft_svc.trainer.held_state import HeldState, StepAbandoned
+from torchft_svc.trainer.job import WorkerJob
+from torchft_svc.trainer.loop import CreatorLoop
+from torchft_svc.trainer.messages import (
+    BEAT_S,
+    Abandon,
+    Command,
+    End,
+    Failed,
+    Finished,
+    GiveState,
+    Joined,
+    JoinWorld,
+    Progress,
+    Started,
+    StateHandle,
+    StateOffered,
+    Train,
+    Validate,
+)
+from torchft_svc.trainer.per_step import PerStepWorld
+from torchft_svc.trainer.state import TrainingState, decode_state, encode_state
+from torchft_svc.trainer.steps import Steps
+from torchft_svc.trainer.world import TorchWorld, TrainingWorld
+
+log = logging.getLogger(__name__)
+
+# A worker whose program has failed waits so long for the trainer to ask for its state.
+LINGER_S = 10.0
+# Its threads end within a beat.
+_JOIN_S = 4 * BEAT_S
+# What torch says when a collective fails; of gloo it is a RuntimeError without a class of its own.
+_COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe", re.IGNORECASE)
+
+
+def run_worker(link: Link, worker: int, job: bytes) -> None:
+    """Carry out what the trainer at the other end of ``link`` wants, until it says that it ends.
+
+    ``job`` is a `WorkerJob`, pickled by cloudpickle. Errors of the program are told to the trainer,
+    never raised.
+    """
+    _Worker(link, worker).run(job)
+
+
+class _Worker:
+    def __init__(self, link: Link, worker: int) -> None:
+        self._link, self._worker = link, worker
+        self._held = HeldState()
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._world: TrainingWorld | None = None
+        self._program: CreatorLoop | FunctionProgram | None = None
+        self._steps: Steps | None = None
+        self._offered = False
+        self._has_joined = False
+        self._is_alone = False  # the trainer has ended
+        self._ended = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"torchft-trainer-{name}", daemon=True)
+            for name, target in (("link", self._receive), ("beats", self._beat))
+        ]
+
+    def run(self, job: bytes) -> None:
+        for thread in self._threads:
+            thread.start()
+        try:
+            with contextlib.suppress(StepAbandoned, ChannelClosed):
+                self._serve(job)
+            self._end()
+        finally:
+            self._ended.set()
+            self._leave()
+            for thread in self._threads:
+                thread.join(_JOIN_S)
+
+    def _serve(self, pickled: bytes) -> None:
+        try:
+            job = self._create(pickled)
+            self._link.send(Started(pid=os.getpid(), host=self._link.host))
+            for command in self._each_command():
+                self._carry_out(command, job)
+        except (StepAbandoned, ChannelClosed):
+            raise
+        except BaseException as error:  # noqa: BLE001 - it is the trainer's to judge
+            if not self._held.abandoned:
+                self._fail(error)
+
+    def _create(self, pickled: bytes) -> WorkerJob:
+        job: WorkerJob = cloudpickle.loads(pickled)
+        if job.num_threads is not None:
+            torch.set_num_threads(job.num_threads)
+        if job.use_gpu:
+            self._held.device = _first_gpu()
+        if job.setup is not None:
+            job.setup(job.config)
+        if job.train_fn is None:
+            self._program = CreatorLoop(job, self._held)
+        else:
+            self._program = FunctionProgram(self._link, job, self._held)
+        return job
+
+    def _each_command(self) -> Iterator[Command]:
+        while (command := self._commands.get()) is not None and not isinstance(command, End):
+            yield command
+        if self._steps is not None and not self._held.abandoned:
+            self._steps.checkpoints.end()
+
+    def _carry_out(self, command: Command, job: WorkerJob) -> None:
+        self._held.check()
+        program = self._program
+        assert program is not None
+        if isinstance(command, JoinWorld):
+            self._join(command, job)
+            return
+        if isinstance(command, Train):
+            assert self._steps is not None, "no world was joined"
+            self._steps.checkpoints.begin(command.checkpoint_dir)
+            result = program.train(command)
+        elif isinstance(command, Validate):
+            result = program.validate(command)
+        elif isinstance(command, GiveState):
+            result = self._give(self._held.whole())
+        else:
+            raise AssertionError(f"not a command for the main thread: {command}")
+        position = self._held.position
+        self._link.send(Finished(command=command.command, position=position, result=result))
+
+    def _join(self, command: JoinWorld, job: WorkerJob) -> None:
+        held = self._held
+        self._leave()
+        state = self._state_for(command)
+        if state is not None:
+            held.begin_with(state)
+        world: TrainingWorld
+        if job.fault_tolerance == "per-step":
+            name = f"worker-{self._worker}"
+            world = PerStepWorld(name, job, held.device, held)
+        else:
+            world = TorchWorld(self._link, job, held.device)
+        self._world = world
+        held.check()  # from here on the other thread ends what waits for others
+        world.join(command, held.position)
+        self._steps = Steps(self._link, job, held, world)
+        assert self._program is not None
+        self._program.begin(world, self._steps)
+        self._has_joined = True
+        self._link.send(Joined(world=command.world, position=held.position))
+
+    def _state_for(self, command: JoinWorld) -> TrainingState | None:
+        if command.state is not None:
+            return decode_state(self._link.read_state(command.state), "another worker")
+        if command.checkpoint:
+            return load_checkpoint(command.checkpoint)
+        return None
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell it, and wait for the trainer to ask for the state."""
+        log.debug("the program failed", exc_info=error)
+        if isinstance(self._world, PerStepWorld):
+            self._leave()  # the others must not wait for this one
+        self._link.send(_told(error, self._held))
+        give_up_at = time.monotonic() + LINGER_S
+        while not self._held.abandoned:
+            try:
+                command = self._commands.get(timeout=max(0.0, give_up_at - time.monotonic()))
+            except queue.Empty:
+                return
+            if command is None or isinstance(command, End):
+                return
+
+    def _end(self) -> None:
+        if self._held.abandoned and not self._is_alone:
+            try:
+                self._offer(by_main=True)
+            except ChannelClosed:
+                pass
+            except Exception as error:
+                log.warning("the state cannot be offered: %s", error, exc_info=error)
+
+    def _offer(self, *, by_main: bool) -> None:
+        """Offer the last whole state, once; no update begins meanwhile."""
+        with self._held.holding():
+            if self._offered or not self._has_joined:
+                return
+            state = self._held.whole(by_main=by_main)
+            if state is None:
+                return
+            self._offered = True
+            handle = self._give(state)
+        self._link.send(StateOffered(state=handle))
+
+    def _give(self, state: TrainingState | None) -> StateHandle:
+        if state is None:
+            raise ConfigError("state", None, "nothing is trained yet: call prepare first")
+        return self._link.offer_state(state.position, encode_state(state))
+
+    def _leave(self) -> None:
+        if self._world is not None:
+            self._world.leave()
+
+    # -- other threads ---------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        while not self._ended.is_set():
+            try:
+                command = self._link.receive(BEAT_S)
+            except ChannelClosed as error:
+                self._is_alone = True
+                self._abandon(str(error))
+                return
+            if isinstance(command, Abandon):
+                self._abandon(command.reason)
+            elif command is not None:
+                self._commands.put(command)
+
+    def _abandon(self, reason: str) -> None:
+        self._held.abandon(reason)
+        if self._world is not None:
+            self._world.abandon(reason)
+        if not self._is_alone:
+            try:
+                self._offer(by_main=False)
+            except ChannelClosed:
+                pass
+            except Exception as error:
+                log.warning("the state cannot be offered: %s", error, exc_info=error)
+        self._commands.put(None)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            with contextlib.suppress(ChannelClosed):  # the other thread notices it, too
+                self._link.send(Progress(position=self._held.position))
+
+
+def _first_gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        raise ConfigError("use_gpu", True, "this worker sees no CUDA device")
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
+
+
+def _told(error: BaseException, held: HeldState) -> Failed:
+    kind = type(error)
+    return Failed(
+        kind=f"{kind.__module__}.{kind.__qualname__}",
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        pickled=_pickled(error),
+        position=held.position,
+        is_peers=_is_peers(error),
+    )
+
+
+def _pickled(error: BaseException) -> bytes:
+    """Empty if it cannot be pickled, or not be read again."""
+    try:
+        pickled: bytes = cloudpickle.dumps(error)
+        pickle.loads(pickled)  # noqa: S301 - our own
+    except Exception:  # noqa: BLE001 - the user's classes may do anything
+        return b""
+    return pickled
+
+
+def _is_peers(error: BaseException) -> bool:
+    if isinstance(error, PeerError | dist.DistError):
+        return not isinstance(error, CheckpointError)
+    told: Any = error.args[0] if error.args else ""
+    return type(error) is RuntimeError and _COLLECTIVE.search(str(told)) is not None
