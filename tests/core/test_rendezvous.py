@@ -137,14 +137,47 @@ def test_l2_a_node_that_comes_back_later_keeps_its_workers() -> None:
     assert launch.agents["b"].names[2:] == ["HEALTHY 3 SCALE_DOWN"]
 
 
-def test_l2_losses_in_a_row_are_put_together() -> None:
+def test_l2_the_losses_of_a_second_make_two_worlds() -> None:
     launch = started("1:6", "abcdef")
-    for name in "bcde":
-        launch.kill(name)
+    launch.kill("b")
+    launch.passes(0.06)
+    assert launch.worlds[1:] == [("a", "f", "c", "d", "e")]  # the first one is acted on at once
+    for name in "cde":
         launch.passes(0.25)
+        launch.kill(name)
     launch.passes(2.0)
-    assert len(launch.worlds) <= 4
-    assert launch.worlds[-1] == ("a", "f")
+    assert launch.worlds[2:] == [("a", "f")]
+
+
+def test_l2_a_loss_a_join_and_a_loss_in_a_second_make_two_worlds() -> None:
+    launch = started("1:4", "abcd")
+    launch.kill("b")
+    launch.passes(0.3)
+    launch.start("e")
+    launch.passes(0.3)
+    launch.kill("c")
+    launch.passes(2.0)
+    assert launch.worlds[1:] == [("a", "d", "c"), ("a", "d", "e")]
+
+
+def test_l2_a_loss_after_a_calm_second_is_acted_on_at_once() -> None:
+    launch = started("1:4", "abcd")
+    for name, left in (("b", ("a", "d", "c")), ("c", ("a", "d"))):
+        launch.kill(name)
+        launch.passes(0.06)
+        assert launch.worlds[-1] == left
+        launch.passes(1.0)
+
+
+def test_l2_who_comes_back_in_the_second_after_a_loss_was_not_lost() -> None:
+    launch = started("1:3", "abc")
+    launch.kill("c")
+    launch.passes(0.3)
+    launch.disconnect("b")
+    launch.passes(0.5)
+    launch.connect("b")
+    launch.passes(2.0)
+    assert launch.worlds[1:] == [("a", "b")]
 
 
 def test_l2_a_silent_node_is_lost_after_the_heartbeat_timeout() -> None:
@@ -398,7 +431,7 @@ def test_l9_above_max_nodes_wait_and_get_a_place_when_one_is_free() -> None:
     launch.passes(3.0)
     assert waiting.names == []
     launch.kill("a")
-    launch.passes(1.0)
+    launch.passes(1.2)
     assert launch.worlds[1:] == [("b",), ("b", "c")]
 
 
@@ -422,6 +455,27 @@ def test_l10_a_node_without_a_place_gives_up() -> None:
     assert waiting.end.outcome is Outcome.RUN_CLOSED
     assert "joining run 'r' timed out" in waiting.end.reason
     assert len(launch.worlds) == 1
+
+
+@pytest.mark.parametrize("join_timeout_s", [0.0, 0.2, 0.5])
+def test_l10_a_short_join_timeout_begins_with_the_run(join_timeout_s: float) -> None:
+    """A new lighthouse begins no run for a second, and the window may be longer, too."""
+    for nodes, names in (("1", "a"), ("2", "ab"), ("1:3", "ab")):
+        launch = Launch(nodes, join_timeout_s=join_timeout_s)
+        for name in names:
+            launch.start(name)
+        launch.passes(2.0)
+        assert launch.worlds == [tuple(names)]
+
+
+def test_l10_too_few_nodes_give_up_after_a_short_join_timeout() -> None:
+    launch = Launch("2", join_timeout_s=0.2)
+    a = launch.start("a")
+    launch.passes(1.1)
+    assert a.end is None
+    launch.passes(0.2)
+    assert a.end is not None
+    assert "fewer than 2 nodes" in a.end.reason
 
 
 def test_limits_on_runs_and_nodes() -> None:

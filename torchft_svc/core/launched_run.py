@@ -36,13 +36,11 @@ from torchft_svc.core.world import (
 )
 from torchft_svc.errors import DeadlineExceeded, RequestRefused
 
-# What breaks at one moment is noticed within so much time. Losses that follow one another make it
-# longer, so that not each of them costs a world: four times as long for each one before, ...
+# What breaks at one moment is noticed within so much time.
 SETTLE_S = 0.05
-SETTLE_GROWTH = 4.0
-MAX_SETTLE_S = 0.8
-# ... until nothing was lost for this long.
-QUIET_S = 2.0
+# So long after losses were acted on, other losses and joins are put together: not each of them
+# costs a world.
+CALM_S = 1.0
 # Nodes whose workers start anew are waited for where nobody is left (L1), but not longer than this
 # part of the time that the others wait.
 WARMING_SHARE = 0.5
@@ -85,8 +83,7 @@ class LaunchedRun:
         self._begins_at = begins_at
         self._is_broken = False
         self._loss_at = math.inf  # when losses are acted on
-        self._lost_at = -math.inf
-        self._settle_s = SETTLE_S
+        self._calm_at = -math.inf  # when the losses before are history
         self._published_at = -math.inf
         self._enough_since: float | None = None
         self._paused_since: float | None = None
@@ -331,12 +328,8 @@ class LaunchedRun:
 
     def _plan_loss(self, at: float) -> None:
         """Act on it soon, together with what else is lost at this moment (L2)."""
-        if self._loss_at < math.inf:
-            return
-        is_quick = at - self._lost_at < QUIET_S
-        self._settle_s = min(self._settle_s * SETTLE_GROWTH, MAX_SETTLE_S) if is_quick else SETTLE_S
-        self._lost_at = at
-        self._loss_at = at + self._settle_s
+        if self._loss_at == math.inf:
+            self._loss_at = max(at + SETTLE_S, self._calm_at)
 
     # -- the rules -------------------------------------------------------------------------------
 
@@ -346,16 +339,20 @@ class LaunchedRun:
             self._due_at = math.inf
             return []
         self._act_on_losses(at)
-        orders = self._give_up(at)
-        if self._finished_by:
-            orders += self._finish(at)
-        else:
-            self._nodes.give_seats(self.settings.max_nodes)
-            orders += self._next_world(at)
-            if self.closed is None:
-                orders += self._tell_outside()
+        orders = self._go_on(at)
+        if self.closed is None and (given_up := self._give_up(at)):
+            orders += given_up + self._go_on(at)
+        if self.closed is None and not self._finished_by:
+            orders += self._tell_outside()
         self._due_at = math.inf if self.closed is not None else self._next_due(at)
         return orders
+
+    def _go_on(self, at: float) -> list[Order]:
+        """With the next world, or to the end of the run."""
+        if self._finished_by:
+            return self._finish(at)
+        self._nodes.give_seats(self.settings.max_nodes)
+        return self._next_world(at)
 
     def _act_on_losses(self, at: float) -> None:
         if self._nodes.awaited and at >= self._awaited_until:
@@ -365,12 +362,12 @@ class LaunchedRun:
             self._loss_at = at  # it was waited for long enough
         if not self._nodes.awaited:
             self._awaited_until = math.inf
-        if not (self._nodes.missing or self._is_broken):
-            self._loss_at = math.inf  # all have come back
+        if not self._nodes.members or not (self._nodes.missing or self._is_broken):
+            self._loss_at = math.inf  # nobody is left, or all have come back
         if at >= self._loss_at:
             for node_id in list(self._nodes.missing):
                 self._lose(node_id, at)
-            self._loss_at = math.inf
+            self._loss_at, self._calm_at = math.inf, at + CALM_S
 
     def _finish(self, at: float) -> list[Order]:
         """One has finished: there is no other world, and the run ends with the last one (L11)."""
@@ -422,8 +419,10 @@ class LaunchedRun:
             return max(since, self._begins_at)
         is_idle = not any(each.is_working or each.state.reached for each in joiners)
         if is_idle and self._nodes.is_warming():
-            return since + WARMING_SHARE * self.settings.join_timeout_s
-        return max(since + self.settings.join_window_s, self._begins_at)
+            at = since + WARMING_SHARE * self.settings.join_timeout_s
+        else:
+            at = max(since + self.settings.join_window_s, self._begins_at)
+        return min(at, *map(self._gives_up_at, joiners))
 
     def _replace(self, joiners: list[Agent], at: float) -> list[Order]:
         """A world without those that were lost (L2), if enough are left (L9)."""
@@ -452,10 +451,12 @@ class LaunchedRun:
         """When they are taken in (L3)."""
         if self._nodes.unreached:
             return self._published_at + self.settings.join_timeout_s
-        if len(self._nodes.members) + len(joiners) == self.settings.max_nodes:
-            return -math.inf  # nobody else can come along
-        since = (each.waits_since for each in joiners if each.waits_since is not None)
-        return min(since, default=-math.inf) + self.settings.join_window_s
+        since = -math.inf
+        if len(self._nodes.members) + len(joiners) < self.settings.max_nodes:  # more may come along
+            waits = (each.waits_since for each in joiners if each.waits_since is not None)
+            since = min(waits, default=-math.inf)
+        at = max(since + self.settings.join_window_s, self._calm_at)
+        return min(at, *map(self._gives_up_at, joiners))
 
     def _publish(self, cause: Cause, joiners: list[Agent], at: float) -> list[Order]:
         nodes = self._nodes.order(self.world, joiners)
@@ -512,13 +513,17 @@ class LaunchedRun:
         agent.news = news
         return [SendNews((agent.stream,), news)]
 
+    def _gives_up_at(self, agent: Agent) -> float:
+        """When an agent outside has to end; no run begins before `_begins_at`."""
+        if agent.waits_since is None:
+            return math.inf
+        return max(agent.waits_since, self._begins_at) + self.settings.join_timeout_s
+
     def _give_up(self, at: float) -> list[Order]:
         """Those outside that have waited for too long have to end (L10)."""
         orders: list[Order] = []
         for agent in self._nodes.outsiders():
-            if agent.waits_since is None:
-                continue
-            if agent.waits_since + self.settings.join_timeout_s > at:
+            if self._gives_up_at(agent) > at:
                 continue
             error = DeadlineExceeded(
                 f"joining run {self.name!r}", self.settings.join_timeout_s, self._why
@@ -540,11 +545,7 @@ class LaunchedRun:
                 dues.append(self._join_at(joiners))
             if self._paused_since is not None:
                 dues.append(self._paused_since + self.settings.join_timeout_s)
-        dues += [
-            agent.waits_since + self.settings.join_timeout_s
-            for agent in self._nodes.outsiders()
-            if agent.waits_since is not None
-        ]
+        dues += map(self._gives_up_at, self._nodes.outsiders())
         return min((due for due in dues if due > at), default=math.inf)
 
     def _close(self, reason: str, failed: bool, at: float) -> list[Order]:

@@ -75,12 +75,13 @@ class Launch:
         heartbeat_timeout_s: float = 5.0,
         settle_in_s: float = 1.0,
         has_stores: bool = True,
+        join_timeout_s: float = 60.0,
         **config: float,
     ) -> None:
         self.now = 100.0
         least, _, most = nodes.partition(":")
         self.settings = RunSettings(
-            min_nodes=int(least), max_nodes=int(most or least), join_timeout_s=60.0
+            min_nodes=int(least), max_nodes=int(most or least), join_timeout_s=join_timeout_s
         )
         self.policy = policy
         self.config = config
