@@ -277,6 +277,23 @@ def test_soft_replace_starts_only_the_dead_worker_and_escalates() -> None:
     assert play.machine.num_restarts_left == 3
 
 
+@pytest.mark.parametrize(("pause_s", "is_soft"), [(59.0, False), (61.0, True)])
+def test_soft_replace_forgets_failures_after_a_while(pause_s: float, is_soft: bool) -> None:
+    play = working(
+        RestartPolicy.SOFT_REPLACE, max_restarts=5, max_soft_failures=1, failure_window_s=60.0
+    )
+    replaces = Broadcast(WorkerState.PAUSED, ALONE, DOWN), ReplaceWorkers((1,), ALONE, 1)
+    play.does("workers_failed", ("it died", (1,)), *replaces)
+    play.hears(RunWaiting("it is in no world yet"))
+    play.does("workers_ready", None)
+    world = World(2, (ME,), 2001)
+    play.hears(world, Broadcast(WorkerState.HEALTHY, world, DOWN))
+    play.does("workers_reached", (2,))
+    play.now += pause_s
+    again = Broadcast(WorkerState.PAUSED, world, DOWN), ReplaceWorkers((0,), world, 2)
+    play.does("workers_failed", ("again", (0,)), *(again if is_soft else [StopWorkers("again")]))
+
+
 def test_a_worker_that_fails_while_it_is_started_early_uses_a_restart() -> None:
     play = Play(max_restarts=1)
     play.hears(WarmUp(BOTH), StartWorkers(BOTH, True, 0))
@@ -391,7 +408,14 @@ def test_workers_that_left_a_broken_world_keep_their_state() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["max_restarts", "ready_timeout_s", "exit_barrier_timeout_s", "max_soft_failures"]
+    "field",
+    [
+        "max_restarts",
+        "ready_timeout_s",
+        "exit_barrier_timeout_s",
+        "max_soft_failures",
+        "failure_window_s",
+    ],
 )
 def test_a_setting_that_cannot_work_is_named(field: str) -> None:
     with pytest.raises(ConfigError, match=field):

@@ -43,6 +43,7 @@ from torchft_svc.core.restart import (
     event_of_failure,
 )
 from torchft_svc.core.world import (
+    FAILURE_WINDOW_S,
     AgentHello,
     AgentLeave,
     AgentState,
@@ -73,9 +74,10 @@ class AgentConfig:
 
     ``ready_timeout_s``: for workers to call the runtime's API after their start, and to reach a
     world (0: they are not asked to). ``exit_barrier_timeout_s``: how long the others may take after
-    the workers of this node have finished. ``max_soft_failures``: more of them since all workers
-    were started restart all of them again. ``can_warm_up``: start workers before there is a world
-    (soft policies, with a lighthouse). ``reactions``: a table for ``policy`` (default: its own).
+    the workers of this node have finished. ``max_soft_failures``: more of them within
+    ``failure_window_s``, and since all workers were started, restart all of them again.
+    ``can_warm_up``: start workers before there is a world (soft policies, with a lighthouse).
+    ``reactions``: a table for ``policy`` (default: its own).
     """
 
     node: Node
@@ -85,6 +87,7 @@ class AgentConfig:
     ready_timeout_s: float = 300.0
     exit_barrier_timeout_s: float = 300.0
     max_soft_failures: int = 3
+    failure_window_s: float = FAILURE_WINDOW_S
     can_warm_up: bool = True
     reactions: Mapping[RunEvent, tuple[Reaction, ...]] | None = None
 
@@ -94,6 +97,7 @@ class AgentConfig:
             "ready_timeout_s",
             "exit_barrier_timeout_s",
             "max_soft_failures",
+            "failure_window_s",
         ):
             if getattr(self, field) < 0:
                 raise ConfigError(field, getattr(self, field), "it has to be 0 or more")
@@ -125,7 +129,8 @@ class AgentMachine:
         self._passed_round = 0  # the highest one that is not to be entered any more
         self._change = WorldChangeEvent.SCALE_UP
         self._dead: set[int] = set()  # local ranks
-        self._num_soft_failures = 0
+        # The last ones since all workers were started, so many as matter.
+        self._soft_failures: deque[float] = deque(maxlen=config.max_soft_failures + 1)
         self._failure = ""
         self._end: End | None = None  # when the plan is over
         self._has_left = False
@@ -320,21 +325,28 @@ class AgentMachine:
         self._dead.clear()
         self._status = AgentStatus.READY
 
-    def _fail(self, reason: str, local_ranks: Iterable[int], now: float) -> None:
+    def _fail(
+        self, reason: str, local_ranks: Iterable[int], now: float, is_hopeless: bool = False
+    ) -> None:
         is_over = self._end is not None or self._status is AgentStatus.FINISHED
         if is_over or not self._has_workers or self._step is Reaction.STOP_WORKERS:
             return
         self._failure = reason
         self._dead.update(local_ranks)
-        self._num_soft_failures += 1
-        counts = self._num_soft_failures, self.config.max_soft_failures
-        event = event_of_failure(self.config.policy, self.num_restarts_left, *counts)
+        self._soft_failures.append(now)
+        since, most = now - self.config.failure_window_s, self.config.max_soft_failures
+        num_failures = sum(at > since for at in self._soft_failures)
+        event = event_of_failure(
+            self.config.policy,
+            self.num_restarts_left,
+            most + 1 if is_hopeless else num_failures,
+            most,
+        )
         self._begin_event(event, now)
 
     def _miss(self, reason: str, now: float) -> None:
         """Workers that do not answer are restarted as a whole."""
-        self._num_soft_failures = self.config.max_soft_failures
-        self._fail(reason, range(self.config.node.num_workers), now)
+        self._fail(reason, range(self.config.node.num_workers), now, is_hopeless=True)
 
     def _finish(self, now: float) -> None:
         if self._end is not None:
@@ -466,7 +478,8 @@ class AgentMachine:
         return self.world is not None and self.world.round > self._passed_round
 
     def _start(self, now: float) -> bool:
-        self._has_workers, self._num_soft_failures = True, 0
+        self._has_workers = True
+        self._soft_failures.clear()
         self._dead.clear()
         if self._status is AgentStatus.WARMING:
             expected = self._expected or self.entered or self.world

@@ -101,8 +101,7 @@ def event_of_failure(
 ) -> RunEvent:
     """What a failure is for the table.
 
-    ``num_soft_failures``: since all workers were started, this one among them.
-    ``soft-no-replace`` counts no restarts.
+    ``num_soft_failures``: of late, this one among them. ``soft-no-replace`` counts no restarts.
     """
     if num_restarts_left <= 0 and policy is not RestartPolicy.SOFT_NO_REPLACE:
         return RunEvent.NO_RESTART_LEFT

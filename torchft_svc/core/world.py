@@ -21,6 +21,8 @@ from torchft_svc.errors import RequestRefused
 MAX_NODES = 10_000
 MAX_WORKERS_PER_NODE = 1024
 _MAX_PORT = 65535
+# Failures count for so long, unless the user says otherwise.
+FAILURE_WINDOW_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,6 +135,7 @@ class ElasticAgent(LocalElasticAgent):
                     ready_timeout_s=strategy.ready_timeout_s,
                     exit_barrier_timeout_s=self._exit_barrier_timeout,
                     max_soft_failures=strategy.max_soft_failures,
+                    failure_window_s=strategy.failure_window_s,
                     can_warm_up=self._has_lighthouse,
                     reactions=strategy.reactions(),
                 ),

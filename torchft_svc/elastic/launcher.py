@@ -31,6 +31,7 @@ from torch.distributed.launcher import api as torch_launcher
 
 from torchft_svc import env
 from torchft_svc.core.restart import RestartPolicy
+from torchft_svc.core.world import FAILURE_WINDOW_S
 from torchft_svc.elastic.agent import AgentSettings, ElasticAgent
 from torchft_svc.elastic.policy import (
     MAX_SOFT_FAILURES,
@@ -64,7 +65,9 @@ class LaunchConfig(torch_launcher.LaunchConfig):
         restart_policy: one of ours, or a strategy of your own.
         soft_ready_timeout: under a soft policy, seconds that a worker has to reach a new world
             before it is treated as failed; 0: it may take however long.
-        max_soft_failures: more failures of workers restart all workers of their node.
+        max_soft_failures: with soft-replace, more failures of a node's workers within
+            ``failure_window`` restart all of them.
+        failure_window: seconds for which a failure counts.
         exit_barrier_timeout: seconds that a node whose workers have finished waits for the others.
         warm_start: under a soft policy, fork workers from a process that has imported the modules
             of ``warm_start_preload``, as soon as it has; for Python scripts and modules.
@@ -76,6 +79,7 @@ class LaunchConfig(torch_launcher.LaunchConfig):
     restart_policy: RestartPolicy | RestartPolicyStrategy = RestartPolicy.HARD
     soft_ready_timeout: float = 300.0
     max_soft_failures: int = MAX_SOFT_FAILURES
+    failure_window: float = FAILURE_WINDOW_S
     exit_barrier_timeout: float = 300.0
     warm_start: bool = False
     warm_start_preload: Sequence[str] = DEFAULT_PRELOAD
@@ -83,7 +87,7 @@ class LaunchConfig(torch_launcher.LaunchConfig):
     def __post_init__(self) -> None:
         if isinstance(self.restart_policy, str):
             self.restart_policy = _policy(self.restart_policy)
-        for name in ("soft_ready_timeout", "exit_barrier_timeout"):
+        for name in ("soft_ready_timeout", "exit_barrier_timeout", "failure_window"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(name, value, "use a finite number of seconds, 0 or more")
@@ -259,7 +263,10 @@ def _strategy(config: LaunchConfig) -> RestartPolicyStrategy:
     if not config.restart_policy.is_soft:
         return HardRestartPolicyStrategy()
     return SoftRestartPolicyStrategy(
-        config.restart_policy, config.soft_ready_timeout, config.max_soft_failures
+        config.restart_policy,
+        config.soft_ready_timeout,
+        config.max_soft_failures,
+        config.failure_window,
     )
 
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchft_svc.core.restart import REACTIONS, Reaction, RestartPolicy, RunEvent
+from torchft_svc.core.world import FAILURE_WINDOW_S
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
 
     from torchft_svc.elastic.agent import ElasticAgent
 
-# Failures of workers after which a soft policy starts all workers of its node anew.
+# Of the workers of a node within the failure window: more of them restart all of its workers.
 MAX_SOFT_FAILURES = 3
 
 
@@ -46,12 +47,14 @@ class SoftRestartPolicyStrategy(RestartPolicyStrategy):
     Args:
         policy: which of the soft ones.
         ready_timeout_s: for a worker to reach a new world, before it has failed; 0: no limit.
-        max_soft_failures: more of them restart all workers of the node.
+        max_soft_failures: more of them within the window restart all workers of the node.
+        failure_window_s: for so long a failure counts.
     """
 
     policy: RestartPolicy = RestartPolicy.SOFT
     ready_timeout_s: float = 300.0
     max_soft_failures: int = MAX_SOFT_FAILURES
+    failure_window_s: float = FAILURE_WINDOW_S
 
     def reactions(self) -> Mapping[RunEvent, tuple[Reaction, ...]]:
         """The steps that each event begins: a row of the table in `torchft_svc.core.restart`."""

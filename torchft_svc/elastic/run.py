@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from torchft_svc import env
 from torchft_svc.core.restart import RestartPolicy
+from torchft_svc.core.world import FAILURE_WINDOW_S
 from torchft_svc.elastic.launcher import LaunchConfig, elastic_launch, from_torch
 from torchft_svc.elastic.policy import MAX_SOFT_FAILURES
 from torchft_svc.elastic.rendezvous.plugin import BACKEND
@@ -75,8 +76,17 @@ def get_args_parser() -> ArgumentParser:
         type=int,
         default=MAX_SOFT_FAILURES,
         metavar="NUMBER",
-        help="With soft-replace: after more failures than this since all workers of a node were "
-        f"started, all of them are started anew (default {MAX_SOFT_FAILURES}).",
+        help="With soft-replace: after more failures than this within --failure-window, all "
+        f"workers of a node are started anew (default {MAX_SOFT_FAILURES}).",
+    )
+    ours.add_argument(
+        "--failure-window",
+        "--failure_window",
+        action=from_argument_or_environment,
+        type=float,
+        default=FAILURE_WINDOW_S,
+        metavar="SECONDS",
+        help=f"For how long a failure counts (default {FAILURE_WINDOW_S:g}).",
     )
     ours.add_argument(
         "--exit-barrier-timeout",
@@ -116,7 +126,7 @@ def parse_args(args: Sequence[str] | None = None) -> Namespace:
     if told.restart_policy not in _POLICIES:
         raise ConfigError("--restart-policy", told.restart_policy, f"use one of {_either()}")
     _check_nodes(told.nnodes)
-    for name in ("soft_ready_timeout", "exit_barrier_timeout"):
+    for name in ("soft_ready_timeout", "exit_barrier_timeout", "failure_window"):
         value = getattr(told, name)
         if not (math.isfinite(value) and value >= 0):
             flag = "--" + name.replace("_", "-")
@@ -164,6 +174,7 @@ def config_from_args(
         restart_policy=policy,
         soft_ready_timeout=args.soft_ready_timeout,
         max_soft_failures=args.max_soft_failures,
+        failure_window=args.failure_window,
         exit_barrier_timeout=args.exit_barrier_timeout,
         warm_start=args.warm_start,
         warm_start_preload=preload_list(args.warm_start_preload),
