@@ -354,7 +354,7 @@ def test_a_node_without_a_world_ends_though_it_hears_nothing() -> None:
     play = Play()
     waited_s = SETTINGS.join_timeout_s + WAIT_SLACK_S
     reason = f"there was no world within {waited_s:g} s"
-    leave = TellLeave(AgentLeave(reason, failed=True))
+    leave = TellLeave(AgentLeave(reason))
     play.passes(waited_s + 1.0, leave, End(Outcome.RENDEZVOUS_FAILED, reason))
     assert play.now == pytest.approx(waited_s)
 
@@ -386,7 +386,7 @@ def test_a_closed_run_ends_workers_but_not_the_success_of_those_that_have_finish
 
 def test_a_signal_tells_the_others_before_it_ends_the_workers() -> None:
     play = working()
-    leave = TellLeave(AgentLeave("SIGTERM", failed=True))
+    leave = TellLeave(AgentLeave("SIGTERM"))
     play.does("stopped", ("SIGTERM",), leave, StopWorkers("SIGTERM"))
     play.does("stopped", ("SIGTERM",))
     play.hears(RunClosed("enough", True))
@@ -396,7 +396,7 @@ def test_a_signal_tells_the_others_before_it_ends_the_workers() -> None:
 def test_a_signal_while_workers_are_ended_for_another_reason() -> None:
     play = working(max_restarts=1)
     play.does("workers_failed", ("it died", (1,)), StopWorkers("it died"))
-    play.does("stopped", ("SIGTERM",), TellLeave(AgentLeave("SIGTERM", failed=True)))
+    play.does("stopped", ("SIGTERM",), TellLeave(AgentLeave("SIGTERM")))
     play.does("workers_stopped", None, End(Outcome.STOPPED, "SIGTERM"))
 
 

@@ -8,10 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from torchft_svc.core.launched_run import LaunchedRun
+from torchft_svc.core.restart import RestartPolicy
 from torchft_svc.sim.__main__ import main
 from torchft_svc.sim.explore import describe, run_launch_seed, shrink
 from torchft_svc.sim.launch_fleet import LaunchFleet
-from torchft_svc.sim.launch_scenario import draw_launch
+from torchft_svc.sim.launch_scenario import PLAIN_FAULTS, draw_launch
 
 NUM_SEEDS = 200
 
@@ -40,6 +41,23 @@ def test_without_faults_there_is_one_world_or_a_few_that_grow() -> None:
     outcome = LaunchFleet(calm).run()
     assert outcome.fell is None
     assert outcome.num_worlds == 1
+
+
+@pytest.mark.parametrize("limits", [{"max_node_failures": 1}, {"max_run_failures": 4}])
+def test_limits_on_failures_are_kept(limits: dict[str, int]) -> None:
+    num_worlds = 0
+    for seed in range(20):
+        drawn = draw_launch(seed)
+        settings = dataclasses.replace(drawn.settings, failure_window_s=1e6, **limits)
+        plain = [fault for fault in drawn.faults if fault.kind in PLAIN_FAULTS]
+        outcome = LaunchFleet(
+            dataclasses.replace(
+                drawn, settings=settings, policy=RestartPolicy.SOFT, faults=tuple(plain)
+            )
+        ).run()
+        assert outcome.fell is None, describe(outcome)
+        num_worlds += outcome.num_worlds
+    assert num_worlds > 20
 
 
 def test_the_story_of_a_fall_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

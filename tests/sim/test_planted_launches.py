@@ -14,6 +14,7 @@ from torchft_svc.core.agent import AgentMachine
 from torchft_svc.core.launched_run import LaunchedRun
 from torchft_svc.core.rendezvous import Rendezvous
 from torchft_svc.core.restart import REACTIONS, Reaction, RestartPolicy, RunEvent
+from torchft_svc.core.run_failures import RunFailures
 from torchft_svc.core.run_nodes import RunNodes
 from torchft_svc.core.world import AgentStatus, RunMove, RunWaiting
 from torchft_svc.sim.launch_agent import LaunchAgent
@@ -222,6 +223,14 @@ def those_that_move_are_lost_to_the_slowest(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Rendezvous, "_move", move)
 
 
+def nodes_may_fail_however_often(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(RunFailures, "why_excluded", lambda self, node, at: "")
+
+
+def runs_may_fail_however_often(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(RunFailures, "why_over", lambda self, at: "")
+
+
 # Each with the first of the seeds that are tried.
 PLANTS: dict[Plant, int] = {
     losses_are_not_acted_on: 0,
@@ -251,6 +260,8 @@ PLANTS: dict[Plant, int] = {
     seats_are_not_given_again: 140,
     nobody_looks_back_to_an_earlier_lighthouse: 0,
     those_that_move_are_lost_to_the_slowest: 0,
+    nodes_may_fail_however_often: 640,
+    runs_may_fail_however_often: 600,
 }
 
 

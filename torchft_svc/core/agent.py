@@ -129,6 +129,7 @@ class AgentMachine:
         self._passed_round = 0  # the highest one that is not to be entered any more
         self._change = WorldChangeEvent.SCALE_UP
         self._dead: set[int] = set()  # local ranks
+        self._num_failures = 0
         # The last ones since all workers were started, so many as matter.
         self._soft_failures: deque[float] = deque(maxlen=config.max_soft_failures + 1)
         self._failure = ""
@@ -151,6 +152,7 @@ class AgentMachine:
             store_port=self._store_port,
             can_warm_up=self.config.policy.is_soft and self.config.can_warm_up,
             num_restarts=self.num_restarts,
+            num_failures=self._num_failures,
         )
 
     @property
@@ -333,6 +335,7 @@ class AgentMachine:
             return
         self._failure = reason
         self._dead.update(local_ranks)
+        self._num_failures += 1
         self._soft_failures.append(now)
         since, most = now - self.config.failure_window_s, self.config.max_soft_failures
         num_failures = sum(at > since for at in self._soft_failures)
@@ -363,7 +366,7 @@ class AgentMachine:
             return
         self._end = end
         if end.outcome is not Outcome.RUN_CLOSED:
-            self._leave(AgentLeave(end.reason, failed=True))
+            self._leave(AgentLeave(end.reason))
         if self._step is Reaction.STOP_WORKERS:
             self._plan.clear()
         else:

@@ -1,4 +1,4 @@
-"""One launched run: which nodes make its next world, and when (rules L1 to L14).
+"""One launched run: which nodes make its next world, and when (rules L1 to L14, L34 to L36).
 
 Inputs carry ``at``, an instant of the lighthouse's clock; each returns orders.
 """
@@ -18,6 +18,7 @@ from torchft_svc.core.rendezvous_orders import (
     RunStatus,
     SendNews,
 )
+from torchft_svc.core.run_failures import RunFailures
 from torchft_svc.core.run_nodes import Agent, RunNodes
 from torchft_svc.core.session_orders import EndStream
 from torchft_svc.core.world import (
@@ -25,6 +26,7 @@ from torchft_svc.core.world import (
     AgentLeave,
     AgentState,
     AgentStatus,
+    Node,
     RunClosed,
     RunMove,
     RunSettings,
@@ -71,12 +73,15 @@ class LaunchedRun:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._max_agents = max_nodes
         self._nodes = RunNodes(max_nodes)
+        self._failures = RunFailures(settings, max_nodes)
+        self._failed: list[str] = []  # nodes that have failed since the last look
         self.world: World | None = None
         self.closed: RunClosed | None = None
         self.empty_since: float | None = None
         self._awaited_until = math.inf
         self._lost: list[str] = []  # since the present world
         self._finished_by = ""
+        self._finished: set[str] = set()
         self._highest_round = 0
         # So long a newer world of an earlier lighthouse replaces the present one.
         self._adopts_until = begins_at + ADOPTION_TIMEOUTS * heartbeat_timeout_s
@@ -98,7 +103,7 @@ class LaunchedRun:
         Raises:
             RequestRefused: it cannot take part.
         """
-        self._check(hello)
+        self._check(hello, at)
         self._check_round(hello.state.round if hello.world is None else hello.world.round)
         self.empty_since = None
         orders: list[Order] = []
@@ -142,6 +147,8 @@ class LaunchedRun:
         """An agent has left, in good order."""
         agent = self._nodes.agents[node_id]
         reason = leave.reason or "it has left"
+        if leave.failed:
+            self._note_failure(agent.node, at)
         orders: list[Order] = [EndStream(agent.stream)]
         if self.closed is None:
             orders.append(ReportNode(self.name, node_id, reason))
@@ -226,12 +233,14 @@ class LaunchedRun:
 
     # -- what agents tell ------------------------------------------------------------------------
 
-    def _check(self, hello: AgentHello) -> None:
+    def _check(self, hello: AgentHello, at: float) -> None:
         node, settings = hello.node, hello.settings
         others = [each.node for key, each in self._nodes.agents.items() if key != node.node_id]
+        if not others and self.closed is None and settings != self.settings:
+            self.settings, self._failures = settings, RunFailures(settings, self._max_agents)
+        if self.closed is None and (excluded := self._failures.why_excluded(node, at)):
+            raise RequestRefused(excluded)
         if not others:
-            if self.closed is None:
-                self.settings = settings
             return
         if len(others) >= self._max_agents:
             raise RequestRefused(f"run {self.name!r} has {len(others)} nodes, no more are allowed")
@@ -240,19 +249,7 @@ class LaunchedRun:
                 f"node {node.node_id!r} starts run {self.name!r} with {settings}, "
                 f"but {others[0].node_id!r} has started it with {self.settings}"
             )
-        if others[0].is_loopback != node.is_loopback:  # as all others are
-            raise RequestRefused(
-                f"nodes {others[0].node_id!r} and {node.node_id!r} of run {self.name!r} cannot "
-                f"reach each other at {others[0].host} and {node.host}: start both with the "
-                "lighthouse's name or address that other hosts use (--rdzv-endpoint), or name "
-                "theirs (--local-addr)"
-            )
-        for other in others if node.rank is not None else ():
-            if other.rank == node.rank:
-                raise RequestRefused(
-                    f"nodes {other.node_id!r} and {node.node_id!r} of run {self.name!r} "
-                    f"were both given node rank {node.rank}"
-                )
+        self._nodes.check_fits(node, self.name)
 
     def _check_round(self, told: int) -> None:
         if told > max(self._highest_round, MAX_TOLD_ROUND):
@@ -288,6 +285,10 @@ class LaunchedRun:
         self._highest_round = max(self._highest_round, state.round)
         if state.status is AgentStatus.FINISHED:
             self._finished_by = self._finished_by or node_id
+            if self.world is not None and node_id in self.world.node_ids:
+                self._finished.add(node_id)
+        if state.num_failures > before.num_failures:
+            self._note_failure(agent.node, at, state.num_failures - before.num_failures)
         world = self.world
         if world is not None and node_id in self._nodes.members:
             is_there = agent.is_working
@@ -308,6 +309,10 @@ class LaunchedRun:
         if state.status is AgentStatus.WARMING:
             agent.waits_since = None
         return []
+
+    def _note_failure(self, node: Node, at: float, num_failures: int = 1) -> None:
+        self._failures.note(node, at, num_failures)
+        self._failed.append(node.node_id)
 
     def _step_outside(self, agent: Agent, at: float) -> list[Order]:
         """It hears of that before it hears of another world (L17)."""
@@ -331,6 +336,16 @@ class LaunchedRun:
         if self._loss_at == math.inf:
             self._loss_at = max(at + SETTLE_S, self._calm_at)
 
+    def _dismiss(self, agent: Agent, news: RunClosed, at: float) -> list[Order]:
+        """It has to end, and the others go on without it."""
+        node_id = agent.node.node_id
+        self._forget(node_id, at)
+        if node_id in self._nodes.members:
+            self._lose(node_id, at)
+        streams = (agent.stream,)
+        report = ReportNode(self.name, node_id, news.reason)
+        return [SendNews(streams, news), EndStream(agent.stream), report]
+
     # -- the rules -------------------------------------------------------------------------------
 
     def _settle(self, at: float) -> list[Order]:
@@ -339,7 +354,9 @@ class LaunchedRun:
             self._due_at = math.inf
             return []
         self._act_on_losses(at)
-        orders = self._go_on(at)
+        orders = self._apply_limits(at)
+        if self.closed is None:
+            orders += self._go_on(at)
         if self.closed is None and (given_up := self._give_up(at)):
             orders += given_up + self._go_on(at)
         if self.closed is None and not self._finished_by:
@@ -354,6 +371,24 @@ class LaunchedRun:
         self._nodes.give_seats(self.settings.max_nodes)
         return self._next_world(at)
 
+    def _apply_limits(self, at: float) -> list[Order]:
+        """End the run (L34), or exclude those that have failed too often (L35)."""
+        failed, self._failed = self._failed, []
+        if not failed or self._finished_by:
+            return []
+        if over := self._failures.why_over(at):
+            return self._close(f"{over}, {failed[-1]!r} was the last one", True, at)
+        orders: list[Order] = []
+        for node_id in dict.fromkeys(failed):
+            agent = self._nodes.agents.get(node_id)
+            if agent is not None and (excluded := self._failures.why_excluded(agent.node, at)):
+                orders += self._dismiss(agent, RunClosed(excluded, failed=True), at)
+        return orders
+
+    def _missing_nodes(self) -> list[Node]:
+        nodes = () if self.world is None else self.world.nodes
+        return [node for node in nodes if node.node_id in self._nodes.missing]
+
     def _act_on_losses(self, at: float) -> None:
         if self._nodes.awaited and at >= self._awaited_until:
             for node_id in list(self._nodes.awaited):
@@ -365,16 +400,18 @@ class LaunchedRun:
         if not self._nodes.members or not (self._nodes.missing or self._is_broken):
             self._loss_at = math.inf  # nobody is left, or all have come back
         if at >= self._loss_at:
-            for node_id in list(self._nodes.missing):
-                self._lose(node_id, at)
+            for node in self._missing_nodes():
+                self._lose(node.node_id, at)
+                self._note_failure(node, at)
             self._loss_at, self._calm_at = math.inf, at + CALM_S
 
     def _finish(self, at: float) -> list[Order]:
         """One has finished: there is no other world, and the run ends with the last one (L11)."""
         self._why = f"node {self._finished_by!r} has finished, the others are waited for"
-        members = self._nodes.members & self._nodes.agents.keys()
-        statuses = {self._nodes.agents[each].state.status for each in members}
-        if statuses <= {AgentStatus.FINISHED} and not (self._nodes.missing or self._nodes.awaited):
+        waited_for = self._nodes.members
+        if self.settings.waits_for_lost and self.world is not None:
+            waited_for = set(self.world.node_ids)
+        if waited_for <= self._finished:
             return self._close("all nodes have finished", False, at)
         waiting = RunWaiting(f"node {self._finished_by!r} has finished, no node can join any more")
         return [order for each in self._nodes.outsiders() for order in self._tell(each, waiting)]
@@ -528,10 +565,7 @@ class LaunchedRun:
             error = DeadlineExceeded(
                 f"joining run {self.name!r}", self.settings.join_timeout_s, self._why
             )
-            orders.append(SendNews((agent.stream,), RunClosed(str(error), failed=True)))
-            orders.append(EndStream(agent.stream))
-            orders.append(ReportNode(self.name, agent.node.node_id, str(error)))
-            self._forget(agent.node.node_id, at)
+            orders += self._dismiss(agent, RunClosed(str(error), failed=True), at)
         return orders
 
     def _next_due(self, at: float) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 from torchft_svc.core.node_ranks import order_nodes
 from torchft_svc.core.rendezvous_orders import NodeStatus
 from torchft_svc.core.world import AgentState, AgentStatus, Node, World, WorldNews
+from torchft_svc.errors import RequestRefused
 
 # A node that is gone and comes back is known, and so is the port of its store that a world used.
 MAX_KNOWN_PER_NODE = 4
@@ -109,6 +110,23 @@ class RunNodes:
         self._known.pop(node_id, None)
         self._known[node_id] = None
         _trim(self._known, MAX_KNOWN_PER_NODE * self._max_agents)
+
+    def check_fits(self, node: Node, run: str) -> None:
+        """Refuse a node that the others cannot work with, beside others."""
+        others = [each.node for key, each in self.agents.items() if key != node.node_id]
+        if others[0].is_loopback != node.is_loopback:  # as all others are
+            raise RequestRefused(
+                f"nodes {others[0].node_id!r} and {node.node_id!r} of run {run!r} cannot "
+                f"reach each other at {others[0].host} and {node.host}: start both with the "
+                "lighthouse's name or address that other hosts use (--rdzv-endpoint), or name "
+                "theirs (--local-addr)"
+            )
+        for other in others if node.rank is not None else ():
+            if other.rank == node.rank:
+                raise RequestRefused(
+                    f"nodes {other.node_id!r} and {node.node_id!r} of run {run!r} "
+                    f"were both given node rank {node.rank}"
+                )
 
     def knows(self, node_id: str) -> bool:
         """Whether it has, or had, to do with this run."""

@@ -21,8 +21,9 @@ from torchft_svc.errors import RequestRefused
 MAX_NODES = 10_000
 MAX_WORKERS_PER_NODE = 1024
 _MAX_PORT = 65535
-# Failures count for so long, unless the user says otherwise.
+# Failures count for so long, unless the user says otherwise, and so many at most.
 FAILURE_WINDOW_S = 600.0
+MAX_FAILURES = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +131,19 @@ class RunSettings:
 
     ``join_timeout_s``: how long fewer than ``min_nodes`` are waited for, and how long a node waits
     for a free place. ``join_window_s``: those that come within this time of the first one join
-    together.
+    together. ``max_run_failures``, ``max_node_failures``: with more failures within
+    ``failure_window_s`` the run is closed, or that node excluded (None: never).
+    ``waits_for_lost``: the run ends when all nodes have finished, also those that are lost.
     """
 
     min_nodes: int
     max_nodes: int
     join_timeout_s: float = 600.0
     join_window_s: float = 0.5
+    max_run_failures: int | None = None
+    max_node_failures: int | None = None
+    failure_window_s: float = FAILURE_WINDOW_S
+    waits_for_lost: bool = False
 
     def check(self) -> None:
         """Raise `RequestRefused` if a field from the network is out of bounds."""
@@ -144,9 +151,15 @@ class RunSettings:
             raise RequestRefused(
                 f"{self.min_nodes}:{self.max_nodes} nodes: 1 <= min <= max <= {MAX_NODES} is needed"
             )
-        for field in ("join_timeout_s", "join_window_s"):
+        for field in ("join_timeout_s", "join_window_s", "failure_window_s"):
             if not 0 <= getattr(self, field) <= 1e7:
                 raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 to 1e7 seconds")
+        if not self.failure_window_s:
+            raise RequestRefused("failure_window_s is 0, must be more")
+        for field in ("max_run_failures", "max_node_failures"):
+            value = getattr(self, field)
+            if value is not None and not 0 <= value <= MAX_FAILURES:
+                raise RequestRefused(f"{field} is {value}, must be 0 to {MAX_FAILURES}")
 
 
 class WorkerState(Enum):
@@ -182,7 +195,7 @@ class AgentState:
     of that world yet, with round 5 it has left it. ``reached``: all its workers have said that they
     are there; of `READY`, that these workers were in a world before. ``store_port``: of a store
     that no world uses (0: none yet). ``can_warm_up``: its workers may be started before they have a
-    world.
+    world. ``num_failures``: how often its workers have failed.
     """
 
     status: AgentStatus
@@ -191,12 +204,14 @@ class AgentState:
     store_port: int = 0
     can_warm_up: bool = False
     num_restarts: int = 0
+    num_failures: int = 0
 
     def check(self) -> None:
         """Raise `RequestRefused` if a field from the network is out of bounds."""
         check_round(self.round)
-        if not 0 <= self.num_restarts <= MAX_INT64:
-            raise RequestRefused(f"there were {self.num_restarts} restarts, must be 0 or more")
+        for field in ("num_restarts", "num_failures"):
+            if not 0 <= getattr(self, field) <= MAX_INT64:
+                raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 or more")
         if not 0 <= self.store_port <= _MAX_PORT:
             raise RequestRefused(f"port {self.store_port} is not in 0 to {_MAX_PORT}")
 
@@ -216,7 +231,7 @@ class AgentHello:
 
 @dataclass(frozen=True, slots=True)
 class AgentLeave:
-    """The last message. ``closes``: the run is over for all, ``failed`` or not."""
+    """The last message. ``failed``: its workers have. ``closes``: the run is over for all."""
 
     reason: str = ""
     failed: bool = False

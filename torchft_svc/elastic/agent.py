@@ -95,9 +95,10 @@ class ElasticAgent(LocalElasticAgent):
         """As torch's; workers that fail because their world has broken use up no restart."""
         result: RunResult = super()._monitor_workers(worker_group)
         handler = worker_group.spec.rdzv_handler
-        if not isinstance(handler, LighthouseRendezvous) or not _may_be_a_consequence(result):
+        if not isinstance(handler, LighthouseRendezvous) or not result.is_failed():
             return result
-        if not handler.wait_for_change(CONSEQUENCE_S):
+        if not (_may_be_a_consequence(result) and handler.wait_for_change(CONSEQUENCE_S)):
+            handler.note_failure()
             return result
         log.info("workers have failed because their world has broken")
         return RunResult(state=WorkerState.HEALTHY)  # torch looks for changes then

@@ -31,7 +31,7 @@ from torch.distributed.launcher import api as torch_launcher
 
 from torchft_svc import env
 from torchft_svc.core.restart import RestartPolicy
-from torchft_svc.core.world import FAILURE_WINDOW_S
+from torchft_svc.core.world import FAILURE_WINDOW_S, MAX_FAILURES
 from torchft_svc.elastic.agent import AgentSettings, ElasticAgent
 from torchft_svc.elastic.policy import (
     MAX_SOFT_FAILURES,
@@ -39,6 +39,7 @@ from torchft_svc.elastic.policy import (
     RestartPolicyStrategy,
     SoftRestartPolicyStrategy,
 )
+from torchft_svc.elastic.rendezvous.config import EXIT_BARRIERS
 from torchft_svc.elastic.rendezvous.plugin import BACKEND, create_handler
 from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, check_command
 from torchft_svc.elastic.workers import Entrypoint, tied
@@ -68,6 +69,12 @@ class LaunchConfig(torch_launcher.LaunchConfig):
         max_soft_failures: with soft-replace, more failures of a node's workers within
             ``failure_window`` restart all of them.
         failure_window: seconds for which a failure counts.
+        max_run_failures: with more failures of all nodes together within ``failure_window``, the
+            run ends with an error (None: never); it needs a lighthouse, as does the next one.
+        max_node_failures: with more failures of one node within ``failure_window``, it is excluded
+            from the run for as long (None: never).
+        exit_barrier: whether a node whose workers have finished waits for the nodes that are
+            ``alive``, or for ``all``, as torch's own back ends do.
         exit_barrier_timeout: seconds that a node whose workers have finished waits for the others.
         warm_start: under a soft policy, fork workers from a process that has imported the modules
             of ``warm_start_preload``, as soon as it has; for Python scripts and modules.
@@ -80,6 +87,9 @@ class LaunchConfig(torch_launcher.LaunchConfig):
     soft_ready_timeout: float = 300.0
     max_soft_failures: int = MAX_SOFT_FAILURES
     failure_window: float = FAILURE_WINDOW_S
+    max_run_failures: int | None = None
+    max_node_failures: int | None = None
+    exit_barrier: str = "alive"
     exit_barrier_timeout: float = 300.0
     warm_start: bool = False
     warm_start_preload: Sequence[str] = DEFAULT_PRELOAD
@@ -87,18 +97,31 @@ class LaunchConfig(torch_launcher.LaunchConfig):
     def __post_init__(self) -> None:
         if isinstance(self.restart_policy, str):
             self.restart_policy = _policy(self.restart_policy)
-        for name in ("soft_ready_timeout", "exit_barrier_timeout", "failure_window"):
+        for name in ("soft_ready_timeout", "exit_barrier_timeout"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(name, value, "use a finite number of seconds, 0 or more")
-        if self.max_soft_failures < 0:
-            raise ConfigError("max_soft_failures", self.max_soft_failures, "use 0 or more")
+        self._check_failures()
+        if self.exit_barrier not in EXIT_BARRIERS:
+            raise ConfigError("exit_barrier", self.exit_barrier, "use alive or all")
         if not 1 <= self.min_nodes <= self.max_nodes:
             nodes = f"{self.min_nodes}:{self.max_nodes}"
             raise ConfigError("nnodes", nodes, "1 <= min <= max is needed")
         if self.warm_start and isinstance(_strategy(self), HardRestartPolicyStrategy):
             raise ConfigError("warm_start", True, "it needs a soft restart policy")
         super().__post_init__()  # type: ignore[no-untyped-call]
+
+    def _check_failures(self) -> None:
+        if not (math.isfinite(self.failure_window) and self.failure_window > 0):
+            raise ConfigError("failure_window", self.failure_window, "use more than 0 seconds")
+        for name in ("max_soft_failures", "max_run_failures", "max_node_failures"):
+            limit = getattr(self, name)
+            if limit is not None and not 0 <= limit <= MAX_FAILURES:
+                raise ConfigError(name, limit, f"use 0 to {MAX_FAILURES}")
+        for name in ("max_run_failures", "max_node_failures"):
+            if getattr(self, name) is not None and self.rdzv_backend != BACKEND:
+                reason = f"only a lighthouse counts the failures of nodes, not {self.rdzv_backend}"
+                raise ConfigError(name, getattr(self, name), reason)
 
 
 class elastic_launch:  # noqa: N801 - torch's name
@@ -188,10 +211,10 @@ def _run(agent: ElasticAgent, name: str, event_log_handler: str) -> dict[int, An
 
 
 def _rendezvous_parameters(config: LaunchConfig) -> RendezvousParameters:
-    endpoint, of_this_node = config.rdzv_endpoint, {}
+    endpoint, options = config.rdzv_endpoint, config.rdzv_configs
     if config.rdzv_backend == BACKEND:
         endpoint = endpoint or env.Environment().lighthouse_address or ""
-        of_this_node = {"num_workers": config.nproc_per_node, "role": config.role}
+        options = {**options, **_lighthouse_options(config)}
     try:
         return RendezvousParameters(
             backend=config.rdzv_backend,
@@ -200,11 +223,25 @@ def _rendezvous_parameters(config: LaunchConfig) -> RendezvousParameters:
             min_nodes=config.min_nodes,
             max_nodes=config.max_nodes,
             local_addr=config.local_addr,
-            **config.rdzv_configs,
-            **of_this_node,
+            **options,
         )
     except ValueError as error:
         raise ConfigError("rdzv_backend", config.rdzv_backend, str(error)) from None
+
+
+def _lighthouse_options(config: LaunchConfig) -> dict[str, Any]:
+    """Of this node, and those of the run that are not the usual ones."""
+    of_run = {
+        "max_run_failures": (config.max_run_failures, None),
+        "max_node_failures": (config.max_node_failures, None),
+        "failure_window": (config.failure_window, FAILURE_WINDOW_S),
+        "exit_barrier": (config.exit_barrier, "alive"),
+    }
+    return {
+        "num_workers": config.nproc_per_node,
+        "role": config.role,
+        **{name: value for name, (value, usual) in of_run.items() if value != usual},
+    }
 
 
 def _rendezvous_handler(parameters: RendezvousParameters) -> RendezvousHandler:

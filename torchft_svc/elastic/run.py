@@ -27,9 +27,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from torchft_svc import env
 from torchft_svc.core.restart import RestartPolicy
-from torchft_svc.core.world import FAILURE_WINDOW_S
+from torchft_svc.core.world import FAILURE_WINDOW_S, MAX_FAILURES
 from torchft_svc.elastic.launcher import LaunchConfig, elastic_launch, from_torch
 from torchft_svc.elastic.policy import MAX_SOFT_FAILURES
+from torchft_svc.elastic.rendezvous.config import EXIT_BARRIERS
 from torchft_svc.elastic.rendezvous.plugin import BACKEND
 from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, preload_list
 from torchft_svc.errors import ConfigError, PeerError, UsageError
@@ -48,72 +49,103 @@ def get_args_parser() -> ArgumentParser:
     for name in ("rdzv_backend", "node_rank"):
         if not env.is_set(f"PET_{name.upper()}"):
             parser.set_defaults(**{name: None})  # to be told from a default that is given
-    ours = parser.add_argument_group("restart policies")
-    ours.add_argument(
+    _add_restart_arguments(parser)
+    _add_failure_arguments(parser)
+    return parser
+
+
+def _add_restart_arguments(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("restart policies")
+    _add(
+        group,
         "--restart-policy",
-        "--restart_policy",
-        action=from_argument_or_environment,
-        default=RestartPolicy.HARD.value,
-        metavar="{" + ",".join(_POLICIES) + "}",
-        help="What happens to the workers that survive a change: they are restarted (hard, the "
+        "What happens to the workers that survive a change: they are restarted (hard, the "
         "default), or told their new world. With soft, a failed worker's node starts its workers "
         "again; with soft-no-replace it does not, with soft-replace only that worker.",
+        default=RestartPolicy.HARD.value,
+        metavar="{" + ",".join(_POLICIES) + "}",
     )
-    ours.add_argument(
+    _add(
+        group,
         "--soft-ready-timeout",
-        "--soft_ready_timeout",
-        action=from_argument_or_environment,
+        "A worker that does not reach a new world in this time has failed (default 300); 0: "
+        "it may take however long, for programs that treat the states by their own logic.",
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="A worker that does not reach a new world in this time has failed (default 300); 0: "
-        "it may take however long, for programs that treat the states by their own logic.",
     )
-    ours.add_argument(
+    _add(
+        group,
+        "--exit-barrier",
+        "Whether a node whose workers have finished waits for the nodes that are alive (the "
+        "default), or for all, also those that are lost. Only a lighthouse knows who is alive.",
+        default=EXIT_BARRIERS[0],
+        metavar="{" + ",".join(EXIT_BARRIERS) + "}",
+    )
+    _add(
+        group,
+        "--exit-barrier-timeout",
+        "How long a node whose workers have finished waits for the others (default 300).",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+    )
+    _add(
+        group,
+        "--warm-start",
+        "With a soft policy: fork the workers that are started anew from a process that has "
+        "imported the modules of --warm-start-preload. They must neither use CUDA nor start "
+        "threads. For Python scripts and modules, not with --no-python.",
+        action=flag_or_environment,
+    )
+    _add(
+        group,
+        "--warm-start-preload",
+        "What --warm-start imports, separated by commas (default torch).",
+        default=",".join(DEFAULT_PRELOAD),
+        metavar="MODULES",
+    )
+
+
+def _add_failure_arguments(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("failures that do not end")
+    number = {"type": int, "metavar": "NUMBER"}
+    _add(
+        group,
         "--max-soft-failures",
-        "--max_soft_failures",
-        action=from_argument_or_environment,
-        type=int,
+        "With soft-replace: after more failures than this within --failure-window, all workers "
+        f"of a node are started anew (default {MAX_SOFT_FAILURES}).",
         default=MAX_SOFT_FAILURES,
-        metavar="NUMBER",
-        help="With soft-replace: after more failures than this within --failure-window, all "
-        f"workers of a node are started anew (default {MAX_SOFT_FAILURES}).",
+        **number,
     )
-    ours.add_argument(
+    _add(
+        group,
+        "--max-node-failures",
+        "A node that fails more often than this within --failure-window is excluded from the run "
+        "for as long (default: it is not; needs a lighthouse).",
+        **number,
+    )
+    _add(
+        group,
+        "--max-run-failures",
+        "When all nodes together fail more often than this within --failure-window, the run ends "
+        "with an error (default: it does not; needs a lighthouse).",
+        **number,
+    )
+    _add(
+        group,
         "--failure-window",
-        "--failure_window",
-        action=from_argument_or_environment,
+        f"For how long a failure counts (default {FAILURE_WINDOW_S:g}).",
         type=float,
         default=FAILURE_WINDOW_S,
         metavar="SECONDS",
-        help=f"For how long a failure counts (default {FAILURE_WINDOW_S:g}).",
     )
-    ours.add_argument(
-        "--exit-barrier-timeout",
-        "--exit_barrier_timeout",
-        action=from_argument_or_environment,
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="How long a node whose workers have finished waits for the others (default 300).",
-    )
-    ours.add_argument(
-        "--warm-start",
-        "--warm_start",
-        action=flag_or_environment,
-        help="With a soft policy: fork the workers that are started anew from a process that has "
-        "imported the modules of --warm-start-preload. They must neither use CUDA nor start "
-        "threads. For Python scripts and modules, not with --no-python.",
-    )
-    ours.add_argument(
-        "--warm-start-preload",
-        "--warm_start_preload",
-        action=from_argument_or_environment,
-        default=",".join(DEFAULT_PRELOAD),
-        metavar="MODULES",
-        help="What --warm-start imports, separated by commas (default torch).",
-    )
-    return parser
+
+
+def _add(group: Any, flag: str, text: str, **more: Any) -> None:
+    """In both spellings, as all flags of torchrun's, and from the environment."""
+    action = more.pop("action", from_argument_or_environment)
+    group.add_argument(flag, "--" + flag[2:].replace("-", "_"), action=action, help=text, **more)
 
 
 def parse_args(args: Sequence[str] | None = None) -> Namespace:
@@ -125,20 +157,10 @@ def parse_args(args: Sequence[str] | None = None) -> Namespace:
     told = get_args_parser().parse_args(args)
     if told.restart_policy not in _POLICIES:
         raise ConfigError("--restart-policy", told.restart_policy, f"use one of {_either()}")
+    if told.exit_barrier not in EXIT_BARRIERS:
+        raise ConfigError("--exit-barrier", told.exit_barrier, "use alive or all")
     _check_nodes(told.nnodes)
-    for name in ("soft_ready_timeout", "exit_barrier_timeout", "failure_window"):
-        value = getattr(told, name)
-        if not (math.isfinite(value) and value >= 0):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(flag, value, "use a finite number of seconds, 0 or more")
-    if told.max_restarts < 0:
-        raise ConfigError("--max-restarts", told.max_restarts, "use 0 or more")
-    if told.max_soft_failures < 0:
-        raise ConfigError("--max-soft-failures", told.max_soft_failures, "use 0 or more")
-    if not told.monitor_interval > 0:
-        raise ConfigError("--monitor-interval", told.monitor_interval, "use more than 0 seconds")
-    if told.nproc_per_node.lstrip("+-").isdigit() and int(told.nproc_per_node) < 1:
-        raise ConfigError("--nproc-per-node", told.nproc_per_node, "use 1 or more")
+    _check_numbers(told)
     for flag, streams in (("--redirects", told.redirects), ("--tee", told.tee)):
         try:
             Std.from_str(streams)
@@ -146,6 +168,28 @@ def parse_args(args: Sequence[str] | None = None) -> Namespace:
             raise ConfigError(flag, streams, "use 0 to 3, or 0:1,1:3 for some ranks") from None
     _check_script(told)
     return told
+
+
+def _check_numbers(told: Namespace) -> None:
+    for name in ("soft_ready_timeout", "exit_barrier_timeout"):
+        value = getattr(told, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(_flag(name), value, "use a finite number of seconds, 0 or more")
+    for name in ("monitor_interval", "failure_window"):
+        if not (math.isfinite(getattr(told, name)) and getattr(told, name) > 0):
+            raise ConfigError(_flag(name), getattr(told, name), "use more than 0 seconds")
+    if told.max_restarts < 0:
+        raise ConfigError("--max-restarts", told.max_restarts, "use 0 or more")
+    for name in ("max_soft_failures", "max_run_failures", "max_node_failures"):
+        limit = getattr(told, name)
+        if limit is not None and not 0 <= limit <= MAX_FAILURES:
+            raise ConfigError(_flag(name), limit, f"use 0 to {MAX_FAILURES}")
+    if told.nproc_per_node.lstrip("+-").isdigit() and int(told.nproc_per_node) < 1:
+        raise ConfigError("--nproc-per-node", told.nproc_per_node, "use 1 or more")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def config_from_args(
@@ -175,6 +219,9 @@ def config_from_args(
         soft_ready_timeout=args.soft_ready_timeout,
         max_soft_failures=args.max_soft_failures,
         failure_window=args.failure_window,
+        max_run_failures=args.max_run_failures,
+        max_node_failures=args.max_node_failures,
+        exit_barrier=args.exit_barrier,
         exit_barrier_timeout=args.exit_barrier_timeout,
         warm_start=args.warm_start,
         warm_start_preload=preload_list(args.warm_start_preload),

@@ -305,32 +305,42 @@ class Node(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., num_workers: _Optional[int] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class RunSettings(_message.Message):
-    __slots__ = ("min_nodes", "max_nodes", "join_timeout_ms", "join_window_ms")
+    __slots__ = ("min_nodes", "max_nodes", "join_timeout_ms", "join_window_ms", "max_run_failures", "max_node_failures", "failure_window_ms", "waits_for_lost")
     MIN_NODES_FIELD_NUMBER: _ClassVar[int]
     MAX_NODES_FIELD_NUMBER: _ClassVar[int]
     JOIN_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     JOIN_WINDOW_MS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUN_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    MAX_NODE_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_WINDOW_MS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_LOST_FIELD_NUMBER: _ClassVar[int]
     min_nodes: int
     max_nodes: int
     join_timeout_ms: int
     join_window_ms: int
-    def __init__(self, min_nodes: _Optional[int] = ..., max_nodes: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., join_window_ms: _Optional[int] = ...) -> None: ...
+    max_run_failures: int
+    max_node_failures: int
+    failure_window_ms: int
+    waits_for_lost: bool
+    def __init__(self, min_nodes: _Optional[int] = ..., max_nodes: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., join_window_ms: _Optional[int] = ..., max_run_failures: _Optional[int] = ..., max_node_failures: _Optional[int] = ..., failure_window_ms: _Optional[int] = ..., waits_for_lost: bool = ...) -> None: ...
 
 class AgentState(_message.Message):
-    __slots__ = ("status", "round", "reached", "store_port", "can_warm_up", "num_restarts")
+    __slots__ = ("status", "round", "reached", "store_port", "can_warm_up", "num_restarts", "num_failures")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
     STORE_PORT_FIELD_NUMBER: _ClassVar[int]
     CAN_WARM_UP_FIELD_NUMBER: _ClassVar[int]
     NUM_RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILURES_FIELD_NUMBER: _ClassVar[int]
     status: AgentStatus
     round: int
     reached: bool
     store_port: int
     can_warm_up: bool
     num_restarts: int
-    def __init__(self, status: _Optional[_Union[AgentStatus, str]] = ..., round: _Optional[int] = ..., reached: bool = ..., store_port: _Optional[int] = ..., can_warm_up: bool = ..., num_restarts: _Optional[int] = ...) -> None: ...
+    num_failures: int
+    def __init__(self, status: _Optional[_Union[AgentStatus, str]] = ..., round: _Optional[int] = ..., reached: bool = ..., store_port: _Optional[int] = ..., can_warm_up: bool = ..., num_restarts: _Optional[int] = ..., num_failures: _Optional[int] = ...) -> None: ...
 
 class AgentLeave(_message.Message):
     __slots__ = ("reason", "failed", "closes")

@@ -6,6 +6,7 @@ Whatever comes in is checked: `RequestRefused` says what is wrong with it.
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 from torchft_svc.core.types import (
     MAX_ADDRESS_LENGTH,
@@ -14,6 +15,7 @@ from torchft_svc.core.types import (
     one_line,
 )
 from torchft_svc.core.world import (
+    FAILURE_WINDOW_S,
     AgentHello,
     AgentLeave,
     AgentMessage,
@@ -76,6 +78,10 @@ def agent_hello_to_wire(run_id: str, hello: AgentHello) -> pb.AgentRequest:
             max_nodes=settings.max_nodes,
             join_timeout_ms=round(settings.join_timeout_s * 1000),
             join_window_ms=round(settings.join_window_s * 1000),
+            max_run_failures=settings.max_run_failures,
+            max_node_failures=settings.max_node_failures,
+            failure_window_ms=max(1, round(settings.failure_window_s * 1000)),
+            waits_for_lost=settings.waits_for_lost,
         ),
         state=_state_to_wire(hello.state),
         world=world if len(world) <= MAX_WORLD_BYTES else b"",
@@ -94,17 +100,28 @@ def agent_hello_from_wire(request: pb.AgentRequest | None) -> tuple[str, AgentHe
         raise RequestRefused(f"an agent's stream begins with a hello{found}")
     message = request.hello
     check_name("run_id", message.run_id)
-    settings = RunSettings(
-        min_nodes=message.settings.min_nodes,
-        max_nodes=message.settings.max_nodes,
-        join_timeout_s=message.settings.join_timeout_ms / 1000,
-        join_window_s=message.settings.join_window_ms / 1000,
-    )
+    settings = _settings_from_wire(message.settings)
     settings.check()
     node = _node_from_wire(message.node)
     node.check()
     world = world_from_bytes(message.world) if message.world else None
     return message.run_id, AgentHello(node, settings, _state_from_wire(message.state), world)
+
+
+def _settings_from_wire(message: pb.RunSettings) -> RunSettings:
+    def limit(field: Literal["max_run_failures", "max_node_failures"]) -> int | None:
+        return getattr(message, field) if message.HasField(field) else None
+
+    return RunSettings(
+        min_nodes=message.min_nodes,
+        max_nodes=message.max_nodes,
+        join_timeout_s=message.join_timeout_ms / 1000,
+        join_window_s=message.join_window_ms / 1000,
+        max_run_failures=limit("max_run_failures"),
+        max_node_failures=limit("max_node_failures"),
+        failure_window_s=message.failure_window_ms / 1000 or FAILURE_WINDOW_S,
+        waits_for_lost=message.waits_for_lost,
+    )
 
 
 def agent_message_to_wire(message: AgentMessage) -> pb.AgentRequest:
@@ -149,6 +166,7 @@ def _state_to_wire(state: AgentState) -> pb.AgentState:
         store_port=state.store_port,
         can_warm_up=state.can_warm_up,
         num_restarts=state.num_restarts,
+        num_failures=state.num_failures,
     )
 
 
@@ -160,6 +178,7 @@ def _state_from_wire(message: pb.AgentState) -> AgentState:
         store_port=message.store_port,
         can_warm_up=message.can_warm_up,
         num_restarts=message.num_restarts,
+        num_failures=message.num_failures,
     )
     state.check()
     return state

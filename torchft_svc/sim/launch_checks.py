@@ -48,6 +48,7 @@ class NodeLedger:
     num_failures: int = 0
     num_handled: int = 0  # failures before its workers were started last
     was_hung: bool = False
+    is_counted: bool = True  # the lighthouse has heard of all of its failures
     was_stopped: bool = False
     was_closed: bool = False
     has_finished: bool = False
@@ -105,6 +106,7 @@ class LaunchChecks:
     def trouble_all(self, seconds: float) -> None:
         """The lighthouse is away."""
         for node in self.nodes.values():
+            node.is_counted = False
             node.troubled_until = max(node.troubled_until, self._universe.now + seconds)
         self._lighthouse_troubled_at = self._universe.now + seconds
         self.num_causes += 1
@@ -138,11 +140,27 @@ class LaunchChecks:
             or each.has_ended
             for each in others
         )
-        if world is None or not is_calm or any(each.has_finished for each in self.nodes.values()):
+        is_over = any(each.has_finished or each.was_closed for each in self.nodes.values())
+        if world is None or not is_calm or is_over:
             return
         left = [each for each in others if each.node_id != node_id and not each.has_ended]
         if len(left) >= self._settings.min_nodes and not any(each.num_failures for each in left):
             must(node_id not in world.node_ids, "L2", f"{node_id} is in {_shown(world)} still")
+
+    def expect_limits(self) -> None:
+        """Nobody takes part that has failed too often, unless something hid that."""
+        settings = self._settings
+        counted = [
+            node.num_failures
+            for node in self.nodes.values()
+            if node.is_counted and not node.has_ended and node.is_in_reached_world()
+        ]
+        if settings.failure_window_s < self._universe.now or not counted:
+            return
+        if settings.max_node_failures is not None:
+            must(max(counted) <= settings.max_node_failures, "L35", f"failed so often: {counted}")
+        if settings.max_run_failures is not None:
+            must(sum(counted) <= settings.max_run_failures, "L34", f"failed so often: {counted}")
 
     # -- what lighthouses decide -----------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torchft_svc.sim.invariants import first_fall, must
 from torchft_svc.sim.launch_agent import LaunchAgent
 from torchft_svc.sim.launch_checks import LOSS_S, LaunchChecks
 from torchft_svc.sim.launch_lighthouse import LaunchLighthouse
-from torchft_svc.sim.launch_scenario import LaunchScenario
+from torchft_svc.sim.launch_scenario import PLAIN_FAULTS, LaunchScenario
 from torchft_svc.sim.network import MAX_KEEPALIVE_S, MEAN_LATENCY_S, Network
 from torchft_svc.sim.scenario import Fault
 from torchft_svc.sim.trace import Trace
@@ -103,6 +103,7 @@ class LaunchFleet:
         for is_last in (False, True):
             if not self.world.run(self.world.now + scenario.patience_s, self._is_settled):
                 self._explain()
+            self.checks.expect_limits()
             num_worlds = self.checks.num_worlds
             self.world.run(self.world.now + STABLE_S, lambda: False)
             must(
@@ -190,6 +191,7 @@ class LaunchFleet:
         if agent is not None and agent.is_up:
             self._was_well = self.checks.nodes[agent.node_id].troubled_until <= self.world.now
             self.checks.trouble(agent.node_id, fault.seconds)
+            agent.ledger.is_counted &= fault.kind in PLAIN_FAULTS
             getattr(self, f"_{fault.kind}")(agent, fault)
 
     def _kill_agent(self, agent: LaunchAgent, fault: Fault) -> None:

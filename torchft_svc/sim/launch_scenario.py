@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from torchft_svc.core.restart import RestartPolicy
 from torchft_svc.core.world import RunSettings
@@ -26,6 +27,8 @@ NODE_FAULTS = {
     "lag": 1.0,
     "stop": 1.0,
 }
+# Those of which a lighthouse hears at once.
+PLAIN_FAULTS = ("kill_agent", "kill_worker", "fail_start")
 LIGHTHOUSE_FAULTS = {
     "lighthouse_crash": 1.5,
     "lighthouse_freeze": 0.5,
@@ -102,6 +105,7 @@ def draw_launch(seed: int, num_nodes: int | None = None) -> LaunchScenario:
             max_nodes=most,
             join_timeout_s=chance.choice([8.0, 20.0, 60.0]),
             join_window_s=chance.choice([0.0, 0.5, 0.5, 2.0]),
+            **_draw_options(seed),
         ),
         policy=chance.choice(policies),
         max_restarts=chance.choice([0, 1, 3, 3, 100]),
@@ -129,6 +133,19 @@ def _without_election(scenario: LaunchScenario) -> LaunchScenario:
         for fault in scenario.faults
     )
     return dataclasses.replace(scenario, is_elected=False, faults=tuple(faults))
+
+
+def _draw_options(seed: int) -> dict[str, Any]:
+    """What is off in most runs; from a chance of its own, so that runs without it stay the same."""
+    chance = random.Random(f"options/{seed}")  # noqa: S311 - it is to be repeated
+    if chance.random() < 0.8:
+        return {}
+    return {
+        "max_run_failures": chance.choice([None, 0, 2]),
+        "max_node_failures": chance.choice([None, 0, 1]),
+        "failure_window_s": chance.choice([5.0, 1e6, 1e6]),
+        "waits_for_lost": chance.random() < 0.3,
+    }
 
 
 def _draw_faults(chance: random.Random, num_nodes: int) -> tuple[Fault, ...]:

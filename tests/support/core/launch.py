@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torchft_svc.core import agent_orders
 from torchft_svc.core.agent import AgentConfig, AgentMachine
@@ -76,12 +78,16 @@ class Launch:
         settle_in_s: float = 1.0,
         has_stores: bool = True,
         join_timeout_s: float = 60.0,
+        limits: Mapping[str, Any] | None = None,
         **config: float,
     ) -> None:
         self.now = 100.0
         least, _, most = nodes.partition(":")
         self.settings = RunSettings(
-            min_nodes=int(least), max_nodes=int(most or least), join_timeout_s=join_timeout_s
+            min_nodes=int(least),
+            max_nodes=int(most or least),
+            join_timeout_s=join_timeout_s,
+            **limits or {},
         )
         self.policy = policy
         self.config = config
@@ -97,9 +103,8 @@ class Launch:
 
     # -- what happens ----------------------------------------------------------------------------
 
-    def start(self, name: str, is_slow: bool = False, **node: int) -> Agent:
-        num_workers = node.pop("num_workers", 2)
-        described = Node(node_id=name, host=f"host-{name}", num_workers=num_workers, **node)
+    def start(self, name: str, is_slow: bool = False, **node: Any) -> Agent:
+        described = Node(**{"node_id": name, "host": f"host-{name}", "num_workers": 2, **node})
         machine = AgentMachine(
             AgentConfig(
                 node=described,
@@ -135,6 +140,11 @@ class Launch:
     def kill(self, name: str) -> None:
         self.disconnect(name)
         del self.agents[name]
+
+    def stop(self, name: str) -> None:
+        """Its agent gets a signal."""
+        agent = self.agents[name]
+        self._do(agent, agent.machine.stopped("SIGTERM", self.now))
 
     def fail(self, name: str, *local_ranks: int) -> None:
         """A worker dies."""
@@ -232,3 +242,13 @@ class Launch:
     def _tell(self, agent: Agent, order: Tell) -> None:
         if agent.stream and not agent.is_silent:
             self.carry_out(self.rendezvous.received(agent.stream, order.state, self.now))
+
+
+def started(nodes: str, names: str, **config: Any) -> Launch:
+    """A run in which these nodes are in one world, and have reached it."""
+    launch = Launch(nodes, **config)
+    for name in names:
+        launch.start(name)
+    launch.passes(2.0)
+    assert launch.worlds == [tuple(names)]
+    return launch

@@ -19,11 +19,13 @@ from torchft_svc.rpc.address import LOOPBACK, advertised_host, parse_address, sp
 _SHOWN_HOST_LENGTH = MAX_NAME_LENGTH - 40
 # A lighthouse that is started at the same time as its agents is there within seconds.
 CONNECT_TIMEOUT_S = 60.0
-_SECONDS = ("join_timeout", "last_call_timeout", "connect_timeout")
-_NUMBERS = ("rank", "num_workers")
+_SECONDS = ("join_timeout", "last_call_timeout", "connect_timeout", "failure_window")
+_NUMBERS = ("rank", "num_workers", "max_run_failures", "max_node_failures")
 # The last one is added to all back ends' keys by torch's launcher, and means nothing here.
-_KEYS = (*_SECONDS, *_NUMBERS, "role", "timeout")
+_KEYS = (*_SECONDS, *_NUMBERS, "role", "exit_barrier", "timeout")
 _MAX_SECONDS = 1e7
+# Who has to finish before the first one that has finished ends: the nodes that live, or all.
+EXIT_BARRIERS = ("alive", "all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,8 @@ def rendezvous_config(
     ``join_timeout``: seconds for which fewer than ``min_nodes`` are waited for, and a free place.
     ``last_call_timeout``: those that come within so many seconds of the first one join together.
     ``connect_timeout``: seconds in which a lighthouse must be found at the start. ``rank``: the
-    node rank. ``num_workers``, ``role``: of this node.
+    node rank. ``num_workers``, ``role``: of this node. ``max_run_failures``, ``max_node_failures``,
+    ``failure_window``, ``exit_barrier``: see `LaunchConfig`.
 
     Raises:
         ConfigError: a key is not known, or its value cannot work.
@@ -71,6 +74,10 @@ def rendezvous_config(
         max_nodes=max_nodes,
         join_timeout_s=_seconds(options, "join_timeout", defaults.join_timeout_s),
         join_window_s=_seconds(options, "last_call_timeout", defaults.join_window_s),
+        max_run_failures=_number(options, "max_run_failures"),
+        max_node_failures=_number(options, "max_node_failures"),
+        failure_window_s=_seconds(options, "failure_window", defaults.failure_window_s),
+        waits_for_lost=_waits_for_lost(options),
     )
     is_own = _is_own_lighthouse(endpoint)
     node = Node(
@@ -81,7 +88,7 @@ def rendezvous_config(
         rank=_number(options, "rank"),
     )
     _check("rdzv_id", run_id, lambda: check_name("it", run_id))
-    _check("nnodes", f"{min_nodes}:{max_nodes}", settings.check)
+    _check("the run's settings", f"{min_nodes}:{max_nodes}", settings.check)
     _check("node", node.node_id, node.check)
     if is_own and max_nodes > 1:
         reason = f"up to {max_nodes} nodes have to meet: name host:port of a lighthouse"
@@ -128,6 +135,13 @@ def _seconds(options: Mapping[str, Any], key: str, default: float) -> float:
     if not 0 <= seconds <= _MAX_SECONDS:
         raise ConfigError(f"rdzv_conf {key}", value, "use a number of seconds, 0 or more")
     return seconds
+
+
+def _waits_for_lost(options: Mapping[str, Any]) -> bool:
+    value = options.get("exit_barrier", "alive")
+    if value not in EXIT_BARRIERS:
+        raise ConfigError("rdzv_conf exit_barrier", value, "use alive or all")
+    return bool(value == "all")
 
 
 def _number(options: Mapping[str, Any], key: str) -> int | None:

@@ -86,7 +86,7 @@ class LighthouseRendezvous(RendezvousHandler):
         self._stores: AgentStores | None = None
         self._state = AgentState(status=AgentStatus.JOINING)
         self._taken: World | None = None  # the world that this agent's workers are in, or were
-        self._num_rendezvous = 0
+        self._num_rendezvous = self._num_failures = 0
         self._has_news = threading.Condition()
         self._told = _Told()
 
@@ -139,6 +139,10 @@ class LighthouseRendezvous(RendezvousHandler):
         )
         self._record(text, NodeState.SUCCEEDED, info.rank)
         return info
+
+    def note_failure(self) -> None:
+        """This node's workers have failed: the lighthouse counts that (rules L34 and L35)."""
+        self._num_failures += 1
 
     def wait_for_change(self, timeout_s: float) -> bool:
         """Whether the workers have to leave their world, now or within ``timeout_s`` seconds."""
@@ -218,6 +222,7 @@ class LighthouseRendezvous(RendezvousHandler):
             reached=status is not AgentStatus.JOINING,
             store_port=self._opened_stores().spare_port,
             num_restarts=max(0, self._num_rendezvous - 1),
+            num_failures=self._num_failures,
         )
         self._opened_link().tell(state)
 
@@ -286,7 +291,9 @@ class LighthouseRendezvous(RendezvousHandler):
     def _has_changed(self) -> bool:
         """Whether the world that was taken last is over."""
         told = self._told
-        return told.closed is not None or told.is_outside or self._newer_world() is not None
+        is_refused = told.trouble is not None and told.trouble.is_final
+        is_over = told.closed is not None or told.is_outside or is_refused
+        return is_over or self._newer_world() is not None
 
     def _record(
         self, message: str, node_state: NodeState = NodeState.RUNNING, rank: int | None = None
