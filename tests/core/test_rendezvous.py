@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from support.core.launch import RUN, Launch, started
 
-from torchft_svc.core.agent_orders import Outcome
+from torchft_svc.core.agent_orders import End, Outcome
 from torchft_svc.core.rendezvous import Rendezvous, RendezvousRules
 from torchft_svc.core.rendezvous_orders import (
     ReportRunClosed,
@@ -145,6 +145,19 @@ def test_l10_too_few_nodes_give_up_after_a_short_join_timeout() -> None:
     launch.passes(0.2)
     assert a.end is not None
     assert "fewer than 2 nodes" in a.end.reason
+
+
+@pytest.mark.parametrize("node", ["b", "host-b"])
+def test_l36_a_drained_node_ends_and_the_others_go_on(node: str) -> None:
+    launch = started("1:2", "ab")
+    launch.carry_out(launch.rendezvous.drain(RUN, node, "maintenance", launch.now))
+    assert launch.agents["b"].end == End(Outcome.DRAINED, "maintenance")
+    launch.passes(0.1)
+    assert launch.worlds[1:] == [("a",)]
+    with pytest.raises(RequestRefused, match="no node 'c'"):
+        launch.rendezvous.drain(RUN, "c", "", launch.now)
+    with pytest.raises(RequestRefused, match="no run 'other'"):
+        launch.rendezvous.drain("other", "a", "", launch.now)
 
 
 def test_limits_on_runs_and_nodes() -> None:

@@ -11,7 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from support.launched import Launch, are_gone, launch
+
+from torchft_svc.lighthouse_server.operator_commands import drain
 
 pytestmark = pytest.mark.processes
 
@@ -193,6 +196,51 @@ def test_without_restarts_the_scheduler_starts_a_node_again(policy: str, tmp_pat
         assert after["a"] == pids["a"]
         run.finish()
         assert run.statuses() == {"a": 0, "b": 0}
+
+
+OTHER_HOST = "--local-addr=127.0.0.2"
+
+
+@both
+def test_a_node_that_fails_again_and_again_is_excluded(policy: str, tmp_path: Path) -> None:
+    options = "--max-restarts=9", "--max-node-failures=0"
+    with launch(tmp_path, *options, nnodes="1:2", policy=policy) as run:
+        run.start("a")
+        run.start("b", OTHER_HOST)
+        before = run.until(lambda: both_work(run), "two workers")
+        os.kill(before["b"][0], signal.SIGKILL)
+        assert run.nodes["b"].wait() == 1
+        assert has_said(run, "b", "is excluded for")
+        assert run.start("b", OTHER_HOST).wait() == 1
+        assert has_said(run, "b", "(--max-node-failures=0)")
+        run.until(lambda: _new(run, policy, before["a"]), "a world of one")
+        run.finish()
+        assert run.nodes["a"].wait() == 0
+
+
+def test_a_run_that_fails_again_and_again_is_closed(tmp_path: Path) -> None:
+    options = "--max-restarts=9", "--max-run-failures=0"
+    with launch(tmp_path, *options, nnodes="2", policy="hard") as run:
+        pids = two_nodes(run)
+        os.kill(pids["b"][0], signal.SIGKILL)
+        assert run.statuses() == {"a": 1, "b": 1}
+        for node in ("a", "b"):
+            assert has_said(run, node, "(--max-run-failures=0)")
+
+
+@both
+def test_a_drained_node_ends_well_and_the_others_go_on(policy: str, tmp_path: Path) -> None:
+    with launch(tmp_path, nnodes="1:2", policy=policy) as run:
+        run.start("a")
+        run.start("b", OTHER_HOST)
+        before = run.until(lambda: both_work(run), "two workers")
+        told = ["--lighthouse", run.lighthouse, "--job-id=run", "--node=127.0.0.2"]
+        assert CliRunner().invoke(drain, told).exit_code == 0
+        assert run.nodes["b"].wait() == 0
+        assert are_gone(before["b"])
+        run.until(lambda: _new(run, policy, before["a"]), "a world of one")
+        run.finish()
+        assert run.nodes["a"].wait() == 0
 
 
 FUNCTIONS = ("--run-path", "--start-method=fork")

@@ -272,7 +272,8 @@ class AgentMachine:
             if self._status is AgentStatus.FINISHED:
                 self._conclude(End(Outcome.SUCCEEDED, news.reason))
             else:
-                self._wind_up(End(Outcome.RUN_CLOSED, news.reason), now)
+                outcome = Outcome.DRAINED if news.drained else Outcome.RUN_CLOSED
+                self._wind_up(End(outcome, news.reason), now)
         elif isinstance(news, WorldPaused | RunWaiting | WarmUp):
             self._hear_of_waiting(news, now)
 
@@ -365,7 +366,7 @@ class AgentMachine:
         if self._end is not None:
             return
         self._end = end
-        if end.outcome is not Outcome.RUN_CLOSED:
+        if end.outcome not in (Outcome.RUN_CLOSED, Outcome.DRAINED):
             self._leave(AgentLeave(end.reason))
         if self._step is Reaction.STOP_WORKERS:
             self._plan.clear()

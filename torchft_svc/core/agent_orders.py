@@ -76,6 +76,7 @@ class Outcome(Enum):
     WORKERS_FAILED = "its workers failed"
     RENDEZVOUS_FAILED = "there was no world in time"
     RUN_CLOSED = "the run was closed"
+    DRAINED = "an operator wants it to end"
     STOPPED = "it was told to end"
 
 

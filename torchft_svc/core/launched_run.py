@@ -26,7 +26,6 @@ from torchft_svc.core.world import (
     AgentLeave,
     AgentState,
     AgentStatus,
-    Node,
     RunClosed,
     RunMove,
     RunSettings,
@@ -74,7 +73,6 @@ class LaunchedRun:
         self._max_agents = max_nodes
         self._nodes = RunNodes(max_nodes)
         self._failures = RunFailures(settings, max_nodes)
-        self._failed: list[str] = []  # nodes that have failed since the last look
         self.world: World | None = None
         self.closed: RunClosed | None = None
         self.empty_since: float | None = None
@@ -148,7 +146,7 @@ class LaunchedRun:
         agent = self._nodes.agents[node_id]
         reason = leave.reason or "it has left"
         if leave.failed:
-            self._note_failure(agent.node, at)
+            self._failures.note(agent.node, at)
         orders: list[Order] = [EndStream(agent.stream)]
         if self.closed is None:
             orders.append(ReportNode(self.name, node_id, reason))
@@ -177,6 +175,19 @@ class LaunchedRun:
         streams = tuple(each.stream for each in self._nodes.agents.values())
         ends = map(EndStream, streams)
         return [SendNews(streams, move), *ends, ReportRunMoved(self.name, move.address)]
+
+    def drain(self, node: str, reason: str, at: float) -> list[Order]:
+        """The node with this id, or all nodes of this host, are to end (L36).
+
+        Raises:
+            RequestRefused: there is none.
+        """
+        agents = [each for key, each in self._nodes.agents.items() if node in (key, each.node.host)]
+        if self.closed is not None or not agents:
+            raise RequestRefused(f"run {self.name!r} has no node {node!r}")
+        news = RunClosed(reason, failed=False, drained=True)
+        orders = [order for each in agents for order in self._dismiss(each, news, at)]
+        return orders + self._settle(at)
 
     def tick(self, at: float) -> list[Order]:
         """Time has passed."""
@@ -288,7 +299,7 @@ class LaunchedRun:
             if self.world is not None and node_id in self.world.node_ids:
                 self._finished.add(node_id)
         if state.num_failures > before.num_failures:
-            self._note_failure(agent.node, at, state.num_failures - before.num_failures)
+            self._failures.note(agent.node, at, state.num_failures - before.num_failures)
         world = self.world
         if world is not None and node_id in self._nodes.members:
             is_there = agent.is_working
@@ -309,10 +320,6 @@ class LaunchedRun:
         if state.status is AgentStatus.WARMING:
             agent.waits_since = None
         return []
-
-    def _note_failure(self, node: Node, at: float, num_failures: int = 1) -> None:
-        self._failures.note(node, at, num_failures)
-        self._failed.append(node.node_id)
 
     def _step_outside(self, agent: Agent, at: float) -> list[Order]:
         """It hears of that before it hears of another world (L17)."""
@@ -373,21 +380,17 @@ class LaunchedRun:
 
     def _apply_limits(self, at: float) -> list[Order]:
         """End the run (L34), or exclude those that have failed too often (L35)."""
-        failed, self._failed = self._failed, []
+        failed = self._failures.take_new()
         if not failed or self._finished_by:
             return []
         if over := self._failures.why_over(at):
             return self._close(f"{over}, {failed[-1]!r} was the last one", True, at)
         orders: list[Order] = []
-        for node_id in dict.fromkeys(failed):
+        for node_id in failed:
             agent = self._nodes.agents.get(node_id)
             if agent is not None and (excluded := self._failures.why_excluded(agent.node, at)):
                 orders += self._dismiss(agent, RunClosed(excluded, failed=True), at)
         return orders
-
-    def _missing_nodes(self) -> list[Node]:
-        nodes = () if self.world is None else self.world.nodes
-        return [node for node in nodes if node.node_id in self._nodes.missing]
 
     def _act_on_losses(self, at: float) -> None:
         if self._nodes.awaited and at >= self._awaited_until:
@@ -400,9 +403,9 @@ class LaunchedRun:
         if not self._nodes.members or not (self._nodes.missing or self._is_broken):
             self._loss_at = math.inf  # nobody is left, or all have come back
         if at >= self._loss_at:
-            for node in self._missing_nodes():
+            for node in self._nodes.missing_of(self.world):
                 self._lose(node.node_id, at)
-                self._note_failure(node, at)
+                self._failures.note(node, at)
             self._loss_at, self._calm_at = math.inf, at + CALM_S
 
     def _finish(self, at: float) -> list[Order]:

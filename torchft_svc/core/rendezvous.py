@@ -143,6 +143,18 @@ class Rendezvous:
         reason = "its stream ended" if error is None else f"its stream ended: {error}"
         return self._finish(run, run.gone(node_id, reason, self._time(now)))
 
+    def drain(self, name: str, node: str, reason: str, now: float) -> Orders:
+        """An operator wants a node of the run called ``name`` to end, or those of a host.
+
+        Raises:
+            RequestRefused: there is no such run or node.
+        """
+        at = self._time(now)
+        if name not in self._runs:
+            raise RequestRefused(f"there is no run {name!r}")
+        run = self._runs[name]
+        return self._finish(run, run.drain(node, reason, at))
+
     def term_ended(self, error: TorchFTError, now: float) -> Orders:
         """Another lighthouse leads: all who are here are told, and forgotten."""
         self._time(now)

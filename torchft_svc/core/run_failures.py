@@ -21,9 +21,11 @@ class RunFailures:
         self._max_nodes = max_nodes
         self._of_run: deque[float] = deque(maxlen=(settings.max_run_failures or 0) + 1)
         self._of_nodes: dict[_Place, deque[float]] = {}
+        self._new: dict[str, None] = {}
 
     def note(self, node: Node, at: float, num_failures: int = 1) -> None:
         """Its workers have failed, or it was lost."""
+        self._new[node.node_id] = None
         instants = [at] * min(num_failures, MAX_FAILURES + 1)
         self._of_run.extend(instants)
         limit, place = self._settings.max_node_failures, _place(node)
@@ -33,6 +35,11 @@ class RunFailures:
             self._of_nodes[place].extend(instants)
             if len(self._of_nodes) > self._max_nodes:
                 del self._of_nodes[next(iter(self._of_nodes))]
+
+    def take_new(self) -> list[str]:
+        """The ids of the nodes that have failed since the last call, the last one at the end."""
+        failed, self._new = list(self._new), {}
+        return failed
 
     def why_over(self, at: float) -> str:
         """Why the run has to end (L34); empty: it has not."""

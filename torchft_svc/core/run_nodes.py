@@ -111,6 +111,10 @@ class RunNodes:
         self._known[node_id] = None
         _trim(self._known, MAX_KNOWN_PER_NODE * self._max_agents)
 
+    def missing_of(self, world: World | None) -> list[Node]:
+        """Those members of the present world that are missing."""
+        return [node for node in (world.nodes if world else ()) if node.node_id in self.missing]
+
     def check_fits(self, node: Node, run: str) -> None:
         """Refuse a node that the others cannot work with, beside others."""
         others = [each.node for key, each in self.agents.items() if key != node.node_id]

@@ -292,10 +292,11 @@ class RunWaiting:
 
 @dataclass(frozen=True, slots=True)
 class RunClosed:
-    """The run is over: all workers end."""
+    """The run is over: all workers end. ``drained``: for this node, as an operator wants it."""
 
     reason: str
     failed: bool
+    drained: bool = False
 
 
 WorldNews = AgentWelcome | World | WarmUp | WorldPaused | RunWaiting | RunClosed | RunMove

@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousStateError,
     RendezvousTimeoutError,
 )
@@ -129,6 +130,7 @@ class AgentDriver:
         Raises:
             SignalException: one of the ``signals`` has come, and the workers were ended.
             RendezvousError: there is no world for this node.
+            RendezvousGracefulExitError: an operator wants it to end, and its workers have.
         """
         self._began_at = time.monotonic()
         with contextlib.ExitStack() as open_things:
@@ -322,6 +324,8 @@ class AgentDriver:
             raise RendezvousTimeoutError(end.reason)
         if end.outcome is Outcome.RUN_CLOSED:
             raise RendezvousClosedError(f"the run is over: {end.reason}")
+        if end.outcome is Outcome.DRAINED:
+            raise RendezvousGracefulExitError(end.reason)
         if end.outcome is Outcome.STOPPED:
             raise RendezvousError(end.reason)
         return end

@@ -10,7 +10,7 @@ import click
 
 from torchft_svc.core.overview import JobStatus
 from torchft_svc.core.rendezvous_orders import RunStatus
-from torchft_svc.core.types import DEFAULT_JOB, MAX_NAME_LENGTH
+from torchft_svc.core.types import DEFAULT_JOB, MAX_ADDRESS_LENGTH, MAX_NAME_LENGTH
 from torchft_svc.errors import RequestRefused
 from torchft_svc.lighthouse_server.table import status_json, status_text
 from torchft_svc.proto import torchft_pb2 as pb
@@ -45,12 +45,8 @@ _job_id = option(
     show_default=True,
     help="The training run.",
 )
-_replica = option(
-    "--replica",
-    type=Text(MAX_NAME_LENGTH),
-    required=True,
-    help="The group: its name (REPLICA_GROUP_ID) or its replica id.",
-)
+_GROUP = "The group: its name (REPLICA_GROUP_ID) or its replica id."
+_replica = option("--replica", type=Text(MAX_NAME_LENGTH), required=True, help=_GROUP)
 _reason = option("--reason", type=Text(), default="", help="Sent to the group, and logged.")
 
 
@@ -149,15 +145,38 @@ def _repeat(look: Callable[[], object]) -> NoReturn:
 
 @click.command()
 @_lighthouse
-@_job_id
-@_replica
+@option(
+    "--job-id",
+    type=_JOB,
+    envvar="TORCHFT_JOB_ID",
+    default=DEFAULT_JOB,
+    show_default=True,
+    help="The training run; for --node, the --rdzv-id of the launched run.",
+)
+@option("--replica", type=Text(MAX_NAME_LENGTH), default="", show_default="none", help=_GROUP)
+@option(
+    "--node",
+    type=Text(MAX_ADDRESS_LENGTH),
+    default="",
+    show_default="none",
+    help="Instead of a group: a node of a launched run, by its id or its host.",
+)
 @_reason
 @security_options
-def drain(lighthouse: str, job_id: str, replica: str, reason: str, security: Security) -> None:
-    """Let a group finish its step, leave, and end."""
-    request = pb.LighthouseDrainRequest(replica_id=replica, reason=reason)
+def drain(
+    lighthouse: str, job_id: str, replica: str, node: str, reason: str, security: Security
+) -> None:
+    """Let a group finish its step, leave, and end; or end a node of a launched run.
+
+    The launcher of that node ends its workers by SIGTERM, and itself with status 0; the other nodes
+    go on without it.
+    """
+    if bool(replica) == bool(node):
+        raise click.UsageError("name a group (--replica) or a node (--node)")
+    request = pb.LighthouseDrainRequest(replica_id=replica, node=node, reason=reason)
     ask("lighthouse", lighthouse, security, job_id, request, pb.LighthouseDrainResponse)
-    click.echo(f"{replica} was told to finish its step and end")
+    what = "end its workers, and itself" if node else "finish its step and end"
+    click.echo(f"{node or replica} was told to {what}")
 
 
 @click.command()

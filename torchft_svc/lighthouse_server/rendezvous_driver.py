@@ -60,6 +60,15 @@ class RendezvousDriver(StreamDriver[Rendezvous]):
         """
         return self._core.status(run, time.monotonic())
 
+    def drain(self, run: str, node: str, reason: str) -> None:
+        """Let a node of ``run`` end, or all of a host, because of ``reason``.
+
+        Raises:
+            RequestRefused: there is none.
+            NotLeader: another lighthouse leads.
+        """
+        self._feed(lambda now: self._core.drain(run, node, reason, now))
+
     def end_term(self, error: TorchFTError) -> None:
         self._carry_out(self._core.term_ended(error, time.monotonic()))
 

@@ -75,7 +75,10 @@ def _operator_calls(driver: LighthouseDriver) -> dict[str, Handler]:
 
     async def drain(request: pb.LighthouseDrainRequest, context: Context) -> bytes:
         reason = _reason(request.reason, "drained by an operator")
-        driver.command(_job(context), request.replica_id, Drain(reason))
+        if request.node:
+            driver.runs.drain(_job(context), request.node, reason)
+        else:
+            driver.command(_job(context), request.replica_id, Drain(reason))
         return b""
 
     async def status(request: pb.LighthouseStatusRequest, context: Context) -> bytes:

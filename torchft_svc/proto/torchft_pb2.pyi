@@ -411,12 +411,14 @@ class RunWaiting(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class RunClosed(_message.Message):
-    __slots__ = ("reason", "failed")
+    __slots__ = ("reason", "failed", "drained")
     REASON_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
     reason: str
     failed: bool
-    def __init__(self, reason: _Optional[str] = ..., failed: bool = ...) -> None: ...
+    drained: bool
+    def __init__(self, reason: _Optional[str] = ..., failed: bool = ..., drained: bool = ...) -> None: ...
 
 class LighthouseStatusRequest(_message.Message):
     __slots__ = ("job",)
@@ -561,12 +563,14 @@ class LighthouseKillResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LighthouseDrainRequest(_message.Message):
-    __slots__ = ("replica_id", "reason")
+    __slots__ = ("replica_id", "reason", "node")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     reason: str
-    def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    node: str
+    def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class LighthouseDrainResponse(_message.Message):
     __slots__ = ()

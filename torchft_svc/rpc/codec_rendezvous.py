@@ -203,7 +203,8 @@ def world_news_to_wire(news: WorldNews) -> bytes:
     elif isinstance(news, RunWaiting):
         message = pb.AgentNews(waiting=pb.RunWaiting(reason=one_line(news.reason)))
     else:
-        closed = pb.RunClosed(reason=one_line(news.reason), failed=news.failed)
+        reason = one_line(news.reason)
+        closed = pb.RunClosed(reason=reason, failed=news.failed, drained=news.drained)
         message = pb.AgentNews(closed=closed)
     return message.SerializeToString()
 
@@ -227,7 +228,8 @@ def world_news_from_wire(message: pb.AgentNews) -> WorldNews | None:
     if kind == "waiting":
         return RunWaiting(one_line(message.waiting.reason))
     if kind == "closed":
-        return RunClosed(one_line(message.closed.reason), message.closed.failed)
+        closed = message.closed
+        return RunClosed(one_line(closed.reason), closed.failed, closed.drained)
     if kind == "move":
         return RunMove(one_line(message.move.address, MAX_ADDRESS_LENGTH))
     return None

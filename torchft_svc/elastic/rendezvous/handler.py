@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -124,6 +125,7 @@ class LighthouseRendezvous(RendezvousHandler):
 
         Raises:
             RendezvousClosedError: the run is over.
+            RendezvousGracefulExitError: an operator wants this node to end.
             RendezvousTimeoutError: there were too few nodes, or no free place, for too long.
             RendezvousConnectionError: there is no lighthouse, or it does not trust this node.
             RendezvousStateError: it refuses this node.
@@ -230,6 +232,8 @@ class LighthouseRendezvous(RendezvousHandler):
         """Raise if there will be no world, after ``waited_s`` seconds; called with the lock."""
         told, timeout_s = self._told, self._config.settings.join_timeout_s
         if told.closed is not None:
+            if told.closed.drained:
+                raise RendezvousGracefulExitError(told.closed.reason)
             reason = f"run {self.get_run_id()!r} is over: {told.closed.reason}"
             # What has ended because of the timeout, the lighthouse closes for all who waited.
             is_late = told.closed.failed and waited_s >= timeout_s
