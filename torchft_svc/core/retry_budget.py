@@ -1,0 +1,71 @@
+"""Counts the incidents of a trainer's command, and knows an error that comes again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchft_svc.core.retry_orders import ProgramError
+from torchft_svc.errors import ConfigError
+
+# Retries without a limit.
+UNLIMITED = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryBudget:
+    """How many incidents a command may have.
+
+    Args:
+        max_retries: `UNLIMITED`, or how many are survived; the next one ends the command.
+        reset_after: after so many steps without an incident none counts any more; None: never.
+    """
+
+    max_retries: int = 0
+    reset_after: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_retries < UNLIMITED:
+            reason = "use 0 or more, or -1 for no limit"
+            raise ConfigError("max_retries", self.max_retries, reason)
+        if self.reset_after is not None and self.reset_after < 1:
+            raise ConfigError("reset_retries_after", self.reset_after, "use 1 step or more")
+
+
+class Retries:
+    """Those of one command, which begins at ``step``."""
+
+    def __init__(self, budget: RetryBudget | None = None, step: int = 0) -> None:
+        self.num = 0  # that count at the moment
+        self._budget = budget or RetryBudget()
+        self._spent_at_step = step
+        self._last_error: ProgramError | None = None
+
+    def spend(self, step: int) -> bool:
+        """Whether one is left for an incident after ``step``."""
+        limit = self._budget.max_retries
+        if limit != UNLIMITED and self.num >= limit:
+            return False
+        self.num += 1
+        self._spent_at_step = step
+        return True
+
+    def begin_at(self, step: int) -> None:
+        """All workers go on from ``step``, which may be an earlier one."""
+        self._spent_at_step = step
+
+    def reach(self, step: int) -> None:
+        """A step was completed."""
+        reset_after = self._budget.reset_after
+        if reset_after is not None and step - self._spent_at_step >= reset_after:
+            self.num = 0
+
+    def is_known(self, error: ProgramError) -> bool:
+        """Whether ``error`` is like the last one."""
+        last = self._last_error
+        return last is not None and (last.kind, last.step) == (error.kind, error.step)
+
+    def is_repeated(self, error: ProgramError) -> bool:
+        """Whether ``error`` is like the last one; it is the last one now."""
+        is_repeated = self.is_known(error)
+        self._last_error = error
+        return is_repeated
