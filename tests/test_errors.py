@@ -75,6 +75,16 @@ EVERY_ERROR = [
         (errors.PeerError,),
     ),
     (
+        errors.TrainingFailed("worker 1 was killed", 3),
+        "training has ended after 3 retries: worker 1 was killed",
+        (errors.PeerError,),
+    ),
+    (
+        errors.WorkerFailed("ValueError", 7, False, "Traceback: ..."),
+        "a worker raised ValueError at step 7\n\nTraceback: ...",
+        (errors.PeerError,),
+    ),
+    (
         errors.CheckpointError("host:1", "checksum differs"),
         "checkpoint from host:1: checksum differs",
         (errors.PeerError,),

@@ -17,6 +17,8 @@
         ├── GroupLeft               the group was drained: it takes part in no quorum any more
         ├── ChannelClosed           an agent and its worker cannot reach each other any more
         ├── WorldSuperseded         a process group of a world that another one has replaced
+        ├── TrainingFailed          workers were lost, and no retry of the trainer is left
+        ├── WorkerFailed            the user's program raised an error in a worker of a trainer
         └── CheckpointError         a checkpoint that is missing, truncated or corrupt
             └── TornState           and a part of it has replaced the worker's own state
 
@@ -195,6 +197,35 @@ class WorldSuperseded(PeerError):
 
     def __str__(self) -> str:
         return f"world {self.round} has no process group: {self.reason}"
+
+
+@dataclass(eq=False)
+class TrainingFailed(PeerError):
+    """A trainer has lost workers, has spent ``num_retries`` retries, and has none left."""
+
+    reason: str
+    num_retries: int
+
+    def __str__(self) -> str:
+        return f"training has ended after {self.num_retries} retries: {self.reason}"
+
+
+@dataclass(eq=False)
+class WorkerFailed(PeerError):
+    """The user's program raised an error of class ``kind`` in a worker of a trainer.
+
+    ``traceback`` is the worker's. ``is_repeated``: the same error came twice at this step, so it
+    was not tried again.
+    """
+
+    kind: str
+    step: int
+    is_repeated: bool
+    traceback: str
+
+    def __str__(self) -> str:
+        again = ", again, so it was not tried once more" if self.is_repeated else ""
+        return f"a worker raised {self.kind} at step {self.step}{again}\n\n{self.traceback}"
 
 
 class Drained(SystemExit):

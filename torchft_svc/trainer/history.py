@@ -119,6 +119,11 @@ class RunHistory:
         """The program raised an error, and all workers are started again."""
         self._begin(now, "restart", reason)
 
+    def explain(self, reason: str) -> None:
+        """This is why, and what was noticed before is a consequence."""
+        if self._open is not None:
+            self._open = replace(self._open, reason=reason)
+
     def grows(self, now: float, reason: str) -> None:
         """All workers are replaced by more of them."""
         self._begin(now, "growth", reason)

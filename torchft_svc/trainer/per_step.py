@@ -55,7 +55,8 @@ class PerStepWorld:
             # The batch follows from the number of workers, so it is drawn after the quorum.
             use_async_quorum=False,
             timeout=timeout,
-            quorum_timeout=timedelta(seconds=self._job.join_timeout_s),
+            # A request waits while others are in a collective.
+            quorum_timeout=timedelta(seconds=max(self._job.join_timeout_s, self._job.timeout_s)),
             rank=0,
             world_size=1,
             lighthouse_addr=command.address,

@@ -1,0 +1,473 @@
+"""Carries out a trainer's commands: between `RetryMachine`, which decides, and the backend."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torchft_svc.coordination import LighthouseServer
+from torchft_svc.core import retry_orders as orders
+from torchft_svc.core.retry import RetryMachine
+from torchft_svc.core.retry_budget import RetryBudget
+from torchft_svc.core.retry_members import RetryOrders
+from torchft_svc.core.retry_orders import (
+    IncidentCause,
+    KnownState,
+    ProgramError,
+    Remedy,
+    RetryRules,
+    StateSource,
+)
+from torchft_svc.core.retry_states import RunPhase
+from torchft_svc.errors import CheckpointError, TrainingFailed, WorkerFailed
+from torchft_svc.trainer.backend import Backend, Heard, Lost
+from torchft_svc.trainer.checkpoint import Checkpoint, CheckpointStore
+from torchft_svc.trainer.history import Rung, RunHistory, Source
+from torchft_svc.trainer.messages import (
+    Abandon,
+    CheckpointWritten,
+    Command,
+    End,
+    Failed,
+    Finished,
+    Joined,
+    JoinWorld,
+    Position,
+    Progress,
+    Reported,
+    Started,
+    StateHandle,
+    StateOffered,
+    StoreOpened,
+)
+
+log = logging.getLogger(__name__)
+
+# Longest wait for messages without a look at the time.
+_WAIT_S = 1.0
+# Workers that are told to end leave their world and write their last checkpoint.
+_END_S = 30.0
+_INTERRUPT_S = 5.0
+_SOURCES: dict[StateSource, Source] = {
+    StateSource.START: "start",
+    StateSource.HELD: "trainer",
+    StateSource.CHECKPOINT: "checkpoint",
+    StateSource.PEER: "peer",
+    StateSource.GIVEN: "trainer",
+}
+_RUNGS: dict[Remedy, Rung] = {
+    Remedy.REPLACE: "per-step",
+    Remedy.GROW: "growth",
+    Remedy.RESTART: "restart",
+}
+
+
+class TrainerTask(Protocol):
+    """What all workers, or one of them, are to do."""
+
+    leader_only: bool
+    trains: bool
+
+    def message(self, number: int, worker: int, position: Position) -> Command | None:
+        """For ``worker``, at the beginning or again after it was replaced; ``number`` has to be
+        in it. None: nothing is left to do for it."""
+
+    def finished(self, worker: int, result: Any) -> None:
+        """This worker has done its part."""
+
+    def restarted(self) -> None:
+        """All workers are new ones, and begin again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """What a `TrainerDriver` works with; ``store``: of the checkpoints of this run, if it has
+    any."""
+
+    backend: Backend
+    rules: RetryRules
+    job: bytes
+    resources: Mapping[str, float]
+    lighthouse_bind: str = "127.0.0.1:0"
+
+
+class RunObserver:
+    """Hears what happens while a command is carried out; a subclass overrides what it wants."""
+
+    def moved(self, position: Position, num_workers: int) -> None:
+        """Training has come to ``position``."""
+
+    def reported(self, position: Position, metrics: Mapping[str, Any]) -> None:
+        """The program has reported something."""
+
+    def told(self, sentence: str) -> None:
+        """Something that a user wants to know."""
+
+
+class TrainerDriver:
+    """Carries out one task after another. All calls come from one thread at a time."""
+
+    def __init__(self, parts: RunParts, observer: RunObserver) -> None:
+        now = time.monotonic()
+        self._parts = parts
+        self._backend = parts.backend
+        self._observer = observer
+        self._machine = RetryMachine(parts.rules, now)
+        self.history = RunHistory(now, parts.rules.num_workers)
+        self.store: CheckpointStore | None = None  # of this run's checkpoints
+        self.position = Position()
+        self._written: dict[str, Position] = {}
+        self._lighthouse: LighthouseServer | None = None
+        self._task: TrainerTask | None = None
+        self._num_tasks = 0
+        self._ended: orders.EndCommand | None = None
+        self._living: set[int] = set()
+        self._take_by_type: dict[type[Any], Callable[[int, Any, float], RetryOrders]] = {
+            Progress: self._take_progress,
+            Started: self._take_started,
+            StoreOpened: self._take_store_opened,
+            Joined: self._take_joined,
+            Reported: self._take_reported,
+            CheckpointWritten: self._take_checkpoint,
+            StateOffered: self._take_offer,
+            Finished: self._take_finished,
+            Failed: self._take_failed,
+        }
+        self._carry_out_by_type: dict[type[Any], Callable[[Any], RetryOrders | None]] = {
+            orders.LookForResources: self._look,
+            orders.RequestWorkers: self._request,
+            orders.FindCheckpoint: self._find_checkpoint,
+            orders.StartWorker: self._start,
+            orders.LetJoin: self._let_join,
+            orders.SendCommand: self._send_command,
+            orders.LetAbandon: lambda o: self._backend.send(o.worker, Abandon(reason=o.reason)),
+            orders.LetEnd: lambda o: self._backend.send(o.worker, End()),
+            orders.KillWorker: lambda o: self._backend.kill(o.worker),
+            orders.DropHandle: lambda o: self._backend.drop_state(o.handle),
+            orders.ReportBroken: self._report_broken,
+            orders.ReportFormed: self._report_formed,
+            orders.ReportNoResources: self._report_no_resources,
+            orders.ReportLeftAlone: self._report_left_alone,
+            orders.EndCommand: self._end_command,
+        }
+
+    # -- what the trainer wants ------------------------------------------------------------------
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers are ready."""
+        return self._machine.num_ready()
+
+    @property
+    def num_retries(self) -> int:
+        """How many were spent in this task, and count."""
+        return self._machine.retries.num
+
+    @property
+    def held(self) -> KnownState:
+        """The last state that the trainer knows of."""
+        return self._machine.held
+
+    def carry_out(self, task: TrainerTask, budget: RetryBudget) -> None:
+        """Have workers do ``task``, whatever happens to them.
+
+        Raises:
+            TrainingFailed: no retry is left.
+            Exception: that of the user's program, if that was the last incident.
+        """
+        self._task, self._ended = task, None
+        self._num_tasks += 1
+        try:
+            self._hear(0.0)  # what has happened meanwhile
+            now = time.monotonic()
+            leader_only, trains = task.leader_only, task.trains
+            self._follow(self._machine.begin(budget, now, leader_only=leader_only, trains=trains))
+            while self._ended is None:
+                self._turn()
+        except BaseException as error:
+            if self._ended is None:
+                self._interrupt(f"{type(error).__name__} in the trainer")
+            raise
+        finally:
+            self._task = None
+        if self._ended.reason:
+            self._raise(self._ended)
+
+    def hold(self, position: Position, handle: StateHandle) -> None:
+        """Go on from this state if all workers are lost."""
+        held = KnownState(source=StateSource.HELD, step=position.step, handle=handle)
+        self._follow(self._machine.hold(held, time.monotonic()))
+
+    def begin_with(self, state: KnownState, position: Position) -> None:
+        """Workers begin with ``state``; those that run are ended."""
+        self._follow(self._machine.replace_state(state, time.monotonic()))
+        self.position = position
+        self._written = {state.checkpoint: position} if state.checkpoint else {}
+        self._await_ends(_END_S)
+
+    def dismiss(self) -> None:
+        """End all workers in good order."""
+        self._follow(self._machine.dismiss(time.monotonic()))
+        self._await_ends(_END_S)
+
+    def close(self) -> None:
+        """Free what the driver has; not the backend."""
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
+            self._lighthouse = None
+
+    # -- inputs ----------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        deadline = self._machine.next_deadline()
+        left_s = _WAIT_S if deadline is None else deadline - time.monotonic()
+        self._hear(min(max(0.0, left_s), _WAIT_S))
+        self._follow(self._machine.tick(time.monotonic()))
+
+    def _hear(self, timeout_s: float) -> None:
+        for event in self._backend.wait(timeout_s):
+            if isinstance(event, Lost):
+                self._living.discard(event.worker)
+                self._follow(self._machine.lost(event.worker, event.reason, time.monotonic()))
+            else:
+                self._follow(self._take(event))
+
+    def _take(self, event: Heard) -> RetryOrders:
+        take = self._take_by_type[type(event.answer)]
+        return take(event.worker, event.answer, time.monotonic())
+
+    def _take_progress(self, worker: int, answer: Progress, now: float) -> RetryOrders:
+        self._moved(worker, answer.position, now)
+        return self._machine.progressed(worker, answer.position.step, now)
+
+    def _take_started(self, worker: int, _: Started, now: float) -> RetryOrders:
+        return self._machine.started(worker, now)
+
+    def _take_store_opened(self, worker: int, answer: StoreOpened, now: float) -> RetryOrders:
+        return self._machine.store_opened(worker, answer.world, answer.address, now)
+
+    def _take_joined(self, worker: int, answer: Joined, now: float) -> RetryOrders:
+        if self._machine.phase is RunPhase.FORMING:  # later ones take over the others' state
+            self.position = answer.position
+        return self._machine.joined(worker, answer.world, answer.position.step, now)
+
+    def _take_reported(self, worker: int, answer: Reported, now: float) -> RetryOrders:
+        self._moved(worker, answer.position, now)
+        if self._is_leader(worker):
+            self._observer.reported(answer.position, answer.metrics)
+        return self._machine.reported(worker, answer.position.step, now)
+
+    def _take_checkpoint(self, _: int, answer: CheckpointWritten, now: float) -> RetryOrders:
+        self._written[answer.path] = answer.position
+        self.history.checkpointed(now, answer.position)
+        return ()
+
+    def _take_offer(self, worker: int, answer: StateOffered, now: float) -> RetryOrders:
+        step = answer.state.position.step
+        state = KnownState(source=StateSource.PEER, step=step, handle=answer.state)
+        return self._machine.offered(worker, state, now)
+
+    def _take_failed(self, worker: int, answer: Failed, now: float) -> RetryOrders:
+        return self._machine.failed(worker, _program_error(answer), now)
+
+    def _take_finished(self, worker: int, answer: Finished, now: float) -> RetryOrders:
+        if answer.command != self._num_tasks or self._task is None:
+            return ()
+        self._task.finished(worker, answer.result)
+        self._moved(worker, answer.position, now)
+        return self._machine.finished(worker, answer.position.step, now)
+
+    def _moved(self, worker: int, position: Position, now: float) -> None:
+        if worker not in self._machine.ranks():
+            return
+        if _key(position) > _key(self.position):
+            self.position = position
+            self.history.stepped(now, position, self._machine.num_ready())
+            self._observer.moved(position, self._machine.num_ready())
+
+    def _is_leader(self, worker: int) -> bool:
+        ranks = self._machine.ranks()
+        return worker in ranks and ranks[worker] == min(ranks.values())
+
+    # -- orders ----------------------------------------------------------------------------------
+
+    def _follow(self, given: RetryOrders) -> None:
+        left = list(given)
+        while left:
+            order = left.pop(0)
+            left += self._carry_out_by_type[type(order)](order) or ()
+
+    def _look(self, _: orders.LookForResources) -> RetryOrders:
+        num = self._backend.num_startable(self._parts.resources)
+        return self._machine.found(num, time.monotonic(), random.random())  # noqa: S311
+
+    def _request(self, order: orders.RequestWorkers) -> None:
+        self._backend.request(order.num, self._parts.resources)
+
+    def _find_checkpoint(self, _: orders.FindCheckpoint) -> RetryOrders:
+        found = None
+        try:
+            found = self._newest_checkpoint()
+        except CheckpointError as error:
+            log.warning("%s", error)
+        state = None
+        if found is not None:
+            state = KnownState(
+                source=StateSource.CHECKPOINT, step=found.position.step, checkpoint=found.path
+            )
+        return self._machine.checkpoint_found(state, time.monotonic())
+
+    def _newest_checkpoint(self) -> Checkpoint | None:
+        """Of this run: what else lies there is not its own."""
+        if self.store is None or not self._written:
+            return None
+        found = self.store.newest_good()
+        return found if found is not None and found.path in self._written else None
+
+    def _start(self, order: orders.StartWorker) -> None:
+        self._living.add(order.worker)
+        self._backend.start(order.worker, self._parts.job, self._parts.resources)
+
+    def _let_join(self, order: orders.LetJoin) -> None:
+        address = order.address
+        if self._parts.rules.keeps_others:
+            if self._lighthouse is None:
+                rules = self._parts.rules
+                self._lighthouse = LighthouseServer(
+                    self._parts.lighthouse_bind, min_replicas=rules.min_workers
+                )
+            address = self._lighthouse.address()
+        begin = order.begin
+        handle = None if begin is None else begin.handle
+        assert handle is None or isinstance(handle, StateHandle)
+        self._backend.send(
+            order.worker,
+            JoinWorld(
+                world=order.world,
+                rank=order.rank,
+                world_size=order.world_size,
+                address=address,
+                state=handle,
+                checkpoint="" if begin is None else begin.checkpoint,
+            ),
+        )
+
+    def _send_command(self, order: orders.SendCommand) -> RetryOrders | None:
+        assert self._task is not None
+        message = self._task.message(self._num_tasks, order.worker, self.position)
+        if message is None:
+            step = self.position.step
+            return self._machine.finished(order.worker, step, time.monotonic())
+        self._backend.send(order.worker, message)
+        return None
+
+    def _report_broken(self, order: orders.ReportBroken) -> None:
+        now, rung = time.monotonic(), _RUNGS[order.remedy]
+        if order.remedy is Remedy.GROW:
+            self.history.grows(now, order.reason)
+        elif order.rank is None or order.cause.weight <= IncidentCause.PROGRAM.weight:
+            self.history.failed(now, order.reason)
+        else:
+            self.history.lost(now, order.rank, order.reason, rung)
+        if order.explains:
+            self.history.explain(order.reason)
+        told = {
+            Remedy.GROW: "all workers are started anew, with more of them",
+            Remedy.RESTART: "all workers are started anew",
+            Remedy.REPLACE: "it is replaced",
+        }[order.remedy]
+        log.warning("%s: %s", order.reason, told)
+        self._observer.told(f"{order.reason}: {told}")
+
+    def _report_formed(self, order: orders.ReportFormed) -> None:
+        now, state = time.monotonic(), order.state
+        if self._task is not None:
+            self._task.restarted()
+        self.history.resumed(now, self.position, order.num_workers, _SOURCES[state.source])
+        if not order.is_first:
+            log.warning(
+                "%d workers go on from %s, step %d",
+                order.num_workers,
+                state.source.value,
+                order.step,
+            )
+        self._observer.moved(self.position, order.num_workers)
+
+    def _report_no_resources(self, order: orders.ReportNoResources) -> None:
+        self.history.waits(time.monotonic())
+        sentence = (
+            f"there are resources for {order.num} workers, {order.needed} are needed: "
+            f"looking again in {order.pause_s:.1f} s"
+        )
+        log.warning("%s", sentence)
+        self._observer.told(sentence)
+
+    def _report_left_alone(self, order: orders.ReportLeftAlone) -> None:
+        self._living.discard(order.worker)
+        log.error("worker %d was killed, and its end is not seen: left alone", order.rank)
+
+    def _end_command(self, order: orders.EndCommand) -> None:
+        self._ended = order
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    def _interrupt(self, reason: str) -> None:
+        """The thread of the trainer ends the command, for instance by Ctrl-C."""
+        deadline = time.monotonic() + _INTERRUPT_S
+        try:
+            self._follow(self._machine.interrupt(reason, time.monotonic()))
+            while self._ended is None and time.monotonic() < deadline:
+                self._turn()
+        finally:
+            for worker in self._living:
+                self._backend.kill(worker)
+
+    def _await_ends(self, timeout_s: float) -> None:
+        """Wait until no worker runs; kill those that take too long."""
+        deadline = time.monotonic() + timeout_s
+        while self._living and time.monotonic() < deadline:
+            self._hear(min(_WAIT_S, max(0.0, deadline - time.monotonic())))
+        for worker in self._living:
+            self._backend.kill(worker)
+
+    def _raise(self, ended: orders.EndCommand) -> None:
+        failed = None if ended.error is None else ended.error.payload
+        if isinstance(failed, Failed):
+            cause = WorkerFailed(
+                kind=failed.kind,
+                step=failed.position.step,
+                is_repeated=ended.is_repeated,
+                traceback=failed.traceback,
+            )
+            raise _unpickled(failed) or cause from cause
+        raise TrainingFailed(reason=ended.reason, num_retries=self._machine.retries.num)
+
+
+def _program_error(failed: Failed) -> ProgramError:
+    return ProgramError(
+        kind=failed.kind,
+        message=failed.message,
+        step=failed.position.step,
+        is_peers=failed.is_peers,
+        payload=failed,
+    )
+
+
+def _unpickled(failed: Failed) -> Exception | None:
+    """The exception of the user's program, if this process can have it."""
+    if not failed.pickled:
+        return None
+    try:
+        error = pickle.loads(failed.pickled)  # noqa: S301 - of our own worker
+    except Exception:  # noqa: BLE001 - whatever its class does
+        return None
+    return error if isinstance(error, Exception) else None
+
+
+def _key(position: Position) -> tuple[int, int, int]:
+    return position.step, position.epoch, position.num_samples

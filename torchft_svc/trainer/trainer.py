@@ -1,0 +1,487 @@
+"""The public trainer: trains a model on several workers, and survives the loss of any of them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+from torchft_svc.core.retry_budget import RetryBudget
+from torchft_svc.core.retry_orders import KnownState, StateSource
+from torchft_svc.errors import ConfigError
+from torchft_svc.trainer.backend import Backend
+from torchft_svc.trainer.checkpoint import (
+    CheckpointStore,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from torchft_svc.trainer.config import (
+    AUTO,
+    DEFAULT_CHECKPOINT_DIR,
+    TrainerConfig,
+    budget,
+    check_num_steps,
+    check_options,
+)
+from torchft_svc.trainer.driver import RunObserver, RunParts, TrainerDriver
+from torchft_svc.trainer.history import RunHistory
+from torchft_svc.trainer.job import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_TIMEOUT_S
+from torchft_svc.trainer.local import LocalBackend, check_resources
+from torchft_svc.trainer.messages import FaultTolerance, Position
+from torchft_svc.trainer.progress_bar import ProgressBar, progress_bar
+from torchft_svc.trainer.results import reduced
+from torchft_svc.trainer.state import (
+    MODEL,
+    TrainingState,
+    check_fits,
+    decode_state,
+    encode_state,
+    from_tree,
+    to_tree,
+)
+from torchft_svc.trainer.tasks import GiveStateTask, TrainTask, ValidateTask
+
+# As RaySGD's trainer had it.
+DEFAULT_MAX_RETRIES = 3
+
+
+class Trainer:
+    """Trains on ``num_workers`` workers, and goes on when some of them, or all, are lost::
+
+        trainer = Trainer(
+            model_creator=lambda config: nn.Linear(64, 10),
+            data_creator=lambda config: dataset,
+            optimizer_creator=lambda model, config: torch.optim.Adam(model.parameters()),
+            loss_creator=nn.CrossEntropyLoss,
+            config={"batch_size": 32},
+            num_workers=2,
+        )
+        for _ in range(10):
+            print(trainer.train(max_retries=3, checkpoint="auto"))
+        trainer.shutdown()
+
+    Args:
+        train_fn: ``train_fn(context)``, a loop of the user's own; see `TrainContext`. Otherwise:
+        model_creator, data_creator, optimizer_creator, loss_creator, scheduler_creator: what makes
+            the model, the data and so on, each called with ``config`` as its last argument; see
+            `WorkerJob`, also for ``batch_loss``, ``scheduler_step`` and ``setup``.
+        config: for all of these functions.
+        num_workers: how many are wanted. With resources for fewer, at least ``min_workers``, the
+            trainer trains with these, and grows when there are more.
+        backend: ``local`` (processes of this machine), ``ray``, or a `Backend`, which the trainer
+            closes.
+        resources_per_worker: such as ``{"CPU": 1, "GPU": 1}``.
+        fault_tolerance: ``restart``: after a loss all workers are started anew, from the state of
+            one that lived, so that no step is lost, or from the last checkpoint. Works with any
+            model, at the speed of torch's DistributedDataParallel. ``per-step``: a lost worker
+            costs the others one step at most, and is replaced while they train; only if fewer than
+            ``min_workers`` are left, all are started anew.
+        checkpoint_dir: for ``checkpoint="auto"``: a folder, or a URL of fsspec; all workers reach
+            it (default: ``torchft-checkpoints`` in the working directory).
+        checkpoint_every: steps, or a timedelta, between checkpoints inside of a pass (default:
+            there is one before each pass only). The last ``keep_last`` are kept.
+        resume: ``auto``: begin with the newest good checkpoint of ``checkpoint_dir``, if there is
+            one, for instance after the trainer itself was lost.
+        batch_size: samples of one worker in a step.
+        seed: of the order of data, the initial weights, and the random numbers of each step.
+        use_gpu: (default: if ``resources_per_worker`` has one).
+        heartbeat_timeout_s: a worker that is silent for so long is lost.
+        start_timeout_s: the longest that a worker may take to start, and to join the others.
+        timeout_s: the longest that a collective may take.
+        first_pause_s, max_pause_s, resources_timeout_s: without resources, the trainer looks again
+            after a time that doubles; so long without them costs another retry.
+        grow_every_s: how often a report is a moment to look for resources of missing workers.
+        show_progress: a progress bar (default: on a terminal).
+
+    Raises:
+        ConfigError: a setting that cannot work.
+    """
+
+    def __init__(
+        self,
+        train_fn: Callable[[Any], Any] | None = None,
+        *,
+        model_creator: Callable[..., Any] | None = None,
+        data_creator: Callable[..., Any] | None = None,
+        optimizer_creator: Callable[..., Any] | None = None,
+        loss_creator: Callable[..., Any] | None = None,
+        scheduler_creator: Callable[..., Any] | None = None,
+        batch_loss: Callable[..., Any] | None = None,
+        scheduler_step: Literal["epoch", "step"] = "epoch",
+        setup: Callable[[Mapping[str, Any]], None] | None = None,
+        config: Mapping[str, Any] | None = None,
+        num_workers: int = 1,
+        min_workers: int = 1,
+        backend: Backend | Literal["local", "ray"] = "local",
+        resources_per_worker: Mapping[str, float] | None = None,
+        fault_tolerance: FaultTolerance = "restart",
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | timedelta | None = None,
+        keep_last: int = 3,
+        resume: Literal["auto"] | None = None,
+        batch_size: int | None = None,
+        seed: int = 0,
+        use_gpu: bool | None = None,
+        num_threads: int | None = None,
+        ddp_args: Mapping[str, Any] | None = None,
+        run_name: str = "trainer",
+        heartbeat_timeout_s: float = 5.0,
+        start_timeout_s: float = 120.0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
+        first_pause_s: float = 0.5,
+        max_pause_s: float = 60.0,
+        resources_timeout_s: float = 600.0,
+        grow_every_s: float = 5.0,
+        show_progress: bool | None = None,
+        **unknown: Any,
+    ) -> None:
+        told = dict(locals())
+        check_options(Trainer.__init__, unknown.items())
+        for name in ("self", "unknown", "backend", "show_progress"):
+            del told[name]
+        for name in ("config", "resources_per_worker", "ddp_args"):
+            told[name] = {} if told[name] is None else told[name]
+        self._config = TrainerConfig(**told)
+        self._show_progress = show_progress
+        self._store: CheckpointStore | None = None
+        if checkpoint_dir is not None:
+            self._open_store()
+        job = self._config.job()
+        self._backend, bind = _opened(backend, self._config)
+        parts = RunParts(
+            backend=self._backend,
+            rules=self._config.rules(),
+            job=job,
+            resources=self._config.resources_per_worker,
+            lighthouse_bind=bind,
+        )
+        self._shown = _Shown()
+        self._driver = TrainerDriver(parts, self._shown)
+        self._must_resume = resume == AUTO
+        self._is_closed = False
+
+    # -- training --------------------------------------------------------------------------------
+
+    def train(
+        self,
+        num_steps: int | None = None,
+        *,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+        checkpoint: str | os.PathLike[str] | None = None,
+        reset_retries_after: int | None = None,
+        reduce_results: bool = True,
+        info: Mapping[str, Any] | None = None,
+        **unknown: Any,
+    ) -> Any:
+        """Train for one pass over the data, or call ``train_fn`` once.
+
+        Args:
+            num_steps: stop after so many steps; the next call goes on there.
+            max_retries: how many incidents are survived; -1: all. What is lost within one restart
+                is one incident; to grow is none. The next incident ends the call.
+            checkpoint: ``auto``: write checkpoints, at least one before the pass. A path: begin
+                with the checkpoint there. None: none are written; if all workers are lost, training
+                goes on from the state that the trainer has kept after the last call.
+            reset_retries_after: after so many steps without an incident none counts any more.
+            reduce_results: average the results of the workers; otherwise they are a list.
+            info: for ``batch_loss`` and ``context.info``.
+
+        Returns:
+            A dict: the averages of the pass (or what ``train_fn`` returned, as ``result``, and its
+            ``reports``), where training is (``epoch``, ``step``), ``num_workers``, ``retries``, and
+            what ``incidents`` cost.
+
+        Raises:
+            TrainingFailed: workers were lost, and no retry is left. The last state is kept: the
+                next call goes on with it.
+            Exception: that of the user's program, if no retry is left, or if it came twice at the
+                same step.
+            ConfigError: an argument that cannot work.
+        """
+        check_options(Trainer.train, unknown.items())
+        check_num_steps(num_steps)
+        retries = budget(max_retries, reset_retries_after)
+        self._check_open()
+        directory = self._prepare(checkpoint)
+        task = TrainTask(num_steps=num_steps, checkpoint_dir=directory, info=dict(info or {}))
+        num_before = len(self._driver.history.incidents)
+        self._shown.reports = []
+        with self._shows("train", num_steps):
+            self._driver.carry_out(task, retries)
+        found = self._train_result(task, reduce_results)
+        if isinstance(found, dict):
+            incidents = list(self._driver.history.incidents)[num_before:]
+            found.update(retries=self._driver.num_retries, incidents=incidents)
+        if not directory:
+            self._keep_state(retries)
+        return found
+
+    def validate(
+        self,
+        num_steps: int | None = None,
+        *,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+        reduce_results: bool = True,
+        info: Mapping[str, Any] | None = None,
+        **unknown: Any,
+    ) -> Any:
+        """Evaluate the model on the validation data; each worker takes a part.
+
+        Args:
+            num_steps: use so many batches of each worker only.
+
+        Returns:
+            The averages over all samples; a list of those of the parts if not ``reduce_results``.
+
+        Raises: as `train`.
+        """
+        check_options(Trainer.validate, unknown.items())
+        check_num_steps(num_steps)
+        retries = budget(max_retries, None)
+        self._check_open()
+        self._resume()
+        task = ValidateTask(
+            num_steps=num_steps,
+            num_parts=self._driver.num_workers or self._config.num_workers,
+            info=dict(info or {}),
+        )
+        is_done = False
+        while not is_done:
+            self._driver.carry_out(task, retries)
+            is_done = task.is_done()
+        results = [task.results[part] for part in sorted(task.results)]
+        return reduced(results) if reduce_results else results
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def get_model(self) -> Any:
+        """The model as it is trained so far, on the CPU; a list, if there are several.
+
+        Raises:
+            ConfigError: ``train_fn`` makes the model, so only `state_dict` is known.
+        """
+        if self._config.model_creator is None:
+            reason = "train_fn makes it: use state_dict()"
+            raise ConfigError("model_creator", None, reason)
+        state = self._state()
+        made = self._config.model_creator(self._config.config)
+        several = isinstance(made, list | tuple)
+        states = state.parts["models"] if several and len(made) > 1 else [state.parts[MODEL]]
+        for model, its_state in zip(made if several else [made], states, strict=True):
+            check_fits(its_state, model)
+            model.load_state_dict(its_state)
+        return made
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state of training: ``position``, and in ``parts`` model, optimizer, ..."""
+        return to_tree(self._state())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            ConfigError: it does not fit the model; nothing has changed.
+            CheckpointError: it is no such state.
+        """
+        self._check_open()
+        state = from_tree(state_dict, "load_state_dict")
+        self._check_fits(state)
+        handle = self._backend.write_state(state.position, encode_state(state))
+        step = state.position.step
+        known = KnownState(source=StateSource.GIVEN, step=step, handle=handle)
+        self._must_resume = False
+        self._driver.begin_with(known, state.position)
+
+    def save(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Write a checkpoint; returns where it is (default: in ``checkpoint_dir``).
+
+        Raises:
+            CheckpointError, ConfigError: it cannot be written there.
+        """
+        state = self._state()
+        if path is None:
+            return self._open_store().write(state).path
+        return save_checkpoint(path, state).path
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from the checkpoint at ``path``, or from the newest good one in that folder.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+            ConfigError: it does not fit the model; nothing has changed.
+        """
+        self._check_open()
+        found = find_checkpoint(path)
+        if self._config.model_creator is not None:
+            self._check_fits(load_checkpoint(found.path))
+        self._must_resume = False
+        step = found.position.step
+        known = KnownState(source=StateSource.CHECKPOINT, step=step, checkpoint=found.path)
+        self._driver.begin_with(known, found.position)
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    @property
+    def history(self) -> RunHistory:
+        """Steps over time, and the incidents with what they cost."""
+        return self._driver.history
+
+    @property
+    def position(self) -> Position:
+        """How far training has come."""
+        return self._driver.position
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers are ready now."""
+        return self._driver.num_workers
+
+    def shutdown(self, *, force: bool = False) -> None:
+        """End all workers (``force``: at once) and free all resources; may be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if not force:
+                self._driver.dismiss()
+        finally:
+            self._backend.close()
+            self._driver.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.shutdown(force=kind is not None)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigError("trainer", "shut down", "make another one")
+
+    def _open_store(self) -> CheckpointStore:
+        if self._store is None:
+            directory = self._config.checkpoint_dir or DEFAULT_CHECKPOINT_DIR
+            store = CheckpointStore(directory, self._config.keep_last)
+            store.check_writable()
+            self._store = store
+        return self._store
+
+    def _prepare(self, checkpoint: str | os.PathLike[str] | None) -> str:
+        """Where checkpoints are written; empty: nowhere."""
+        if checkpoint == AUTO:
+            store = self._open_store()
+            self._driver.store = store
+            self._resume()
+            return store.directory
+        self._resume()
+        if checkpoint is not None:
+            self.load(checkpoint)
+        return ""
+
+    def _resume(self) -> None:
+        if not self._must_resume:
+            return
+        self._must_resume = False
+        found = self._open_store().newest_good()
+        if found is not None:
+            step = found.position.step
+            known = KnownState(source=StateSource.CHECKPOINT, step=step, checkpoint=found.path)
+            self._driver.begin_with(known, found.position)
+
+    def _train_result(self, task: TrainTask, reduce_results: bool) -> Any:
+        results = [task.results[worker] for worker in sorted(task.results)]
+        if not reduce_results:
+            return results
+        position = self._driver.position
+        if self._config.train_fn is None:
+            found = reduced(results)
+        else:
+            found = {"result": results[0] if results else None, "reports": self._shown.reports}
+        found.update(epoch=position.epoch, step=position.step)
+        return {**found, "num_workers": self._driver.num_workers}
+
+    def _keep_state(self, retries: RetryBudget) -> None:
+        """Without checkpoints, this is what is left if all workers are lost."""
+        task = GiveStateTask()
+        self._driver.carry_out(task, retries)
+        if task.handle is not None:
+            self._driver.hold(task.handle.position, task.handle)
+
+    def _state(self) -> TrainingState:
+        self._check_open()
+        self._resume()
+        if not self._driver.num_workers or self._driver.held.step < self._driver.position.step:
+            self._keep_state(RetryBudget(max_retries=DEFAULT_MAX_RETRIES))
+        held = self._driver.held
+        if held.handle is None and held.checkpoint:
+            return load_checkpoint(held.checkpoint)
+        if held.handle is None:
+            self._keep_state(RetryBudget(max_retries=DEFAULT_MAX_RETRIES))
+            held = self._driver.held
+        handle: Any = held.handle
+        return decode_state(self._backend.read_state(handle), "a worker")
+
+    def _check_fits(self, state: TrainingState) -> None:
+        """Where the model can be made here, see whether the state is of it."""
+        creator = self._config.model_creator
+        if creator is None:
+            return
+        made = creator(self._config.config)
+        models = list(made) if isinstance(made, list | tuple) else [made]
+        states = state.parts.get("models", [state.parts.get(MODEL)])
+        for model, its_state in zip(models, states, strict=False):
+            if not isinstance(its_state, Mapping):
+                raise ConfigError("state_dict", "no model", "it has no part 'model'")
+            check_fits(its_state, model)
+
+    @contextlib.contextmanager
+    def _shows(self, title: str, num_steps: int | None) -> Iterator[None]:
+        first = self._driver.position.step
+        last = None if num_steps is None else first + num_steps
+        with progress_bar(title, first, last, self._show_progress) as bar:
+            self._shown.bar = bar
+            try:
+                yield
+            finally:
+                self._shown.bar = None
+
+
+class _Shown(RunObserver):
+    """Shows on a progress bar what happens, and keeps reports."""
+
+    def __init__(self) -> None:
+        self.bar: ProgressBar | None = None
+        self.reports: list[dict[str, Any]] = []
+        self._metrics: Mapping[str, Any] = {}
+
+    def moved(self, position: Position, num_workers: int) -> None:
+        if self.bar is not None:
+            self.bar.update(time.monotonic(), position, num_workers, self._metrics)
+
+    def reported(self, position: Position, metrics: Mapping[str, Any]) -> None:
+        self._metrics = metrics
+        self.reports.append({"epoch": position.epoch, "step": position.step, **metrics})
+
+    def told(self, sentence: str) -> None:
+        if self.bar is not None:
+            self.bar.note(sentence)
+
+
+def _opened(backend: Any, config: TrainerConfig) -> tuple[Backend, str]:
+    """The engine, and where a lighthouse listens that its workers reach."""
+    if backend == "local":
+        check_resources(config.resources_per_worker)
+        return LocalBackend(), "127.0.0.1:0"
+    if backend == "ray":
+        found: Backend = importlib.import_module("torchft_svc.trainer.ray_backend").RayBackend()
+        return found, ":0"
+    if isinstance(backend, str) or not hasattr(backend, "num_startable"):
+        raise ConfigError("backend", backend, "use 'local', 'ray' or a Backend")
+    is_local = isinstance(backend, LocalBackend)
+    return backend, "127.0.0.1:0" if is_local else ":0"
