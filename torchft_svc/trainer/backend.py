@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +36,8 @@ class Backend(Protocol):
 
     def start(self, worker: int, job: bytes, resources: Mapping[str, float]) -> None:
         """Start a worker, named by a number that is used once; it calls `run_worker` with ``job``.
+
+        (Or another `WorkerProgram`, if the backend was made with one.)
 
         Returns at once; what becomes of it is told by `wait`.
         """
@@ -80,3 +82,7 @@ class Link(Protocol):
 
     def read_state(self, state: StateHandle) -> bytes:
         """A state that a worker offered, or the trainer wrote."""
+
+
+# What a worker runs: with its link, its number and its job.
+WorkerProgram = Callable[[Link, int, bytes], None]

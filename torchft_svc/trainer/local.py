@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+import cloudpickle
+
 from torchft_svc import env
 from torchft_svc.errors import ConfigError, PeerError
 from torchft_svc.rpc.fork_server import ForkServer
-from torchft_svc.trainer.backend import Heard, Lost
+from torchft_svc.trainer.backend import Heard, Lost, WorkerProgram
 from torchft_svc.trainer.local_process import (
     PART,
     Frames,
@@ -64,9 +66,13 @@ class LocalBackend:
         resources: what there is, such as ``{"CPU": 8, "GPU": 2}``, or a function that tells what
             there is now (default: this machine's; its CPUs count only if workers ask for them).
             If it is given, a worker that asks for nothing needs a CPU.
+        program: what a worker runs (default: `run_worker`, which trains).
     """
 
-    def __init__(self, resources: Resources | None = None) -> None:
+    def __init__(
+        self, resources: Resources | None = None, *, program: WorkerProgram | None = None
+    ) -> None:
+        self._program = b"" if program is None else cloudpickle.dumps(program)
         self._shares = _Shares(resources)
         self._scratch = tuple(_scratch_folders())
         self._server = ForkServer(
@@ -102,6 +108,7 @@ class LocalBackend:
         start = LocalStart(
             worker=worker,
             job=job,
+            program=self._program,
             environment=env.for_child(variables),
             folder=os.getcwd(),
             path=list(sys.path),

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from torchft_svc import env
 from torchft_svc.client.process.forks import drop_after_fork
 from torchft_svc.elastic import parent_death
@@ -42,7 +44,8 @@ class LocalStart:
 
     Args:
         worker: its number.
-        job: for `run_worker`.
+        job: for the program.
+        program: pickled; empty: `run_worker`.
         environment, folder, path: environment variables, working directory and ``sys.path``.
         scratch: directories for states; the first one with room is used.
         num_threads: of torch's operations.
@@ -50,6 +53,7 @@ class LocalStart:
 
     worker: int
     job: bytes
+    program: bytes
     environment: dict[str, str]
     folder: str
     path: list[str]
@@ -221,7 +225,8 @@ def main(descriptor: str, owner_pid: str, *scratch: str) -> None:
     sys.path[:] = start.path
     sys.argv[:] = sys.argv[:1]
     torch.set_num_threads(start.num_threads)
-    run_worker(link, start.worker, start.job)
+    run = cloudpickle.loads(start.program) if start.program else run_worker
+    run(link, start.worker, start.job)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # without waiting for what torch or the program have left running

@@ -1,0 +1,362 @@
+"""Runs the workers of a trainer as Ray actors. Imported only by those who ask for Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+
+from torchft_svc.errors import CheckpointError, ConfigError
+from torchft_svc.trainer.backend import Heard, Lost, WorkerProgram
+from torchft_svc.trainer.messages import (
+    Answer,
+    Command,
+    Finished,
+    JoinWorld,
+    Position,
+    StateHandle,
+    StateOffered,
+)
+
+try:
+    import ray
+except ImportError as error:
+    raise ConfigError(
+        "backend", "ray", "Ray is not installed: pip install 'torchft-svc[ray]'"
+    ) from error
+
+import ray.util.client
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayError, RayTaskError
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from torchft_svc.trainer.ray_actor import POLL_S, RayProcess, RayWorkerActor, as_array, fetch_state
+from torchft_svc.trainer.ray_slots import RaySlots
+
+_log = logging.getLogger(__name__)
+
+# A worker that has been told to start and has no room after this is told as lost.
+PLACEMENT_TIMEOUT_S = 10.0
+# What Ray has been asked to kill is told as lost after this, even if Ray does not say so.
+KILL_TIMEOUT_S = 5.0
+_LOOK_S = 1.0
+# One caller's commands and polls are carried out in order, beside the worker's program.
+_GROUPS = {"commands": 1, "answers": 1, "states": 1}
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class _RayWorker:
+    """What the trainer knows of a worker that has not ended."""
+
+    worker: int
+    actor: Any
+    run: Any  # ready when the worker's program has ended
+    poll: Any  # its next answers
+    process: Any  # a `RayProcess`
+    placed_by: float | None  # until when it has to have room; None: it has
+    state: Any = None  # the state that the first of `held` offers is on its way
+    held: deque[Answer] = field(default_factory=deque)
+    has_ended: bool = False
+    killed_at: float | None = None
+
+    def references(self) -> list[Any]:
+        return [ref for ref in (self.run, self.poll, self.state) if ref is not None]
+
+
+class RayBackend:
+    """Workers are Ray actors in placement groups. See `Backend`.
+
+    It joins the Ray that is there: the one of this program (``ray.init``), of the job or task that
+    it runs in, or that of ``RAY_ADDRESS``; else it starts one, which ends with it.
+
+    Args:
+        strategy: ``PACK`` (the workers on few nodes) or ``SPREAD`` (on many); a wish, no condition.
+        runtime_env: Ray's, for the workers.
+        program: what a worker runs (default: `run_worker`, which trains).
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: str = "PACK",
+        runtime_env: Mapping[str, Any] | None = None,
+        program: WorkerProgram | None = None,
+    ) -> None:
+        if strategy not in ("PACK", "SPREAD"):
+            raise ConfigError("strategy", strategy, "it is PACK or SPREAD")
+        if ray.util.client.ray.is_connected():
+            reason = "Ray Client cannot carry a trainer: submit the program as a Ray job"
+            raise ConfigError("backend", "ray", reason)
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
+            ray.init(logging_level=logging.WARNING)
+        self._slots = RaySlots(strategy)
+        self._program = b"" if program is None else cloudpickle.dumps(program)
+        self._node = ray.get_runtime_context().get_node_id()
+        self._runtime_env = dict(runtime_env or {})
+        self._killer = ray.remote(num_cpus=0, max_retries=0, num_returns=0)(RayProcess.kill)
+        self._actor_class = ray.remote(concurrency_groups=_GROUPS)(RayWorkerActor)
+        self._to_start: list[tuple[int, bytes, dict[str, float]]] = []
+        self._workers: dict[int, _RayWorker] = {}
+        self._events: list[Heard | Lost] = []
+        self._states: dict[int, Any] = {}
+        self._state_ids = itertools.count()
+        self._job: tuple[bytes, Any] | None = None  # as it was last stored
+        self._is_closed = False
+
+    def num_startable(self, resources_per_worker: Mapping[str, float]) -> int:
+        self._start_all()
+        return self._slots.num_free(_needed(resources_per_worker))
+
+    def request(self, num_workers: int, resources_per_worker: Mapping[str, float]) -> None:
+        self._start_all()
+        self._slots.ask_for(num_workers, _needed(resources_per_worker))
+
+    def start(self, worker: int, job: bytes, resources: Mapping[str, float]) -> None:
+        """Those that are started between two calls of `wait` are placed together."""
+        self._to_start.append((worker, job, _needed(resources)))
+
+    def send(self, worker: int, command: Command) -> None:
+        self._start_all()
+        running = self._workers.get(worker)
+        if running is None:
+            return
+        if isinstance(command, JoinWorld) and command.state is not None:
+            state = dataclasses.replace(command.state, where=self._states[command.state.where])
+            command = dataclasses.replace(command, state=state)
+        running.actor.tell.options(num_returns=0).remote(command)
+
+    def wait(self, timeout_s: float) -> list[Heard | Lost]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._start_all()
+            self._look_at_deadlines()
+            remaining = deadline - time.monotonic()
+            if self._events or remaining <= 0.0:
+                self._collect(0.0)
+                break
+            self._collect(min(remaining, _LOOK_S))
+        events, self._events = self._events, []
+        return events
+
+    def kill(self, worker: int) -> None:
+        self._start_all()
+        running = self._workers.get(worker)
+        if running is not None and running.killed_at is None:
+            running.killed_at = time.monotonic()
+            self._kill_process(running)
+            ray.kill(running.actor)
+
+    def read_state(self, state: StateHandle) -> bytes:
+        if state.where not in self._states:
+            raise CheckpointError("a worker that offered its state", "it was dropped")
+        return fetch_state(self._states[state.where])
+
+    def write_state(self, position: Position, state: bytes) -> StateHandle:
+        return self._keep(position, ray.put(as_array(state)))
+
+    def drop_state(self, state: StateHandle) -> None:
+        self._states.pop(state.where, None)
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._to_start.clear()
+        if not ray.is_initialized():  # the program has ended it
+            return
+        for worker in list(self._workers):
+            self.kill(worker)
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while self._workers and time.monotonic() < deadline:
+            self._collect(_LOOK_S)
+        self._workers.clear()
+        self._events.clear()
+        self._states.clear()
+        self._job = None
+        self._slots.close()
+        if self._owns_ray:
+            ray.shutdown()
+
+    # Starting
+
+    def _start_all(self) -> None:
+        """Workers with equal resources, which is all of them, share a placement group."""
+        if not self._to_start:
+            return
+        starting, self._to_start = self._to_start, []
+        for _, same in itertools.groupby(starting, key=lambda item: item[2]):
+            batch = list(same)
+            slots = self._slots.take([worker for worker, _, _ in batch], batch[0][2])
+            for (worker, job, resources), slot in zip(batch, slots, strict=True):
+                strategy = PlacementGroupSchedulingStrategy(
+                    placement_group=slot.group, placement_group_bundle_index=slot.bundle
+                )
+                actor = self._actor_class.options(
+                    scheduling_strategy=strategy,
+                    runtime_env=self._runtime_env or None,
+                    **_options(resources),
+                ).remote()
+                self._workers[worker] = _RayWorker(
+                    worker=worker,
+                    actor=actor,
+                    run=actor.run.remote(worker, self._stored(job), self._program, list(sys.path)),
+                    process=actor.process.remote(),
+                    poll=actor.answers.remote(POLL_S),
+                    placed_by=time.monotonic() + PLACEMENT_TIMEOUT_S,
+                )
+
+    def _stored(self, job: bytes) -> Any:
+        """All workers have the same job: Ray stores it once."""
+        if self._job is None or self._job[0] is not job:
+            self._job = (job, ray.put(job))
+        return self._job[1]
+
+    # What happens
+
+    def _collect(self, timeout_s: float) -> None:
+        """Wait until something has happened, and take all that has."""
+        owners = {
+            ref: running for running in self._workers.values() for ref in running.references()
+        }
+        if not owners:
+            time.sleep(timeout_s)  # there is nothing that anything could come from
+            return
+        ready, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s)
+        if ready:
+            ready, _ = ray.wait(list(owners), num_returns=len(owners), timeout=0)
+        for ref in ready:
+            running = owners[ref]
+            if running.worker not in self._workers:
+                continue  # another of its references told that it is lost
+            try:
+                self._take(running, ref)
+            except RayError as error:
+                if isinstance(error, ActorUnavailableError):
+                    self._slots.suspect(running.worker)
+                self._lose(running, _reason(error))
+
+    def _take(self, running: _RayWorker, ref: Any) -> None:
+        if ref == running.run:
+            ray.get(ref)
+            running.run = None
+        elif ref == running.state:
+            running.state = None
+            self._pass_offer(running, ref)
+        else:
+            answers, running.has_ended = ray.get(ref)
+            running.placed_by = None
+            running.poll = None
+            if not running.has_ended:
+                running.poll = running.actor.answers.remote(POLL_S)
+            running.held.extend(answers)
+        self._pass_on(running)
+        if running.has_ended and not running.held and running.run is None:
+            self._lose(running, "its program has ended")
+
+    def _pass_on(self, running: _RayWorker) -> None:
+        """Hand out what a worker said, up to a state that is not with the trainer yet."""
+        while running.held and running.state is None:
+            offered = _offered(running.held[0])
+            if offered is not None:
+                # The result of a call belongs to the trainer: it outlives the worker.
+                running.state = running.actor.take_state.remote(offered.where)
+            else:
+                self._events.append(Heard(worker=running.worker, answer=running.held.popleft()))
+
+    def _pass_offer(self, running: _RayWorker, ref: Any) -> None:
+        answer = running.held.popleft()
+        offered = _offered(answer)
+        assert offered is not None
+        handle = self._keep(offered.position, ref)
+        if isinstance(answer, StateOffered):
+            answer = StateOffered(state=handle)
+        else:
+            assert isinstance(answer, Finished)
+            answer = dataclasses.replace(answer, result=handle)
+        self._events.append(Heard(worker=running.worker, answer=answer))
+
+    def _lose(self, running: _RayWorker, reason: str) -> None:
+        del self._workers[running.worker]
+        self._slots.give_back(running.worker)
+        ray.kill(running.actor)
+        reason = "it was killed" if running.killed_at is not None else reason
+        self._events.append(Lost(worker=running.worker, reason=reason))
+
+    def _kill_process(self, running: _RayWorker) -> None:
+        """Ray asks an actor to end, and gives it 5 s: a frozen one keeps its resources as long."""
+        if not ray.wait([running.process], timeout=0, fetch_local=False)[0]:
+            return  # it has not even begun
+        try:
+            process: RayProcess = ray.get(running.process)
+        except RayError:
+            return  # it never will
+        if process.node == self._node:
+            process.kill()
+            return
+        there = NodeAffinitySchedulingStrategy(process.node, soft=False)
+        self._killer.options(scheduling_strategy=there).remote(process)
+
+    def _look_at_deadlines(self) -> None:
+        now = time.monotonic()
+        for running in list(self._workers.values()):
+            if running.killed_at is not None and now > running.killed_at + KILL_TIMEOUT_S:
+                self._lose(running, "it was killed")
+            elif running.placed_by is not None and now > running.placed_by:
+                running.placed_by = None
+                if not self._slots.is_placed(running.worker):
+                    self._lose(running, "others took its place before it could start")
+
+    def _keep(self, position: Position, ref: Any) -> StateHandle:
+        number = next(self._state_ids)
+        self._states[number] = ref
+        return StateHandle(position=position, where=number)
+
+
+def _offered(answer: Answer) -> StateHandle | None:
+    """The state that is offered with the answer."""
+    if isinstance(answer, StateOffered):
+        return answer.state
+    if isinstance(answer, Finished) and isinstance(answer.result, StateHandle):
+        return answer.result
+    return None
+
+
+def _needed(resources: Mapping[str, float]) -> dict[str, float]:
+    """Ray reserves nothing of nothing: a worker needs a CPU, if nothing else is said."""
+    return {name: float(amount) for name, amount in resources.items() if amount} or {"CPU": 1.0}
+
+
+def _options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """The resources as the options of an actor."""
+    names = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    options: dict[str, Any] = {"num_cpus": 0}
+    options |= {names[name]: amount for name, amount in resources.items() if name in names}
+    options["resources"] = {name: amount for name, amount in resources.items() if name not in names}
+    return options
+
+
+def _reason(error: RayError) -> str:
+    """What Ray knows about the end of a worker, in a line."""
+    if isinstance(error, RayTaskError):
+        return f"its program raised {error.cause!r}"
+    told = str(error)
+    if isinstance(error, ActorUnavailableError):
+        return "its node or its process cannot be reached"
+    if "node has died" in told:
+        return "its node has died"
+    if isinstance(error, OutOfMemoryError) or "NODE_OUT_OF_MEMORY" in told:
+        return "its node ran out of memory"
+    found = re.search(r"Worker exit detail: ([^.]*)", told) or re.search(r"(The actor .*)", told)
+    return f"its process has ended ({found[1] if found else type(error).__name__})"

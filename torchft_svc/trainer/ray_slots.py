@@ -1,0 +1,197 @@
+"""Where the workers of a trainer run on Ray: bundles of placement groups, used again and again."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+# A node that took workers with it offers nothing for so long: Ray needs some seconds to notice.
+SUSPECT_S = 20.0
+# Resources that were given back show up in Ray's view of its nodes after at most this.
+RETURN_S = 2.0
+_LOOK_S = 0.02
+_ROUNDING = 1e-4  # Ray counts in ten-thousandths
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Slot:
+    """One bundle of a placement group: room for one worker."""
+
+    group: PlacementGroup
+    bundle: int
+    resources: dict[str, float]
+    is_ours: bool  # not of the task or trial that the trainer runs in
+    worker: int | None = None
+
+
+class RaySlots:
+    """Reserves room for workers.
+
+    The slot of a worker that has ended is kept for the next one: a restart on the same nodes waits
+    for nobody. If its node is lost, Ray moves the bundle to another one as soon as there is one,
+    and asks its autoscaler for one until then.
+
+    A trainer that runs within a placement group of several bundles (a trial of Ray Tune, say) uses
+    all of them but the first, and asks for nothing else.
+
+    Args:
+        strategy: ``PACK`` on few nodes, or ``SPREAD`` over many; both as far as it is possible.
+    """
+
+    def __init__(self, strategy: str) -> None:
+        self._strategy = strategy
+        self._slots: list[Slot] = []
+        self._suspects: dict[str, float] = {}  # node id, and until when
+        self._is_inside = False
+        outer = get_current_placement_group()
+        if outer is not None and outer.bundle_count > 1:
+            self._is_inside = True
+            self._slots = [
+                Slot(group=outer, bundle=index, resources=dict(resources), is_ours=False)
+                for index, resources in enumerate(outer.bundle_specs)
+                if index > 0
+            ]
+
+    def num_free(self, resources: Mapping[str, float]) -> int:
+        """How many workers can be started now."""
+        totals = self._living_nodes()
+        held: dict[str, Counter[str]] = defaultdict(Counter)
+        num_ready = num_pending = 0
+        for slot, node in self._placed():
+            if node not in totals:
+                num_pending += 1
+                continue
+            held[node].update(slot.resources)
+            num_ready += slot.worker is None and _covers(slot.resources, resources)
+        if self._is_inside:
+            return num_ready
+        # Ray's view is up to a second old: what we hold may be in it as free.
+        view: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
+        num_fitting = 0
+        for node, total in totals.items():
+            seen = view.get(node, {})
+            free = {
+                name: min(seen.get(name, 0.0), total.get(name, 0.0) - held[node][name])
+                for name in resources
+            }
+            num_fitting += _num_fitting(free, resources)
+        return num_ready + max(0, num_fitting - num_pending)
+
+    def take(self, workers: Sequence[int], resources: Mapping[str, float]) -> list[Slot]:
+        """A slot for each worker; those that are new are in one placement group."""
+        alive = self._living_nodes()
+        found = [
+            slot
+            for slot, node in self._placed()
+            if slot.worker is None and node in alive and _covers(slot.resources, resources)
+        ][: len(workers)]
+        if len(found) < len(workers):
+            found += self._reserve(len(workers) - len(found), resources)
+        for slot, worker in zip(found, workers, strict=True):
+            slot.worker = worker
+        return found
+
+    def give_back(self, worker: int) -> None:
+        """The worker has ended."""
+        for slot in self._slots:
+            if slot.worker == worker:
+                slot.worker = None
+
+    def suspect(self, worker: int) -> None:
+        """The worker was lost in a way that lets its node look dead."""
+        for slot, node in self._placed():
+            if slot.worker == worker and node is not None:
+                self._suspects[node] = time.monotonic() + SUSPECT_S
+
+    def is_placed(self, worker: int) -> bool:
+        """Whether a node has room for the worker."""
+        return any(slot.worker == worker and node is not None for slot, node in self._placed())
+
+    def ask_for(self, num_workers: int, resources: Mapping[str, float]) -> None:
+        """Reserve free slots for so many workers, each as soon as there is room for it.
+
+        What is not there yet is asked of the autoscaler.
+        """
+        if self._is_inside:
+            return
+        free = [slot for slot in self._slots if slot.worker is None]
+        if num_workers > len(free):
+            for _ in range(num_workers - len(free)):
+                self._reserve(1, resources)
+        elif num_workers < len(free):
+            self._remove_some(len(free) - num_workers)
+
+    def close(self) -> None:
+        """Give everything back."""
+        groups = {slot.group for slot in self._slots if slot.is_ours}
+        self._slots.clear()
+        for group in groups:
+            remove_placement_group(group)
+        # The next trainer of this program is to find it.
+        names = tuple(group.id.hex() for group in groups)
+        deadline = time.monotonic() + RETURN_S
+        while groups and time.monotonic() < deadline:
+            totals: dict[str, dict[str, float]] = ray._private.state.total_resources_per_node()
+            if not any(name.endswith(names) for total in totals.values() for name in total):
+                break
+            time.sleep(_LOOK_S)
+
+    def _reserve(self, num_slots: int, resources: Mapping[str, float]) -> list[Slot]:
+        bundle = {name: float(amount) for name, amount in resources.items()}
+        group = placement_group([dict(bundle) for _ in range(num_slots)], strategy=self._strategy)
+        slots = [
+            Slot(group=group, bundle=index, resources=dict(bundle), is_ours=True)
+            for index in range(num_slots)
+        ]
+        self._slots += slots
+        return slots
+
+    def _remove_some(self, num_slots: int) -> None:
+        """Those without room first: nobody is to make room for them any more."""
+        alive = self._living_nodes()
+        groups: dict[PlacementGroup, list[tuple[Slot, bool]]] = defaultdict(list)
+        for slot, node in self._placed():
+            groups[slot.group].append((slot, node in alive))
+        by_room = sorted(groups.items(), key=lambda item: any(room for _, room in item[1]))
+        for group, slots in by_room:
+            if len(slots) <= num_slots and all(slot.worker is None for slot, _ in slots):
+                num_slots -= len(slots)
+                self._slots = [slot for slot in self._slots if slot.group != group]
+                remove_placement_group(group)
+
+    def _placed(self) -> Iterator[tuple[Slot, str | None]]:
+        """Each slot with the node it is on."""
+        tables: dict[PlacementGroup, dict[int, str]] = {}
+        for slot in self._slots:
+            if slot.group not in tables:
+                tables[slot.group] = placement_group_table(slot.group)["bundles_to_node_id"]
+            yield slot, tables[slot.group].get(slot.bundle) or None
+
+    def _living_nodes(self) -> dict[str, dict[str, float]]:
+        """The resources of each node that Ray knows to live, and that is not a suspect."""
+        now = time.monotonic()
+        self._suspects = {node: until for node, until in self._suspects.items() if until > now}
+        return {
+            node["NodeID"]: node["Resources"]
+            for node in ray.nodes()
+            if node["Alive"] and node["NodeID"] not in self._suspects
+        }
+
+
+def _covers(offered: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
+    return all(offered.get(name, 0.0) + _ROUNDING >= amount for name, amount in wanted.items())
+
+
+def _num_fitting(free: Mapping[str, float], wanted: Mapping[str, float]) -> int:
+    return max(0, int(min((free[name] + _ROUNDING) / amount for name, amount in wanted.items())))
