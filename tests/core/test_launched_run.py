@@ -292,6 +292,40 @@ def test_l6_a_node_that_was_away_has_the_state_that_restarted_workers_have_not()
     assert launch.worlds == [("a", "b"), ("a",), ("b",), ("b", "a")]
 
 
+def test_l6_where_nobody_has_trained_who_reached_an_earlier_world_is_rank_0() -> None:
+    launch = Launch("1:4")
+    for name in "abc":
+        launch.start(name, is_slow=name == "c")
+    launch.passes(2.0)  # in a world that only two of three have reached
+    launch.start("d")
+    for name in "ab":
+        launch.agents[name].is_slow = True
+    launch.kill("c")
+    launch.passes(0.1)
+    launch.kill("b")
+    launch.passes(1.5)
+    assert launch.worlds == [("a", "b", "c"), ("a", "b", "d"), ("a", "d")]
+
+
+def test_l6_a_new_lighthouse_believes_who_was_in_a_world() -> None:
+    launch = started("2:2", "ab", max_restarts=1)
+    launch.restart_lighthouse()
+    launch.agents["a"].is_slow = True
+    launch.fail("a")  # its new workers have no state
+    launch.leave_world("b")
+    launch.connect("a")
+    launch.answer("a")
+    launch.agents["a"].is_slow = False
+    launch.agents["b"].is_slow = True
+    launch.connect("b")
+    launch.passes(2.0)
+    launch.disconnect("b")
+    launch.passes(0.5)
+    launch.connect("b")
+    launch.passes(1.0)
+    assert [world[0] for world in launch.worlds[1:]] == ["b", "b"]
+
+
 def test_l7_each_world_has_a_store_of_its_own() -> None:
     launch = started("1:3", "abc")
     for name in "de":

@@ -49,6 +49,14 @@ class _Trained:
     num_restarts: int  # of its workers by then
 
 
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    """A node has reached worlds, whether or not all their nodes had."""
+
+    first: int  # round; 0: one of which this lighthouse does not know all
+    num_restarts: int  # of its workers by then
+
+
 class RunNodes:
     """All nodes of a run, by their ids."""
 
@@ -63,6 +71,7 @@ class RunNodes:
         self._round = self._num_nodes = 0  # of the present world
         self._is_taken_over = False
         self._trained: dict[str, _Trained] = {}
+        self._reached: dict[str, _Reached] = {}
         self._used_ports: dict[str, int] = {}
         self._known: dict[str, None] = {}  # all that were here
 
@@ -89,11 +98,18 @@ class RunNodes:
     def reach(self, node_id: str) -> None:
         """All workers of this member are in the present world."""
         self.unreached.discard(node_id)
+        if self._first_reached(node_id) is None:
+            self._note_reached(node_id, self._round)
         if self._is_taken_over:  # what the others have said before is not known
             self._train(node_id)
         elif not self.unreached and len(self.members) == self._num_nodes:
             for key in self.members & self.agents.keys():
                 self._train(key)
+
+    def _note_reached(self, node_id: str, round_: int) -> None:
+        self._reached.pop(node_id, None)
+        self._reached[node_id] = _Reached(round_, self.agents[node_id].state.num_restarts)
+        _trim(self._reached, MAX_KNOWN_PER_NODE * self._max_agents)
 
     def _train(self, node_id: str) -> None:
         first = self._trained[node_id].first if self._is_trained(node_id) else self._round
@@ -107,6 +123,9 @@ class RunNodes:
         node_id = agent.node.node_id
         self.agents.pop(node_id, None)
         self.agents[node_id] = agent
+        is_news = node_id not in self._known or agent.state.round != self._round
+        if is_news and agent.state.reached:
+            self._note_reached(node_id, 0)
         self._known.pop(node_id, None)
         self._known[node_id] = None
         _trim(self._known, MAX_KNOWN_PER_NODE * self._max_agents)
@@ -197,18 +216,19 @@ class RunNodes:
     def _seniors(self) -> set[str]:
         """Those that have the run's state, if anybody has it: rank 0 is one of them (rule L6)."""
         joiners = self.joiners()
-        for group in (self.members, [each.node.node_id for each in joiners]):
-            trained = [key for key in group if self._is_trained(key)]
-            if trained:
-                newest = max(self._trained[key].last for key in trained)
-                fresh = [key for key in trained if self._trained[key].last == newest]
-                oldest = min(self._trained[key].first for key in fresh)
-                return {key for key in fresh if self._trained[key].first == oldest}
-        if reached := self.members - self.unreached:
-            return reached
-        # What another lighthouse knew of them is lost, but not what they tell.
-        told = {each.node.node_id for each in joiners if each.is_working or each.state.reached}
-        return told or set(self.members)
+        together = self.members | {each.node.node_id for each in joiners}
+        if trained := [key for key in together if self._is_trained(key)]:
+            newest = max(self._trained[key].last for key in trained)
+            fresh = [key for key in trained if self._trained[key].last == newest]
+            oldest = min(self._trained[key].first for key in fresh)
+            return {key for key in fresh if self._trained[key].first == oldest}
+        reached = {
+            key: first for key in together if (first := self._first_reached(key)) is not None
+        }
+        if reached:
+            return {key for key, first in reached.items() if first == min(reached.values())}
+        working = {each.node.node_id for each in joiners if each.is_working}
+        return working or set(self.members)
 
     def _is_trained(self, node_id: str) -> bool:
         """Whether its workers are those that were in a world which all had reached."""
@@ -216,6 +236,13 @@ class RunNodes:
         if agent is None or trained is None:
             return False
         return trained.num_restarts == agent.state.num_restarts
+
+    def _first_reached(self, node_id: str) -> int | None:
+        """The round of the first world that its workers have reached, as far as is known."""
+        agent, reached = self.agents.get(node_id), self._reached.get(node_id)
+        if agent is None or reached is None or reached.num_restarts != agent.state.num_restarts:
+            return None
+        return reached.first
 
     def free_port(self, node_id: str) -> int:
         """Of a store that no world used (0: none yet; rule L7)."""

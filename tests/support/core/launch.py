@@ -151,6 +151,11 @@ class Launch:
         agent = self.agents[name]
         self._do(agent, agent.machine.workers_failed("it died", local_ranks or (0,), self.now))
 
+    def leave_world(self, name: str) -> None:
+        """Its workers' process group is broken, though nobody is lost."""
+        agent = self.agents[name]
+        self._do(agent, agent.machine.world_over(self.now))
+
     def succeed(self, name: str) -> None:
         agent = self.agents[name]
         self._do(agent, agent.machine.workers_succeeded(self.now))
