@@ -268,6 +268,7 @@ class Workers:
         self.process: Process | None = None
         self.hung_until = 0.0
         self.is_whole = True  # none of them has died
+        self.is_to_fail = False  # this start will
 
     @property
     def is_there(self) -> bool:
@@ -277,18 +278,17 @@ class Workers:
         """New ones."""
         self._num_lives += 1
         self.process = self._universe.process(f"{self._agent.node_id}/w{self._num_lives}")
-        self.is_whole = True
         self._start_up()
         if not is_expected:
             self.enter(world, self._duration_of_start())
 
     def replace(self) -> None:
         """One of them is new, the others stay."""
-        self.is_whole = True
         self._start_up()
 
     def _start_up(self) -> None:
         process, agent = self._there(), self._agent
+        self.is_whole, self.is_to_fail = True, agent.wants_next_start_to_fail
         if agent.wants_next_start_to_fail:
             agent.wants_next_start_to_fail = False
             process.after(0.5 * self._start_s, agent.worker_dies)
@@ -318,7 +318,7 @@ class Workers:
         self._agent.hears_of_workers(0.0, lambda now: machine.workers_reached(round_, now))
 
     def lose_one(self) -> None:
-        self.is_whole = False
+        self.is_whole = self.is_to_fail = False
 
     def stop(self) -> None:
         """SIGTERM to all of them."""

@@ -313,7 +313,7 @@ class LaunchFleet:
         agents = self._up()
         if not agents:
             return True
-        if any(agent.ledger.has_finished for agent in agents):
+        if any(agent.ledger.has_finished or agent.workers.is_to_fail for agent in agents):
             return False
         settings = self._scenario.settings
         wanted = min(len(agents), settings.max_nodes)
