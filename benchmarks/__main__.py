@@ -35,6 +35,7 @@ BENCHMARKS = (
     ),
     Benchmark("stall", ("--gb=0.25", "--mb-per-s=40"), ("--gb=2", "--mb-per-s=100")),
     Benchmark("launcher", ("--kills=2", "--init-kills=1"), ("--kills=20", "--init-kills=5")),
+    Benchmark("trainer", ("--kills=2",), ("--kills=20",)),
     Benchmark("healing", ("--gb=0.5", "--repeat=3"), ("--gb=2", "--repeat=7")),
 )
 _NAMES = [benchmark.name for benchmark in BENCHMARKS]

@@ -127,6 +127,9 @@ class TrainerDriver:
         self._num_tasks = 0
         self._ended: orders.EndCommand | None = None
         self._living: set[int] = set()
+        # By rank; replaced as a whole, because other threads may read it.
+        self.pids: dict[int, int] = {}
+        self._rank_by_worker: dict[int, int] = {}
         self._take_by_type: dict[type[Any], Callable[[int, Any, float], RetryOrders]] = {
             Progress: self._take_progress,
             Started: self._take_started,
@@ -233,6 +236,7 @@ class TrainerDriver:
         for event in self._backend.wait(timeout_s):
             if isinstance(event, Lost):
                 self._living.discard(event.worker)
+                self._forget_pid(event.worker)
                 self._follow(self._machine.lost(event.worker, event.reason, time.monotonic()))
             else:
                 self._follow(self._take(event))
@@ -245,8 +249,16 @@ class TrainerDriver:
         self._moved(worker, answer.position, now)
         return self._machine.progressed(worker, answer.position.step, now)
 
-    def _take_started(self, worker: int, _: Started, now: float) -> RetryOrders:
+    def _take_started(self, worker: int, answer: Started, now: float) -> RetryOrders:
+        ranks = self._machine.ranks()
+        if worker in ranks:
+            self.pids = {**self.pids, ranks[worker]: answer.pid}
+            self._rank_by_worker[worker] = ranks[worker]
         return self._machine.started(worker, now)
+
+    def _forget_pid(self, worker: int) -> None:
+        rank = self._rank_by_worker.pop(worker, None)
+        self.pids = {each: pid for each, pid in self.pids.items() if each != rank}
 
     def _take_store_opened(self, worker: int, answer: StoreOpened, now: float) -> RetryOrders:
         return self._machine.store_opened(worker, answer.world, answer.address, now)

@@ -15,6 +15,7 @@ from torchft_svc.core.retry_orders import KnownState, StateSource
 from torchft_svc.errors import ConfigError
 from torchft_svc.trainer.backend import Backend
 from torchft_svc.trainer.checkpoint import (
+    Checkpoint,
     CheckpointStore,
     find_checkpoint,
     load_checkpoint,
@@ -33,6 +34,7 @@ from torchft_svc.trainer.history import RunHistory
 from torchft_svc.trainer.job import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_TIMEOUT_S
 from torchft_svc.trainer.local import LocalBackend, check_resources
 from torchft_svc.trainer.messages import FaultTolerance, Position
+from torchft_svc.trainer.picture import draw_run
 from torchft_svc.trainer.progress_bar import ProgressBar, progress_bar
 from torchft_svc.trainer.results import reduced
 from torchft_svc.trainer.state import (
@@ -317,13 +319,8 @@ class Trainer:
             ConfigError: it does not fit the model; nothing has changed.
         """
         self._check_open()
-        found = find_checkpoint(path)
-        if self._config.model_creator is not None:
-            self._check_fits(load_checkpoint(found.path))
+        self._begin_with(find_checkpoint(path))
         self._must_resume = False
-        step = found.position.step
-        known = KnownState(source=StateSource.CHECKPOINT, step=step, checkpoint=found.path)
-        self._driver.begin_with(known, found.position)
 
     # -- the rest --------------------------------------------------------------------------------
 
@@ -334,13 +331,27 @@ class Trainer:
 
     @property
     def position(self) -> Position:
-        """How far training has come."""
+        """How far training has come; with ``resume``, where it will begin."""
+        self._resume()
         return self._driver.position
 
     @property
     def num_workers(self) -> int:
         """How many workers are ready now."""
         return self._driver.num_workers
+
+    @property
+    def worker_pids(self) -> dict[int, int]:
+        """Process ids of the workers that have started, by rank; any thread may ask."""
+        return dict(self._driver.pids)
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Draw the run: its steps over time, each incident with its cost, how many workers ran.
+
+        Raises:
+            ConfigError: matplotlib is missing, or does not know this kind of file.
+        """
+        draw_run(self.history, path)
 
     def shutdown(self, *, force: bool = False) -> None:
         """End all workers (``force``: at once) and free all resources; may be called twice."""
@@ -385,14 +396,19 @@ class Trainer:
         return ""
 
     def _resume(self) -> None:
-        if not self._must_resume:
+        if not self._must_resume or self._is_closed:
             return
-        self._must_resume = False
         found = self._open_store().newest_good()
         if found is not None:
-            step = found.position.step
-            known = KnownState(source=StateSource.CHECKPOINT, step=step, checkpoint=found.path)
-            self._driver.begin_with(known, found.position)
+            self._begin_with(found)
+        self._must_resume = False
+
+    def _begin_with(self, found: Checkpoint) -> None:
+        if self._config.model_creator is not None:
+            self._check_fits(load_checkpoint(found.path))
+        step = found.position.step
+        known = KnownState(source=StateSource.CHECKPOINT, step=step, checkpoint=found.path)
+        self._driver.begin_with(known, found.position)
 
     def _train_result(self, task: TrainTask, reduce_results: bool) -> Any:
         results = [task.results[worker] for worker in sorted(task.results)]
