@@ -158,11 +158,14 @@ class Workers:
             join(rank, where)
         return [self.wait_for(worker, Joined) for worker in workers]
 
-    def join(self, worker: int, *, world: int, rank: int, world_size: int) -> None:
-        """Have one worker open the store of a world, and wait for the others there."""
-        command = JoinWorld(world=world, rank=rank, world_size=world_size, address="")
+    def join(
+        self, worker: int, *, world: int, rank: int, world_size: int, address: str = ""
+    ) -> None:
+        """Have one worker join a world; without an ``address``, open its store."""
+        command = JoinWorld(world=world, rank=rank, world_size=world_size, address=address)
         self.send(worker, command)
-        self.wait_for(worker, StoreOpened)
+        if not address:
+            self.wait_for(worker, StoreOpened)
 
     def train(
         self,
@@ -243,6 +246,8 @@ class Workers:
             index = next((i for i, each in enumerate(mine) if isinstance(each, kind)), None)
             if index is not None:
                 found.append(mine.pop(index))  # type: ignore[arg-type]
+            own = [each for each in mine if isinstance(each, Failed) and not each.is_peers]
+            assert found or not own, self.told()
             return bool(found)
 
         self.until(has_come, f"{kind.__name__} of worker {worker}")
@@ -379,9 +384,9 @@ def train_function(context: TrainContext) -> int:
             optimizer.zero_grad()
             loss = loss_of(model, batch, None)
             loss.backward()
-            optimizer.step()
+            applied = optimizer.step() is not False
             plan.step()
-            if "notes" in config:
+            if "notes" in config and applied:
                 note(config["notes"], context.position.step, batch[2].tolist())
         context.report(loss=loss, rank=context.rank)
     return int(context.position.step)

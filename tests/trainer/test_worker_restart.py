@@ -20,7 +20,7 @@ from support.trainer_workers import (
     workers,
 )
 
-from torchft_svc.trainer.messages import Abandon, Failed, Position, StateOffered
+from torchft_svc.trainer.messages import Abandon, CheckpointWritten, Failed, Position, StateOffered
 
 pytestmark = pytest.mark.processes
 
@@ -195,3 +195,25 @@ def test_train_until_a_step(team: Workers) -> None:
     assert done.position == Position(epoch=1, step=24)
     assert done.result["num_samples"] == SIZE - 20
     team.end([one])
+
+
+def test_checkpoints_are_written_by_one_worker_and_can_be_resumed_from(team: Workers) -> None:
+    folder = str(team.folder / "checkpoints")
+    made = job(checkpoint_every_steps=4, keep_last=9)
+    both = team.start(made, 2)
+    team.form(both)
+    team.train(both, checkpoint_dir=folder)
+    team.finish(both)
+    wanted = digest(team.state(both[0]))
+    team.end(both)
+    written = [each for each in team.heard[both[0]] if isinstance(each, CheckpointWritten)]
+    assert written[0].position == Position()  # before the pass
+    assert len(written) >= 2
+    assert not any(isinstance(each, CheckpointWritten) for each in team.heard[both[1]])
+    again = team.start(made, 2)
+    joined = team.form(again, checkpoint=written[1].path)
+    assert joined[0].position == written[1].position
+    team.train(again)
+    team.finish(again)
+    assert digest(team.state(again[0])) == wanted
+    team.end(again)

@@ -239,8 +239,11 @@ class _Worker:
                 return
             if isinstance(command, Abandon):
                 self._abandon(command.reason)
-            elif command is not None:
+                return
+            if command is not None:
                 self._commands.put(command)
+            if isinstance(command, End):
+                return
 
     def _abandon(self, reason: str) -> None:
         self._held.abandon(reason)
