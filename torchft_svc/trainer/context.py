@@ -13,6 +13,7 @@ from torchft_svc.trainer.data import batch_source
 from torchft_svc.trainer.held_state import HeldState
 from torchft_svc.trainer.job import WorkerJob
 from torchft_svc.trainer.messages import Position, Reported, Train, Validate
+from torchft_svc.trainer.seeds import CREATION, seed_everything
 from torchft_svc.trainer.steps import Steps, move, part_of
 from torchft_svc.trainer.world import TrainingWorld
 
@@ -153,6 +154,7 @@ class TrainContext:
 
     def _run(self, function: Callable[[TrainContext], Any], info: Mapping[str, Any]) -> Any:
         self._info = info
+        seed_everything(self._job.seed, CREATION)
         result = function(self)
         self._end_pass()
         return result

@@ -280,8 +280,10 @@ class TrainerDriver:
         return ()
 
     def _take_offer(self, worker: int, answer: StateOffered, now: float) -> RetryOrders:
-        step = answer.state.position.step
-        state = KnownState(source=StateSource.PEER, step=step, handle=answer.state)
+        position = answer.state.position
+        if _key(position) > _key(self.position):
+            self.position = position
+        state = KnownState(source=StateSource.PEER, step=position.step, handle=answer.state)
         return self._machine.offered(worker, state, now)
 
     def _take_failed(self, worker: int, answer: Failed, now: float) -> RetryOrders:

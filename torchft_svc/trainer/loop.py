@@ -15,12 +15,9 @@ from torchft_svc.trainer.data import BatchSource, Turn, batch_source
 from torchft_svc.trainer.held_state import HeldState
 from torchft_svc.trainer.job import WorkerJob
 from torchft_svc.trainer.messages import Train, Validate
-from torchft_svc.trainer.seeds import mix, seed_everything
+from torchft_svc.trainer.seeds import CREATION, VALIDATION, mix, seed_everything
 from torchft_svc.trainer.steps import Steps, move, part_of
 from torchft_svc.trainer.world import TrainingWorld
-
-# Random numbers of different uses do not repeat those of another.
-_CREATION, _VALIDATION = 11, 12
 
 
 class CreatorLoop:
@@ -28,7 +25,7 @@ class CreatorLoop:
 
     def __init__(self, job: WorkerJob, held: HeldState) -> None:
         self._job, self._held = job, held
-        seed_everything(job.seed, _CREATION)
+        seed_everything(job.seed, CREATION)
         assert job.model_creator is not None
         assert job.optimizer_creator is not None
         assert job.data_creator is not None
@@ -109,7 +106,7 @@ class CreatorLoop:
         if self._validation is None:
             reason = "data_creator returns no validation data: let it return a pair"
             raise ConfigError("data_creator", "training data alone", reason)
-        seed = mix(self._job.seed, _VALIDATION)
+        seed = mix(self._job.seed, VALIDATION)
         size = _batch_size(self._job)
         source = batch_source(self._validation, size, seed, trains=False, shuffles=False)
         turn = Turn(command.part, command.num_parts)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 _NUMPY_SEEDS = 2**32
+# Random numbers of different uses do not repeat those of another: of what is trained, and so on.
+CREATION, VALIDATION = 11, 12
 
 
 def mix(*numbers: int) -> int:

@@ -1,0 +1,402 @@
+"""The trainer with real processes that are killed, frozen, or fail; on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.running import eventually
+from support.trained import (
+    BATCH_SIZE,
+    NUM_SAMPLES,
+    Faults,
+    Sharing,
+    assert_equal,
+    data,
+    model,
+    optimizer,
+    shared,
+    train,
+    weights,
+)
+from torch import nn
+
+from torchft_svc.errors import ConfigError, TrainingFailed, WorkerFailed
+from torchft_svc.trainer import Trainer
+
+pytestmark = pytest.mark.processes
+
+MODES = ("restart", "per-step")
+# Two workers need so many steps for a pass.
+STEPS = NUM_SAMPLES // (2 * BATCH_SIZE)
+# The slowest machine starts a worker in this time; a frozen one is lost after the other.
+HEARTBEAT_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Sharing]:
+    with shared() as backend:
+        yield backend
+
+
+@pytest.fixture
+def running(processes: Sharing, tmp_path: Path) -> Iterator[Any]:
+    """Makes trainers of `train` with these faults, and ends them."""
+    made: list[Trainer] = []
+
+    def make(*faults: tuple[int, int, str], epochs: int = 1, **options: Any) -> Trainer:
+        folder = tmp_path / f"faults-{len(made)}"
+        folder.mkdir()
+        config = {"faults": Faults(folder, *faults), "epochs": epochs}
+        options = {"num_workers": 2, "heartbeat_timeout_s": HEARTBEAT_S, **options}
+        made.append(Trainer(train, config=config, backend=processes, **options))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.shutdown(force=True)
+
+
+def creators(processes: Sharing, **options: Any) -> Trainer:
+    options = {"num_workers": 2, "batch_size": BATCH_SIZE, **options}
+    return Trainer(
+        model_creator=model,
+        data_creator=data,
+        optimizer_creator=optimizer,
+        loss_creator=nn.MSELoss,
+        backend=processes,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_creators_train_and_validate(processes: Sharing, mode: str) -> None:
+    with creators(processes, fault_tolerance=mode) as trainer:
+        first = trainer.train(max_retries=0)
+        assert (first["epoch"], first["step"], first["num_samples"]) == (1, STEPS, NUM_SAMPLES)
+        assert first["num_workers"] == 2
+        assert not first["incidents"]
+        middle = trainer.train(2, max_retries=0)
+        assert (middle["epoch"], middle["step"]) == (1, STEPS + 2)
+        last = trainer.train(max_retries=0)
+        assert (last["epoch"], last["step"]) == (2, 2 * STEPS)
+        assert last["train_loss"] < first["train_loss"]
+        found = trainer.validate(max_retries=0)
+        assert found["num_samples"] == NUM_SAMPLES
+        assert isinstance(trainer.get_model(), nn.Linear)
+        both = trainer.train(1, reduce_results=False, max_retries=0)
+        assert [each["num_samples"] for each in both] == [BATCH_SIZE, BATCH_SIZE]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(processes: Sharing, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    config = {"faults": Faults(tmp_path_factory.mktemp("none")), "epochs": 2}
+    with Trainer(train, config=config, backend=processes, num_workers=2) as trainer:
+        trainer.train(max_retries=0)
+        return weights(trainer)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_step_is_lost_with_a_worker_that_is_killed(
+    running: Any, undisturbed: Any, rank: int
+) -> None:
+    trainer = running((STEPS - 2, rank, "kill"), (STEPS + 1, rank, "kill"), epochs=2)
+    found = trainer.train(max_retries=2)
+    assert (found["result"], found["retries"]) == (2 * STEPS, 2)
+    assert [each["epoch"] for each in found["reports"]] == [1, 2]
+    assert [each.rung for each in found["incidents"]] == ["restart", "restart"]
+    assert [each.source for each in found["incidents"]] == ["peer", "peer"]
+    assert [each.lost_steps for each in found["incidents"]] == [0, 0]
+    assert "SIGKILL" in found["incidents"][0].reason
+    assert_equal(weights(trainer), undisturbed)
+
+
+def test_a_frozen_worker_is_killed(running: Any, processes: Sharing, undisturbed: Any) -> None:
+    trainer = running((2, 1, "freeze"), epochs=2)
+    found = trainer.train(max_retries=1)
+    assert (found["result"], found["retries"]) == (2 * STEPS, 1)
+    (incident,) = found["incidents"]
+    assert "was silent for 2 s" in incident.reason
+    assert incident.lost_steps == 0
+    assert len(processes.pids) == 2
+    assert_equal(weights(trainer), undisturbed)
+
+
+@pytest.mark.parametrize("what", ["kill", "freeze"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_others_train_on_while_a_worker_is_replaced(running: Any, rank: int, what: str) -> None:
+    trainer = running((2, rank, what), epochs=4, fault_tolerance="per-step")
+    found = trainer.train(max_retries=0)
+    assert trainer.position.epoch == 4
+    assert found["retries"] == 0
+    (incident,) = found["incidents"]
+    assert (incident.rung, incident.lost_steps) == ("per-step", 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_workers_are_killed_and_a_checkpoint_is_left(
+    running: Any, mode: str, tmp_path: Path
+) -> None:
+    faults = [(STEPS + 3, 0, "kill"), (STEPS + 3, 1, "kill")]
+    trainer = running(
+        *faults,
+        epochs=2,
+        fault_tolerance=mode,
+        checkpoint_dir=tmp_path / "checkpoints",
+        checkpoint_every=1,
+    )
+    found = trainer.train(max_retries=2, checkpoint="auto")
+    assert trainer.position.epoch == 2
+    last = found["incidents"][-1]
+    assert (last.rung, last.source) == ("restart", "checkpoint")
+
+
+def test_all_workers_are_killed_and_the_trainer_holds_a_state(processes: Sharing) -> None:
+    with creators(processes) as trainer:
+        trainer.train(max_retries=0)
+        before = weights(trainer)
+        for pid in processes.pids.values():
+            os.kill(pid, signal.SIGKILL)
+        found = trainer.train(1, max_retries=1)
+        assert (found["step"], found["retries"]) == (STEPS + 1, 1)
+        (incident,) = found["incidents"]
+        assert (incident.source, incident.lost_steps) == ("trainer", 0)
+        assert not torch.equal(before["weight"], weights(trainer)["weight"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_of_the_program_is_raised_with_its_traceback(running: Any, mode: str) -> None:
+    trainer = running((3, 1, "a bad sample"), fault_tolerance=mode)
+    with pytest.raises(ValueError, match="a bad sample") as raised:
+        trainer.train(max_retries=0)
+    cause = raised.value.__cause__
+    assert isinstance(cause, WorkerFailed)
+    assert "in meet" in cause.traceback
+    assert (cause.kind, cause.is_repeated) == ("builtins.ValueError", False)
+    found = trainer.train(max_retries=0)  # it goes on where it was
+    assert found["result"] >= STEPS
+    assert trainer.position.epoch == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_error_at_the_same_step_is_not_tried_again(running: Any, mode: str) -> None:
+    faults = [(3, rank, "wrong") for rank in (0, 1)] * 3
+    trainer = running(*faults, (1, 0, "by chance"), fault_tolerance=mode)
+    with pytest.raises(ValueError, match="wrong") as raised:
+        trainer.train(max_retries=-1)
+    cause = raised.value.__cause__
+    assert isinstance(cause, WorkerFailed)
+    assert cause.is_repeated
+    assert cause.step == 3
+
+
+def test_no_retry_is_left(running: Any, undisturbed: Any) -> None:
+    trainer = running((2, 0, "kill"), (4, 1, "kill"), epochs=2)
+    with pytest.raises(TrainingFailed, match=r"after 1 retries: worker 1.*SIGKILL"):
+        trainer.train(max_retries=1)
+    assert trainer.position.step == 4
+    found = trainer.train(max_retries=0)  # no step was lost
+    assert found["result"] == 2 * STEPS
+    assert_equal(weights(trainer), undisturbed)
+
+
+def test_retries_are_counted_anew_after_progress(running: Any) -> None:
+    trainer = running((1, 0, "kill"), (6, 1, "kill"), (11, 0, "kill"), epochs=2)
+    found = trainer.train(max_retries=1, reset_retries_after=4)
+    assert found["result"] == 2 * STEPS
+    assert len(found["incidents"]) == 3
+
+
+def test_a_worker_that_is_lost_between_two_calls(processes: Sharing) -> None:
+    with creators(processes) as trainer:
+        trainer.train(max_retries=0)
+        os.kill(processes.pids[max(processes.pids)], signal.SIGKILL)
+        found = trainer.train(max_retries=1)
+        assert (found["epoch"], found["step"], found["retries"]) == (2, 2 * STEPS, 1)
+        assert found["incidents"][0].source == "peer"
+        assert found["num_samples"] == NUM_SAMPLES
+
+
+def test_the_user_interrupts(running: Any, undisturbed: Any, tmp_path: Path) -> None:
+    trainer = running((STEPS, 0, "freeze"), epochs=2, heartbeat_timeout_s=60.0)
+
+    def interrupt() -> None:
+        eventually((tmp_path / "faults-0" / "fault-0").exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, name="interrupt")
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    thread.join()
+    assert not trainer.num_workers
+    found = trainer.train(max_retries=0)
+    assert found["result"] == 2 * STEPS
+    assert_equal(weights(trainer), undisturbed)
+
+
+# -- resources -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cpus(processes: Sharing, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What there is; may change."""
+    there = {"CPU": 2.0}
+    monkeypatch.setattr(processes._shares, "_told", lambda: there)
+    return there
+
+
+def test_fewer_workers_than_asked_for_grow_at_the_next_pass(
+    processes: Sharing, cpus: dict[str, float]
+) -> None:
+    cpus["CPU"] = 1.0
+    with creators(processes) as trainer:
+        first = trainer.train(max_retries=0)
+        assert (first["num_workers"], first["step"]) == (1, 2 * STEPS)
+        cpus["CPU"] = 5.0
+        second = trainer.train(max_retries=0)
+        assert (second["num_workers"], second["step"]) == (2, 3 * STEPS)
+        (incident,) = second["incidents"]
+        assert (incident.rung, incident.source, incident.lost_steps) == ("growth", "peer", 0)
+
+
+def test_workers_are_added_at_a_report(running: Any, cpus: dict[str, float]) -> None:
+    cpus["CPU"] = 1.0
+    trainer = running(epochs=3, grow_every_s=0.01)
+    watching = threading.Event()
+
+    def give() -> None:
+        eventually(lambda: trainer.position.step >= 1 or watching.is_set())
+        cpus["CPU"] = 2.0
+
+    thread = threading.Thread(target=give, name="give")
+    thread.start()
+    found = trainer.train(max_retries=0)
+    watching.set()
+    thread.join()
+    assert (found["num_workers"], found["retries"]) == (2, 0)
+    assert [each.rung for each in found["incidents"]] == ["growth"]
+    assert trainer.position.epoch == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_lost_place_is_filled_when_there_are_resources_again(
+    running: Any, cpus: dict[str, float], mode: str
+) -> None:
+    trainer = running((2, 1, "kill"), epochs=1, fault_tolerance=mode, first_pause_s=0.1)
+
+    def take() -> None:
+        eventually(lambda: trainer.position.step >= 1)
+        cpus["CPU"] = 1.0
+
+    thread = threading.Thread(target=take, name="take")
+    thread.start()
+    found = trainer.train(max_retries=1)
+    thread.join()
+    assert found["num_workers"] == 1
+    assert trainer.position.epoch == 1
+
+
+def test_without_resources_the_trainer_waits_for_them(
+    running: Any, cpus: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    cpus["CPU"] = 0.0
+    trainer = running(first_pause_s=0.05, max_pause_s=0.2)
+
+    def give() -> None:
+        eventually(lambda: caplog.text.count("are needed: looking again in 0.") > 3)
+        cpus["CPU"] = 2.0
+
+    thread = threading.Thread(target=give, name="give")
+    thread.start()
+    found = trainer.train(max_retries=0)
+    thread.join()
+    assert (found["result"], found["retries"]) == (STEPS, 0)
+
+
+def test_without_resources_retries_come_to_an_end(running: Any, cpus: dict[str, float]) -> None:
+    cpus["CPU"] = 0.0
+    trainer = running(first_pause_s=0.05, max_pause_s=0.1, resources_timeout_s=0.2)
+    began_at = time.monotonic()
+    with pytest.raises(TrainingFailed, match="no resources for 1 workers"):
+        trainer.train(max_retries=1)
+    assert time.monotonic() > began_at + 0.3
+
+
+# -- what cannot work ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_wokers": 2}, "num_wokers.*did you mean num_workers"),
+        ({"num_workers": 0}, "num_workers=0 cannot work: use a whole number, 1 or more"),
+        ({"min_workers": 3}, "min_workers=3 cannot work: use 1 to num_workers=2"),
+        ({"backend": "rya"}, "use 'local', 'ray' or a Backend"),
+        ({"fault_tolerance": "none"}, "fault_tolerance"),
+        ({"checkpoint_dir": "/proc/nowhere"}, "checkpoint_dir"),
+        ({"checkpoint_every": 0}, "checkpoint_every"),
+        ({"heartbeat_timeout_s": 0}, "heartbeat_timeout_s"),
+        ({"resources_per_worker": {"GPU": -1}}, "resources_per_worker"),
+        ({"config": {"lock": threading.Lock()}}, "config.*cannot be sent to a worker"),
+        ({"model_creator": None}, "model_creator.*give train_fn, or all of"),
+    ],
+)
+def test_settings_that_cannot_work(
+    processes: Sharing, options: dict[str, Any], message: str
+) -> None:
+    given: dict[str, Any] = {
+        "model_creator": model,
+        "data_creator": data,
+        "optimizer_creator": optimizer,
+        "loss_creator": nn.MSELoss,
+        "num_workers": 2,
+        "backend": processes,
+        **options,
+    }
+    with pytest.raises(ConfigError, match=message):
+        Trainer(**given)
+    assert not processes.pids
+
+
+def test_arguments_that_cannot_work(processes: Sharing) -> None:
+    with creators(processes) as trainer:
+        for call in (
+            lambda: trainer.train(max_retries=-2),
+            lambda: trainer.train(0),
+            lambda: trainer.train(retries=3),
+            lambda: trainer.train(reset_retries_after=0),
+            lambda: trainer.validate(max_retries=1.5),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(ConfigError):
+                call()
+        assert not processes.pids
+
+
+def test_a_state_that_does_not_fit_changes_nothing(processes: Sharing, tmp_path: Path) -> None:
+    with creators(processes) as trainer:
+        trainer.train(1, max_retries=0)
+        path = trainer.save(tmp_path / "saved")
+        state = trainer.state_dict()
+        before = dict(processes.pids)
+        wrong = {**state, "parts": {**state["parts"], "model": {"weight": torch.zeros(3, 3)}}}
+        with pytest.raises(ConfigError, match="not of this model"):
+            trainer.load_state_dict(wrong)
+        assert processes.pids == before
+        trainer.train(1, max_retries=0)
+        after = weights(trainer)
+        trainer.load(path)
+        trainer.train(1, max_retries=0)
+        assert_equal(weights(trainer), after)
+        trainer.load_state_dict(state)
+        trainer.train(1, max_retries=0)
+        assert_equal(weights(trainer), after)
+    with pytest.raises(ConfigError, match="shut down"):
+        trainer.train()
