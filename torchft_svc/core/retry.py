@@ -8,11 +8,10 @@
 Inputs are method calls with ``now``, the instant of a monotonic clock; each returns orders for the
 shell, to be carried out one after another. Workers are numbers, each used once.
 
-    machine.begin(budget, now)              # a command; ends with EndCommand
-    machine.found(num, now, jitter)         # answers LookForResources
-    machine.checkpoint_found(state, now)    # answers FindCheckpoint
+    machine.begin(budget, now)                  # a command; ends with EndCommand
+    machine.found(num, now, jitter)             # answers LookForResources
     machine.joined(worker, world, step, now)    # and so on: what workers said
-    machine.tick(now)                       # at next_deadline()
+    machine.tick(now)                           # at next_deadline()
 """
 
 from __future__ import annotations
@@ -161,7 +160,7 @@ class RetryMachine(RunMembers):
         return self._done()
 
     def interrupt(self, reason: str, now: float) -> RetryOrders:
-        """The user wants the command to end; a state is kept if a worker offers one."""
+        """The user wants the command to end; a state that is offered is kept."""
         self._time(now)
         self._verdict = EndCommand(reason=reason)
         if self.phase is RunPhase.WAITING:
@@ -284,11 +283,11 @@ class RetryMachine(RunMembers):
         self._time(now)
         found = self._workers.pop(worker, None)
         if found is None:
-            return self._done()
+            return ()
         if found.counts:
             self._break(found, IncidentCause.LOST, f"worker {found.rank}: {reason}")
-        elif found.stage is WorkerStage.LEAVING and not found.has_offered:
-            self._merge(IncidentCause.COLLECTIVE, f"worker {found.rank}: {reason}", found.rank)
+        elif found.stage is WorkerStage.LEAVING and not found.has_offered and self._is_riddle():
+            self._merge(IncidentCause.LOST, f"worker {found.rank}: {reason}", found.rank)
         if self.phase is RunPhase.ENDING and not self._workers:
             self._ended()
         elif self.rules.keeps_others and self.phase in (RunPhase.FORMING, RunPhase.TRAINING):
@@ -314,9 +313,12 @@ class RetryMachine(RunMembers):
         if self.phase is RunPhase.IDLE:
             return None
         instants = [self._look_at]
-        if self.phase is RunPhase.ENDING:
+        is_ending = self.phase is RunPhase.ENDING
+        if is_ending:
             instants += [self._end_by, self._alone_at]
-        instants += [each.silent_at(self.rules) for each in self._workers.values()]
+        for worker in self._workers.values():
+            if not is_ending or worker.stage is WorkerStage.LEAVING:
+                instants.append(worker.silent_at(self.rules))
         return self._clock.look_by(min(instants))
 
     # -- a world ---------------------------------------------------------------------------------
@@ -449,19 +451,14 @@ class RetryMachine(RunMembers):
 
     def _tick_ending(self, at: float) -> None:
         for number, worker in self._workers.items():
-            if worker.stage is WorkerStage.LEAVING and at >= worker.silent_at(self.rules):
+            end_by = min(self._end_by, worker.silent_at(self.rules))
+            if worker.stage is WorkerStage.LEAVING and at >= end_by:
                 self._kill(number, worker)
-        if all(each.stage is WorkerStage.KILLED for each in self._workers.values()):
-            self._end_by = min(self._end_by, at)
-        if at >= self._end_by and self._alone_at == math.inf:
-            self._end_by = math.inf
-            self._alone_at = at + self.rules.kill_timeout_s
-            for number, worker in self._workers.items():
-                if worker.stage is not WorkerStage.KILLED:
-                    self._kill(number, worker)
+        is_killed = all(each.stage is WorkerStage.KILLED for each in self._workers.values())
+        if is_killed and self._alone_at == math.inf:
+            self._end_by, self._alone_at = math.inf, at + self.rules.kill_timeout_s
         if at >= self._alone_at:
-            for number, worker in self._workers.items():
-                self._orders.append(ReportLeftAlone(number, worker.rank))
+            self._orders += [ReportLeftAlone(n, each.rank) for n, each in self._workers.items()]
             self._workers.clear()
             self._ended()
 
@@ -469,6 +466,8 @@ class RetryMachine(RunMembers):
         """No worker is left: go on, or give up."""
         self._end_by = self._alone_at = math.inf
         if self._verdict is None and self._open is not None:
+            if self._open.cause is IncidentCause.GROWTH and not self._has_offer:
+                self._merge(IncidentCause.LOST, "all workers ended without a state", None)
             error = self._error if self._open.cause is IncidentCause.PROGRAM else None
             if error is not None and self.retries.is_repeated(error):
                 self._verdict = EndCommand(reason=self._open.reason, error=error, is_repeated=True)
@@ -534,6 +533,9 @@ class RetryMachine(RunMembers):
         self._num_formings = 0
         self._open = OpenIncident(cause, reason)
         self._report(remedy, cause, reason, rank)
+
+    def _is_riddle(self) -> bool:
+        return self._open is not None and self._open.cause is IncidentCause.COLLECTIVE
 
     def _merge(self, cause: IncidentCause, reason: str, rank: int | None) -> None:
         """This belongs to the incident that is open, and may explain it better."""

@@ -1,0 +1,581 @@
+"""Tests how a trainer goes on when its workers are lost: stories of inputs and orders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from torchft_svc.core.retry import MAX_FORMINGS, RetryMachine
+from torchft_svc.core.retry_budget import UNLIMITED, Retries, RetryBudget
+from torchft_svc.core.retry_orders import (
+    DropHandle,
+    EndCommand,
+    FindCheckpoint,
+    IncidentCause,
+    KillWorker,
+    KnownState,
+    LetAbandon,
+    LetEnd,
+    LetJoin,
+    LookForResources,
+    ProgramError,
+    Remedy,
+    ReportBroken,
+    ReportFormed,
+    ReportLeftAlone,
+    ReportNoResources,
+    RequestWorkers,
+    RetryOrder,
+    RetryRules,
+    SendCommand,
+    StartWorker,
+    StateSource,
+)
+from torchft_svc.core.retry_states import RUN_TRANSITIONS, RunChange, RunPhase
+from torchft_svc.errors import ConfigError
+
+RULES = RetryRules(num_workers=3)
+PER_STEP = replace(RULES, keeps_others=True)
+
+
+class Story:
+    """A machine and its shell: the shell's own answers are given at once."""
+
+    def __init__(self, rules: RetryRules = RULES, num_startable: int = 3) -> None:
+        self.rules = rules
+        self.now = 0.0
+        self.machine = RetryMachine(rules, 0.0)
+        self.num_startable = num_startable
+        self.checkpoint: KnownState | None = None
+        self.orders: list[RetryOrder] = []  # of the last input
+        self.running: set[int] = set()
+
+    def do(self, name: str, *arguments: Any, **keywords: Any) -> list[RetryOrder]:
+        """One input; the orders, also those that the shell's answers to them gave."""
+        left = list(getattr(self.machine, name)(*arguments, self.now, **keywords))
+        self.orders = []
+        while left:
+            order = left.pop(0)
+            self.orders.append(order)
+            if isinstance(order, LookForResources):
+                num = self.num_startable - len(self.running)
+                left += self.machine.found(max(0, num), self.now, 0.0)
+            elif isinstance(order, FindCheckpoint):
+                left += self.machine.checkpoint_found(self.checkpoint, self.now)
+            elif isinstance(order, StartWorker):
+                self.running.add(order.worker)
+        return self.orders
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """Those of the last orders."""
+        return [order for order in self.orders if isinstance(order, kind)]
+
+    def begin(self, max_retries: int = 3, reset_after: int | None = None, **kind: Any) -> None:
+        self.do("begin", RetryBudget(max_retries=max_retries, reset_after=reset_after), **kind)
+
+    def form(self, step: int = 0) -> list[int]:
+        """All workers that were started join; returns them."""
+        started = [order.worker for order in self.of(StartWorker)]
+        joins: list[int] = []
+        for worker in started:
+            self.do("started", worker)
+            joins += [order.worker for order in self.of(LetJoin)]
+        if not self.rules.keeps_others:
+            assert joins == started[:1]
+            self.do("store_opened", started[0], self.machine._world, "host:1")
+            joins += [order.worker for order in self.of(LetJoin)]
+        assert joins == started
+        sent: list[int] = []
+        for worker in started:
+            self.do("joined", worker, self.machine._world, step)
+            sent += [order.worker for order in self.of(SendCommand)]
+        assert sent == started
+        return started
+
+    def train(self, workers: list[int], step: int) -> None:
+        for worker in workers:
+            self.do("progressed", worker, step)
+
+    def lose(self, worker: int, reason: str = "killed") -> list[RetryOrder]:
+        self.running.discard(worker)
+        return self.do("lost", worker, reason)
+
+    def offer(self, worker: int, step: int) -> None:
+        handle = KnownState(source=StateSource.PEER, step=step, handle=f"{worker}@{step}")
+        self.do("offered", worker, handle)
+
+    def fail(self, worker: int, kind: str = "ValueError", is_peers: bool = False) -> None:
+        step = self.machine.best_step
+        error = ProgramError(kind=kind, message="", step=step, is_peers=is_peers)
+        self.do("failed", worker, error)
+
+    def end_all(self) -> None:
+        """All that run end; the orders are those of the last end."""
+        for worker in sorted(self.running):
+            self.lose(worker)
+
+    def wait(self, seconds: float) -> None:
+        """Time passes, and the machine looks as often as it wants."""
+        until = self.now + seconds
+        told: list[RetryOrder] = []
+        while (deadline := self.machine.next_deadline()) is not None and deadline <= until:
+            self.now = max(self.now, deadline)
+            told += self.do("tick")
+        self.now = until
+        self.orders = told
+
+
+def trained(story: Story, step: int, **budget: Any) -> list[int]:
+    story.begin(**budget)
+    workers = story.form()
+    story.train(workers, step)
+    return workers
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+
+def test_each_phase_is_left_and_entered() -> None:
+    left = {phase for phase, _ in RUN_TRANSITIONS}
+    assert left == set(RunPhase) == set(RUN_TRANSITIONS.values())
+    assert {change for _, change in RUN_TRANSITIONS} == set(RunChange)
+
+
+def test_every_phase_leads_back_to_idle() -> None:
+    leads: set[RunPhase] = {RunPhase.IDLE}
+    for _ in RunPhase:
+        leads |= {phase for (phase, _), target in RUN_TRANSITIONS.items() if target in leads}
+    assert leads == set(RunPhase)
+
+
+# -- restart -------------------------------------------------------------------------------------
+
+
+def test_a_command_is_carried_out_and_the_next_one_finds_its_workers() -> None:
+    story = Story()
+    story.begin()
+    assert story.orders == [
+        LookForResources(),
+        RequestWorkers(0),
+        FindCheckpoint(),
+        StartWorker(0, 0),
+        StartWorker(1, 1),
+        StartWorker(2, 2),
+    ]
+    workers = story.form()
+    begin = KnownState(source=StateSource.START)
+    assert story.of(ReportFormed) == [ReportFormed(begin, 0, 3, is_first=True)]
+    story.do("finished", 0, 5)
+    story.do("finished", 1, 5)
+    assert story.orders == []
+    story.do("finished", 2, 5)
+    assert story.orders == [EndCommand()]
+    story.now += 1000.0  # nobody listens between two commands
+    story.begin()
+    assert story.orders == [SendCommand(worker) for worker in workers]
+
+
+def test_a_lost_worker_ends_all_and_the_best_state_is_gone_on_with() -> None:
+    story = Story()
+    trained(story, 7)
+    story.lose(1)
+    reason = "worker 1: killed"
+    broken = ReportBroken(remedy=Remedy.RESTART, cause=IncidentCause.LOST, reason=reason, rank=1)
+    assert story.orders == [broken, LetAbandon(0, reason), LetAbandon(2, reason)]
+    story.offer(0, 7)
+    assert story.orders == []
+    story.offer(2, 8)
+    assert story.orders == [DropHandle("0@7")]
+    story.lose(0)
+    story.lose(2)
+    assert len(story.of(StartWorker)) == 3
+    assert not story.of(FindCheckpoint)
+    story.do("started", 3)
+    (join,) = story.of(LetJoin)
+    assert (join.rank, join.world, join.world_size, join.address) == (0, 2, 3, "")
+    assert join.begin.handle == "2@8"
+    assert story.machine.retries.num == 1
+
+
+def test_workers_that_offer_nothing_are_killed_after_a_while() -> None:
+    story = Story()
+    trained(story, 7)
+    story.lose(1)
+    story.offer(0, 7)
+    story.wait(RULES.settle_s + 0.01)
+    assert story.of(KillWorker) == [KillWorker(0), KillWorker(2)]
+    story.wait(RULES.kill_timeout_s + 0.01)  # their ends are not seen, as on a lost node
+    assert story.of(ReportLeftAlone) == [ReportLeftAlone(0, 0), ReportLeftAlone(2, 2)]
+    assert story.of(StartWorker) == [StartWorker(3, 0)]  # what they hold is not free
+
+
+def test_a_frozen_worker_is_killed_also_when_the_others_have_gone() -> None:
+    story = Story()
+    trained(story, 7)
+    for _ in range(11):
+        story.wait(0.5)
+        story.train([0, 1], 7)
+    assert story.machine.phase is RunPhase.ENDING
+    story.lose(2)
+    story.lose(1)
+    assert story.machine.phase is RunPhase.ENDING
+    for _ in range(11):  # the last one, too
+        story.wait(0.5)
+        if story.of(KillWorker):
+            break
+    assert story.of(KillWorker) == [KillWorker(0)]
+
+
+def test_nobody_is_left_and_the_newest_state_is_taken() -> None:
+    story = Story()
+    trained(story, 7)
+    story.checkpoint = KnownState(source=StateSource.CHECKPOINT, step=5, checkpoint="c")
+    for worker in (0, 1, 2):
+        story.lose(worker)
+    story.form(step=5)
+    (formed,) = story.of(ReportFormed)
+    assert formed.state == story.checkpoint
+    assert story.machine.best_step == 5
+
+
+def test_without_a_checkpoint_the_held_state_is_taken() -> None:
+    story = Story()
+    trained(story, 7)
+    story.do("hold", KnownState(source=StateSource.HELD, step=6, handle="h"))
+    story.do("hold", KnownState(source=StateSource.HELD, step=3, handle="old"))
+    assert story.orders == [DropHandle("old")]
+    story.end_all()
+    story.do("started", story.of(StartWorker)[0].worker)
+    assert story.of(LetJoin)[0].begin.handle == "h"
+
+
+def test_a_state_that_was_loaded_is_older_than_a_checkpoint() -> None:
+    story = Story()
+    trained(story, 7)
+    for worker in (0, 1, 2):
+        story.do("finished", worker, 7)
+    story.checkpoint = KnownState(source=StateSource.CHECKPOINT, step=7, checkpoint="c")
+    story.do("replace_state", KnownState(source=StateSource.GIVEN, step=2, handle="g"))
+    assert story.orders == [LetEnd(0), LetEnd(1), LetEnd(2)]
+    story.running.clear()
+    story.begin()
+    story.do("started", story.of(StartWorker)[0].worker)
+    assert story.of(LetJoin)[0].begin.handle == "g"
+
+
+def test_a_loss_explains_the_collective_that_failed_before_it_was_noticed() -> None:
+    story = Story()
+    trained(story, 7)
+    story.fail(0, "RuntimeError", is_peers=True)
+    assert story.of(ReportBroken)[0].cause is IncidentCause.COLLECTIVE
+    story.lose(1)
+    (broken,) = story.of(ReportBroken)
+    assert (broken.cause, broken.explains) == (IncidentCause.LOST, True)
+    story.end_all()
+    assert story.machine.retries.num == 1
+
+
+# -- retries -------------------------------------------------------------------------------------
+
+
+def test_no_retry_is_left() -> None:
+    story = Story()
+    trained(story, 7, max_retries=0)
+    story.lose(1)
+    story.offer(0, 7)
+    story.end_all()
+    assert story.orders[-1] == EndCommand(reason="worker 1: killed")
+    assert story.machine.phase is RunPhase.IDLE
+    assert story.machine.held.handle == "0@7"  # the next command goes on with it
+    story.begin()
+    assert not story.of(FindCheckpoint)
+
+
+def test_what_breaks_in_one_restart_is_one_incident_until_it_is_too_much() -> None:
+    story = Story()
+    trained(story, 7, max_retries=1)
+    story.lose(1)
+    story.end_all()
+    for _ in range(MAX_FORMINGS - 1):
+        (first, *_) = [order.worker for order in story.of(StartWorker)]
+        story.lose(first)
+        story.end_all()
+        assert story.machine.retries.num == 1
+    (first, *_) = [order.worker for order in story.of(StartWorker)]
+    story.lose(first)
+    story.end_all()
+    assert isinstance(story.orders[-1], EndCommand)
+
+
+@pytest.mark.parametrize("max_retries", [UNLIMITED, 5])
+def test_the_same_error_at_the_same_step_ends_early(max_retries: int) -> None:
+    story = Story()
+    trained(story, 7, max_retries=max_retries)
+    story.fail(1)
+    assert story.of(LetAbandon)[1].worker == 1  # it may have a state, too
+    story.offer(0, 7)
+    story.end_all()
+    workers = story.form(step=7)
+    story.fail(workers[2])
+    story.end_all()
+    (end,) = story.of(EndCommand)
+    assert end.is_repeated
+    assert (end.error.kind, end.error.step) == ("ValueError", 7)
+
+
+@pytest.mark.parametrize(("kind", "step"), [("KeyError", 7), ("ValueError", 8)])
+def test_another_error_is_tried_again(kind: str, step: int) -> None:
+    story = Story()
+    trained(story, 7)
+    story.fail(1)
+    story.end_all()
+    workers = story.form()
+    story.train(workers, step)
+    story.fail(workers[0], kind)
+    story.end_all()
+    assert story.of(StartWorker)
+    assert story.machine.retries.num == 2
+
+
+def test_progress_makes_retries_count_anew() -> None:
+    retries = Retries(RetryBudget(max_retries=1, reset_after=10), step=0)
+    assert retries.spend(5)
+    retries.reach(14)
+    assert not retries.spend(14)
+    retries.reach(15)
+    assert retries.spend(15)
+
+
+@pytest.mark.parametrize("values", [{"max_retries": -2}, {"reset_after": 0}])
+def test_budgets_that_cannot_work(values: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        RetryBudget(**values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"num_workers": 0}, {"min_workers": 4}, {"min_workers": 0}, {"settle_s": 0.0}],
+)
+def test_rules_that_cannot_work(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        RetryRules(**{"num_workers": 3, **values})
+
+
+# -- resources -----------------------------------------------------------------------------------
+
+
+def test_pauses_double_up_to_the_longest_and_jitter_shortens_them() -> None:
+    story = Story(replace(RULES, max_pause_s=2.0, resources_timeout_s=1000.0), num_startable=0)
+    pauses = []
+    story.begin()
+    for _ in range(5):
+        pauses += [order.pause_s for order in story.of(ReportNoResources)]
+        story.wait(pauses[-1])
+    assert pauses == [0.5, 1.0, 2.0, 2.0, 2.0]
+    machine = RetryMachine(RULES, 0.0)
+    machine.begin(RetryBudget(), 0.0)
+    shorter = [each for each in machine.found(0, 0.0, 1.0) if isinstance(each, ReportNoResources)]
+    assert shorter == [ReportNoResources(0, 1, 0.25)]
+
+
+def test_waiting_too_long_costs_retries() -> None:
+    story = Story(replace(RULES, max_pause_s=2.0, resources_timeout_s=10.0), num_startable=0)
+    story.begin(max_retries=1)
+    story.wait(12.0)
+    assert story.machine.retries.num == 1
+    story.wait(12.0)
+    (end,) = story.of(EndCommand)
+    assert end.reason == "no resources for 1 workers"
+
+
+def test_fewer_workers_train_and_more_come_with_the_next_command() -> None:
+    story = Story(num_startable=2)
+    story.begin(max_retries=0)
+    workers = story.form()
+    assert len(workers) == 2
+    story.do("reported", 0, 1)
+    assert story.orders == []  # it is too early to look
+    for worker in workers:
+        story.do("finished", worker, 4)
+    story.num_startable = 5
+    story.begin(max_retries=0)
+    assert [order.worker for order in story.of(LetAbandon)] == workers
+    story.offer(0, 4)
+    story.end_all()
+    assert len(story.of(StartWorker)) == 3
+    assert story.machine.retries.num == 0
+
+
+def test_a_report_lets_the_run_grow() -> None:
+    story = Story(num_startable=2)
+    story.begin(max_retries=0)
+    workers = story.form()
+    story.num_startable = 3
+    for _ in range(11):
+        story.wait(0.5)
+        story.train(workers, 1)
+    story.do("reported", 0, 1)
+    assert story.of(ReportBroken)[0].remedy is Remedy.GROW
+    story.lose(1)
+    story.offer(0, 1)
+    story.lose(0)
+    assert len(story.of(StartWorker)) == 3
+    assert story.machine.retries.num == 0
+
+
+def test_growing_that_loses_all_states_costs_a_retry() -> None:
+    story = Story(num_startable=2)
+    story.begin(max_retries=1)
+    workers = story.form()
+    for worker in workers:
+        story.do("finished", worker, 4)
+    story.num_startable = 3
+    story.begin(max_retries=1)
+    story.end_all()
+    assert story.machine.retries.num == 1
+
+
+def test_too_few_resources_for_the_least_number() -> None:
+    story = Story(replace(RULES, min_workers=2), num_startable=1)
+    story.begin()
+    assert story.of(ReportNoResources) == [ReportNoResources(1, 2, 0.5)]
+    assert story.of(RequestWorkers) == [RequestWorkers(3)]
+    story.num_startable = 2
+    story.wait(0.5)
+    assert len(story.of(StartWorker)) == 2
+
+
+# -- per-step ------------------------------------------------------------------------------------
+
+
+def test_a_lost_worker_is_replaced_while_the_others_train() -> None:
+    story = Story(PER_STEP)
+    workers = trained(story, 7, max_retries=0)
+    story.train(workers, 8)
+    story.lose(1)
+    assert story.of(ReportBroken)[0].remedy is Remedy.REPLACE
+    assert story.of(StartWorker) == [StartWorker(3, 1)]
+    assert not story.of(LetAbandon)
+    story.do("started", 3)
+    (join,) = story.of(LetJoin)
+    assert (join.rank, join.world_size, join.begin) == (1, 3, None)
+    story.do("joined", 3, 1, 0)
+    assert story.of(SendCommand) == [SendCommand(3)]
+    story.train([0, 2, 3], 9)
+    for worker in (0, 2, 3):
+        story.do("finished", worker, 9)
+    assert story.orders == [EndCommand()]
+
+
+def test_a_replacement_without_a_state_does_not_count() -> None:
+    story = Story(replace(PER_STEP, num_workers=2))
+    trained(story, 7)
+    story.lose(1)
+    story.do("started", 2)
+    story.do("joined", 2, 1, 0)
+    story.train([2], 0)
+    story.lose(0)
+    assert story.machine.phase is RunPhase.ENDING
+    assert story.of(KillWorker) == [KillWorker(2)]
+    assert story.of(ReportBroken)[0].remedy is Remedy.RESTART
+
+
+def test_a_replacement_that_comes_too_late_is_not_waited_for() -> None:
+    story = Story(replace(PER_STEP, num_workers=2))
+    trained(story, 7)
+    story.lose(1)
+    story.do("started", 2)
+    story.do("joined", 2, 1, 0)
+    story.do("finished", 0, 8)
+    assert story.orders == [KillWorker(2), EndCommand()]
+    story.lose(2)
+    story.begin()
+    assert SendCommand(0) in story.orders
+    assert len(story.of(StartWorker)) == 1
+
+
+def test_a_replacement_validates_only_with_a_state() -> None:
+    story = Story(replace(PER_STEP, num_workers=2))
+    story.begin(trains=False)
+    story.form()
+    story.lose(1)
+    story.do("started", 2)
+    story.do("joined", 2, 1, 0)
+    assert story.orders == []
+    story.do("finished", 0, 0)
+    assert story.of(EndCommand)
+    story.begin()
+    assert story.of(SendCommand) == [SendCommand(0), SendCommand(2)]
+
+
+def test_fewer_than_the_least_number_start_anew() -> None:
+    story = Story(replace(PER_STEP, min_workers=2))
+    trained(story, 7)
+    story.num_startable = 2
+    story.lose(1)
+    assert not story.of(LetAbandon)
+    story.num_startable = 1
+    story.lose(0)
+    assert [order.worker for order in story.of(LetAbandon)] == [2]
+    story.offer(2, 7)
+    story.lose(2)
+    assert story.of(ReportNoResources)
+    assert story.machine.retries.num == 1
+
+
+def test_replacements_that_die_are_started_less_and_less_often() -> None:
+    story = Story(PER_STEP)
+    workers = trained(story, 7, max_retries=0)
+    story.lose(1)
+    pauses = []
+    for _ in range(4):
+        (start,) = story.of(StartWorker)
+        story.lose(start.worker)
+        began_at = story.now
+        while not story.of(StartWorker):
+            story.wait(0.25)
+            story.train(workers[:1] + workers[2:], 8)
+            story.do("tick")
+            if story.now > began_at + 30:
+                pytest.fail("it is not replaced")
+            if story.machine._num_started > start.worker + 1:
+                break
+        pauses.append(story.now - began_at)
+        story.orders = [StartWorker(story.machine._num_started - 1, 1)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] >= 4 * pauses[0]
+    assert story.machine.phase is RunPhase.TRAINING
+
+
+def test_an_error_of_the_program_costs_a_retry_and_comes_once() -> None:
+    story = Story(PER_STEP)
+    workers = trained(story, 7, max_retries=1)
+    story.fail(0)
+    assert story.of(KillWorker) == [KillWorker(0)]
+    assert story.machine.retries.num == 1
+    story.fail(workers[1])  # at the same moment: the same incident
+    assert story.machine.retries.num == 1
+    story.lose(0)
+    (start,) = story.of(StartWorker)
+    story.do("started", start.worker)
+    story.do("joined", start.worker, 1, 0)
+    story.train([start.worker], 7)
+    story.fail(start.worker)
+    story.end_all()
+    (end,) = story.of(EndCommand)
+    assert end.is_repeated
+
+
+def test_the_only_worker_of_a_command_is_lost() -> None:
+    story = Story(PER_STEP)
+    workers = trained(story, 7)
+    for worker in workers:
+        story.do("finished", worker, 7)
+    story.begin(leader_only=True, trains=False)
+    assert story.orders == [SendCommand(0)]
+    story.lose(0)
+    assert SendCommand(1) in story.orders
+    story.do("finished", 1, 7)
+    assert story.of(EndCommand) == [EndCommand()]
