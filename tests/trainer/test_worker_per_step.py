@@ -13,7 +13,7 @@ from support.trainer_workers import SIZE, Workers, digest, job, noted, train_fun
 
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.trainer.job import WorkerJob
-from torchft_svc.trainer.messages import Failed, Position
+from torchft_svc.trainer.messages import Failed, Position, StateOffered
 
 pytestmark = pytest.mark.processes
 
@@ -127,3 +127,12 @@ def test_a_failure_of_one_does_not_stop_the_others(team: Workers) -> None:
         team.abandon([1])
         team.wait_for_ends([1])
         team.end([0, 2])
+
+
+def test_a_worker_that_waits_for_others_can_be_ended(team: Workers) -> None:
+    with lighthouse() as address:
+        (one,) = team.start(per_step(), 1)
+        team.form([one], address=address)
+        team.train([one])
+        team.end([one])
+        assert not any(isinstance(each, Failed | StateOffered) for each in team.heard[one])

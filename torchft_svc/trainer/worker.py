@@ -80,7 +80,9 @@ class _Worker:
         self._steps: Steps | None = None
         self._offered = False
         self._has_joined = False
-        self._is_alone = False  # the trainer has ended
+        self._num_pending = 0  # commands that have not been done
+        self._counting = threading.Lock()
+        self._offers = True  # unless the trainer has ended, or needs no state any more
         self._ended = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"torchft-trainer-{name}", daemon=True)
@@ -129,8 +131,6 @@ class _Worker:
     def _each_command(self) -> Iterator[Command]:
         while (command := self._commands.get()) is not None and not isinstance(command, End):
             yield command
-        if self._steps is not None and not self._held.abandoned:
-            self._steps.checkpoints.end()
 
     def _carry_out(self, command: Command, job: WorkerJob) -> None:
         self._held.check()
@@ -149,8 +149,14 @@ class _Worker:
             result = self._give(self._held.whole())
         else:
             raise AssertionError(f"not a command for the main thread: {command}")
+        self._count(-1)
         position = self._held.position
         self._link.send(Finished(command=command.command, position=position, result=result))
+
+    def _count(self, change: int) -> int:
+        with self._counting:
+            self._num_pending += change
+            return self._num_pending
 
     def _join(self, command: JoinWorld, job: WorkerJob) -> None:
         held = self._held
@@ -171,6 +177,7 @@ class _Worker:
         assert self._program is not None
         self._program.begin(world, self._steps)
         self._has_joined = True
+        self._count(-1)
         self._link.send(Joined(world=command.world, position=held.position))
 
     def _state_for(self, command: JoinWorld) -> TrainingState | None:
@@ -198,7 +205,10 @@ class _Worker:
                 return
 
     def _end(self) -> None:
-        if self._held.abandoned and not self._is_alone:
+        if not self._held.abandoned:
+            if self._steps is not None:
+                self._steps.checkpoints.end()
+        elif self._offers:
             try:
                 self._offer(by_main=True)
             except ChannelClosed:
@@ -234,13 +244,19 @@ class _Worker:
             try:
                 command = self._link.receive(BEAT_S)
             except ChannelClosed as error:
-                self._is_alone = True
+                self._offers = False
                 self._abandon(str(error))
                 return
             if isinstance(command, Abandon):
                 self._abandon(command.reason)
                 return
+            if isinstance(command, End) and self._count(0):
+                # The main thread may wait for workers that have ended.
+                self._offers = False
+                self._abandon("the trainer ends")
+                return
             if command is not None:
+                self._count(1)
                 self._commands.put(command)
             if isinstance(command, End):
                 return
@@ -249,7 +265,7 @@ class _Worker:
         self._held.abandon(reason)
         if self._world is not None:
             self._world.abandon(reason)
-        if not self._is_alone:
+        if self._offers:
             try:
                 self._offer(by_main=False)
             except ChannelClosed:
