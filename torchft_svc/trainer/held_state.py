@@ -107,23 +107,53 @@ def _load(piece: Any, state: Any) -> None:
         raise ConfigError("state", f"of a {name}", f"it does not fit: {error}") from error
 
 
+class _Buffers:
+    """Copies of the buffers of a model; made in every step, so into the same memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # A program may replace a buffer by another tensor, but hardly a module.
+        self._places = [
+            (f"{prefix}." if prefix else "", module._buffers)
+            for prefix, module in model.named_modules(remove_duplicate=False)
+        ]
+        self.copies: dict[str, torch.Tensor] = {}
+
+    def keep(self) -> None:
+        present = {
+            prefix + name: buffer.detach()
+            for prefix, buffers in self._places
+            for name, buffer in buffers.items()
+            if buffer is not None
+        }
+        if [_likeness(each) for each in present.values()] == [
+            _likeness(each) for each in self.copies.values()
+        ]:
+            if present:
+                torch._foreach_copy_(list(self.copies.values()), list(present.values()))
+        else:
+            self.copies = {name: each.clone() for name, each in present.items()}
+
+
+def _likeness(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 @dataclass(frozen=True, slots=True)
 class _Copies:
     """What may change outside of an update, as it was after the last step."""
 
-    buffers: list[dict[str, torch.Tensor]]
+    buffers: list[_Buffers]
     groups: list[list[dict[str, Any]]]
     schedulers: list[dict[str, Any]]
     extras: dict[str, Any]
     all: TrainingState | None  # with several optimizers, whose updates are not one
 
     @classmethod
-    def of(cls, parts: _Pieces, position: Position) -> _Copies:
+    def of(cls, parts: _Pieces, position: Position, buffers: list[_Buffers]) -> _Copies:
+        for each in buffers:
+            each.keep()
         return cls(
-            buffers=[
-                {name: each.detach().clone() for name, each in model.named_buffers()}
-                for model in parts.models
-            ],
+            buffers=buffers,
             groups=[_settings(optimizer) for optimizer in parts.optimizers],
             schedulers=[copy.deepcopy(each.state_dict()) for each in parts.schedulers],
             extras={name: _copied(each.state_dict()) for name, each in parts.extras.items()},
@@ -133,7 +163,8 @@ class _Copies:
     def put_into(self, states: _Pieces) -> _Pieces:
         """``states``, with what they were after the last step."""
         for its_state, buffers in zip(states.models, self.buffers, strict=True):
-            its_state.update((n, each) for n, each in buffers.items() if n in its_state)
+            copies = buffers.copies
+            its_state.update((name, copies[name]) for name in its_state if name in copies)
         for its_state, groups in zip(states.optimizers, self.groups, strict=True):
             for group, before in zip(its_state["param_groups"], groups, strict=True):
                 group.update(before)
@@ -150,7 +181,7 @@ class HeldState:
         self.device = torch.device("cpu")
         self._lock = threading.RLock()
         self._parts = _Pieces()
-        self._copies = _Copies.of(self._parts, Position())
+        self._copies = _Copies.of(self._parts, Position(), [])
         self._phase = _Phase.WHOLE
         self._position = self._drawn = Position()
         self._pending: TrainingState | None = None
@@ -215,6 +246,7 @@ class HeldState:
             ]
             self._parts = _Pieces(models, optimizers, schedulers, dict(extras or {}))
             self._phase = _Phase.WHOLE
+            self._copies = replace(self._copies, buffers=[_Buffers(model) for model in models])
             self._load_pending()
             self._keep()
 
@@ -267,7 +299,7 @@ class HeldState:
 
     def _keep(self) -> None:
         before = self._copies.schedulers
-        self._copies = _Copies.of(self._parts, self._position)
+        self._copies = _Copies.of(self._parts, self._position, self._copies.buffers)
         if self._position.num_samples:  # not after a pass, when other schedulers move
             self._scheduler_moves = _moved(before, self._copies.schedulers)
 
@@ -347,7 +379,11 @@ def _all_of(parts: _Pieces, position: Position) -> TrainingState:
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [
-        {name: _copied(value) for name, value in group.items() if name != "params"}
+        {
+            name: _copied(value) if isinstance(value, torch.Tensor | list | dict) else value
+            for name, value in group.items()
+            if name != "params"
+        }
         for group in optimizer.param_groups
     ]
 
