@@ -49,6 +49,8 @@ WARMING_SHARE = 0.5
 MIN_TAKEOVER_S = 2.0
 # What agents tell leaves room for more worlds than a run makes.
 MAX_TOLD_ROUND = 2**52
+# An agent that has just come has no store yet.
+MIN_JOIN_TIMEOUT_S = 1.0
 # A lighthouse that has just started may hear first of a node that begins, and then of a world.
 ADOPTION_TIMEOUTS = 2
 
@@ -253,8 +255,6 @@ class LaunchedRun:
             raise RequestRefused(excluded)
         if not others:
             return
-        if len(others) >= self._max_agents:
-            raise RequestRefused(f"run {self.name!r} has {len(others)} nodes, no more are allowed")
         if settings != self.settings:
             raise RequestRefused(
                 f"node {node.node_id!r} starts run {self.name!r} with {settings}, "
@@ -384,7 +384,7 @@ class LaunchedRun:
         if not failed or self._finished_by:
             return []
         if over := self._failures.why_over(at):
-            return self._close(f"{over}, {failed[-1]!r} was the last one", True, at)
+            return self._close(f"{over}; {failed[-1]!r} was the last one", True, at)
         orders: list[Order] = []
         for node_id in failed:
             agent = self._nodes.agents.get(node_id)
@@ -459,7 +459,7 @@ class LaunchedRun:
             return max(since, self._begins_at)
         is_idle = not any(each.is_working or each.state.reached for each in joiners)
         if is_idle and self._nodes.is_warming():
-            at = since + WARMING_SHARE * self.settings.join_timeout_s
+            at = since + WARMING_SHARE * self._join_timeout_s
         else:
             at = max(since + self.settings.join_window_s, self._begins_at)
         return min(at, *map(self._gives_up_at, joiners))
@@ -471,7 +471,7 @@ class LaunchedRun:
         few = f"fewer than {self.settings.min_nodes} nodes are left"
         if self._paused_since is None:
             self._paused_since = at
-        if at >= self._paused_since + self.settings.join_timeout_s:
+        if at >= self._paused_since + self._join_timeout_s:
             return self._close(f"{few}, and no others came in time", True, at)
         return self._pause(few)
 
@@ -490,7 +490,7 @@ class LaunchedRun:
     def _join_at(self, joiners: list[Agent]) -> float:
         """When they are taken in (L3)."""
         if self._nodes.unreached:
-            return self._published_at + self.settings.join_timeout_s
+            return self._published_at + self._join_timeout_s
         since = -math.inf
         if len(self._nodes.members) + len(joiners) < self.settings.max_nodes:  # more may come along
             waits = (each.waits_since for each in joiners if each.waits_since is not None)
@@ -553,11 +553,15 @@ class LaunchedRun:
         agent.news = news
         return [SendNews((agent.stream,), news)]
 
+    @property
+    def _join_timeout_s(self) -> float:
+        return max(self.settings.join_timeout_s, MIN_JOIN_TIMEOUT_S)
+
     def _gives_up_at(self, agent: Agent) -> float:
         """When an agent outside has to end; no run begins before `_begins_at`."""
         if agent.waits_since is None:
             return math.inf
-        return max(agent.waits_since, self._begins_at) + self.settings.join_timeout_s
+        return max(agent.waits_since, self._begins_at) + self._join_timeout_s
 
     def _give_up(self, at: float) -> list[Order]:
         """Those outside that have waited for too long have to end (L10)."""
@@ -565,9 +569,7 @@ class LaunchedRun:
         for agent in self._nodes.outsiders():
             if self._gives_up_at(agent) > at:
                 continue
-            error = DeadlineExceeded(
-                f"joining run {self.name!r}", self.settings.join_timeout_s, self._why
-            )
+            error = DeadlineExceeded(f"joining run {self.name!r}", self._join_timeout_s, self._why)
             orders += self._dismiss(agent, RunClosed(str(error), failed=True), at)
         return orders
 
@@ -581,7 +583,7 @@ class LaunchedRun:
             elif self._nodes.members and joiners and not self._is_broken:
                 dues.append(self._join_at(joiners))
             if self._paused_since is not None:
-                dues.append(self._paused_since + self.settings.join_timeout_s)
+                dues.append(self._paused_since + self._join_timeout_s)
         dues += map(self._gives_up_at, self._nodes.outsiders())
         return min((due for due in dues if due > at), default=math.inf)
 

@@ -46,11 +46,7 @@ class RunFailures:
         limit = self._settings.max_run_failures
         if limit is None or self._counts_for_s(self._of_run, limit, at) <= 0:
             return ""
-        window_s = self._settings.failure_window_s
-        return (
-            f"its nodes have failed more than {limit} times within {window_s:g} s "
-            f"(--max-run-failures={limit})"
-        )
+        return f"its nodes have failed {self._shown(limit)}, --max-run-failures is {limit}"
 
     def why_excluded(self, node: Node, at: float) -> str:
         """Why this node cannot take part for a while (L35); empty: it can."""
@@ -60,11 +56,14 @@ class RunFailures:
         for_s = self._counts_for_s(of_node, limit, at)
         if for_s <= 0:
             return ""
-        window_s = self._settings.failure_window_s
         return (
             f"node {node.node_id!r} on {node.host} is excluded for {for_s:.0f} s: it has failed "
-            f"more than {limit} times within {window_s:g} s (--max-node-failures={limit})"
+            f"{self._shown(limit)}, --max-node-failures is {limit}"
         )
+
+    def _shown(self, limit: int) -> str:
+        times = "once" if limit == 0 else f"{limit + 1} times"
+        return f"{times} within {self._settings.failure_window_s:g} s"
 
     def _counts_for_s(self, failures: deque[float], limit: int, at: float) -> float:
         """How long they will have been more than ``limit``; 0 or less: they are not."""

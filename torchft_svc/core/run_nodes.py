@@ -137,6 +137,8 @@ class RunNodes:
     def check_fits(self, node: Node, run: str) -> None:
         """Refuse a node that the others cannot work with, beside others."""
         others = [each.node for key, each in self.agents.items() if key != node.node_id]
+        if len(others) >= self._max_agents:
+            raise RequestRefused(f"run {run!r} has {len(others)} nodes, no more are allowed")
         if others[0].is_loopback != node.is_loopback:  # as all others are
             raise RequestRefused(
                 f"nodes {others[0].node_id!r} and {node.node_id!r} of run {run!r} cannot "

@@ -88,7 +88,8 @@ def rendezvous_config(
         rank=_number(options, "rank"),
     )
     _check("rdzv_id", run_id, lambda: check_name("it", run_id))
-    _check("the run's settings", f"{min_nodes}:{max_nodes}", settings.check)
+    told = [f"nnodes={min_nodes}:{max_nodes}", *(f"{key}={options[key]}" for key in options)]
+    _check("the run's settings", ",".join(told), settings.check)
     _check("node", node.node_id, node.check)
     if is_own and max_nodes > 1:
         reason = f"up to {max_nodes} nodes have to meet: name host:port of a lighthouse"
@@ -123,7 +124,7 @@ def _check(field: str, value: object, check: Any) -> None:
     try:
         check()
     except RequestRefused as error:
-        raise ConfigError(field, str(value)[:40], str(error)) from None
+        raise ConfigError(field, str(value)[:80], str(error)) from None
 
 
 def _seconds(options: Mapping[str, Any], key: str, default: float) -> float:
