@@ -133,7 +133,8 @@ class _Course:
         back_ns = _wait_until_all_step(folder, set(doomed), self.num_workers, at_ns)
         self.backs_s.append((back_ns - at_ns) / 1e9)
         # A step is done when the next one begins. Survivors may begin one that they discard.
-        num_before = 1 if self.mode == "restart" else 2
+        has_survivors = self.mode == "per-step" and len(doomed) < len(pids)
+        num_before = 2 if has_survivors else 1
         nexts = [
             times[num_before]
             for pid, times in _steps(folder, at_ns).items()
@@ -181,10 +182,16 @@ def _wait_until_all_step(folder: Path, without: set[int], num_workers: int, afte
 @click.option("--kills", type=click.IntRange(1), default=10, help="Of each kind.")
 @click.option("--workers", type=click.IntRange(2), default=3)
 @click.option("--mode", "modes", type=click.Choice(_MODES), multiple=True, default=_MODES)
+@click.option("--killed", "kinds", type=click.Choice(_KILLED), multiple=True, default=_KILLED)
 @click.option("--seed", type=int, default=0)
 @json_option
 def main(
-    kills: int, workers: int, modes: tuple[FaultTolerance, ...], seed: int, json_file: Path | None
+    kills: int,
+    workers: int,
+    modes: tuple[FaultTolerance, ...],
+    kinds: tuple[Killed, ...],
+    seed: int,
+    json_file: Path | None,
 ) -> None:
     """Kill workers of a trainer on this machine, and measure when the next step is done."""
     result = Result(
@@ -195,7 +202,7 @@ def main(
     )
     dice = random.Random(seed)
     for mode in modes:
-        for killed in _KILLED:
+        for killed in kinds:
             course = _Course(mode, killed, kills, workers, dice)
             course.run()
             result.rows.append(course.row())

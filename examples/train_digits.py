@@ -127,7 +127,7 @@ def main() -> None:
             data_creator=make_data,
             optimizer_creator=make_optimizer,
             batch_loss=batch_loss,
-            config={"digits": read_digits(), "lr": 2e-3, "batch_size": 32 // options.workers},
+            config={"digits": read_digits(), "lr": 5e-3, "batch_size": 32 // options.workers},
             num_workers=options.workers,
             backend=options.backend,
             fault_tolerance=options.fault_tolerance,

@@ -12,7 +12,16 @@ from click import Command
 from click.testing import CliRunner
 from support.warm import Warm
 
-from benchmarks import isolation, launcher, quorum_rounds, recovery, stall, step_time, striping
+from benchmarks import (
+    isolation,
+    launcher,
+    quorum_rounds,
+    recovery,
+    stall,
+    step_time,
+    striping,
+    trainer,
+)
 from benchmarks.children.phases import PARTS, PHASES
 from benchmarks.processes import PEER_VARIABLE, ROOT
 
@@ -98,6 +107,15 @@ def test_launcher(run: Run) -> None:
     (row,) = result["rows"]
     assert (row["killed"], row["kills"], row["ended"]) == ("a worker", 1, 0)
     assert row["back_s"] > row["pause_s"] > 0
+
+
+def test_trainer(run: Run) -> None:
+    output, result = run(trainer.main, "--kills=1", "--workers=2", "--killed=the leader")
+    assert "steps lost" in output
+    for row, mode in zip(result["rows"], ("restart", "per-step"), strict=True):
+        assert (row["mode"], row["killed"], row["kills"]) == (mode, "the leader", 1)
+        assert row["lost_steps"] == 0
+        assert row["back_s"] >= row["pause_s"] > 0
 
 
 def test_isolation(run: Run) -> None:
