@@ -307,6 +307,22 @@ def test_l6_where_nobody_has_trained_who_reached_an_earlier_world_is_rank_0() ->
     assert launch.worlds == [("a", "b", "c"), ("a", "b", "d"), ("a", "d")]
 
 
+def test_l6_nodes_tell_the_next_lighthouse_since_when_they_have_trained() -> None:
+    """It hears first of a world that a newcomer has reached, and the others have not."""
+    launch = started("1:3", "ab")
+    assert launch.agents["b"].machine.state.trained_since == 1
+    for name in "ab":
+        launch.agents[name].is_slow = True
+    launch.start("c")
+    launch.passes(0.6)
+    assert launch.world.node_ids == ("a", "b", "c")
+    launch.restart_lighthouse()
+    for name in "cb":
+        launch.connect(name)
+    launch.passes(6.0, step_s=0.1)
+    assert launch.worlds[-1] == ("b", "c")
+
+
 def test_l6_a_new_lighthouse_believes_who_was_in_a_world() -> None:
     launch = started("2:2", "ab", max_restarts=1)
     launch.restart_lighthouse()

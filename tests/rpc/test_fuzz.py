@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from torchft_svc.core.group import Group
 from torchft_svc.core.types import MAX_NAME_LENGTH, Member, QuorumConfig
-from torchft_svc.core.world import MAX_NODES, AgentWelcome, RunMove, WarmUp, World
+from torchft_svc.core.world import MAX_NODES, AgentWelcome, RunMove, WarmUp, World, WorldReached
 from torchft_svc.errors import TorchFTError
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.servicer import lighthouse_service
@@ -300,6 +300,8 @@ def test_news_of_a_world_from_another_lighthouse(raw: bytes) -> None:
         assert 1 <= news.master_port < 2**16
     elif isinstance(news, RunMove):
         assert news.address.isprintable()
+    elif isinstance(news, WorldReached):
+        assert 0 <= news.round < 2**53
     elif news is not None and not isinstance(news, AgentWelcome | WarmUp):
         assert news.reason.isprintable()
 

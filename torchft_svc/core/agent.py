@@ -58,6 +58,7 @@ from torchft_svc.core.world import (
     WorldChangeEvent,
     WorldNews,
     WorldPaused,
+    WorldReached,
 )
 from torchft_svc.errors import ConfigError
 
@@ -117,6 +118,7 @@ class AgentMachine:
         self.entered: World | None = None  # the one that its workers were told last
         self._status = AgentStatus.JOINING
         self._reached = False
+        self._trained = 0, 0  # rounds of the first and the last world that all had reached
         self._store_port = 0
         self._told: AgentState | None = None
         self._orders: list[Order] = []
@@ -153,6 +155,8 @@ class AgentMachine:
             can_warm_up=self.config.policy.is_soft and self.config.can_warm_up,
             num_restarts=self.num_restarts,
             num_failures=self._num_failures,
+            trained_since=self._trained[0],
+            trained_until=self._trained[1],
         )
 
     @property
@@ -268,6 +272,10 @@ class AgentMachine:
     def _hear(self, news: WorldNews, now: float) -> None:
         if isinstance(news, World):
             self._hear_world(news, now)
+        elif isinstance(news, WorldReached):
+            entered = 0 if self.entered is None else self.entered.round
+            if self._has_workers and news.round == entered and not self._dead:
+                self._trained = self._trained[0] or entered, entered
         elif isinstance(news, RunClosed):
             if self._status is AgentStatus.FINISHED:
                 self._conclude(End(Outcome.SUCCEEDED, news.reason))
@@ -335,6 +343,7 @@ class AgentMachine:
         if is_over or not self._has_workers or self._step is Reaction.STOP_WORKERS:
             return
         self._failure = reason
+        self._trained = 0, 0
         self._dead.update(local_ranks)
         self._num_failures += 1
         self._soft_failures.append(now)
@@ -482,7 +491,7 @@ class AgentMachine:
         return self.world is not None and self.world.round > self._passed_round
 
     def _start(self, now: float) -> bool:
-        self._has_workers = True
+        self._has_workers, self._trained = True, (0, 0)
         self._soft_failures.clear()
         self._dead.clear()
         if self._status is AgentStatus.WARMING:

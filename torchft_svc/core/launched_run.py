@@ -34,6 +34,7 @@ from torchft_svc.core.world import (
     World,
     WorldNews,
     WorldPaused,
+    WorldReached,
 )
 from torchft_svc.errors import DeadlineExceeded, RequestRefused
 
@@ -125,8 +126,11 @@ class LaunchedRun:
         if node_id in self._nodes.outside:
             orders += self._tell(agent, RunWaiting(_OUTSIDE))
         world = self.world
-        if world is not None and node_id in self._nodes.members and hello.state.round < world.round:
-            orders.append(SendNews((stream,), world))
+        if world is not None and node_id in self._nodes.members:
+            if hello.state.round < world.round:
+                orders.append(SendNews((stream,), world))
+            elif hello.state.trained_until < world.round and self._nodes.is_reached():
+                orders.append(SendNews((stream,), WorldReached(world.round)))
         return orders + self._settle(at)
 
     def told(self, node_id: str, state: AgentState, at: float) -> list[Order]:
@@ -278,16 +282,13 @@ class LaunchedRun:
             return []
         self.world = world
         self._adopts_until = at + self._heartbeat_timeout_s
-        self._nodes.enter(world, is_taken_over=True)
+        self._nodes.enter(world)
         self._awaited_until = at + max(self._heartbeat_timeout_s, MIN_TAKEOVER_S)
         self._lost.clear()
         self._is_broken, self._loss_at, self._paused_since = False, math.inf, None
         self._published_at = at
-        others = [
-            self._nodes.agents[key].stream
-            for key in sorted(self._nodes.members - self._nodes.awaited - {hello.node.node_id})
-        ]
-        return [SendNews(tuple(others), world)] if others else []
+        others = self._nodes.streams_of_members(besides=hello.node.node_id)
+        return [SendNews(others, world)] if others else []
 
     def _take_state(self, agent: Agent, state: AgentState, at: float) -> list[Order]:
         """Where its node is now."""
@@ -302,13 +303,10 @@ class LaunchedRun:
             self._failures.note(agent.node, at, state.num_failures - before.num_failures)
         world = self.world
         if world is not None and node_id in self._nodes.members:
-            is_there = agent.is_working
-            if is_there or state.round < world.round:
-                agent.has_seat, agent.waits_since = True, None
-                if is_there and state.round == world.round and state.reached:
-                    self._nodes.reach(node_id)
-                else:
-                    self._nodes.unreached.add(node_id)
+            if agent.is_working or state.round < world.round:
+                if self._nodes.take_state_of_member(agent):
+                    streams = self._nodes.streams_of_members()
+                    return [SendNews(streams, WorldReached(world.round))]
                 return []
             self._lose(node_id, at)  # and keeps its seat
             left = ReportNode(self.name, node_id, f"its workers are {state.status.value}")
@@ -511,7 +509,7 @@ class LaunchedRun:
         self._highest_round += 1
         before = () if self.world is None else self.world.node_ids
         self.world = world = World(self._highest_round, nodes, port)
-        self._nodes.enter(world, is_taken_over=False)
+        self._nodes.enter(world)
         lost, self._lost = tuple(self._lost), []
         self._is_broken, self._paused_since, self._enough_since = False, None, None
         self._published_at, self._why = at, ""

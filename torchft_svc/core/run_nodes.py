@@ -69,7 +69,6 @@ class RunNodes:
         self.unreached: set[str] = set()  # members that have not reached the present world
         self.outside: dict[str, None] = {}  # agents, in the order of arrival
         self._round = self._num_nodes = 0  # of the present world
-        self._is_taken_over = False
         self._trained: dict[str, _Trained] = {}
         self._reached: dict[str, _Reached] = {}
         self._used_ports: dict[str, int] = {}
@@ -79,9 +78,8 @@ class RunNodes:
         """In the order of their arrival."""
         return [self.agents[key] for key in self.outside]
 
-    def enter(self, world: World, *, is_taken_over: bool) -> None:
-        """Its nodes are the members now; maybe since a lighthouse before this one."""
-        self._is_taken_over = is_taken_over
+    def enter(self, world: World) -> None:
+        """Its nodes are the members now."""
         self._round, self._num_nodes = world.round, len(world.nodes)
         self.members = set(world.node_ids)
         self.unreached = set(world.node_ids)
@@ -95,16 +93,32 @@ class RunNodes:
             agent.has_seat, agent.waits_since, agent.news = True, None, None
         self.use_port(world.nodes[0].node_id, world.master_port)
 
-    def reach(self, node_id: str) -> None:
-        """All workers of this member are in the present world."""
+    def streams_of_members(self, besides: str = "") -> tuple[int, ...]:
+        """Of all that are there."""
+        there = self.members & self.agents.keys() - {besides}
+        return tuple(self.agents[key].stream for key in sorted(there))
+
+    def take_state_of_member(self, agent: Agent) -> bool:
+        """It has told where its workers are; whether all have reached the present world, now."""
+        node_id, state = agent.node.node_id, agent.state
+        agent.has_seat, agent.waits_since = True, None
+        if not (agent.is_working and state.round == self._round and state.reached):
+            self.unreached.add(node_id)
+            return False
+        if node_id not in self.unreached:
+            return False
         self.unreached.discard(node_id)
         if self._first_reached(node_id) is None:
             self._note_reached(node_id, self._round)
-        if self._is_taken_over:  # what the others have said before is not known
-            self._train(node_id)
-        elif not self.unreached and len(self.members) == self._num_nodes:
-            for key in self.members & self.agents.keys():
-                self._train(key)
+        if not self.is_reached():
+            return False
+        for key in self.members & self.agents.keys():
+            self._train(key)
+        return True
+
+    def is_reached(self) -> bool:
+        """Whether all nodes of the present world have reached it, as far as was heard."""
+        return not self.unreached and 0 < len(self.members) == self._num_nodes
 
     def _note_reached(self, node_id: str, round_: int) -> None:
         self._reached.pop(node_id, None)
@@ -112,7 +126,7 @@ class RunNodes:
         _trim(self._reached, MAX_KNOWN_PER_NODE * self._max_agents)
 
     def _train(self, node_id: str) -> None:
-        first = self._trained[node_id].first if self._is_trained(node_id) else self._round
+        first = self._rounds_trained(node_id)[0] or self._round
         num_restarts = self.agents[node_id].state.num_restarts
         self._trained.pop(node_id, None)
         self._trained[node_id] = _Trained(first, self._round, num_restarts)
@@ -219,11 +233,11 @@ class RunNodes:
         """Those that have the run's state, if anybody has it: rank 0 is one of them (rule L6)."""
         joiners = self.joiners()
         together = self.members | {each.node.node_id for each in joiners}
-        if trained := [key for key in together if self._is_trained(key)]:
-            newest = max(self._trained[key].last for key in trained)
-            fresh = [key for key in trained if self._trained[key].last == newest]
-            oldest = min(self._trained[key].first for key in fresh)
-            return {key for key in fresh if self._trained[key].first == oldest}
+        trained = {key: self._rounds_trained(key) for key in together}
+        newest = max((last for _, last in trained.values()), default=0)
+        if newest:
+            fresh = {key: first for key, (first, last) in trained.items() if last == newest}
+            return {key for key, first in fresh.items() if first == min(fresh.values())}
         reached = {
             key: first for key in together if (first := self._first_reached(key)) is not None
         }
@@ -232,12 +246,15 @@ class RunNodes:
         working = {each.node.node_id for each in joiners if each.is_working}
         return working or set(self.members)
 
-    def _is_trained(self, node_id: str) -> bool:
-        """Whether its workers are those that were in a world which all had reached."""
-        agent, trained = self.agents.get(node_id), self._trained.get(node_id)
-        if agent is None or trained is None:
-            return False
-        return trained.num_restarts == agent.state.num_restarts
+    def _rounds_trained(self, node_id: str) -> tuple[int, int]:
+        """Of the first and the last world that all nodes had reached, its workers among them."""
+        agent, heard = self.agents.get(node_id), self._trained.get(node_id)
+        if agent is None:
+            return 0, 0
+        told = agent.state.trained_since, agent.state.trained_until
+        if heard is None or heard.num_restarts != agent.state.num_restarts or heard.last < told[1]:
+            return told
+        return heard.first, heard.last
 
     def _first_reached(self, node_id: str) -> int | None:
         """The round of the first world that its workers have reached, as far as is known."""

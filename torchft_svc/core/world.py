@@ -195,7 +195,9 @@ class AgentState:
     of that world yet, with round 5 it has left it. ``reached``: all its workers have said that they
     are there; of `READY`, that these workers were in a world before. ``store_port``: of a store
     that no world uses (0: none yet). ``can_warm_up``: its workers may be started before they have a
-    world. ``num_failures``: how often its workers have failed.
+    world. ``num_failures``: how often its workers have failed. ``trained_since``,
+    ``trained_until``: rounds of the first and the last world that all its nodes have reached, with
+    the workers that this node has now (0: none).
     """
 
     status: AgentStatus
@@ -205,10 +207,13 @@ class AgentState:
     can_warm_up: bool = False
     num_restarts: int = 0
     num_failures: int = 0
+    trained_since: int = 0
+    trained_until: int = 0
 
     def check(self) -> None:
         """Raise `RequestRefused` if a field from the network is out of bounds."""
-        check_round(self.round)
+        for round_ in (self.round, self.trained_since, self.trained_until):
+            check_round(round_)
         for field in ("num_restarts", "num_failures"):
             if not 0 <= getattr(self, field) <= MAX_INT64:
                 raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 or more")
@@ -277,6 +282,13 @@ class WarmUp:
 
 
 @dataclass(frozen=True, slots=True)
+class WorldReached:
+    """All nodes have reached the world of this round: each has the run's state from now on."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorldPaused:
     """The present world is broken, and the next one has to wait, for ``reason``."""
 
@@ -299,4 +311,6 @@ class RunClosed:
     drained: bool = False
 
 
-WorldNews = AgentWelcome | World | WarmUp | WorldPaused | RunWaiting | RunClosed | RunMove
+WorldNews = (
+    AgentWelcome | World | WorldReached | WarmUp | WorldPaused | RunWaiting | RunClosed | RunMove
+)

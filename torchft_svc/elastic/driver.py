@@ -52,6 +52,7 @@ from torchft_svc.core.world import (
     WarmUp,
     World,
     WorldNews,
+    WorldReached,
 )
 from torchft_svc.elastic.local_group import LocalGroup
 from torchft_svc.elastic.messages import WorkerAck, WorkerMessage, WorkerStarted, WorkerState
@@ -371,5 +372,5 @@ def _log_news(news: WorldNews) -> None:
         log.info("round %d: %s", news.round, told)
     elif isinstance(news, WarmUp):
         log.info("a place is free: starting the workers for it")
-    elif not isinstance(news, AgentWelcome | RunMove):
+    elif not isinstance(news, AgentWelcome | WorldReached | RunMove):
         log.info("%s", news.reason)

@@ -325,7 +325,7 @@ class RunSettings(_message.Message):
     def __init__(self, min_nodes: _Optional[int] = ..., max_nodes: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., join_window_ms: _Optional[int] = ..., max_run_failures: _Optional[int] = ..., max_node_failures: _Optional[int] = ..., failure_window_ms: _Optional[int] = ..., waits_for_lost: bool = ...) -> None: ...
 
 class AgentState(_message.Message):
-    __slots__ = ("status", "round", "reached", "store_port", "can_warm_up", "num_restarts", "num_failures")
+    __slots__ = ("status", "round", "reached", "store_port", "can_warm_up", "num_restarts", "num_failures", "trained_since", "trained_until")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
@@ -333,6 +333,8 @@ class AgentState(_message.Message):
     CAN_WARM_UP_FIELD_NUMBER: _ClassVar[int]
     NUM_RESTARTS_FIELD_NUMBER: _ClassVar[int]
     NUM_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_SINCE_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_UNTIL_FIELD_NUMBER: _ClassVar[int]
     status: AgentStatus
     round: int
     reached: bool
@@ -340,7 +342,9 @@ class AgentState(_message.Message):
     can_warm_up: bool
     num_restarts: int
     num_failures: int
-    def __init__(self, status: _Optional[_Union[AgentStatus, str]] = ..., round: _Optional[int] = ..., reached: bool = ..., store_port: _Optional[int] = ..., can_warm_up: bool = ..., num_restarts: _Optional[int] = ..., num_failures: _Optional[int] = ...) -> None: ...
+    trained_since: int
+    trained_until: int
+    def __init__(self, status: _Optional[_Union[AgentStatus, str]] = ..., round: _Optional[int] = ..., reached: bool = ..., store_port: _Optional[int] = ..., can_warm_up: bool = ..., num_restarts: _Optional[int] = ..., num_failures: _Optional[int] = ..., trained_since: _Optional[int] = ..., trained_until: _Optional[int] = ...) -> None: ...
 
 class AgentLeave(_message.Message):
     __slots__ = ("reason", "failed", "closes")
@@ -359,7 +363,7 @@ class RunMove(_message.Message):
     def __init__(self, address: _Optional[str] = ...) -> None: ...
 
 class AgentNews(_message.Message):
-    __slots__ = ("welcome", "world", "warm_up", "paused", "waiting", "closed", "move")
+    __slots__ = ("welcome", "world", "warm_up", "paused", "waiting", "closed", "move", "reached")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
     WARM_UP_FIELD_NUMBER: _ClassVar[int]
@@ -367,6 +371,7 @@ class AgentNews(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     MOVE_FIELD_NUMBER: _ClassVar[int]
+    REACHED_FIELD_NUMBER: _ClassVar[int]
     welcome: AgentWelcome
     world: World
     warm_up: WarmUp
@@ -374,7 +379,8 @@ class AgentNews(_message.Message):
     waiting: RunWaiting
     closed: RunClosed
     move: RunMove
-    def __init__(self, welcome: _Optional[_Union[AgentWelcome, _Mapping]] = ..., world: _Optional[_Union[World, _Mapping]] = ..., warm_up: _Optional[_Union[WarmUp, _Mapping]] = ..., paused: _Optional[_Union[WorldPaused, _Mapping]] = ..., waiting: _Optional[_Union[RunWaiting, _Mapping]] = ..., closed: _Optional[_Union[RunClosed, _Mapping]] = ..., move: _Optional[_Union[RunMove, _Mapping]] = ...) -> None: ...
+    reached: WorldReached
+    def __init__(self, welcome: _Optional[_Union[AgentWelcome, _Mapping]] = ..., world: _Optional[_Union[World, _Mapping]] = ..., warm_up: _Optional[_Union[WarmUp, _Mapping]] = ..., paused: _Optional[_Union[WorldPaused, _Mapping]] = ..., waiting: _Optional[_Union[RunWaiting, _Mapping]] = ..., closed: _Optional[_Union[RunClosed, _Mapping]] = ..., move: _Optional[_Union[RunMove, _Mapping]] = ..., reached: _Optional[_Union[WorldReached, _Mapping]] = ...) -> None: ...
 
 class AgentWelcome(_message.Message):
     __slots__ = ("beat_interval_ms",)
@@ -397,6 +403,12 @@ class WarmUp(_message.Message):
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     expected: World
     def __init__(self, expected: _Optional[_Union[World, _Mapping]] = ...) -> None: ...
+
+class WorldReached(_message.Message):
+    __slots__ = ("round",)
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    def __init__(self, round: _Optional[int] = ...) -> None: ...
 
 class WorldPaused(_message.Message):
     __slots__ = ("reason",)

@@ -31,6 +31,8 @@ from torchft_svc.core.world import (
     World,
     WorldNews,
     WorldPaused,
+    WorldReached,
+    check_round,
 )
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
@@ -167,6 +169,8 @@ def _state_to_wire(state: AgentState) -> pb.AgentState:
         can_warm_up=state.can_warm_up,
         num_restarts=state.num_restarts,
         num_failures=state.num_failures,
+        trained_since=state.trained_since,
+        trained_until=state.trained_until,
     )
 
 
@@ -179,6 +183,8 @@ def _state_from_wire(message: pb.AgentState) -> AgentState:
         can_warm_up=message.can_warm_up,
         num_restarts=message.num_restarts,
         num_failures=message.num_failures,
+        trained_since=message.trained_since,
+        trained_until=message.trained_until,
     )
     state.check()
     return state
@@ -198,6 +204,8 @@ def world_news_to_wire(news: WorldNews) -> bytes:
         message = pb.AgentNews(warm_up=pb.WarmUp(expected=world_to_wire(news.expected)))
     elif isinstance(news, WorldPaused):
         message = pb.AgentNews(paused=pb.WorldPaused(reason=one_line(news.reason)))
+    elif isinstance(news, WorldReached):
+        message = pb.AgentNews(reached=pb.WorldReached(round=news.round))
     elif isinstance(news, RunMove):
         message = pb.AgentNews(move=pb.RunMove(address=news.address))
     elif isinstance(news, RunWaiting):
@@ -230,6 +238,9 @@ def world_news_from_wire(message: pb.AgentNews) -> WorldNews | None:
     if kind == "closed":
         closed = message.closed
         return RunClosed(one_line(closed.reason), closed.failed, closed.drained)
+    if kind == "reached":
+        check_round(message.reached.round)
+        return WorldReached(message.reached.round)
     if kind == "move":
         return RunMove(one_line(message.move.address, MAX_ADDRESS_LENGTH))
     return None
