@@ -17,7 +17,7 @@ from torchft_svc.core.agent_orders import (
     StartWorkers,
     StopWorkers,
 )
-from torchft_svc.core.rendezvous_orders import Cause, Report, ReportWorld
+from torchft_svc.core.rendezvous_orders import Cause, Report, ReportRunMoved, ReportWorld
 from torchft_svc.core.restart import RestartPolicy
 from torchft_svc.core.world import (
     AgentStatus,
@@ -89,6 +89,7 @@ class LaunchChecks:
         self._stores: dict[tuple[str, int], int] = {}
         self._lighthouse_troubled_at = -math.inf
         self._knows_states = True  # the lighthouse, since all reached a world that it made
+        self._round_made = 0  # of its newest world; 0: it has made none
 
     # -- what happens to nodes -------------------------------------------------------------------
 
@@ -115,17 +116,22 @@ class LaunchChecks:
         """What it has decided may have reached nobody, or not those who know it now."""
         self.last_world = None
         self._stores.clear()
-        self._knows_states = False
+        self._forget_states()
+
+    def _forget_states(self) -> None:
+        """The agents go on at a lighthouse that does not know which of them have trained."""
+        self._knows_states, self._round_made = False, 0
 
     @property
     def counts(self) -> tuple[int, int]:
         """How much has happened to nodes and lighthouses, and how many worlds were made."""
-        return self.num_causes, self.num_worlds
+        num_failures = sum(node.num_failures for node in self.nodes.values())
+        return self.num_causes + num_failures, self.num_worlds
 
     def expect_same(self, before: tuple[int, int]) -> None:
         """A lighthouse was away, and nothing else has happened since."""
         num_causes, num_worlds = before
-        if num_causes == self.num_causes:
+        if num_causes == self.counts[0]:
             rule = "L13" if self._scenario.is_elected else "L21"
             must(num_worlds == self.num_worlds, rule, "a new lighthouse makes another world")
 
@@ -167,6 +173,8 @@ class LaunchChecks:
     def reported(self, report: Report) -> None:
         if isinstance(report, ReportWorld):
             self._made(report)
+        elif isinstance(report, ReportRunMoved):
+            self._forget_states()
 
     def _made(self, report: ReportWorld) -> None:
         world, now = report.world, self._universe.now
@@ -189,7 +197,7 @@ class LaunchChecks:
             "L3",
             f"{self.num_worlds} worlds for {self.num_causes} causes",
         )
-        self.last_world = world
+        self.last_world, self._round_made = world, world.round
         self._made_at[world.round] = now
 
     def _round_of(self, node_id: str) -> int:
@@ -256,7 +264,7 @@ class LaunchChecks:
             for node in nodes
         )
         if are_there and reached >= set(world.node_ids):  # they train from now on
-            self._knows_states = True
+            self._knows_states |= world.round == self._round_made
             for node in nodes:
                 node.has_state = True
 
