@@ -301,6 +301,19 @@ def test_l13_the_newest_world_counts() -> None:
     assert launch.agents["b"].names[1:] == ["PAUSED 1 SCALE_DOWN", "HEALTHY 2 SCALE_DOWN"]
 
 
+def test_l13_a_run_that_has_begun_anew_elsewhere_is_taken_over_where_nobody_is_left() -> None:
+    launch = started("1:1", "a")
+    launch.kill("a")
+    launch.passes(1.0)
+    anew = started("1:1", "b")
+    assert anew.agents["b"].round == 1
+    launch.agents["b"] = anew.agents["b"]
+    launch.connect("b")
+    launch.passes(3.0)
+    assert launch.worlds == [("a",)]
+    assert launch.agents["b"].names == ["start 1"]
+
+
 def test_the_end_of_a_term_ends_all_streams() -> None:
     launch = started("1:2", "ab")
     error = NotLeader("elsewhere")

@@ -174,14 +174,14 @@ def ranks_are_those_of_arrival(plant: pytest.MonkeyPatch) -> None:
 
 
 def a_world_is_not_taken_over(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(LaunchedRun, "_take_over", lambda self, hello, at: [])
+    plant.setattr(LaunchedRun, "_take_over", lambda self, hello, is_new, at: [])
 
 
 def a_new_lighthouse_waits_for_nobody(plant: pytest.MonkeyPatch) -> None:
     real = LaunchedRun._take_over
 
-    def take_over(self: Any, hello: Any, at: float) -> Any:
-        orders = real(self, hello, at)
+    def take_over(self: Any, hello: Any, is_new: bool, at: float) -> Any:
+        orders = real(self, hello, is_new, at)
         self._awaited_until = min(self._awaited_until, at)
         return orders
 
@@ -231,6 +231,15 @@ def runs_may_fail_however_often(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(RunFailures, "why_over", lambda self, at: "")
 
 
+def a_run_that_has_begun_anew_elsewhere_is_not_taken_over(plant: pytest.MonkeyPatch) -> None:
+    real = LaunchedRun._take_over
+
+    def take_over(self: Any, hello: Any, is_new: bool, at: float) -> Any:
+        return real(self, hello, False, at)
+
+    plant.setattr(LaunchedRun, "_take_over", take_over)
+
+
 # Each with the first of the seeds that are tried.
 PLANTS: dict[Plant, int] = {
     losses_are_not_acted_on: 0,
@@ -262,6 +271,7 @@ PLANTS: dict[Plant, int] = {
     those_that_move_are_lost_to_the_slowest: 0,
     nodes_may_fail_however_often: 640,
     runs_may_fail_however_often: 600,
+    a_run_that_has_begun_anew_elsewhere_is_not_taken_over: 16325,
 }
 
 

@@ -109,6 +109,7 @@ class LaunchedRun:
         self.empty_since = None
         orders: list[Order] = []
         node_id = hello.node.node_id
+        is_new = not self._nodes.knows(node_id)
         agent = self._nodes.agents.get(node_id)
         if agent is not None:
             newer = RequestRefused(f"node {node_id!r} has opened another stream")
@@ -119,7 +120,7 @@ class LaunchedRun:
         self._nodes.connect(agent)
         if self.closed is not None:
             return [*orders, SendNews((stream,), self.closed)]
-        orders += self._take_over(hello, at)
+        orders += self._take_over(hello, is_new, at)
         self._nodes.missing.discard(node_id)
         self._nodes.awaited.discard(node_id)
         orders += self._take_state(agent, hello.state, at)
@@ -270,14 +271,19 @@ class LaunchedRun:
         if told > max(self._highest_round, MAX_TOLD_ROUND):
             raise RequestRefused(f"round {told} leaves no room for the next worlds")
 
-    def _take_over(self, hello: AgentHello, at: float) -> list[Order]:
-        """Go on with the world of a lighthouse before this one, and wait for its nodes (L13)."""
+    def _take_over(self, hello: AgentHello, is_new: bool, at: float) -> list[Order]:
+        """Go on with the world of a lighthouse before this one, and wait for its nodes (L13).
+
+        If nobody is left here, an agent that ``is_new`` is from a run that has begun anew there.
+        """
         world, state = hello.world, hello.state
         self._highest_round = max(self._highest_round, state.round)
         if world is None:
             return []
         self._highest_round = max(self._highest_round, world.round)
         mine = 0 if self.world is None else self.world.round
+        if is_new and not self._nodes.members:
+            mine = 0
         if world.round <= mine or (self._nodes.members and at >= self._adopts_until):
             return []
         self.world = world
