@@ -336,11 +336,15 @@ def test_l21_all_are_told_the_lighthouse_that_one_has_found() -> None:
         EndStream(b),
         ReportRunMoved(RUN, move.address),
     )
-    assert launch.rendezvous.status("", launch.now) == []
     assert launch.rendezvous.closed(a, launch.now) == ()
+    [told] = launch.rendezvous.status("", launch.now)
+    assert told.nodes == ()
+    assert told.why == "its agents have gone to lighthouse first:29510"
     launch.passes(10.0, step_s=0.1)  # the stream of b ends late
     assert len(launch.worlds) == 1
     assert launch.rendezvous.closed(b, launch.now) == ()
+    launch.passes(60.0, step_s=1.0)
+    assert launch.rendezvous.status("", launch.now) == []
 
 
 def test_l21_a_node_that_waits_and_did_not_hear_of_the_move_begins_no_world_at_once() -> None:
@@ -348,9 +352,33 @@ def test_l21_a_node_that_waits_and_did_not_hear_of_the_move_begins_no_world_at_o
     waiting = launch.start("b")
     launch.carry_out(launch.rendezvous.received(waiting.stream, RunMove("first"), launch.now))
     launch.connect("b")
-    launch.passes(0.9)
+    launch.passes(4.9)
     assert len(launch.worlds) == 1
-    assert launch.rendezvous.status(RUN, launch.now)[0].phase == "forming"
+    launch.passes(0.5)
+    assert launch.worlds[1:] == [("b",)]
+    assert launch.world.round == 2
+
+
+def test_l21_an_agent_that_comes_back_goes_on_in_its_world_or_a_newer_one() -> None:
+    def move(launch: Launch) -> None:
+        stream = launch.agents["a"].stream
+        launch.carry_out(launch.rendezvous.received(stream, RunMove("first"), launch.now))
+
+    launch = started("1:3", "ab")
+    move(launch)
+    launch.connect("b")
+    launch.connect("a")
+    launch.passes(6.0)
+    assert len(launch.worlds) == 1
+    elsewhere = started("1:3", "cd")
+    elsewhere.kill("d")
+    elsewhere.passes(1.0)
+    move(launch)
+    launch.agents = {"c": elsewhere.agents["c"]}
+    launch.connect("c")
+    launch.passes(6.0)
+    assert len(launch.worlds) == 1
+    assert launch.rendezvous.status(RUN, launch.now)[0].round == 2
 
 
 def test_l21_a_run_that_is_closed_does_not_move() -> None:

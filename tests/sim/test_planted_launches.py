@@ -12,10 +12,11 @@ import pytest
 from torchft_svc.core import agent, node_ranks, restart, run_nodes
 from torchft_svc.core.agent import AgentMachine
 from torchft_svc.core.launched_run import LaunchedRun
-from torchft_svc.core.rendezvous import Rendezvous
+from torchft_svc.core.rendezvous_orders import SendNews
 from torchft_svc.core.restart import REACTIONS, Reaction, RestartPolicy, RunEvent
 from torchft_svc.core.run_failures import RunFailures
 from torchft_svc.core.run_nodes import RunNodes
+from torchft_svc.core.session_orders import EndStream
 from torchft_svc.core.world import AgentStatus, RunMove, RunWaiting
 from torchft_svc.sim.launch_agent import LaunchAgent
 from torchft_svc.sim.launch_fleet import LaunchFleet
@@ -212,15 +213,15 @@ def nobody_looks_back_to_an_earlier_lighthouse(plant: pytest.MonkeyPatch) -> Non
 
 
 def those_that_move_are_lost_to_the_slowest(plant: pytest.MonkeyPatch) -> None:
-    def move(self: Any, run: Any, move: RunMove, at: float) -> Any:
-        news, *ends, report = run.moved(move)
-        orders = [news, *ends[:-1], report]
-        for node_id, moving in list(run._nodes.agents.items()):
-            if moving.stream != ends[-1].stream:
-                orders += run.gone(node_id, "it moves", at)
-        return self._finish(run, orders)
+    def moved(self: Any, move: RunMove, at: float) -> Any:
+        *leaving, slowest = [each.stream for each in self._nodes.agents.values()]
+        orders = [SendNews((*leaving, slowest), move), *map(EndStream, leaving)]
+        for node_id, each in list(self._nodes.agents.items()):
+            if each.stream != slowest:
+                orders += self.gone(node_id, "it moves", at)
+        return orders
 
-    plant.setattr(Rendezvous, "_move", move)
+    plant.setattr(LaunchedRun, "moved", moved)
 
 
 def nodes_may_fail_however_often(plant: pytest.MonkeyPatch) -> None:

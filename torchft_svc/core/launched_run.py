@@ -87,6 +87,7 @@ class LaunchedRun:
         # So long a newer world of an earlier lighthouse replaces the present one.
         self._adopts_until = begins_at + ADOPTION_TIMEOUTS * heartbeat_timeout_s
         self._begins_at = begins_at
+        self._is_elsewhere = False  # it has moved to another lighthouse
         self._is_broken = False
         self._loss_at = math.inf  # when losses are acted on
         self._calm_at = -math.inf  # when the losses before are history
@@ -177,9 +178,22 @@ class LaunchedRun:
             self._plan_loss(at)
         return orders + self._settle(at)
 
-    def moved(self, move: RunMove) -> list[Order]:
-        """All agents go to an earlier lighthouse, which one of them has found (L21)."""
+    def moved(self, move: RunMove, at: float) -> list[Order]:
+        """All agents go to an earlier lighthouse, which one of them has found (L21).
+
+        Those that have not heard of it, and come back, go on in their world (L13).
+        """
+        if self.closed is not None:
+            return []
         streams = tuple(each.stream for each in self._nodes.agents.values())
+        self._nodes.await_all()
+        until = at + max(self._heartbeat_timeout_s, MIN_TAKEOVER_S)
+        self._awaited_until = self._adopts_until = self._begins_at = until
+        self._loss_at = math.inf  # but a world that is broken remains so
+        self._finished_by = ""
+        self._finished.clear()
+        self.empty_since, self._due_at, self._is_elsewhere = at, until, True
+        self._why = f"its agents have gone to lighthouse {move.address}"
         ends = map(EndStream, streams)
         return [SendNews(streams, move), *ends, ReportRunMoved(self.name, move.address)]
 
@@ -274,7 +288,8 @@ class LaunchedRun:
     def _take_over(self, hello: AgentHello, is_new: bool, at: float) -> list[Order]:
         """Go on with the world of a lighthouse before this one, and wait for its nodes (L13).
 
-        If nobody is left here, an agent that ``is_new`` is from a run that has begun anew there.
+        If nobody is left here, that lighthouse knows better: the run has moved there, and may come
+        back in the same world, or has begun anew there with an agent that ``is_new`` here.
         """
         world, state = hello.world, hello.state
         self._highest_round = max(self._highest_round, state.round)
@@ -282,11 +297,11 @@ class LaunchedRun:
             return []
         self._highest_round = max(self._highest_round, world.round)
         mine = 0 if self.world is None else self.world.round
-        if is_new and not self._nodes.members:
-            mine = 0
+        if not self._nodes.members and (is_new or self._is_elsewhere):
+            mine = 0 if is_new else mine - 1
         if world.round <= mine or (self._nodes.members and at >= self._adopts_until):
             return []
-        self.world = world
+        self.world, self._is_elsewhere = world, False
         self._adopts_until = at + self._heartbeat_timeout_s
         self._nodes.enter(world)
         self._awaited_until = at + max(self._heartbeat_timeout_s, MIN_TAKEOVER_S)
@@ -515,6 +530,7 @@ class LaunchedRun:
         self._highest_round += 1
         before = () if self.world is None else self.world.node_ids
         self.world = world = World(self._highest_round, nodes, port)
+        self._is_elsewhere = False
         self._nodes.enter(world)
         lost, self._lost = tuple(self._lost), []
         self._is_broken, self._paused_since, self._enough_since = False, None, None

@@ -128,7 +128,7 @@ class Rendezvous:
         name, node_id = known
         run = self._runs[name]
         if isinstance(message, RunMove):
-            return self._move(run, message, at)
+            return self._finish(run, run.moved(message, at))
         if isinstance(message, AgentLeave):
             return self._finish(run, run.left(node_id, message, at))
         return self._finish(run, run.told(node_id, message, at))
@@ -213,14 +213,6 @@ class Rendezvous:
                 f"with run {name!r} there would be {num_nodes} nodes in all runs, "
                 f"{MAX_NODES_OF_ALL_RUNS} are allowed"
             )
-
-    def _move(self, run: LaunchedRun, move: RunMove, at: float) -> Orders:
-        """It goes on elsewhere: agents that have not heard of it, and come back, begin it anew."""
-        if run.closed is not None:
-            return ()
-        del self._runs[run.name]
-        self._begins_at = at + self.config.settle_in_s
-        return self._reported(self._taken(run.moved(move)))
 
     def _is_history(self, run: LaunchedRun, node_id: str) -> bool:
         """Whether an agent that was never in this run begins it anew: it was closed, and all have

@@ -182,6 +182,13 @@ class RunNodes:
         for each in (self.members, self.missing, self.awaited, self.unreached):
             each.discard(node_id)
 
+    def await_all(self) -> None:
+        """All agents have gone to another lighthouse, and may come back."""
+        self.agents.clear()
+        self.outside.clear()
+        self.missing.clear()
+        self.awaited = set(self.members)
+
     def forget(self, node_id: str) -> None:
         """Its agent has no stream any more."""
         del self.agents[node_id]
