@@ -150,12 +150,12 @@ def a_world_of_the_workers_before_is_entered(plant: pytest.MonkeyPatch) -> None:
 
 
 def a_lighthouse_does_not_say_that_it_heard(plant: pytest.MonkeyPatch) -> None:
-    real = LaunchedRun._tell
+    real = run_nodes.Agent.tell
 
-    def tell(self: Any, about: Any, news: Any) -> Any:
-        return [] if isinstance(news, RunWaiting) else real(self, about, news)
+    def tell(self: Any, news: Any) -> Any:
+        return [] if isinstance(news, RunWaiting) else real(self, news)
 
-    plant.setattr(LaunchedRun, "_tell", tell)
+    plant.setattr(run_nodes.Agent, "tell", tell)
 
 
 def an_old_world_is_entered_again(plant: pytest.MonkeyPatch) -> None:

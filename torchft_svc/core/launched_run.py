@@ -32,7 +32,6 @@ from torchft_svc.core.world import (
     RunWaiting,
     WarmUp,
     World,
-    WorldNews,
     WorldPaused,
     WorldReached,
 )
@@ -126,7 +125,7 @@ class LaunchedRun:
         self._nodes.awaited.discard(node_id)
         orders += self._take_state(agent, hello.state, at)
         if node_id in self._nodes.outside:
-            orders += self._tell(agent, RunWaiting(_OUTSIDE))
+            orders += agent.tell(RunWaiting(_OUTSIDE))
         world = self.world
         if world is not None and node_id in self._nodes.members:
             if hello.state.round < world.round:
@@ -185,7 +184,7 @@ class LaunchedRun:
         """
         if self.closed is not None:
             return []
-        streams = tuple(each.stream for each in self._nodes.agents.values())
+        streams = self._nodes.streams
         self._nodes.await_all()
         until = at + max(self._heartbeat_timeout_s, MIN_TAKEOVER_S)
         self._awaited_until = self._adopts_until = self._begins_at = until
@@ -267,19 +266,13 @@ class LaunchedRun:
 
     def _check(self, hello: AgentHello, at: float) -> None:
         node, settings = hello.node, hello.settings
-        others = [each.node for key, each in self._nodes.agents.items() if key != node.node_id]
+        others = self._nodes.agents.keys() - {node.node_id}
         if not others and self.closed is None and settings != self.settings:
             self.settings, self._failures = settings, RunFailures(settings, self._max_agents)
         if self.closed is None and (excluded := self._failures.why_excluded(node, at)):
             raise RequestRefused(excluded)
-        if not others:
-            return
-        if settings != self.settings:
-            raise RequestRefused(
-                f"node {node.node_id!r} starts run {self.name!r} with {settings}, "
-                f"but {others[0].node_id!r} has started it with {self.settings}"
-            )
-        self._nodes.check_fits(node, self.name)
+        if others:
+            self._nodes.check_fits(hello, self.name, self.settings)
 
     def _check_round(self, told: int) -> None:
         if told > max(self._highest_round, MAX_TOLD_ROUND):
@@ -343,7 +336,7 @@ class LaunchedRun:
     def _step_outside(self, agent: Agent, at: float) -> list[Order]:
         """It hears of that before it hears of another world (L17)."""
         self._nodes.step_outside(agent, at)
-        return self._tell(agent, RunWaiting(_OUTSIDE))
+        return agent.tell(RunWaiting(_OUTSIDE))
 
     def _forget(self, node_id: str, at: float) -> None:
         self._nodes.forget(node_id)
@@ -436,7 +429,7 @@ class LaunchedRun:
         if waited_for <= self._finished:
             return self._close("all nodes have finished", False, at)
         waiting = RunWaiting(f"node {self._finished_by!r} has finished, no node can join any more")
-        return [order for each in self._nodes.outsiders() for order in self._tell(each, waiting)]
+        return [order for each in self._nodes.outsiders() for order in each.tell(waiting)]
 
     def _next_world(self, at: float) -> list[Order]:
         """Make it, if it is due; else `_why` says what it waits for."""
@@ -496,15 +489,8 @@ class LaunchedRun:
 
     def _pause(self, reason: str) -> list[Order]:
         self._why = reason
-        paused = WorldPaused(reason)
-        members = [self._nodes.agents[node_id] for node_id in sorted(self._nodes.members)]
-        untold = [agent for agent in members if agent.news != paused]
-        if not untold:
-            return []
-        for agent in untold:
-            agent.news = paused
-        streams = tuple(agent.stream for agent in untold)
-        return [SendNews(streams, paused), ReportRunPaused(self.name, reason)]
+        told = self._nodes.tell_members(WorldPaused(reason))
+        return [*told, ReportRunPaused(self.name, reason)] if told else []
 
     def _join_at(self, joiners: list[Agent]) -> float:
         """When they are taken in (L3)."""
@@ -551,27 +537,15 @@ class LaunchedRun:
         for agent in self._nodes.outsiders():
             status = agent.state.status
             if not agent.has_seat:
-                orders += self._tell(agent, RunWaiting(full))
+                orders += agent.tell(RunWaiting(full))
             elif status is AgentStatus.JOINING and agent.state.can_warm_up and self._nodes.members:
                 if not isinstance(agent.news, WarmUp):
-                    orders += self._tell(agent, WarmUp(self._expected(agent)))
+                    assert self.world is not None
+                    expected = self._nodes.expected(self.world, self._highest_round + 1, agent)
+                    orders += agent.tell(WarmUp(expected))
             elif status is not AgentStatus.WARMING:
-                orders += self._tell(agent, RunWaiting(self._why or "it joins soon"))
+                orders += agent.tell(RunWaiting(self._why or "it joins soon"))
         return orders
-
-    def _expected(self, agent: Agent) -> World:
-        others = [each for each in self._nodes.joiners() if each is not agent]
-        nodes = self._nodes.order(self.world, [*others, agent])
-        first = self._nodes.agents[nodes[0].node_id]
-        assert self.world is not None
-        port = first.state.store_port or self.world.master_port
-        return World(self._highest_round + 1, nodes, port)
-
-    def _tell(self, agent: Agent, news: WorldNews) -> list[Order]:
-        if agent.news == news:
-            return []
-        agent.news = news
-        return [SendNews((agent.stream,), news)]
 
     @property
     def _join_timeout_s(self) -> float:
@@ -609,7 +583,7 @@ class LaunchedRun:
 
     def _close(self, reason: str, failed: bool, at: float) -> list[Order]:
         self.closed = RunClosed(reason, failed)
-        streams = tuple(each.stream for each in self._nodes.agents.values())
+        streams = self._nodes.streams
         orders: list[Order] = [SendNews(streams, self.closed)] if streams else []
         self._nodes.missing.clear()
         self._nodes.awaited.clear()

@@ -15,8 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchft_svc.core.node_ranks import order_nodes
-from torchft_svc.core.rendezvous_orders import NodeStatus
-from torchft_svc.core.world import AgentState, AgentStatus, Node, World, WorldNews
+from torchft_svc.core.rendezvous_orders import NodeStatus, Order, SendNews
+from torchft_svc.core.world import (
+    AgentHello,
+    AgentState,
+    AgentStatus,
+    Node,
+    RunSettings,
+    World,
+    WorldNews,
+)
 from torchft_svc.errors import RequestRefused
 
 # A node that is gone and comes back is known, and so is the port of its store that a world used.
@@ -34,6 +42,13 @@ class Agent:
     has_seat: bool = False
     waits_since: float | None = None  # for a world; None: it is in one, or starts its workers
     news: WorldNews | None = None  # the last that was about its waiting
+
+    def tell(self, news: WorldNews) -> list[Order]:
+        """About its waiting, unless that is what it was told last."""
+        if self.news == news:
+            return []
+        self.news = news
+        return [SendNews((self.stream,), news)]
 
     @property
     def is_working(self) -> bool:
@@ -73,6 +88,18 @@ class RunNodes:
         self._reached: dict[str, _Reached] = {}
         self._used_ports: dict[str, int] = {}
         self._known: dict[str, None] = {}  # all that were here
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        return tuple(agent.stream for agent in self.agents.values())
+
+    def tell_members(self, news: WorldNews) -> list[Order]:
+        """Tell it those members that were told something else last."""
+        members = [self.agents[node_id] for node_id in sorted(self.members)]
+        untold = [agent for agent in members if agent.news != news]
+        for agent in untold:
+            agent.news = news
+        return [SendNews(tuple(agent.stream for agent in untold), news)] if untold else []
 
     def outsiders(self) -> list[Agent]:
         """In the order of their arrival."""
@@ -148,11 +175,17 @@ class RunNodes:
         """Those members of the present world that are missing."""
         return [node for node in (world.nodes if world else ()) if node.node_id in self.missing]
 
-    def check_fits(self, node: Node, run: str) -> None:
-        """Refuse a node that the others cannot work with, beside others."""
+    def check_fits(self, hello: AgentHello, run: str, settings: RunSettings) -> None:
+        """Refuse a node that the others, which have these ``settings``, cannot work with."""
+        node = hello.node
         others = [each.node for key, each in self.agents.items() if key != node.node_id]
         if len(others) >= self._max_agents:
             raise RequestRefused(f"run {run!r} has {len(others)} nodes, no more are allowed")
+        if hello.settings != settings:
+            raise RequestRefused(
+                f"node {node.node_id!r} starts run {run!r} with {hello.settings}, "
+                f"but {others[0].node_id!r} has started it with {settings}"
+            )
         if others[0].is_loopback != node.is_loopback:  # as all others are
             raise RequestRefused(
                 f"nodes {others[0].node_id!r} and {node.node_id!r} of run {run!r} cannot "
@@ -235,6 +268,13 @@ class RunNodes:
         survivors = [self.agents[key].node for key in self.members if key in self.agents]
         joining = [each.node for each in joiners]
         return order_nodes(survivors, joining, last_ranks, self._seniors())
+
+    def expected(self, world: World, round_: int, joiner: Agent) -> World:
+        """The one after ``world`` as it may be, with ``joiner``."""
+        others = [each for each in self.joiners() if each is not joiner]
+        nodes = self.order(world, [*others, joiner])
+        first = self.agents[nodes[0].node_id]
+        return World(round_, nodes, first.state.store_port or world.master_port)
 
     def _seniors(self) -> set[str]:
         """Those that have the run's state, if anybody has it: rank 0 is one of them (rule L6)."""
