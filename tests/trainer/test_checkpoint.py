@@ -187,6 +187,28 @@ def test_a_checkpoint_that_could_not_be_read_is_not_tried_again(tmp_path: Path) 
     assert store.newest_good() == older
 
 
+def test_checkpoints_of_another_run_can_be_left_out(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    older, newer = (store.write(trained_state(step)) for step in (1, 2))
+    assert store.newest_good({newer.path}) == older
+    assert store.newest_good({older.path, newer.path}) is None
+
+
+def test_paths_hold_for_processes_with_another_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = CheckpointStore("mine")
+    written, saved = store.write(trained_state(1)), save_checkpoint("best", trained_state(2))
+    assert store.directory == str(tmp_path / "mine")
+    assert Path(written.path).parent == tmp_path / "mine"
+    assert (
+        find_checkpoint("best")
+        == saved
+        == Checkpoint(path=str(tmp_path / "best"), position=saved.position)
+    )
+
+
 def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2)
     _, second = (store.write(trained_state(step)) for step in (1, 2))
@@ -264,7 +286,7 @@ def test_a_checkpoint_is_saved_under_a_name_and_replaced(directory: str) -> None
     path = f"{directory}/best"
     for step in (1, 2):
         saved = save_checkpoint(path, trained_state(step))
-        assert saved == Checkpoint(path=path, position=trained_state(step).position)
+        assert saved.position == trained_state(step).position
         assert find_checkpoint(path) == saved
         assert same(load_checkpoint(path), trained_state(step))
     files, root = fsspec.core.url_to_fs(directory)

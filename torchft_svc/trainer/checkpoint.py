@@ -18,7 +18,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,10 @@ class CheckpointStore:
     def __init__(self, directory: str | os.PathLike[str], keep_last: int = 3) -> None:
         if keep_last < 1:
             raise ConfigError("keep_last", keep_last, "keep at least one checkpoint")
-        self.directory = os.fspath(directory)
         self._keep_last = keep_last
-        self._place = _Place.of(self.directory, "checkpoint_dir")
+        self._place = _Place.of(os.fspath(directory), "checkpoint_dir")
+        # Also for processes that have another working directory.
+        self.directory = f"{self._place.prefix}{self._place.root}"
         self._rejected: set[str] = set()
 
     def check_writable(self) -> None:
@@ -121,14 +122,15 @@ class CheckpointStore:
                 found.append(Checkpoint(path=self._place.shown(name), position=position))
         return found
 
-    def newest_good(self) -> Checkpoint | None:
+    def newest_good(self, without: Collection[str] = ()) -> Checkpoint | None:
         """The newest one whose files are all as they were written; None: there is none.
 
-        A damaged one is skipped with a warning, and never looked at again.
+        A damaged one is skipped with a warning, and never looked at again. Those at the paths
+        ``without`` are left out.
         """
         for _, name in sorted(self._names(), reverse=True):
             path = self._place.shown(name)
-            if path in self._rejected:
+            if path in self._rejected or path in without:
                 continue
             try:
                 position = self._place.verify(name)
@@ -177,7 +179,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: TrainingState) -> Check
     if place.exists(name) and not place.is_checkpoint(name):
         raise ConfigError("path", os.fspath(path), "there is something else than a checkpoint")
     place.write(name, state, replace=True)
-    return Checkpoint(path=os.fspath(path), position=state.position)
+    return Checkpoint(path=place.shown(name), position=state.position)
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> TrainingState:
@@ -200,7 +202,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     place, name = _parent(path)
     if place.is_checkpoint(name):
-        return Checkpoint(path=os.fspath(path), position=place.verify(name))
+        return Checkpoint(path=place.shown(name), position=place.verify(name))
     found = CheckpointStore(path).newest_good() if place.exists(name) else None
     if found is None:
         raise CheckpointError(os.fspath(path), "there is no checkpoint")

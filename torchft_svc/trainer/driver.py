@@ -121,7 +121,7 @@ class TrainerDriver:
         self.history = RunHistory(now, parts.rules.num_workers)
         self.store: CheckpointStore | None = None  # of this run's checkpoints
         self.position = Position()
-        self._written: dict[str, Position] = {}
+        self._foreign: set[str] = set()  # checkpoints in the store that are not this run's
         self._lighthouse: LighthouseServer | None = None
         self._task: TrainerTask | None = None
         self._num_tasks = 0
@@ -210,8 +210,26 @@ class TrainerDriver:
         """Workers begin with ``state``; those that run are ended."""
         self._follow(self._machine.replace_state(state, time.monotonic()))
         self.position = position
-        self._written = {state.checkpoint: position} if state.checkpoint else {}
         self._await_ends(_END_S)
+        self._leave_checkpoints()
+
+    def use_store(self, store: CheckpointStore) -> None:
+        """Checkpoints are written there from now on."""
+        if store is not self.store:
+            self.store = store
+            self._leave_checkpoints()
+            if self._foreign:
+                log.warning(
+                    "%s has checkpoints of another run, which are deleted as this one writes its"
+                    " own (resume='auto' goes on from them)",
+                    store.directory,
+                )
+
+    def _leave_checkpoints(self) -> None:
+        """What lies in the store does not belong to this run, but for what it begins with."""
+        if self.store is not None:
+            listed = {each.path for each in self.store.checkpoints()}
+            self._foreign = listed - {self._machine.held.checkpoint}
 
     def dismiss(self) -> None:
         """End all workers in good order."""
@@ -275,7 +293,6 @@ class TrainerDriver:
         return self._machine.reported(worker, answer.position.step, now)
 
     def _take_checkpoint(self, _: int, answer: CheckpointWritten, now: float) -> RetryOrders:
-        self._written[answer.path] = answer.position
         self.history.checkpointed(now, answer.position)
         return ()
 
@@ -337,11 +354,7 @@ class TrainerDriver:
         return self._machine.checkpoint_found(state, time.monotonic())
 
     def _newest_checkpoint(self) -> Checkpoint | None:
-        """Of this run: what else lies there is not its own."""
-        if self.store is None or not self._written:
-            return None
-        found = self.store.newest_good()
-        return found if found is not None and found.path in self._written else None
+        return None if self.store is None else self.store.newest_good(self._foreign)
 
     def _start(self, order: orders.StartWorker) -> None:
         self._living.add(order.worker)

@@ -387,7 +387,7 @@ class Trainer:
         """Where checkpoints are written; empty: nowhere."""
         if checkpoint == AUTO:
             store = self._open_store()
-            self._driver.store = store
+            self._driver.use_store(store)
             self._resume()
             return store.directory
         self._resume()
