@@ -366,6 +366,13 @@ class LosingModel(nn.Sequential):
         return super().forward(inputs)
 
 
+def make_wide_model(config: Any) -> nn.Module:
+    """With so many weights that the order in which three workers sum them shows in the bits."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 257), nn.ReLU(), nn.Linear(257, 255), nn.Tanh(), nn.Linear(255, 1)
+    )
+
+
 def loss_of(model: nn.Module, batch: Any, info: Any) -> Tensor:
     inputs, targets, _ = batch
     return nn.functional.mse_loss(model(inputs), targets)

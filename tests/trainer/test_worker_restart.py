@@ -15,12 +15,20 @@ from support.trainer_workers import (
     Workers,
     digest,
     job,
+    make_wide_model,
     noted,
     train_function,
     workers,
 )
 
-from torchft_svc.trainer.messages import Abandon, CheckpointWritten, Failed, Position, StateOffered
+from torchft_svc.trainer.messages import (
+    Abandon,
+    CheckpointWritten,
+    Failed,
+    Position,
+    StateHandle,
+    StateOffered,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -96,6 +104,21 @@ def test_a_run_that_was_resumed_equals_one_that_was_not(team: Workers, kind: str
     team.finish(resumed)
     assert digest(team.state(resumed[0])) == wanted
     team.end(resumed)
+
+
+def test_a_resumed_run_of_three_workers_sums_in_the_same_order(team: Workers) -> None:
+    made = job(model_creator=make_wide_model)
+
+    def run(state: StateHandle | None, until: int) -> list[StateHandle]:
+        three = team.start(made, 3)
+        team.form(three, state=state)
+        team.train(three, step=until)
+        team.finish(three)
+        return team.abandon(three)
+
+    undisturbed = run(None, 6)[0]
+    resumed = run(run(None, 4)[1], 6)[0]
+    assert digest(team.read(resumed)) == digest(team.read(undisturbed))
 
 
 def test_each_sample_is_used_once_while_the_number_of_workers_changes(team: Workers) -> None:
@@ -202,17 +225,19 @@ def test_checkpoints_are_written_by_one_worker_and_can_be_resumed_from(team: Wor
     made = job(checkpoint_every_steps=4, keep_last=9)
     both = team.start(made, 2)
     team.form(both)
+    team.train(both, step=4, checkpoint_dir=folder)
+    team.finish(both)
+    assert team.wait_for(both[0], CheckpointWritten).position == Position()  # before the pass
     team.train(both, checkpoint_dir=folder)
     team.finish(both)
+    written = team.wait_for(both[0], CheckpointWritten)
+    assert written.position == Position(step=4, num_samples=32)
     wanted = digest(team.state(both[0]))
     team.end(both)
-    written = [each for each in team.heard[both[0]] if isinstance(each, CheckpointWritten)]
-    assert written[0].position == Position()  # before the pass
-    assert len(written) >= 2
     assert not any(isinstance(each, CheckpointWritten) for each in team.heard[both[1]])
     again = team.start(made, 2)
-    joined = team.form(again, checkpoint=written[1].path)
-    assert joined[0].position == written[1].position
+    joined = team.form(again, checkpoint=written.path)
+    assert joined[0].position == written.position
     team.train(again)
     team.finish(again)
     assert digest(team.state(again[0])) == wanted

@@ -29,6 +29,9 @@ from torchft_svc.trainer.messages import JoinWorld, Position, StoreOpened
 
 log = logging.getLogger(__name__)
 
+# The sum of so many numbers has the same bits in any order.
+_COMMUTES = 2
+
 
 class TrainingWorld(Protocol):
     """The workers that train together, seen by one of them; `abandon` is for other threads."""
@@ -110,7 +113,10 @@ class TorchWorld:
         arguments: Mapping[str, Any] = self._job.ddp_args
         if self._device.type == "cuda":
             arguments = {"device_ids": [self._device.index], **arguments}
-        return TorchDataParallel(model, **arguments)
+        wrapped = TorchDataParallel(model, **arguments)
+        if self._turn.size > _COMMUTES:
+            _settle_buckets(wrapped)
+        return wrapped
 
     @property
     def turn(self) -> Turn:
@@ -130,3 +136,22 @@ class TorchWorld:
     def leave(self) -> None:
         world_group.leave()
         self._store = None
+
+
+def _settle_buckets(wrapped: TorchDataParallel) -> None:
+    """Let the layout of the buckets be the same in the first step as in all others.
+
+    torch arranges them anew after the first backward pass, in the order in which gradients came.
+    Where a gradient lies decides in which order its parts are summed, so the first step after a
+    restart would have other bits than the same step without one. A pass of zeros, in the reverse
+    order of the parameters, goes before it.
+    """
+    if wrapped.find_unused_parameters or wrapped.static_graph:
+        return  # the first is never arranged anew, the other one needs a real pass
+    parameters = [each for each in wrapped.module.parameters() if each.requires_grad]
+    nothing = [parameter.flatten()[:1].sum() * 0.0 for parameter in parameters]
+    wrapped.reducer.prepare_for_forward()
+    wrapped.reducer.prepare_for_backward([])
+    torch.autograd.backward(nothing)
+    for parameter in parameters:
+        parameter.grad = None
