@@ -201,7 +201,10 @@ def test_too_few_nodes_raise_a_rendezvous_error(policy: RestartPolicy, tmp_path:
         ({"min_nodes": 2}, "nnodes='2:1' cannot work"),
         ({"soft_ready_timeout": -1.0}, "soft_ready_timeout=-1.0 cannot work"),
         ({"exit_barrier_timeout": float("nan")}, "exit_barrier_timeout=nan cannot work"),
-        ({"failure_window": -1.0}, "failure_window=-1.0 cannot work"),
+        ({"failure_window": 0.0}, "failure_window=0.0 cannot work: use more than 0"),
+        ({"max_node_failures": -1}, "max_node_failures=-1 cannot work"),
+        ({"max_run_failures": 1, "rdzv_backend": "c10d"}, "only a lighthouse counts the failures"),
+        ({"exit_barrier": "some"}, "exit_barrier='some' cannot work: use alive or all"),
         ({"max_soft_failures": -1}, "max_soft_failures=-1 cannot work"),
     ],
 )
