@@ -172,6 +172,17 @@ def test_all_workers_are_killed_and_the_trainer_holds_a_state(processes: Sharing
         assert not torch.equal(before["weight"], weights(trainer)["weight"])
 
 
+def test_all_workers_are_killed_and_a_state_came_with_a_report(
+    running: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = running((STEPS + 3, 0, "kill"), (STEPS + 3, 1, "kill"), epochs=2)
+    found = trainer.train(max_retries=1)
+    assert found["result"] == 2 * STEPS
+    (incident,) = found["incidents"]
+    assert (incident.source, incident.step - incident.lost_steps) == ("trainer", STEPS)
+    assert f"2 workers go on from the state that the trainer holds, step {STEPS}" in caplog.text
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_an_error_of_the_program_is_raised_with_its_traceback(running: Any, mode: str) -> None:
     trainer = running((3, 1, "a bad sample"), fault_tolerance=mode)
@@ -223,6 +234,17 @@ def test_a_worker_that_is_lost_between_two_calls(processes: Sharing) -> None:
         assert (found["epoch"], found["step"], found["retries"]) == (2, 2 * STEPS, 1)
         assert found["incidents"][0].source == "peer"
         assert found["num_samples"] == NUM_SAMPLES
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_data_are_validated_also_when_a_worker_is_lost(processes: Sharing, mode: str) -> None:
+    with creators(processes, fault_tolerance=mode) as trainer:
+        trainer.train(max_retries=0)
+        whole = trainer.validate(max_retries=0)
+        os.kill(processes.pids[max(processes.pids)], signal.SIGKILL)
+        again = trainer.validate(max_retries=1)
+        assert again["num_samples"] == NUM_SAMPLES
+        assert again["val_loss"] == pytest.approx(whole["val_loss"])
 
 
 def test_the_user_interrupts(running: Any, undisturbed: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,10 +13,14 @@ from torchft_svc.trainer.backend import Link
 from torchft_svc.trainer.data import batch_source
 from torchft_svc.trainer.held_state import HeldState
 from torchft_svc.trainer.job import WorkerJob
-from torchft_svc.trainer.messages import Position, Reported, Train, Validate
+from torchft_svc.trainer.messages import Position, Reported, StateHandle, Train, Validate
 from torchft_svc.trainer.seeds import CREATION, seed_everything
+from torchft_svc.trainer.state import encode_state
 from torchft_svc.trainer.steps import Steps, move, part_of
 from torchft_svc.trainer.world import TrainingWorld
+
+# Of the time of training, at most this part goes to states that are given with reports.
+_GIVING_PART = 0.05
 
 
 class TrainContext:
@@ -45,6 +50,8 @@ class TrainContext:
         self._info: Mapping[str, Any] = {}
         self._in_step = False
         self._pass_is_over = False
+        self._gives_states = False
+        self._give_at = 0.0
 
     @property
     def rank(self) -> int:
@@ -146,14 +153,30 @@ class TrainContext:
         if not self._in_step:
             self._end_pass()
         plain = {name: _plain(value) for name, value in metrics.items()}
-        self._link.send(Reported(position=self.position, metrics=plain))
+        state = self._given_state()
+        self._link.send(Reported(position=self.position, metrics=plain, state=state))
+
+    def _given_state(self) -> StateHandle | None:
+        """For a trainer that has no checkpoints, if that takes little time."""
+        began_at = time.monotonic()
+        if not self._gives_states or self.rank != 0 or began_at < self._give_at:
+            return None
+        with self._held.holding():
+            state = self._held.whole(by_main=False)
+            if state is None:
+                return None
+            handle = self._link.offer_state(state.position, encode_state(state))
+        took_s = time.monotonic() - began_at
+        self._give_at = began_at + took_s / _GIVING_PART
+        return handle
 
     def _end_pass(self) -> None:
         self._held.complete(closes_pass=self._pass_is_over)
         self._pass_is_over = False
 
-    def _run(self, function: Callable[[TrainContext], Any], info: Mapping[str, Any]) -> Any:
-        self._info = info
+    def _run(self, function: Callable[[TrainContext], Any], command: Train) -> Any:
+        self._info = command.info
+        self._gives_states = not command.checkpoint_dir
         seed_everything(self._job.seed, CREATION)
         result = function(self)
         self._end_pass()
@@ -175,7 +198,7 @@ class FunctionProgram:
         """What the function returns."""
         assert self._context is not None
         assert self._job.train_fn is not None
-        return self._context._run(self._job.train_fn, command.info)
+        return self._context._run(self._job.train_fn, command)
 
     def validate(self, command: Validate) -> dict[str, Any]:
         """Not known to the trainer."""

@@ -288,6 +288,8 @@ class TrainerDriver:
 
     def _take_reported(self, worker: int, answer: Reported, now: float) -> RetryOrders:
         self._moved(worker, answer.position, now)
+        if answer.state is not None:
+            self.hold(answer.state.position, answer.state)
         if self._is_leader(worker):
             self._observer.reported(answer.position, answer.metrics)
         return self._machine.reported(worker, answer.position.step, now)
@@ -405,7 +407,7 @@ class TrainerDriver:
             self.history.explain(order.reason)
         told = {
             Remedy.GROW: "all workers are started anew, with more of them",
-            Remedy.RESTART: "all workers are started anew",
+            Remedy.RESTART: "all workers are ended",
             Remedy.REPLACE: "it is replaced",
         }[order.remedy]
         log.warning("%s: %s", order.reason, told)
@@ -417,12 +419,10 @@ class TrainerDriver:
             self._task.restarted()
         self.history.resumed(now, self.position, order.num_workers, _SOURCES[state.source])
         if not order.is_first:
-            log.warning(
-                "%d workers go on from %s, step %d",
-                order.num_workers,
-                state.source.value,
-                order.step,
-            )
+            lost = self.history.incidents[-1].lost_steps
+            told = f"{order.num_workers} workers go on from {state.source.value}, step {order.step}"
+            log.warning("%s; %d steps are done again", told, lost)
+            self._observer.told(told)
         self._observer.moved(self.position, order.num_workers)
 
     def _report_no_resources(self, order: orders.ReportNoResources) -> None:

@@ -64,7 +64,8 @@ class Train:
 
     Args:
         command: number of this command, in its answer.
-        checkpoint_dir: where checkpoints are written; empty: none are.
+        checkpoint_dir: where checkpoints are written; empty: none are, and the trainer keeps the
+            states that come with reports.
         until: pass and step at which to stop; a worker that joins late stops there, too.
     """
 
@@ -149,10 +150,11 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reported:
-    """``metrics`` that the program reported, at ``position``."""
+    """``metrics`` that the program reported, at ``position``; maybe with the state there."""
 
     position: Position
     metrics: Mapping[str, Any]
+    state: StateHandle | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
