@@ -24,7 +24,10 @@ from torch.distributed.elastic.events import record
 from torch.distributed.elastic.events.api import EventSource
 from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing import LogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousGracefulExitError,
+    RendezvousParameters,
+)
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchft_svc.core.agent import AgentConfig, AgentMachine
@@ -34,7 +37,7 @@ from torchft_svc.elastic.driver import AgentDriver, Meeting, News
 from torchft_svc.elastic.local_group import LocalGroup
 from torchft_svc.elastic.policy import RestartPolicyStrategy, SoftRestartPolicyStrategy
 from torchft_svc.elastic.rendezvous.config import RendezvousConfig, rendezvous_config
-from torchft_svc.elastic.rendezvous.handler import LighthouseRendezvous
+from torchft_svc.elastic.rendezvous.handler import LighthouseRendezvous, NodeDrained
 from torchft_svc.elastic.rendezvous.link import RendezvousLink
 from torchft_svc.elastic.rendezvous.own_lighthouse import own_lighthouse
 from torchft_svc.elastic.rendezvous.polled import PolledMeeting
@@ -89,7 +92,10 @@ class ElasticAgent(LocalElasticAgent):
 
     def run_hard(self) -> RunResult:
         """torch's loop, in which every change restarts all workers."""
-        return super()._invoke_run(self._worker_group.spec.role)
+        try:
+            return super()._invoke_run(self._worker_group.spec.role)
+        except NodeDrained as error:
+            raise RendezvousGracefulExitError(str(error)) from None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """As torch's; workers that fail because their world has broken use up no restart."""

@@ -19,7 +19,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
-    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -71,6 +70,10 @@ def rendezvous_at_lighthouse(params: RendezvousParameters) -> LighthouseRendezvo
         options=params.config,
     )
     return LighthouseRendezvous(config)
+
+
+class NodeDrained(RendezvousClosedError):
+    """An operator wants this node to end; torchrun shows it as an error."""
 
 
 class LighthouseRendezvous(RendezvousHandler):
@@ -125,7 +128,7 @@ class LighthouseRendezvous(RendezvousHandler):
 
         Raises:
             RendezvousClosedError: the run is over.
-            RendezvousGracefulExitError: an operator wants this node to end.
+            NodeDrained: an operator wants this node to end.
             RendezvousTimeoutError: there were too few nodes, or no free place, for too long.
             RendezvousConnectionError: there is no lighthouse, or it does not trust this node.
             RendezvousStateError: it refuses this node.
@@ -233,7 +236,7 @@ class LighthouseRendezvous(RendezvousHandler):
         told, timeout_s = self._told, self._config.settings.join_timeout_s
         if told.closed is not None:
             if told.closed.drained:
-                raise RendezvousGracefulExitError(told.closed.reason)
+                raise NodeDrained(told.closed.reason)
             reason = f"run {self.get_run_id()!r} is over: {told.closed.reason}"
             # What has ended because of the timeout, the lighthouse closes for all who waited.
             is_late = told.closed.failed and waited_s >= timeout_s
