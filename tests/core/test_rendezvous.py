@@ -314,6 +314,23 @@ def test_l13_a_run_that_has_begun_anew_elsewhere_is_taken_over_where_nobody_is_l
     assert launch.agents["b"].names == ["start 1"]
 
 
+@pytest.mark.parametrize("policy", [RestartPolicy.SOFT, RestartPolicy.HARD])
+def test_l13_a_world_that_was_paused_is_replaced_though_all_come_back(
+    policy: RestartPolicy,
+) -> None:
+    launch = started("3:3", "abc", policy=policy)
+    launch.agents["c"].is_silent = True
+    launch.passes(5.5)
+    assert launch.agents["a"].names[-1] in ("PAUSED 1 SCALE_DOWN", "stop")
+    launch.restart_lighthouse()
+    launch.agents["c"].is_silent = False
+    for name in "abc":
+        launch.connect(name)
+    launch.passes(1.0)
+    assert len(launch.worlds) == 2
+    assert {agent.round for agent in launch.agents.values()} == {2}
+
+
 def test_the_end_of_a_term_ends_all_streams() -> None:
     launch = started("1:2", "ab")
     error = NotLeader("elsewhere")

@@ -157,6 +157,7 @@ class AgentMachine:
             num_failures=self._num_failures,
             trained_since=self._trained[0],
             trained_until=self._trained[1],
+            paused=self._waits_in_world(),
         )
 
     @property
@@ -411,6 +412,11 @@ class AgentMachine:
 
     def _is_in_world(self) -> bool:
         return self._status is AgentStatus.WORKING
+
+    def _waits_in_world(self) -> bool:
+        """For another one: the lighthouse has said that this one is broken."""
+        is_waiting = self._step is not None and self._end is None
+        return is_waiting and self._is_in_world() and not self._has_next()
 
     def _begin_event(self, event: RunEvent, now: float) -> None:
         reactions = self.config.reactions or REACTIONS[self.config.policy]

@@ -318,10 +318,7 @@ class LaunchedRun:
         world = self.world
         if world is not None and node_id in self._nodes.members:
             if agent.is_working or state.round < world.round:
-                if self._nodes.take_state_of_member(agent):
-                    streams = self._nodes.streams_of_members()
-                    return [SendNews(streams, WorldReached(world.round))]
-                return []
+                return self._take_state_of_member(agent, world, at)
             self._lose(node_id, at)  # and keeps its seat
             left = ReportNode(self.name, node_id, f"its workers are {state.status.value}")
             return [left, *self._step_outside(agent, at)]
@@ -332,6 +329,15 @@ class LaunchedRun:
         if state.status is AgentStatus.WARMING:
             agent.waits_since = None
         return []
+
+    def _take_state_of_member(self, agent: Agent, world: World, at: float) -> list[Order]:
+        state = agent.state
+        if state.paused and state.round == world.round and not self._is_broken:
+            self._is_broken = True  # at a lighthouse before this one
+            self._plan_loss(at)
+        if not self._nodes.take_state_of_member(agent):
+            return []
+        return [SendNews(self._nodes.streams_of_members(), WorldReached(world.round))]
 
     def _step_outside(self, agent: Agent, at: float) -> list[Order]:
         """It hears of that before it hears of another world (L17)."""

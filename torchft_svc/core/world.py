@@ -197,7 +197,8 @@ class AgentState:
     that no world uses (0: none yet). ``can_warm_up``: its workers may be started before they have a
     world. ``num_failures``: how often its workers have failed. ``trained_since``,
     ``trained_until``: rounds of the first and the last world that all its nodes have reached, with
-    the workers that this node has now (0: none).
+    the workers that this node has now (0: none). ``paused``: of `WORKING`, that its workers wait
+    for another world, because the lighthouse has said that theirs is broken.
     """
 
     status: AgentStatus
@@ -209,6 +210,7 @@ class AgentState:
     num_failures: int = 0
     trained_since: int = 0
     trained_until: int = 0
+    paused: bool = False
 
     def check(self) -> None:
         """Raise `RequestRefused` if a field from the network is out of bounds."""

@@ -325,7 +325,7 @@ class RunSettings(_message.Message):
     def __init__(self, min_nodes: _Optional[int] = ..., max_nodes: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., join_window_ms: _Optional[int] = ..., max_run_failures: _Optional[int] = ..., max_node_failures: _Optional[int] = ..., failure_window_ms: _Optional[int] = ..., waits_for_lost: bool = ...) -> None: ...
 
 class AgentState(_message.Message):
-    __slots__ = ("status", "round", "reached", "store_port", "can_warm_up", "num_restarts", "num_failures", "trained_since", "trained_until")
+    __slots__ = ("status", "round", "reached", "store_port", "can_warm_up", "num_restarts", "num_failures", "trained_since", "trained_until", "paused")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
@@ -335,6 +335,7 @@ class AgentState(_message.Message):
     NUM_FAILURES_FIELD_NUMBER: _ClassVar[int]
     TRAINED_SINCE_FIELD_NUMBER: _ClassVar[int]
     TRAINED_UNTIL_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     status: AgentStatus
     round: int
     reached: bool
@@ -344,7 +345,8 @@ class AgentState(_message.Message):
     num_failures: int
     trained_since: int
     trained_until: int
-    def __init__(self, status: _Optional[_Union[AgentStatus, str]] = ..., round: _Optional[int] = ..., reached: bool = ..., store_port: _Optional[int] = ..., can_warm_up: bool = ..., num_restarts: _Optional[int] = ..., num_failures: _Optional[int] = ..., trained_since: _Optional[int] = ..., trained_until: _Optional[int] = ...) -> None: ...
+    paused: bool
+    def __init__(self, status: _Optional[_Union[AgentStatus, str]] = ..., round: _Optional[int] = ..., reached: bool = ..., store_port: _Optional[int] = ..., can_warm_up: bool = ..., num_restarts: _Optional[int] = ..., num_failures: _Optional[int] = ..., trained_since: _Optional[int] = ..., trained_until: _Optional[int] = ..., paused: bool = ...) -> None: ...
 
 class AgentLeave(_message.Message):
     __slots__ = ("reason", "failed", "closes")

@@ -171,6 +171,7 @@ def _state_to_wire(state: AgentState) -> pb.AgentState:
         num_failures=state.num_failures,
         trained_since=state.trained_since,
         trained_until=state.trained_until,
+        paused=state.paused,
     )
 
 
@@ -185,6 +186,7 @@ def _state_from_wire(message: pb.AgentState) -> AgentState:
         num_failures=message.num_failures,
         trained_since=message.trained_since,
         trained_until=message.trained_until,
+        paused=message.paused,
     )
     state.check()
     return state

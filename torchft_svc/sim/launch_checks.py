@@ -206,7 +206,12 @@ class LaunchChecks:
 
     def _check_losses(self, report: ReportWorld) -> None:
         grace_s = self._scenario.heartbeat_timeout_s + MAX_KEEPALIVE_S + SLACK_S
-        must(bool(report.lost), "L2", f"{_shown(report.world)} follows a loss of nobody")
+        is_paused = self._lighthouse_troubled_at + grace_s >= self._universe.now  # for one before
+        must(
+            bool(report.lost) or is_paused,
+            "L2",
+            f"{_shown(report.world)} follows a loss of nobody",
+        )
         for node_id in report.lost:
             node = self.nodes[node_id]
             was_troubled = node.troubled_until + grace_s >= self._universe.now
