@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import re
 import sys
 import time
@@ -50,6 +52,8 @@ _log = logging.getLogger(__name__)
 PLACEMENT_TIMEOUT_S = 10.0
 # What Ray has been asked to kill is told as lost after this, even if Ray does not say so.
 KILL_TIMEOUT_S = 5.0
+# Ray asks an actor to end, and kills its process after 5 s: so long a frozen one keeps its place.
+FROZEN_AFTER_S = 0.3
 _LOOK_S = 1.0
 # One caller's commands and polls are carried out in order, beside the worker's program.
 _GROUPS = {"commands": 1, "answers": 1, "states": 1}
@@ -108,7 +112,9 @@ class RayBackend:
         self._killer = ray.remote(num_cpus=0, max_retries=0, num_returns=0)(RayProcess.kill)
         self._actor_class = ray.remote(concurrency_groups=_GROUPS)(RayWorkerActor)
         self._to_start: list[tuple[int, bytes, dict[str, float]]] = []
+        self._requested: tuple[int, dict[str, float]] | None = None
         self._workers: dict[int, _RayWorker] = {}
+        self._dying: list[tuple[RayProcess, float]] = []  # and until when by themselves
         self._events: list[Heard | Lost] = []
         self._states: dict[int, Any] = {}
         self._state_ids = itertools.count()
@@ -120,8 +126,8 @@ class RayBackend:
         return self._slots.num_free(_needed(resources_per_worker))
 
     def request(self, num_workers: int, resources_per_worker: Mapping[str, float]) -> None:
-        self._start_all()
-        self._slots.ask_for(num_workers, _needed(resources_per_worker))
+        """Takes effect with the next `wait`: those that are started before come first."""
+        self._requested = (num_workers, _needed(resources_per_worker))
 
     def start(self, worker: int, job: bytes, resources: Mapping[str, float]) -> None:
         """Those that are started between two calls of `wait` are placed together."""
@@ -141,12 +147,15 @@ class RayBackend:
         deadline = time.monotonic() + timeout_s
         while True:
             self._start_all()
+            if self._requested is not None:
+                self._slots.ask_for(*self._requested)
+                self._requested = None
             self._look_at_deadlines()
             remaining = deadline - time.monotonic()
             if self._events or remaining <= 0.0:
                 self._collect(0.0)
                 break
-            self._collect(min(remaining, _LOOK_S))
+            self._collect(min(remaining, FROZEN_AFTER_S if self._dying else _LOOK_S))
         events, self._events = self._events, []
         return events
 
@@ -155,8 +164,8 @@ class RayBackend:
         running = self._workers.get(worker)
         if running is not None and running.killed_at is None:
             running.killed_at = time.monotonic()
-            self._kill_process(running)
             ray.kill(running.actor)
+            self._note_killed(running)
 
     def read_state(self, state: StateHandle) -> bytes:
         if state.where not in self._states:
@@ -181,6 +190,7 @@ class RayBackend:
         deadline = time.monotonic() + KILL_TIMEOUT_S
         while self._workers and time.monotonic() < deadline:
             self._collect(_LOOK_S)
+        self._end_frozen(math.inf)
         self._workers.clear()
         self._events.clear()
         self._states.clear()
@@ -294,22 +304,25 @@ class RayBackend:
         reason = "it was killed" if running.killed_at is not None else reason
         self._events.append(Lost(worker=running.worker, reason=reason))
 
-    def _kill_process(self, running: _RayWorker) -> None:
-        """Ray asks an actor to end, and gives it 5 s: a frozen one keeps its resources as long."""
-        if not ray.wait([running.process], timeout=0, fetch_local=False)[0]:
-            return  # it has not even begun
-        try:
-            process: RayProcess = ray.get(running.process)
-        except RayError:
-            return  # it never will
-        if process.node == self._node:
-            process.kill()
-            return
-        there = NodeAffinitySchedulingStrategy(process.node, soft=False)
-        self._killer.options(scheduling_strategy=there).remote(process)
+    def _note_killed(self, running: _RayWorker) -> None:
+        if ray.wait([running.process], timeout=0, fetch_local=False)[0]:
+            with contextlib.suppress(RayError):  # it never came so far
+                self._dying.append((ray.get(running.process), time.monotonic() + FROZEN_AFTER_S))
+
+    def _end_frozen(self, at: float) -> None:
+        """Kill for good what has been asked to end, and cannot even do that."""
+        due = [process for process, until in self._dying if until <= at]
+        self._dying = [(process, until) for process, until in self._dying if until > at]
+        for process in due:
+            if process.node == self._node:
+                process.kill()
+            else:
+                there = NodeAffinitySchedulingStrategy(process.node, soft=False)
+                self._killer.options(scheduling_strategy=there).remote(process)
 
     def _look_at_deadlines(self) -> None:
         now = time.monotonic()
+        self._end_frozen(now)
         for running in list(self._workers.values()):
             if running.killed_at is not None and now > running.killed_at + KILL_TIMEOUT_S:
                 self._lose(running, "it was killed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -35,6 +35,9 @@ class Slot:
     worker: int | None = None
 
 
+_Placed = list[tuple[Slot, str | None]]
+
+
 class RaySlots:
     """Reserves room for workers.
 
@@ -55,7 +58,10 @@ class RaySlots:
         self._suspects: dict[str, float] = {}  # node id, and until when
         self._is_inside = False
         outer = get_current_placement_group()
-        if outer is not None and outer.bundle_count > 1:
+        takes_children = (
+            ray._private.worker.global_worker.should_capture_child_tasks_in_placement_group
+        )
+        if outer is not None and outer.bundle_count > 1 and takes_children:
             self._is_inside = True
             self._slots = [
                 Slot(group=outer, bundle=index, resources=dict(resources), is_ours=False)
@@ -68,12 +74,13 @@ class RaySlots:
         totals = self._living_nodes()
         held: dict[str, Counter[str]] = defaultdict(Counter)
         num_ready = num_pending = 0
-        for slot, node in self._placed():
-            if node not in totals:
-                num_pending += 1
-                continue
-            held[node].update(slot.resources)
-            num_ready += slot.worker is None and _covers(slot.resources, resources)
+        for group in self._by_group(totals):
+            for slot, node in group:
+                if node is None:
+                    num_pending += not _is_torn(group)
+                    continue
+                held[node].update(slot.resources)
+                num_ready += slot.worker is None and _covers(slot.resources, resources)
         if self._is_inside:
             return num_ready
         # Ray's view is up to a second old: what we hold may be in it as free.
@@ -90,11 +97,12 @@ class RaySlots:
 
     def take(self, workers: Sequence[int], resources: Mapping[str, float]) -> list[Slot]:
         """A slot for each worker; those that are new are in one placement group."""
-        alive = self._living_nodes()
+        self._remove_torn()
         found = [
             slot
-            for slot, node in self._placed()
-            if slot.worker is None and node in alive and _covers(slot.resources, resources)
+            for group in self._by_group(self._living_nodes())
+            for slot, node in group
+            if slot.worker is None and node is not None and _covers(slot.resources, resources)
         ][: len(workers)]
         if len(found) < len(workers):
             found += self._reserve(len(workers) - len(found), resources)
@@ -110,13 +118,13 @@ class RaySlots:
 
     def suspect(self, worker: int) -> None:
         """The worker was lost in a way that lets its node look dead."""
-        for slot, node in self._placed():
-            if slot.worker == worker and node is not None:
-                self._suspects[node] = time.monotonic() + SUSPECT_S
+        node = self._node_of(worker)
+        if node is not None:
+            self._suspects[node] = time.monotonic() + SUSPECT_S
 
     def is_placed(self, worker: int) -> bool:
         """Whether a node has room for the worker."""
-        return any(slot.worker == worker and node is not None for slot, node in self._placed())
+        return self._node_of(worker) is not None
 
     def ask_for(self, num_workers: int, resources: Mapping[str, float]) -> None:
         """Reserve free slots for so many workers, each as soon as there is room for it.
@@ -125,12 +133,12 @@ class RaySlots:
         """
         if self._is_inside:
             return
-        free = [slot for slot in self._slots if slot.worker is None]
-        if num_workers > len(free):
-            for _ in range(num_workers - len(free)):
-                self._reserve(1, resources)
-        elif num_workers < len(free):
-            self._remove_some(len(free) - num_workers)
+        self._remove_torn()
+        num_free = sum(slot.worker is None for slot in self._slots)
+        for _ in range(num_workers - num_free):
+            self._reserve(1, resources)
+        if num_workers < num_free:
+            self._remove_free(num_free - num_workers)
 
     def close(self) -> None:
         """Give everything back."""
@@ -157,26 +165,44 @@ class RaySlots:
         self._slots += slots
         return slots
 
-    def _remove_some(self, num_slots: int) -> None:
+    def _remove_free(self, num_slots: int) -> None:
         """Those without room first: nobody is to make room for them any more."""
-        alive = self._living_nodes()
-        groups: dict[PlacementGroup, list[tuple[Slot, bool]]] = defaultdict(list)
-        for slot, node in self._placed():
-            groups[slot.group].append((slot, node in alive))
-        by_room = sorted(groups.items(), key=lambda item: any(room for _, room in item[1]))
-        for group, slots in by_room:
-            if len(slots) <= num_slots and all(slot.worker is None for slot, _ in slots):
-                num_slots -= len(slots)
-                self._slots = [slot for slot in self._slots if slot.group != group]
-                remove_placement_group(group)
+        groups = self._by_group(self._living_nodes())
+        for group in sorted(groups, key=lambda group: any(node for _, node in group)):
+            if len(group) <= num_slots and _is_unused(group):
+                num_slots -= len(group)
+                self._remove(group)
 
-    def _placed(self) -> Iterator[tuple[Slot, str | None]]:
-        """Each slot with the node it is on."""
-        tables: dict[PlacementGroup, dict[int, str]] = {}
+    def _remove_torn(self) -> None:
+        """New ones find a place at once; Ray may notice only in some seconds what is lost."""
+        if not self._is_inside:
+            for group in self._by_group(self._living_nodes()):
+                if _is_torn(group):
+                    self._remove(group)
+
+    def _remove(self, group: _Placed) -> None:
+        removed = group[0][0].group
+        self._slots = [slot for slot in self._slots if slot.group != removed]
+        remove_placement_group(removed)
+
+    def _by_group(self, alive: Mapping[str, object]) -> list[_Placed]:
+        """The slots of each placement group, with the living node each is on."""
+        groups: dict[PlacementGroup, _Placed] = {}
         for slot in self._slots:
-            if slot.group not in tables:
-                tables[slot.group] = placement_group_table(slot.group)["bundles_to_node_id"]
-            yield slot, tables[slot.group].get(slot.bundle) or None
+            groups.setdefault(slot.group, []).append((slot, None))
+        for group, slots in groups.items():
+            nodes = placement_group_table(group)["bundles_to_node_id"]
+            for index, (slot, _) in enumerate(slots):
+                node = nodes.get(slot.bundle)
+                slots[index] = slot, node if node in alive else None
+        return list(groups.values())
+
+    def _node_of(self, worker: int) -> str | None:
+        for slot in self._slots:
+            if slot.worker == worker:
+                nodes = placement_group_table(slot.group)["bundles_to_node_id"]
+                return nodes.get(slot.bundle) or None
+        return None
 
     def _living_nodes(self) -> dict[str, dict[str, float]]:
         """The resources of each node that Ray knows to live, and that is not a suspect."""
@@ -187,6 +213,15 @@ class RaySlots:
             for node in ray.nodes()
             if node["Alive"] and node["NodeID"] not in self._suspects
         }
+
+
+def _is_unused(group: _Placed) -> bool:
+    return all(slot.worker is None for slot, _ in group)
+
+
+def _is_torn(group: _Placed) -> bool:
+    """Whether a part of it is lost, and nobody is in what is left."""
+    return len(group) > 1 and _is_unused(group) and any(node is None for _, node in group)
 
 
 def _covers(offered: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
