@@ -248,6 +248,20 @@ def test_l12_a_closed_run_stays_closed_for_those_that_knew_it() -> None:
     assert launch.worlds[-1] == ("c",)
 
 
+def test_l12_a_node_that_missed_the_close_does_not_bring_its_world_to_the_next_run() -> None:
+    launch = started("1:2", "ab", policy=RestartPolicy.HARD)
+    launch.disconnect("b")
+    launch.fail("a")
+    launch.passes(1.0)
+    launch.kill("a")
+    launch.start("c")
+    launch.passes(1.0)
+    assert launch.worlds[-1] == ("c",)
+    launch.connect("b")
+    assert "was closed while node 'b' was away" in str(launch.agents["b"].refused)
+    assert launch.worlds[-1] == ("c",)
+
+
 # -- a new lighthouse (rule L13) ---------------------------------------------------------------
 
 

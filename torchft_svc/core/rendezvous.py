@@ -71,6 +71,7 @@ class Rendezvous:
         self.clock = PausableClock(usual_look_s(config.heartbeat_timeout_s), now)
         self._reported_missed_s = 0.0
         self._runs: dict[str, LaunchedRun] = {}
+        self._before: dict[str, LaunchedRun] = {}  # closed ones, whose names have begun anew
         self._streams: dict[int, tuple[str, str]] = {}  # run and node id
         self._begins_at = math.inf  # runs anew
         # When to look at the runs; may be too early, never too late.
@@ -98,8 +99,9 @@ class Rendezvous:
             self._check_room_for(name, hello.world)
         run = self._runs.get(name)
         if run is not None and self._is_history(run, hello.node.node_id):
-            del self._runs[name]
+            self._before[name] = self._runs.pop(name)
             run = None
+        self._check_was_open(name, hello.node.node_id, at)
         if run is None:
             if len(self._runs) >= self.config.max_runs:
                 raise RequestRefused(f"{len(self._runs)} runs are going on, no more are allowed")
@@ -160,6 +162,7 @@ class Rendezvous:
         self._time(now)
         orders = tuple(EndStream(stream, error) for stream in self._streams)
         self._runs.clear()
+        self._before.clear()
         self._streams.clear()
         self._due_at = self._begins_at = math.inf
         return orders
@@ -174,6 +177,7 @@ class Rendezvous:
                     orders += self._taken(run.tick(at))
                 if self._is_forgotten(run, at):
                     del self._runs[name]
+                    self._before.pop(name, None)
             self._due_at = min((self._due(run) for run in self._runs.values()), default=math.inf)
         return self._reported(orders)
 
@@ -213,6 +217,17 @@ class Rendezvous:
                 f"with run {name!r} there would be {num_nodes} nodes in all runs, "
                 f"{MAX_NODES_OF_ALL_RUNS} are allowed"
             )
+
+    def _check_was_open(self, name: str, node_id: str, at: float) -> None:
+        """Refuse a node that was cut off while its run was closed, and has begun anew (L12)."""
+        before = self._before.get(name)
+        if before is None or not before.knows(node_id) or self._is_forgotten(before, at):
+            return
+        assert before.closed is not None
+        raise RequestRefused(
+            f"run {name!r} was closed while node {node_id!r} was away, and has begun anew: "
+            f"{before.closed.reason}"
+        )
 
     def _is_history(self, run: LaunchedRun, node_id: str) -> bool:
         """Whether an agent that was never in this run begins it anew: it was closed, and all have
