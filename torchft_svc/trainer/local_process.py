@@ -202,11 +202,24 @@ def read_state(state: StateHandle) -> bytes:
 _BEGIN_S = 60.0
 
 
+def load() -> None:
+    """All that torch loads when it is first used, which takes half a second; starts no thread."""
+    import numpy.random  # noqa: F401
+    import torch
+    import torch.nn.parallel
+
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    torch.optim.Adam([weight]).step()
+    torch.manual_seed(0)
+
+
 def main(descriptor: str, owner_pid: str, *scratch: str) -> None:
     """Import, and fork; in a fork, return when its worker has ended."""
     import torch
 
     run_worker = importlib.import_module("torchft_svc.trainer.worker").run_worker
+    load()
     server_pid = os.getpid()
     term = signal.getsignal(signal.SIGTERM)
     fork = serve(int(descriptor), int(owner_pid))
