@@ -418,6 +418,11 @@ class TrainerDriver:
         if self._task is not None:
             self._task.restarted()
         self.history.resumed(now, self.position, order.num_workers, _SOURCES[state.source])
+        wanted = self._parts.rules.num_workers
+        if order.num_workers < wanted:
+            fewer = f"there are resources for {order.num_workers} of {wanted} workers"
+            log.warning("%s", fewer)
+            self._observer.told(fewer)
         if not order.is_first:
             lost = self.history.incidents[-1].lost_steps
             told = f"{order.num_workers} workers go on from {state.source.value}, step {order.step}"
