@@ -86,6 +86,8 @@ class TrainContext:
     def prepare(self, model: Any, optimizer: Any, scheduler: Any = None, **others: Any) -> Any:
         """Have all workers train ``model``, which is moved to `device`, and resume its state.
 
+        Call it right before the loop: from then on the others wait for this worker's batches.
+
         Args:
             model, optimizer, scheduler: one of each, or lists.
             others: objects with ``state_dict`` and ``load_state_dict``, such as an average of the
@@ -106,6 +108,9 @@ class TrainContext:
             each.to(self.device)
         self._held.own(models, optimizers, schedulers, others)
         prepared = self._world.prepare(models, optimizers, schedulers)
+        # One that joins a running job has to know how far that is before its loop begins.
+        self._world.begin_step()
+        self._held.check()
         return tuple(
             made if isinstance(before, list | tuple) else made[0]
             for before, made in zip(given, prepared, strict=False)
