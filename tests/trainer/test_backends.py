@@ -41,6 +41,7 @@ from torchft_svc.trainer.messages import (
 pytestmark = pytest.mark.processes
 
 NUM_CPUS = 4
+NUM_MESSAGES = 500  # more than are read at once
 ONE_CPU = {"CPU": 1.0}
 
 
@@ -78,18 +79,18 @@ def test_messages_arrive_in_order_and_the_last_ones_before_the_end(
     backend: Backend, listener: Listener
 ) -> None:
     first, second = listener.start(obey), listener.start(obey)
-    for each in range(200):
+    for each in range(NUM_MESSAGES):
         for worker in (first, second):
             backend.send(worker, number(each))
     backend.send(first, End())
     listener.wait_for_loss(first)
-    assert listener.said(first, "number") == list(range(200))
+    assert listener.said(first, "number") == list(range(NUM_MESSAGES))
     assert listener.said(first, "last") == [first]
     assert second not in listener.lost
     backend.send(first, End())  # nobody hears it
     backend.send(second, End())
     listener.wait_for_loss(second)
-    assert listener.said(second, "number") == list(range(200))
+    assert listener.said(second, "number") == list(range(NUM_MESSAGES))
     assert backend.wait(0.1) == []
 
 

@@ -85,6 +85,7 @@ class LocalBackend:
         self._num_states = 0
         self._is_closed = False
         self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)  # what is not read yet wakes the thread, too
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="torchft-local-backend", daemon=True)
