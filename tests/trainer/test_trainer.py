@@ -29,7 +29,7 @@ from support.trained import (
 from torch import nn
 
 from torchft_svc.errors import ConfigError, TrainingFailed, WorkerFailed
-from torchft_svc.trainer import Trainer
+from torchft_svc.trainer import TrainContext, Trainer
 
 pytestmark = pytest.mark.processes
 
@@ -264,6 +264,31 @@ def test_the_user_interrupts(running: Any, undisturbed: Any, tmp_path: Path) -> 
     found = trainer.train(max_retries=0)
     assert found["result"] == 2 * STEPS
     assert_equal(weights(trainer), undisturbed)
+
+
+class Tricky:
+    """A result that can be read in the process that made it, but not elsewhere."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read_tricky, (os.getpid(),)
+
+
+def _read_tricky(pid: int) -> None:
+    if os.getpid() != pid:
+        raise ValueError("not here")
+
+
+def return_what_cannot_be_read(context: TrainContext) -> Tricky:
+    train(context)
+    return Tricky()
+
+
+def test_a_result_that_cannot_be_read(processes: Sharing, tmp_path: Path) -> None:
+    config = {"faults": Faults(tmp_path), "epochs": 1}
+    with Trainer(return_what_cannot_be_read, config=config, backend=processes) as trainer:
+        with pytest.raises(TrainingFailed, match="it sent what cannot be read: not here"):
+            trainer.train(max_retries=0)
+        assert not processes.pids
 
 
 # -- resources -----------------------------------------------------------------------------------

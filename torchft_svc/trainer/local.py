@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import selectors
 import shutil
@@ -34,6 +35,8 @@ from torchft_svc.trainer.local_process import (
     write_state,
 )
 from torchft_svc.trainer.messages import Answer, Command, Position, Progress, StateHandle
+
+log = logging.getLogger(__name__)
 
 # On one machine; where no resources are asked for, nothing else is a limit.
 MAX_LOCAL_WORKERS = 256
@@ -268,6 +271,7 @@ class _LocalWorker:
     outgoing: bytearray = field(default_factory=bytearray)
     is_closed: bool = False
     status: int | None = None
+    unreadable: str = ""
     _frames: Frames = field(default_factory=Frames)
     _closed_at: float = 0.0
     _watched: dict[int, int] = field(default_factory=dict)
@@ -315,8 +319,13 @@ class _LocalWorker:
                 self._closed_at = time.monotonic()
             self._frames.feed(more)
         answers = []
-        while (message := self._frames.next()) is not None:
-            answers.append(cast(Answer, message))
+        try:
+            while not self.unreadable and (message := self._frames.next()) is not None:
+                answers.append(cast(Answer, message))
+        except Exception as error:  # a result of the program may do anything
+            log.warning("a worker's message cannot be read", exc_info=error)
+            self.unreadable = f"it sent what cannot be read: {error}"
+            self.kill()
         return answers
 
     def has_ended(self, server: ForkServer) -> bool:
@@ -357,6 +366,8 @@ class _LocalWorker:
 
     def reason(self) -> str:
         """How it has ended."""
+        if self.unreadable:
+            return self.unreadable
         if self.status is None:
             return "its process has ended"
         if self.status < 0:

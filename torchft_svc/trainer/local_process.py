@@ -85,7 +85,10 @@ class Frames:
 
 def frame(message: object) -> bytes:
     """A message as it goes over the socket."""
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    try:
+        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError):  # of a class of the main program
+        body = cloudpickle.dumps(message)
     return LENGTH.pack(len(body)) + body
 
 
