@@ -300,6 +300,22 @@ def test_l13_a_node_that_waits_and_is_back_first_takes_no_place() -> None:
     assert waiting.names == []
 
 
+def test_l13_a_member_that_is_in_a_newer_world_is_in_no_older_one() -> None:
+    launch = started("1:2", "ab", heartbeat_timeout_s=1.0)
+    launch.agents["a"].is_silent = True
+    launch.passes(2.0)
+    assert launch.worlds[-1] == ("b",)
+    launch.restart_lighthouse()
+    launch.agents["a"].is_silent = False
+    launch.connect("a")
+    launch.passes(1.9)
+    launch.connect("b")  # too late for its world to be taken over
+    launch.passes(3.0)
+    assert set(launch.worlds[-1]) == {"a", "b"}
+    entered = {launch.agents[name].machine.entered for name in "ab"}
+    assert entered == {launch.world}
+
+
 def test_l13_the_newest_world_counts() -> None:
     launch = started("1:3", "abc")
     launch.agents["b"].is_silent = True  # it does not hear of the next world

@@ -317,7 +317,8 @@ class LaunchedRun:
             self._failures.note(agent.node, at, state.num_failures - before.num_failures)
         world = self.world
         if world is not None and node_id in self._nodes.members:
-            if agent.is_working or state.round < world.round:
+            is_there = agent.is_working and state.round == world.round
+            if is_there or state.round < world.round:
                 return self._take_state_of_member(agent, world, at)
             self._lose(node_id, at)  # and keeps its seat
             left = ReportNode(self.name, node_id, f"its workers are {state.status.value}")
