@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,40 @@ def test_the_same_error_at_the_same_step_is_not_tried_again(running: Any, mode: 
     assert cause.step == 3
 
 
+class Unreadable:
+    """Can be sent, and not be read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("what is no number",)
+
+
+@dataclass
+class Told:
+    here: Any = None
+
+
+def returned(context: Any) -> Any:
+    if context.config["reports"]:
+        context.report(found=Unreadable())
+    return context.info["what"].here
+
+
+@pytest.mark.parametrize("what", ["info", "report"])
+def test_objects_that_cannot_be_read_by_the_other_side_are_an_error(
+    processes: Sharing, what: str
+) -> None:
+    Told.__module__ = "__main__"  # which is another module in a worker
+    told = {"what": Told(Unreadable() if what == "info" else 5)}
+    config = {"reports": what == "report"}
+    with Trainer(returned, config=config, num_workers=2, backend=processes) as trainer:
+        if what == "info":
+            assert trainer.train(max_retries=0, info={"what": Told(5)})["result"] == 5
+        with pytest.raises((ValueError, WorkerFailed), match="what is no number"):
+            trainer.train(max_retries=0, info=told)
+        with pytest.raises(ConfigError, match="cannot be sent"):
+            trainer.train(info={"lock": threading.Lock()})
+
+
 def test_no_retry_is_left(running: Any, undisturbed: Any) -> None:
     trainer = running((2, 0, "kill"), (4, 1, "kill"), epochs=2)
     with pytest.raises(TrainingFailed, match=r"after 1 retries: worker 1.*SIGKILL"):
@@ -286,9 +321,32 @@ def return_what_cannot_be_read(context: TrainContext) -> Tricky:
 def test_a_result_that_cannot_be_read(processes: Sharing, tmp_path: Path) -> None:
     config = {"faults": Faults(tmp_path), "epochs": 1}
     with Trainer(return_what_cannot_be_read, config=config, backend=processes) as trainer:
-        with pytest.raises(TrainingFailed, match="it sent what cannot be read: not here"):
+        with pytest.raises(WorkerFailed, match="not here"):
             trainer.train(max_retries=0)
         assert not processes.pids
+
+
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_the_user_interrupts_while_workers_are_started(
+    running: Any, processes: Sharing, monkeypatch: pytest.MonkeyPatch, is_forked: bool
+) -> None:
+    fork, asked = processes._server.fork, []
+
+    def interrupted(*arguments: Any) -> int:
+        if is_forked and asked:
+            fork(*arguments)
+        asked.append(arguments)
+        if is_forked == len(asked) - 1:
+            raise KeyboardInterrupt
+        return fork(*arguments)
+
+    trainer = running()
+    monkeypatch.setattr(processes._server, "fork", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    monkeypatch.undo()
+    assert not processes.pids
+    assert trainer.train(max_retries=0)["result"] == STEPS
 
 
 # -- resources -----------------------------------------------------------------------------------

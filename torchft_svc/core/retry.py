@@ -34,7 +34,6 @@ from torchft_svc.core.retry_orders import (
     ProgramError,
     Remedy,
     ReportFormed,
-    ReportLeftAlone,
     ReportNoResources,
     RequestWorkers,
     RetryRules,
@@ -159,14 +158,17 @@ class RetryMachine(RunMembers):
             self._orders.append(DropHandle(state.handle))
         return self._done()
 
-    def interrupt(self, reason: str, now: float) -> RetryOrders:
-        """The user wants the command to end; a state that is offered is kept."""
+    def interrupt(self, reason: str, now: float, *, waits: bool = True) -> RetryOrders:
+        """The user wants the command to end; a state that is offered is kept if it ``waits``."""
         self._time(now)
         self._verdict = EndCommand(reason=reason)
         if self.phase is RunPhase.WAITING:
             self._give_up()
         elif self.phase in (RunPhase.FORMING, RunPhase.TRAINING):
             self._end_world(RunChange.BROKE)
+        if not waits and self.phase is RunPhase.ENDING:
+            self._leave_alone(*self._workers)
+            self._ended()
         return self._done()
 
     def dismiss(self, now: float) -> RetryOrders:
@@ -458,8 +460,7 @@ class RetryMachine(RunMembers):
         if is_killed and self._alone_at == math.inf:
             self._end_by, self._alone_at = math.inf, at + self.rules.kill_timeout_s
         if at >= self._alone_at:
-            self._orders += [ReportLeftAlone(n, each.rank) for n, each in self._workers.items()]
-            self._workers.clear()
+            self._leave_alone(*self._workers)
             self._ended()
 
     def _ended(self) -> None:
@@ -584,8 +585,7 @@ class RetryMachine(RunMembers):
     def _give_up_on(self, number: int, worker: KnownWorker) -> None:
         """It is silent, or did not start or join in time."""
         if worker.stage is WorkerStage.KILLED:
-            del self._workers[number]
-            self._orders.append(ReportLeftAlone(number, worker.rank))
+            self._leave_alone(number)
             if self.rules.keeps_others:
                 self._look_for_missing()
             return

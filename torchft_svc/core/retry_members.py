@@ -13,6 +13,7 @@ from torchft_svc.core.retry_orders import (
     LookForResources,
     Remedy,
     ReportBroken,
+    ReportLeftAlone,
     RequestWorkers,
     RetryOrder,
     RetryRules,
@@ -75,6 +76,12 @@ class RunMembers:
         if worker.stage is not WorkerStage.KILLED:
             worker.move(WorkerStage.KILLED, self._at)
             self._orders.append(KillWorker(number))
+
+    def _leave_alone(self, *numbers: int) -> None:
+        """Their ends are not waited for any longer."""
+        for number in numbers:
+            worker = self._workers.pop(number)
+            self._orders.append(ReportLeftAlone(number, worker.rank))
 
     def _alive(self) -> dict[int, KnownWorker]:
         return {number: each for number, each in self._workers.items() if each.counts}

@@ -186,6 +186,17 @@ def check_num_steps(num_steps: int | None) -> None:
         _check_whole("num_steps", num_steps, 1)
 
 
+def check_info(info: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy; raise `ConfigError` if it cannot be sent to workers."""
+    if not (info is None or isinstance(info, Mapping)):
+        raise ConfigError("info", info, "use a dict")
+    told = dict(info or {})
+    for name, value in told.items():
+        if not _can_be_sent(value):
+            raise ConfigError("info", name, "its value cannot be sent to a worker")
+    return told
+
+
 def budget(max_retries: int, reset_retries_after: int | None) -> RetryBudget:
     """Raise `ConfigError` unless both are numbers that can work."""
     if not _is_whole(max_retries):

@@ -6,6 +6,7 @@ import logging
 import pickle
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -126,6 +127,7 @@ class TrainerDriver:
         self._task: TrainerTask | None = None
         self._num_tasks = 0
         self._ended: orders.EndCommand | None = None
+        self._unheard: deque[Heard | Lost] = deque()
         self._living: set[int] = set()
         # By rank; replaced as a whole, because other threads may read it.
         self.pids: dict[int, int] = {}
@@ -251,7 +253,9 @@ class TrainerDriver:
         self._follow(self._machine.tick(time.monotonic()))
 
     def _hear(self, timeout_s: float) -> None:
-        for event in self._backend.wait(timeout_s):
+        self._unheard.extend(self._backend.wait(timeout_s))
+        while self._unheard:
+            event = self._unheard.popleft()
             if isinstance(event, Lost):
                 self._living.discard(event.worker)
                 self._forget_pid(event.worker)
@@ -331,9 +335,14 @@ class TrainerDriver:
 
     def _follow(self, given: RetryOrders) -> None:
         left = list(given)
-        while left:
-            order = left.pop(0)
-            left += self._carry_out_by_type[type(order)](order) or ()
+        try:
+            while left:
+                order = left.pop(0)
+                left += self._carry_out_by_type[type(order)](order) or ()
+        except BaseException:  # the machine would wait for what becomes of them
+            unstarted = [each.worker for each in left if isinstance(each, orders.StartWorker)]
+            self._unheard += [Lost(worker=each, reason="it was not started") for each in unstarted]
+            raise
 
     def _look(self, _: orders.LookForResources) -> RetryOrders:
         num = self._backend.num_startable(self._parts.resources)
@@ -458,6 +467,7 @@ class TrainerDriver:
         finally:
             for worker in self._living:
                 self._backend.kill(worker)
+            self._follow(self._machine.interrupt(reason, time.monotonic(), waits=False))
 
     def _await_ends(self, timeout_s: float) -> None:
         """Wait until no worker runs; kill those that take too long."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import selectors
 import shutil
@@ -14,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,9 +34,7 @@ from torchft_svc.trainer.local_process import (
     read_state,
     write_state,
 )
-from torchft_svc.trainer.messages import Answer, Command, Position, Progress, StateHandle
-
-log = logging.getLogger(__name__)
+from torchft_svc.trainer.messages import Answer, Command, Failed, Position, Progress, StateHandle
 
 # On one machine; where no resources are asked for, nothing else is a limit.
 MAX_LOCAL_WORKERS = 256
@@ -123,12 +121,15 @@ class LocalBackend:
         try:
             with theirs:
                 pid = self._server.fork(b"worker", theirs.fileno())
-        except PeerError as error:
-            ours.close()
+        except BaseException as error:
+            ours.close()  # so it ends, if it was forked
+            reason = f"it could not be started: {str(error) or type(error).__name__}"
             with self._changed:
                 self._shares.give_back(worker)
-                self._heard.append(Lost(worker=worker, reason=f"it could not be started: {error}"))
+                self._heard.append(Lost(worker=worker, reason=reason))
                 self._changed.notify_all()
+            if not isinstance(error, PeerError):  # for instance Ctrl-C
+                raise
             return
         ours.setblocking(False)
         started = _LocalWorker(worker, pid, ours, _process_descriptor(pid))
@@ -250,6 +251,18 @@ class LocalBackend:
             self._wake.send(b"!")
 
 
+def _unreadable(error: Exception) -> Failed:
+    """What a worker sent, a result or a report, cannot be read in this process."""
+    kind = type(error)
+    return Failed(
+        kind=f"{kind.__module__}.{kind.__qualname__}",
+        message=f"a worker's result or report cannot be read by the trainer: {error}",
+        traceback="".join(traceback.format_exception(error)),
+        pickled=b"",
+        position=Position(),
+    )
+
+
 # So many messages are not read only between two calls of `Trainer.train`.
 _MANY = 64
 
@@ -271,7 +284,6 @@ class _LocalWorker:
     outgoing: bytearray = field(default_factory=bytearray)
     is_closed: bool = False
     status: int | None = None
-    unreadable: str = ""
     _frames: Frames = field(default_factory=Frames)
     _closed_at: float = 0.0
     _watched: dict[int, int] = field(default_factory=dict)
@@ -318,15 +330,15 @@ class _LocalWorker:
                 self.is_closed = True
                 self._closed_at = time.monotonic()
             self._frames.feed(more)
-        answers = []
-        try:
-            while not self.unreadable and (message := self._frames.next()) is not None:
-                answers.append(cast(Answer, message))
-        except Exception as error:  # a result of the program may do anything
-            log.warning("a worker's message cannot be read", exc_info=error)
-            self.unreadable = f"it sent what cannot be read: {error}"
-            self.kill()
-        return answers
+        answers: list[Answer] = []
+        while True:
+            try:
+                message = self._frames.next()
+            except Exception as error:  # noqa: BLE001 - what it may be is up to the user's classes
+                message = _unreadable(error)
+            if message is None:
+                return answers
+            answers.append(cast(Answer, message))
 
     def has_ended(self, server: ForkServer) -> bool:
         """Whether the process is gone; it is killed if it says nothing any more and lives on."""
@@ -366,8 +378,6 @@ class _LocalWorker:
 
     def reason(self) -> str:
         """How it has ended."""
-        if self.unreadable:
-            return self.unreadable
         if self.status is None:
             return "its process has ended"
         if self.status < 0:

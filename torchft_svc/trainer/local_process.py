@@ -71,24 +71,26 @@ class Frames:
         self._received += more
 
     def next(self) -> Any:
-        """The next message; None: it has not arrived completely."""
+        """The next message; None: it has not arrived completely.
+
+        Raises an exception of the user's classes if it cannot be read; the one behind it can be.
+        """
         if len(self._received) < LENGTH.size:
             return None
         (size,) = LENGTH.unpack_from(self._received)
         end = LENGTH.size + size
         if len(self._received) < end:
             return None
-        message = pickle.loads(memoryview(self._received)[LENGTH.size : end])  # noqa: S301
-        del self._received[:end]
-        return message
+        try:
+            with memoryview(self._received) as received, received[LENGTH.size : end] as body:
+                return pickle.loads(body)  # noqa: S301
+        finally:
+            del self._received[:end]
 
 
 def frame(message: object) -> bytes:
-    """A message as it goes over the socket."""
-    try:
-        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, AttributeError, TypeError):  # of a class of the main program
-        body = cloudpickle.dumps(message)
+    """A message as it goes over the socket; the other end has another ``__main__``."""
+    body: bytes = cloudpickle.dumps(message)
     return LENGTH.pack(len(body)) + body
 
 

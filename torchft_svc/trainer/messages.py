@@ -93,7 +93,10 @@ class Validate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GiveState:
-    """Offer the whole state. Answered by `Finished`, whose result is a `StateHandle`."""
+    """Offer the whole state. Answered by `Finished`, whose result is a `StateHandle`.
+
+    None: the program has prepared nothing yet.
+    """
 
     command: int
 

@@ -26,6 +26,7 @@ from torchft_svc.trainer.config import (
     DEFAULT_CHECKPOINT_DIR,
     TrainerConfig,
     budget,
+    check_info,
     check_num_steps,
     check_options,
 )
@@ -209,9 +210,10 @@ class Trainer:
         check_options(Trainer.train, unknown.items())
         check_num_steps(num_steps)
         retries = budget(max_retries, reset_retries_after)
+        told = check_info(info)
         self._check_open()
         directory = self._prepare(checkpoint)
-        task = TrainTask(num_steps=num_steps, checkpoint_dir=directory, info=dict(info or {}))
+        task = TrainTask(num_steps=num_steps, checkpoint_dir=directory, info=told)
         num_before = len(self._driver.history.incidents)
         self._shown.reports = []
         with self._shows("train", num_steps):
@@ -246,12 +248,13 @@ class Trainer:
         check_options(Trainer.validate, unknown.items())
         check_num_steps(num_steps)
         retries = budget(max_retries, None)
+        told = check_info(info)
         self._check_open()
         self._resume()
         task = ValidateTask(
             num_steps=num_steps,
             num_parts=self._driver.num_workers or self._config.num_workers,
-            info=dict(info or {}),
+            info=told,
         )
         is_done = False
         while not is_done:
@@ -440,6 +443,8 @@ class Trainer:
         if held.handle is None:
             self._keep_state(RetryBudget(max_retries=DEFAULT_MAX_RETRIES))
             held = self._driver.held
+        if held.handle is None:
+            raise ConfigError("state", None, "nothing is trained yet: call prepare first")
         handle: Any = held.handle
         return decode_state(self._backend.read_state(handle), "a worker")
 

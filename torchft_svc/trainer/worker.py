@@ -74,7 +74,7 @@ class _Worker:
     def __init__(self, link: Link, worker: int) -> None:
         self._link, self._worker = link, worker
         self._held = HeldState()
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command | Exception | None] = queue.SimpleQueue()
         self._world: TrainingWorld | None = None
         self._program: CreatorLoop | FunctionProgram | None = None
         self._steps: Steps | None = None
@@ -130,6 +130,8 @@ class _Worker:
 
     def _each_command(self) -> Iterator[Command]:
         while (command := self._commands.get()) is not None and not isinstance(command, End):
+            if isinstance(command, Exception):
+                raise command
             yield command
 
     def _carry_out(self, command: Command, job: WorkerJob) -> None:
@@ -146,7 +148,8 @@ class _Worker:
         elif isinstance(command, Validate):
             result = program.validate(command)
         elif isinstance(command, GiveState):
-            result = self._give(self._held.whole())
+            state = self._held.whole()
+            result = None if state is None else self._give(state)
         else:
             raise AssertionError(f"not a command for the main thread: {command}")
         self._count(-1)
@@ -228,9 +231,7 @@ class _Worker:
             handle = self._give(state)
         self._link.send(StateOffered(state=handle))
 
-    def _give(self, state: TrainingState | None) -> StateHandle:
-        if state is None:
-            raise ConfigError("state", None, "nothing is trained yet: call prepare first")
+    def _give(self, state: TrainingState) -> StateHandle:
         return self._link.offer_state(state.position, encode_state(state))
 
     def _leave(self) -> None:
@@ -247,6 +248,9 @@ class _Worker:
                 self._offers = False
                 self._abandon(str(error))
                 return
+            except Exception as error:  # noqa: BLE001 - it holds objects of the user
+                self._commands.put(error)
+                continue
             if isinstance(command, Abandon):
                 self._abandon(command.reason)
                 return
