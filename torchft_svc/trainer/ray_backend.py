@@ -164,7 +164,7 @@ class RayBackend:
         running = self._workers.get(worker)
         if running is not None and running.killed_at is None:
             running.killed_at = time.monotonic()
-            ray.kill(running.actor)
+            _kill(running.actor)
             self._note_killed(running)
 
     def read_state(self, state: StateHandle) -> bytes:
@@ -300,7 +300,7 @@ class RayBackend:
     def _lose(self, running: _RayWorker, reason: str) -> None:
         del self._workers[running.worker]
         self._slots.give_back(running.worker)
-        ray.kill(running.actor)
+        _kill(running.actor)
         reason = "it was killed" if running.killed_at is not None else reason
         self._events.append(Lost(worker=running.worker, reason=reason))
 
@@ -358,6 +358,11 @@ def _options(resources: Mapping[str, float]) -> dict[str, Any]:
     options |= {names[name]: amount for name, amount in resources.items() if name in names}
     options["resources"] = {name: amount for name, amount in resources.items() if name not in names}
     return options
+
+
+def _kill(actor: Any) -> None:
+    with contextlib.suppress(RayError):  # it cannot even be created: that is its end
+        ray.kill(actor)
 
 
 def _reason(error: RayError) -> str:
