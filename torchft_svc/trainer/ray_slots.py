@@ -19,7 +19,7 @@ from ray.util.placement_group import (
 # A node that took workers with it offers nothing for so long: Ray needs some seconds to notice.
 SUSPECT_S = 20.0
 # Resources that were given back show up in Ray's view of its nodes after at most this.
-RETURN_S = 2.0
+RETURN_S = 5.0
 _LOOK_S = 0.02
 _ROUNDING = 1e-4  # Ray counts in ten-thousandths
 
@@ -143,15 +143,21 @@ class RaySlots:
     def close(self) -> None:
         """Give everything back."""
         groups = {slot.group for slot in self._slots if slot.is_ours}
+        back: Counter[str] = Counter(ray.available_resources())
+        for slot in self._slots:
+            back.update(slot.resources if slot.is_ours else {})
         self._slots.clear()
         for group in groups:
             remove_placement_group(group)
-        # The next trainer of this program is to find it.
-        names = tuple(group.id.hex() for group in groups)
+        # The next trainer of this program is to find it, once the last process has ended.
         deadline = time.monotonic() + RETURN_S
         while groups and time.monotonic() < deadline:
-            totals: dict[str, dict[str, float]] = ray._private.state.total_resources_per_node()
-            if not any(name.endswith(names) for total in totals.values() for name in total):
+            free, total = ray.available_resources(), ray.cluster_resources()
+            if all(
+                free.get(name, 0.0) + _ROUNDING >= min(amount, total.get(name, 0.0))
+                for name, amount in back.items()
+                if "_group_" not in name
+            ):
                 break
             time.sleep(_LOOK_S)
 
