@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import secrets
 import selectors
 import shutil
 import signal
@@ -132,6 +133,7 @@ class LocalBackend:
                 raise
             return
         ours.setblocking(False)
+        self._make_scratch()
         started = _LocalWorker(worker, pid, ours, _process_descriptor(pid))
         started.outgoing += frame(start)
         with self._changed:
@@ -162,6 +164,7 @@ class LocalBackend:
 
     def write_state(self, position: Position, state: bytes) -> StateHandle:
         self._num_states += 1
+        self._make_scratch()
         return write_state(self._scratch, f"trainer-{self._num_states}", position, state)
 
     def drop_state(self, state: StateHandle) -> None:
@@ -245,6 +248,11 @@ class LocalBackend:
     def _parts(self, worker: int) -> Iterator[Path]:
         for folder in self._scratch:
             yield from Path(folder).glob(f"{worker}-*{PART}")
+
+    def _make_scratch(self) -> None:
+        for folder in self._scratch:
+            with contextlib.suppress(OSError):  # then states go to the next one
+                os.makedirs(folder, mode=0o700, exist_ok=True)
 
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):
@@ -482,10 +490,13 @@ def _num_threads(resources: Mapping[str, float]) -> int:
 
 
 def _scratch_folders() -> Iterator[str]:
+    """Names of folders; the fork server removes them if this process is killed, once it is ready,
+    so they are made after that."""
+    name = f"torchft-trainer-{os.getpid()}-{secrets.token_hex(8)}"
     with contextlib.suppress(OSError):
         if shutil.disk_usage(_SHARED_MEMORY).free >= _MIN_FREE_BYTES:
-            yield tempfile.mkdtemp(prefix="torchft-trainer-", dir=_SHARED_MEMORY)
-    yield tempfile.mkdtemp(prefix="torchft-trainer-")
+            yield str(_SHARED_MEMORY / name)
+    yield str(Path(tempfile.gettempdir()) / name)
 
 
 def _close_at_exit(backend: weakref.ref[LocalBackend]) -> Callable[[], None]:
