@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -44,6 +45,7 @@ from torchft_svc.trainer.state import TrainingState, decode_state
 from torchft_svc.trainer.worker import run_worker
 
 DEADLINE_S = 60.0
+_GRACE_S = 10.0
 _KEY = b"trainer workers"
 A = TypeVar("A")
 
@@ -224,11 +226,16 @@ class Workers:
     def end(self, workers: Sequence[int]) -> None:
         for worker in workers:
             self.send(worker, End())
-        self.wait_for_ends(workers)
-
-    def wait_for_ends(self, workers: Sequence[int]) -> None:
         for worker in workers:
             assert self.processes[worker].wait(DEADLINE_S) == 0, self.told()
+
+    def wait_for_ends(self, workers: Sequence[int]) -> None:
+        """Of workers that have abandoned their step: gloo may hold one, which a trainer kills."""
+        for worker in workers:
+            try:
+                assert self.processes[worker].wait(_GRACE_S) == 0, self.told()
+            except TimeoutExpired:
+                self.kill(worker)
 
     def kill(self, worker: int) -> None:
         """SIGKILL."""
