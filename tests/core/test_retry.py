@@ -309,6 +309,25 @@ def test_what_breaks_in_one_restart_is_one_incident_until_it_is_too_much() -> No
     assert isinstance(story.orders[-1], EndCommand)
 
 
+def test_starts_that_fail_in_a_row_are_repeated_less_and_less_often() -> None:
+    story = Story()
+    story.begin(max_retries=UNLIMITED)
+    pauses = []
+    for _ in range(6):
+        started = [order.worker for order in story.of(StartWorker)]
+        assert started
+        story.lose(started[0])
+        story.end_all()
+        before = story.now
+        while not story.of(StartWorker):
+            deadline = story.machine.next_deadline()
+            assert deadline is not None
+            story.now = deadline
+            story.do("tick")
+        pauses.append(story.now - before)
+    assert pauses == [0.0, 0.0, 0.5, 1.0, 2.0, 4.0]
+
+
 @pytest.mark.parametrize("max_retries", [UNLIMITED, 5])
 def test_the_same_error_at_the_same_step_ends_early(max_retries: int) -> None:
     story = Story()

@@ -479,7 +479,7 @@ class RetryMachine(RunMembers):
             self._give_up()
             return
         self._move(RunChange.ALL_ENDED)
-        self._orders.append(LookForResources())
+        self._look_for_all()
 
     def _give_up(self) -> None:
         assert self._verdict is not None

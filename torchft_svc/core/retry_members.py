@@ -32,6 +32,8 @@ RetryOrders = tuple[RetryOrder, ...]
 
 # The jitter takes up to this part of a pause away.
 JITTER = 0.5
+# So many starts in a row may fail before there is a pause.
+MAX_QUICK_STARTS = 2
 
 
 class RunMembers:
@@ -71,6 +73,14 @@ class RunMembers:
         self._num_pauses += 1
         self._look_at = self._at + pause_s
         return pause_s
+
+    def _look_for_all(self) -> None:
+        """Look for resources at once; after starts that failed in a row, with a pause."""
+        if self._num_failed_starts > MAX_QUICK_STARTS:
+            self._num_pauses = self._num_failed_starts - MAX_QUICK_STARTS - 1
+            self._pause(0.0)
+        else:
+            self._orders.append(LookForResources())
 
     def _kill(self, number: int, worker: KnownWorker) -> None:
         if worker.stage is not WorkerStage.KILLED:
