@@ -191,3 +191,18 @@ def test_close_ends_all_workers_also_those_that_start(backend: Backend) -> None:
     backend.close()
     eventually(lambda: not lives(process))
     assert starting not in listener.lost
+
+
+def test_workers_end_together_with_their_fork_server() -> None:
+    with contextlib.closing(LocalBackend(program=play)) as backend:
+        listener = Listener(backend)
+        workers = [listener.start(sleep) for _ in range(4)]
+        for worker in workers:
+            listener.wait_for_word(worker, "pid")
+        server = backend._server._process
+        assert server is not None
+        server.kill()
+        # Nobody is left who could tell how they ended, and it is not waited for.
+        listener.wait_for(lambda: set(workers) <= set(listener.lost), within_s=6.0)
+        assert listener.wait_for_word(listener.start(sleep), "pid")
+        listener.close()

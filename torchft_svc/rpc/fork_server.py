@@ -67,6 +67,7 @@ class ForkServer:
         self._num_requests = 0
         self._forked: dict[int, int] = {}  # process ids, by the number of the request
         self._ends: OrderedDict[int, tuple[int, float]] = OrderedDict()
+        self._watched: set[int] = set()  # process ids whose ends the server will tell
 
     def start(self) -> None:
         """Start the server unless it runs; returns before it is ready."""
@@ -133,10 +134,10 @@ class ForkServer:
     def end_of(self, pid: int, timeout_s: float | None = 0.0) -> tuple[int, float] | None:
         """Exit status (negative: the signal) and instant of the end of a forked process.
 
-        None if it is not known in time. It is told once.
+        None if it is not known in time, or the server was lost before. It is told once.
         """
         with self._changed:
-            self._changed.wait_for(lambda: pid in self._ends, timeout_s)
+            self._changed.wait_for(lambda: pid not in self._watched, timeout_s)
             return self._ends.pop(pid, None)
 
     def close(self, within_s: float = _END_S) -> None:
@@ -172,14 +173,17 @@ class ForkServer:
                 elif kind == "forked":
                     number, pid = map(int, values)
                     self._forked[number] = pid
+                    self._watched.add(pid)
                     # An earlier process may have had this id, and its status was not asked for.
                     self._ends.pop(pid, None)
                 elif kind == "ended":
+                    self._watched.discard(int(values[0]))
                     self._ends[int(values[0])] = int(values[1]), float(values[2])
                     while len(self._ends) > MAX_STATUSES:
                         self._ends.popitem(last=False)
                 elif self._socket is server:
                     self._socket = None
+                    self._watched.clear()
                 self._changed.notify_all()
             if not kind:
                 server.close()
