@@ -169,6 +169,43 @@ def test_an_iterable_goes_on_in_the_middle_of_a_pass() -> None:
     assert not source.has_more(1, 9)
 
 
+class Shuffling(Stream):
+    """Draws its order and its noise while it is gone through, as a buffer that shuffles does."""
+
+    def __iter__(self) -> Iterator[Any]:
+        left = list(range(self.size))
+        while left:
+            yield left.pop(random.randrange(len(left))), torch.rand(()).item()
+
+
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.processes)])
+def test_an_iterable_that_draws_random_numbers_is_the_same_for_all(processes: int) -> None:
+    def loader() -> Any:
+        is_kept = processes > 0
+        return DataLoader(
+            Shuffling(13), batch_size=2, num_workers=processes, persistent_workers=is_kept
+        )
+
+    def read(source: Any, rank: int, epoch: int, begin: int = 0) -> list[Any]:
+        batches, num_samples = [], begin
+        while source.has_more(epoch, num_samples):
+            batch, num_samples = source.draw(epoch, num_samples, Turn(rank, 2))
+            seed_everything(epoch, num_samples, rank)  # of the step, which draws some, too
+            random.random()
+            batches.append([part.tolist() for part in batch])
+        return batches
+
+    sources = [batch_source(loader(), None, 0) for _ in range(2)]
+    for epoch in range(2):
+        both = [read(source, rank, epoch) for rank, source in enumerate(sources)]
+        samples = [number for batches in both for numbers, _ in batches for number in numbers]
+        # The last of 7 batches is used by both.
+        assert set(samples) == set(range(13))
+        assert len(samples) == 14
+        again = read(batch_source(loader(), None, 0), 1, epoch, begin=4)
+        assert again == both[1][2:]
+
+
 def test_validation_uses_no_sample_twice() -> None:
     for data, batch_size in ((Counted(9), 2), ([[i] for i in range(9)], None)):
         found = []

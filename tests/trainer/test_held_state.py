@@ -125,6 +125,40 @@ def test_with_several_optimizers_the_state_is_copied() -> None:
     assert training.now()["position"] == Position(step=2, num_samples=4)
 
 
+@pytest.mark.parametrize("num_whole", [0, 2])
+def test_a_step_of_several_updates_is_handed_out_whole(num_whole: int) -> None:
+    training = Training()
+
+    def step(num_updates: int) -> None:
+        at = training.held.drawn
+        training.held.draw(Position(step=at.step, num_samples=at.num_samples + 2))
+        for _ in range(num_updates):
+            training.forward()
+            training.update()
+
+    for _ in range(num_whole):
+        step(3)
+        training.held.complete()
+    before = training.now()
+    step(2)
+    training.forward()  # of the third one, which fails
+    assert training.now() == before
+    assert training.held.position.step == num_whole
+
+
+def test_a_second_update_shows_that_a_step_was_not_whole() -> None:
+    training = Training()
+    for _ in range(2):
+        training.step(plans=False)
+    training.held.draw(Position(step=2, num_samples=6))
+    training.forward()
+    training.update()
+    training.held.abandon("a worker was lost")
+    with pytest.raises(StepAbandoned):
+        training.update()
+    assert training.held.whole() is None
+
+
 def test_samples_of_accumulated_gradients_count_with_their_update() -> None:
     training = Training()
     training.step()

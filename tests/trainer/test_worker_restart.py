@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.running import eventually
 from support.trainer_workers import (
     SIZE,
@@ -20,6 +21,8 @@ from support.trainer_workers import (
     train_function,
     workers,
 )
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from torchft_svc.trainer.messages import (
     Abandon,
@@ -119,6 +122,28 @@ def test_a_resumed_run_of_three_workers_sums_in_the_same_order(team: Workers) ->
     undisturbed = run(None, 6)[0]
     resumed = run(run(None, 4)[1], 6)[0]
     assert digest(team.read(resumed)) == digest(team.read(undisturbed))
+
+
+def test_what_is_made_between_passes_is_the_same_in_each_worker(team: Workers) -> None:
+    def function(context: Any) -> list[float]:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = context.prepare(model, optimizer)
+        drawn = []
+        for _ in range(context.position.epoch, 3):
+            drawn.append(torch.rand(()).item())
+            for (inputs,) in context.batches(TensorDataset(torch.ones(8, 1)), batch_size=2):
+                model(inputs).sum().backward()
+                optimizer.step()
+        return drawn
+
+    both = team.start(job(train_fn=function, model_creator=None), 2)
+    team.form(both)
+    team.train(both, epoch=3)
+    first, second = (each.result for each in team.finish(both))
+    assert first == second
+    assert len(set(first)) == 3
+    team.end(both)
 
 
 def test_each_sample_is_used_once_while_the_number_of_workers_changes(team: Workers) -> None:

@@ -14,7 +14,7 @@ from torchft_svc.trainer.data import batch_source
 from torchft_svc.trainer.held_state import HeldState
 from torchft_svc.trainer.job import WorkerJob
 from torchft_svc.trainer.messages import Position, Reported, StateHandle, Train, Validate
-from torchft_svc.trainer.seeds import CREATION, seed_everything
+from torchft_svc.trainer.seeds import BETWEEN_STEPS, CREATION, seed_everything
 from torchft_svc.trainer.state import encode_state
 from torchft_svc.trainer.steps import Steps, move, part_of
 from torchft_svc.trainer.world import TrainingWorld
@@ -111,6 +111,7 @@ class TrainContext:
         # One that joins a running job has to know how far that is before its loop begins.
         self._world.begin_step()
         self._held.check()
+        self._seed_between_steps()
         return tuple(
             made if isinstance(before, list | tuple) else made[0]
             for before, made in zip(given, prepared, strict=False)
@@ -142,6 +143,7 @@ class TrainContext:
             self._pass_is_over = True
         finally:
             self._in_step = False
+            self._seed_between_steps()
 
     def share(self, data: Any, batch_size: int | None = None) -> Iterator[Any]:
         """This worker's part of data that is not trained on, such as for validation, on `device`.
@@ -150,8 +152,11 @@ class TrainContext:
         """
         size = self._job.batch_size if batch_size is None else batch_size
         source = batch_source(data, size, self._job.seed, trains=False, shuffles=False)
-        for batch in part_of(source, self._world.turn):
-            yield move(batch, self.device)
+        try:
+            for batch in part_of(source, self._world.turn):
+                yield move(batch, self.device)
+        finally:
+            self._seed_between_steps()
 
     def report(self, **metrics: Any) -> None:
         """Tell the trainer ``metrics``. After a pass, this also ends it: see `position`."""
@@ -178,6 +183,13 @@ class TrainContext:
     def _end_pass(self) -> None:
         self._held.complete(closes_pass=self._pass_is_over)
         self._pass_is_over = False
+        self._seed_between_steps()
+
+    def _seed_between_steps(self) -> None:
+        """What the program makes between two passes is the same in each worker, and again when it
+        goes on within the second one."""
+        epoch = self.position.epoch + self._pass_is_over
+        seed_everything(self._job.seed, BETWEEN_STEPS, epoch)
 
     def _run(self, function: Callable[[TrainContext], Any], command: Train) -> Any:
         self._info = command.info

@@ -7,6 +7,7 @@ is divided as evenly as possible; if it is fewer samples than workers, some use 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -24,7 +25,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from torchft_svc.errors import ConfigError
-from torchft_svc.trainer.seeds import mix, seed_everything
+from torchft_svc.trainer.seeds import RandomStream, mix, seed_everything
 
 # Random numbers of different uses do not repeat those of another.
 _ORDER, _SAMPLES = 1, 2
@@ -264,7 +265,8 @@ class IteratedData:
 
     Each worker goes through all of it, and uses every W-th batch: ``num_samples`` counts batches
     here. To resume, the first ones are read and dropped. It has to yield the same batches each time
-    that a pass is begun; random numbers are seeded for that.
+    that a pass is begun, in each worker; random numbers are seeded for that, and kept apart from
+    those of the steps, which differ between workers.
     """
 
     def __init__(self, batches: Iterable[Any], seed: int, trains: bool) -> None:
@@ -273,6 +275,7 @@ class IteratedData:
         self._batches: Iterator[Any] = iter(())
         self._ahead: list[Any] = []
         self._num_read = 0
+        self._random = RandomStream(seed, _ORDER)
 
     def has_more(self, epoch: int, num_samples: int) -> bool:
         self._go_to(epoch, num_samples)
@@ -280,7 +283,8 @@ class IteratedData:
 
     def draw(self, epoch: int, num_samples: int, turn: Turn) -> tuple[Any, int] | None:
         self._go_to(epoch, num_samples)
-        self._ahead += islice(self._batches, max(0, turn.size - len(self._ahead)))
+        with self._random.going_on():
+            self._ahead += islice(self._batches, max(0, turn.size - len(self._ahead)))
         batches = self._ahead[: turn.size]
         if not self._trains and turn.rank >= len(batches):
             return None
@@ -289,17 +293,29 @@ class IteratedData:
     def _go_to(self, epoch: int, num_samples: int) -> None:
         """Have the batch after ``num_samples`` as the first one of those ahead."""
         if self._epoch != epoch or self._num_read > num_samples:
-            seed_everything(self._seed, _ORDER, epoch)
-            self._batches, self._ahead = iter(self._source), []
+            self._random = RandomStream(self._seed, _ORDER, epoch)
+            with self._random.going_on():
+                self._batches, self._ahead = iter(_without_memory(self._source)), []
             self._epoch, self._num_read = epoch, 0
         dropped = num_samples - self._num_read
         self._num_read = num_samples
         del_ahead = min(dropped, len(self._ahead))
         del self._ahead[:del_ahead]
-        for _ in islice(self._batches, dropped - del_ahead):
-            pass
-        if not self._ahead:
-            self._ahead += islice(self._batches, 1)
+        if dropped > del_ahead or not self._ahead:
+            with self._random.going_on():
+                for _ in islice(self._batches, dropped - del_ahead):
+                    pass
+                if not self._ahead:
+                    self._ahead += islice(self._batches, 1)
         if num_samples == 0 and not self._ahead:
             reason = "it yields no batch (an iterator can be gone through only once)"
             raise ConfigError("data", type(self._source).__name__, reason)
+
+
+def _without_memory(batches: Iterable[Any]) -> Iterable[Any]:
+    """A loader whose processes would keep their random numbers for the next pass starts others."""
+    if not isinstance(batches, DataLoader) or not batches.persistent_workers:
+        return batches
+    loader = copy.copy(batches)
+    vars(loader)["persistent_workers"] = False  # the loader itself refuses any change
+    return loader

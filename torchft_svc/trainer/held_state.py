@@ -146,10 +146,9 @@ class _Copies:
     groups: list[list[dict[str, Any]]]
     schedulers: list[dict[str, Any]]
     extras: dict[str, Any]
-    all: TrainingState | None  # with several optimizers, whose updates are not one
 
     @classmethod
-    def of(cls, parts: _Pieces, position: Position, buffers: list[_Buffers]) -> _Copies:
+    def of(cls, parts: _Pieces, buffers: list[_Buffers]) -> _Copies:
         for each in buffers:
             each.keep()
         return cls(
@@ -157,7 +156,6 @@ class _Copies:
             groups=[_settings(optimizer) for optimizer in parts.optimizers],
             schedulers=[copy.deepcopy(each.state_dict()) for each in parts.schedulers],
             extras={name: _copied(each.state_dict()) for name, each in parts.extras.items()},
-            all=_all_of(parts, position) if len(parts.optimizers) > 1 else None,
         )
 
     def put_into(self, states: _Pieces) -> _Pieces:
@@ -181,7 +179,10 @@ class HeldState:
         self.device = torch.device("cpu")
         self._lock = threading.RLock()
         self._parts = _Pieces()
-        self._copies = _Copies.of(self._parts, Position(), [])
+        self._num_updates = 0  # in the step that is under way
+        self._most_updates = 0  # in any step; 0: none has ended yet
+        self._before: TrainingState | None = None  # the updates of a step that may be several
+        self._copies = _Copies.of(self._parts, [])
         self._phase = _Phase.WHOLE
         self._position = self._drawn = Position()
         self._pending: TrainingState | None = None
@@ -225,8 +226,13 @@ class HeldState:
         optimizers: Sequence[torch.optim.Optimizer],
         schedulers: Sequence[Any] = (),
         extras: Mapping[str, Any] | None = None,
+        *,
+        updates_once: bool = False,
     ) -> None:
         """What is trained from now on; loads a state that waits for it.
+
+        ``updates_once``: no step is more than one update of each optimizer. If that is not known,
+        the first step shows it.
 
         Raises:
             ConfigError: that state does not fit.
@@ -246,6 +252,7 @@ class HeldState:
             ]
             self._parts = _Pieces(models, optimizers, schedulers, dict(extras or {}))
             self._phase = _Phase.WHOLE
+            self._num_updates, self._most_updates = 0, int(updates_once)
             self._copies = replace(self._copies, buffers=[_Buffers(model) for model in models])
             self._load_pending()
             self._keep()
@@ -296,10 +303,12 @@ class HeldState:
         self._position = replace(self._drawn, step=self._position.step + 1)
         self._drawn = self._position
         self._phase = _Phase.WHOLE
+        self._most_updates = max(self._most_updates, self._num_updates)
+        self._num_updates = 0
 
     def _keep(self) -> None:
         before = self._copies.schedulers
-        self._copies = _Copies.of(self._parts, self._position, self._copies.buffers)
+        self._copies = _Copies.of(self._parts, self._copies.buffers)
         if self._position.num_samples:  # not after a pass, when other schedulers move
             self._scheduler_moves = _moved(before, self._copies.schedulers)
 
@@ -308,15 +317,33 @@ class HeldState:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         with self._lock:
+            if self._phase is _Phase.UPDATED and self._drawn != self._position:
+                self._most_updates = max(self._most_updates, self._num_updates + 1)
             self.check()
             if self._phase is _Phase.UPDATED and self._drawn == self._position:
                 self._count()  # a program that draws its batches elsewhere
                 self._keep()
+            if self._phase is _Phase.WHOLE:
+                self._before = self._copy_before()
             self._phase = _Phase.UPDATING
+
+    def _copy_before(self) -> TrainingState | None:
+        """A copy of the last whole state, if the step may be several updates."""
+        several = len(self._parts.optimizers) > 1 or self._most_updates > 1
+        if self._most_updates == 1 and not several:
+            return None
+        # Where this is only not known yet, do not fill the memory of the device.
+        device = None if several else torch.device("cpu")
+        state = self._last_whole()
+        return replace(state, parts=_copied(state.parts, device))
+
+    def _last_whole(self) -> TrainingState:
+        return self._copies.put_into(self._parts.states()).to_state(self._position)
 
     def _end_update(self, *_: Any) -> None:
         with self._lock:
             self._phase = _Phase.UPDATED
+            self._num_updates += 1
 
     # -- handing it out --------------------------------------------------------------------------
 
@@ -337,11 +364,11 @@ class HeldState:
             if not self._parts.models:
                 return None
             if self._phase is _Phase.WHOLE:
-                return self._copies.put_into(self._parts.states()).to_state(self._position)
+                return self._last_whole()
             if by_main and self._is_complete():
                 self._count()
                 return self._parts.states().to_state(self._position)
-            return self._copies.all
+            return self._before
 
     def holding(self) -> AbstractContextManager[Any]:
         """A lock, inside of which no update begins."""
@@ -351,7 +378,7 @@ class HeldState:
         """Whether the step that is under way is whole, although the program has not said so."""
         if self._phase is not _Phase.UPDATED or len(self._parts.optimizers) > 1:
             return False
-        if self._parts.extras:
+        if self._parts.extras or self._most_updates != 1:
             return False
         schedulers = [each.state_dict() for each in self._parts.schedulers]
         return not self._scheduler_moves or _moved(self._copies.schedulers, schedulers)
@@ -367,7 +394,7 @@ class HeldState:
         with self._lock:
             self._parts.load(state)
             self._position = self._drawn = state.position
-            self._phase = _Phase.WHOLE
+            self._phase, self._num_updates = _Phase.WHOLE, 0
             self._keep()
 
 
@@ -388,9 +415,13 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _copied(state: Any) -> Any:
+def _copied(state: Any, device: torch.device | None = None) -> Any:
+    """A copy; its tensors are on ``device`` (default: where they were)."""
+
     def clone(value: Any) -> Any:
-        return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        if isinstance(value, torch.Tensor):
+            return value.detach().to(device or value.device, copy=True)
+        return copy.deepcopy(value)
 
     return tree_map(clone, state)
 

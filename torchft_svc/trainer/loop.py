@@ -45,7 +45,7 @@ class CreatorLoop:
         self._following: list[Any] = []
         self._steps: Steps | None = None
         self._source: BatchSource | None = None
-        held.own(self._models, self._optimizers, self._schedulers)
+        held.own(self._models, self._optimizers, self._schedulers, updates_once=True)
 
     def begin(self, world: TrainingWorld, steps: Steps) -> None:
         """Train in ``world`` from now on."""

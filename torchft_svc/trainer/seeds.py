@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 _NUMPY_SEEDS = 2**32
 # Random numbers of different uses do not repeat those of another: of what is trained, and so on.
-CREATION, VALIDATION = 11, 12
+CREATION, VALIDATION, BETWEEN_STEPS = 11, 12, 13
 
 
 def mix(*numbers: int) -> int:
@@ -25,3 +28,38 @@ def seed_everything(*numbers: int) -> None:
     random.seed(seed)
     np.random.seed(seed % _NUMPY_SEEDS)
     torch.manual_seed(seed)
+
+
+class RandomStream:
+    """Random numbers of the host for one use, which do not depend on what others draw.
+
+    Code inside of `going_on` begins with what follows from ``numbers``, and later goes on where it
+    was left; those that the rest of the program draws are as if it had not run.
+    """
+
+    def __init__(self, *numbers: int) -> None:
+        self._numbers = numbers
+        self._left: Any = None
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        outside = _host_states()
+        if self._left is None:
+            seed_everything(*self._numbers)
+        else:
+            _set_host_states(self._left)
+        try:
+            yield
+        finally:
+            self._left = _host_states()
+            _set_host_states(outside)
+
+
+def _host_states() -> Any:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_host_states(states: Any) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
