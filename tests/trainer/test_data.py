@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -20,6 +21,10 @@ from torch.utils.data import (
 
 from torchft_svc.errors import ConfigError
 from torchft_svc.trainer.data import Turn, batch_source
+from torchft_svc.trainer.held_state import HeldState
+from torchft_svc.trainer.job import WorkerJob
+from torchft_svc.trainer.loop import CreatorLoop
+from torchft_svc.trainer.messages import Validate
 from torchft_svc.trainer.seeds import mix, seed_everything
 from torchft_svc.trainer.steps import part_of
 
@@ -213,6 +218,25 @@ def test_validation_uses_no_sample_twice() -> None:
             source = batch_source(data, batch_size, 0, trains=False, shuffles=False)
             found += [int(each) for batch in part_of(source, Turn(rank, 4)) for each in batch]
         assert sorted(found) == list(range(9))
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_training_and_validation_data_are_a_tuple_or_a_list(kind: Any) -> None:
+    def made(data: Any) -> CreatorLoop:
+        job = WorkerJob(
+            fault_tolerance="restart",
+            model_creator=lambda config: nn.Linear(1, 1),
+            data_creator=lambda config: data,
+            optimizer_creator=lambda model, config: torch.optim.SGD(model.parameters()),
+            loss_creator=nn.MSELoss,
+        )
+        return CreatorLoop(job, HeldState())
+
+    command = Validate(command=1, num_steps=1, part=0, num_parts=1, info={})
+    with pytest.raises(ConfigError, match="batch_size"):  # so there is a Dataset to validate with
+        made(kind([Counted(3), Counted(2)])).validate(command)
+    with pytest.raises(ConfigError, match="no validation data"):
+        made([torch.ones(1), torch.ones(1)]).validate(command)
 
 
 def test_data_that_cannot_work_is_refused() -> None:

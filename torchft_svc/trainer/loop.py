@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from torchft_svc.errors import ConfigError
 from torchft_svc.trainer.data import BatchSource, Turn, batch_source
@@ -216,9 +217,12 @@ def _batch_size(job: WorkerJob) -> int | None:
 
 
 def _split(data: Any) -> tuple[Any, Any]:
-    """Training and validation data (None: none)."""
+    """Training and validation data (None: none). A list may also be one of batches."""
     if isinstance(data, tuple) and len(data) == 2:
         return data
+    is_list = isinstance(data, list) and len(data) == 2
+    if is_list and all(isinstance(each, Dataset | DataLoader) for each in data):
+        return data[0], data[1]
     return data, None
 
 
