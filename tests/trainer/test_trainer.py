@@ -475,6 +475,8 @@ def test_arguments_that_cannot_work(processes: Sharing) -> None:
         for call in (
             lambda: trainer.train(max_retries=-2),
             lambda: trainer.train(0),
+            lambda: Trainer(print, backend=processes).train(3),
+            lambda: Trainer(print, backend=processes, checkpoint_dir="memory://here"),
             lambda: trainer.train(retries=3),
             lambda: trainer.train(reset_retries_after=0),
             lambda: trainer.validate(max_retries=1.5),  # type: ignore[arg-type]

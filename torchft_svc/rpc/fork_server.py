@@ -23,6 +23,8 @@ from torchft_svc.errors import DeadlineExceeded, QuorumFailed
 
 # Importing torch takes two seconds, and much longer on a machine that starts many processes.
 START_S = 60.0
+# One that is ready forks within milliseconds.
+FORK_S = 20.0
 # A server that was told to end only has to leave its loop.
 _END_S = 5.0
 # Exit statuses that were not asked for, of processes whose end was not noticed: keep a few.
@@ -96,7 +98,8 @@ class ForkServer:
         """The id of a new process, to which `serve` gives ``request`` and the ``descriptors``.
 
         Raises:
-            DeadlineExceeded: the server is not ready within `START_S`.
+            DeadlineExceeded: the server is not ready within `START_S`, or does not fork within
+                `FORK_S`: then it is frozen, so it is killed, and the next call starts another.
             QuorumFailed: the server has exited.
         """
         with self._forking:
@@ -105,13 +108,19 @@ class ForkServer:
                 server = self._socket
                 if server is None:
                     raise QuorumFailed(self._lost)
-                self._wait_for(lambda: self._ready, server)
+                self._wait_for(lambda: self._ready, server, START_S)
                 self._num_requests += 1
                 number = self._num_requests
                 with contextlib.suppress(OSError):
                     socket.send_fds(server, [b"%d " % number + request], descriptors)
                 # A process that is forked after the deadline exits: its descriptors are closed.
-                self._wait_for(lambda: number in self._forked, server)
+                try:
+                    self._wait_for(lambda: number in self._forked, server, FORK_S)
+                except DeadlineExceeded:
+                    assert self._process is not None
+                    self._process.kill()
+                    self._changed.wait_for(lambda: self._socket is not server, _END_S)
+                    raise
                 pid = self._forked[number]
                 self._forked.clear()
         return pid
@@ -154,9 +163,11 @@ class ForkServer:
                 process.kill()
                 process.wait()
 
-    def _wait_for(self, is_there: Callable[[], bool], server: socket.socket) -> None:
-        if not self._changed.wait_for(lambda: self._socket is not server or is_there(), START_S):
-            raise DeadlineExceeded(self._action, START_S)
+    def _wait_for(
+        self, is_there: Callable[[], bool], server: socket.socket, within_s: float
+    ) -> None:
+        if not self._changed.wait_for(lambda: self._socket is not server or is_there(), within_s):
+            raise DeadlineExceeded(self._action, within_s)
         if self._socket is not server:
             raise QuorumFailed(self._lost)
 
@@ -218,7 +229,7 @@ def serve(descriptor: int, owner_pid: int) -> tuple[bytes, list[int]] | None:
             wake.recv(_MAX_MESSAGE)
             _reap(server)
         if server in readable:
-            message, descriptors, _, _ = socket.recv_fds(server, _MAX_MESSAGE, _MAX_DESCRIPTORS)
+            message, descriptors = _receive(server)
             if not message:
                 break
             asked, _, request = message.partition(b" ")
@@ -233,9 +244,19 @@ def serve(descriptor: int, owner_pid: int) -> tuple[bytes, list[int]] | None:
                 return request, descriptors
             for each in descriptors:
                 os.close(each)
-            server.send(b"forked %s %d" % (asked, pid))
+            with contextlib.suppress(ConnectionError):  # noticed with the next message
+                server.send(b"forked %s %d" % (asked, pid))
     signal.set_wakeup_fd(-1)  # before it is closed: the last forks exit just now
     return None
+
+
+def _receive(server: socket.socket) -> tuple[bytes, list[int]]:
+    """A request with its descriptors; empty: the owner is gone."""
+    try:
+        message, descriptors, _, _ = socket.recv_fds(server, _MAX_MESSAGE, _MAX_DESCRIPTORS)
+    except ConnectionError:  # it had not read all
+        return b"", []
+    return message, descriptors
 
 
 def _reap(server: socket.socket) -> None:

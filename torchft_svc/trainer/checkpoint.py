@@ -25,6 +25,7 @@ from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from torchft_svc.errors import CheckpointError, ConfigError
 from torchft_svc.trainer.checkpoint_files import (
@@ -75,6 +76,11 @@ class CheckpointStore:
         # Also for processes that have another working directory.
         self.directory = f"{self._place.prefix}{self._place.root}"
         self._rejected: set[str] = set()
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether other processes cannot see it."""
+        return isinstance(self._place.files, MemoryFileSystem)
 
     def check_writable(self) -> None:
         """Create the directory, write a file there, and delete it.

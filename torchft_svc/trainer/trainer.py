@@ -185,7 +185,7 @@ class Trainer:
         """Train for one pass over the data, or call ``train_fn`` once.
 
         Args:
-            num_steps: stop after so many steps; the next call goes on there.
+            num_steps: stop after so many steps; the next call goes on there. Not with ``train_fn``.
             max_retries: how many incidents are survived; -1: all. What is lost within one restart
                 is one incident; to grow is none. The next incident ends the call.
             checkpoint: ``auto``: write checkpoints, at least one before the pass. A path: begin
@@ -209,6 +209,8 @@ class Trainer:
         """
         check_options(Trainer.train, unknown.items())
         check_num_steps(num_steps)
+        if num_steps is not None and self._config.train_fn is not None:
+            raise ConfigError("num_steps", num_steps, "train_fn decides how long it trains")
         retries = budget(max_retries, reset_retries_after)
         told = check_info(info)
         self._check_open()
@@ -382,6 +384,9 @@ class Trainer:
         if self._store is None:
             directory = self._config.checkpoint_dir or DEFAULT_CHECKPOINT_DIR
             store = CheckpointStore(directory, self._config.keep_last)
+            if store.is_in_memory:
+                reason = "workers are other processes, and do not share this one's memory"
+                raise ConfigError("checkpoint_dir", directory, reason)
             store.check_writable()
             self._store = store
         return self._store
