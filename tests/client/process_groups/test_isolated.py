@@ -23,7 +23,7 @@ from torchft_svc.client import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupG
 from torchft_svc.client.process_groups.isolated.process import FORK_SERVER, fork_carrier
 from torchft_svc.client.process_groups.isolated.segments import HostSegment, Pool
 from torchft_svc.coordination import LighthouseClient
-from torchft_svc.errors import DeadlineExceeded, QuorumFailed
+from torchft_svc.errors import QuorumFailed
 from torchft_svc.rpc.fork_server import ForkServer
 
 TIMEOUT = timedelta(seconds=20)
@@ -54,30 +54,6 @@ def shared_descriptors() -> int:
     """How many pieces of shared memory this process holds."""
     links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
     return sum("torchft-collectives" in os.readlink(link) for link in links if link.is_symlink())
-
-
-def test_a_process_that_comes_too_late_is_not_taken_for_the_next_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fork_server = ForkServer(MAIN, "tests")
-    fork_server.start()
-    assert fork_server.is_ready(60.0)
-    server = fork_server._process
-    assert server is not None
-    monkeypatch.setattr("torchft_svc.rpc.fork_server.START_S", 0.5)
-    server.send_signal(signal.SIGSTOP)
-    with pytest.raises(DeadlineExceeded):
-        fork_carrier(fork_server)
-    monkeypatch.undo()
-    server.send_signal(signal.SIGCONT)
-    pid, connection = fork_carrier(fork_server)
-    others = [each for each in psutil.Process(server.pid).children() if each.pid != pid]
-    psutil.wait_procs(others, 20.0)  # nobody has its connection
-    assert is_alive(pid)
-    connection.close()
-    assert fork_server.end_of(pid, 20.0) is not None
-    server.kill()
-    server.wait()
 
 
 def test_the_status_of_an_earlier_process_with_the_same_id_is_not_told() -> None:
