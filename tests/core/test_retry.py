@@ -328,6 +328,18 @@ def test_starts_that_fail_in_a_row_are_repeated_less_and_less_often() -> None:
     assert pauses == [0.0, 0.0, 0.5, 1.0, 2.0, 4.0]
 
 
+def test_progress_that_only_an_offered_state_tells_of_counts() -> None:
+    story = Story()
+    workers = trained(story, 1, max_retries=1, reset_after=4)
+    for step in (1, 6):
+        story.lose(workers[0])
+        for worker in workers[1:]:
+            story.offer(worker, step)
+        story.end_all()
+        workers = story.form(step)
+    assert story.machine.retries.num == 1
+
+
 @pytest.mark.parametrize("max_retries", [UNLIMITED, 5])
 def test_the_same_error_at_the_same_step_ends_early(max_retries: int) -> None:
     story = Story()

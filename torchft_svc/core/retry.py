@@ -246,6 +246,7 @@ class RetryMachine(RunMembers):
             self._hold(state)
             self._has_offer = True
             self.best_step = max(self.best_step, state.step)
+            self.retries.reach(self.best_step)
         if found is not None:
             found.has_offered = True
             if self.phase is RunPhase.ENDING:
@@ -577,8 +578,7 @@ class RetryMachine(RunMembers):
     def _reach(self, worker: KnownWorker, step: int) -> None:
         worker.step = max(worker.step, step)
         if self.rules.keeps_others and step > worker.from_step and not worker.has_state:
-            worker.has_state = True
-            self._num_failed_starts = 0
+            worker.has_state, self._num_failed_starts = True, 0
         self.best_step = max(self.best_step, step)
         self.retries.reach(self.best_step)
 
