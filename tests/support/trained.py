@@ -41,20 +41,30 @@ def optimizer(net: nn.Module, config: Mapping[str, Any]) -> torch.optim.Optimize
 class Faults:
     """What is to happen in workers; each fault happens once, whichever process meets it.
 
-    A fault is ``(step, rank, what)``; ``what`` is ``kill``, ``freeze`` or the words of an error.
+    A fault is ``(step, rank, what)``; ``what`` is ``kill``, ``kill all`` (the
+    others at the same moment), ``freeze`` or the words of an error.
     """
 
     def __init__(self, folder: Path, *faults: tuple[int, int, str]) -> None:
         self._folder, self._faults = folder, faults
 
     def meet(self, step: int, rank: int) -> None:
+        (self._folder / f"worker-{os.getpid()}").touch()
         for number, (at, whose, what) in enumerate(self._faults):
             if (at, whose) != (step, rank) or not self._is_first(number):
                 continue
-            if what in ("kill", "freeze"):
+            if what == "kill all":
+                self._kill_all()
+            elif what in ("kill", "freeze"):
                 os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
             else:
                 raise ValueError(what)
+
+    def _kill_all(self) -> None:
+        others = {int(each.name.split("-")[1]) for each in self._folder.glob("worker-*")}
+        for pid in (*others - {os.getpid()}, os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _is_first(self, number: int) -> bool:
         with contextlib.suppress(FileExistsError):

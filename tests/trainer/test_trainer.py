@@ -148,10 +148,8 @@ def test_the_others_train_on_while_a_worker_is_replaced(running: Any, rank: int,
 def test_all_workers_are_killed_and_a_checkpoint_is_left(
     running: Any, mode: str, tmp_path: Path
 ) -> None:
-    second = 1 if mode == "restart" else 0  # whoever is left does the step again, as the first one
-    faults = [(STEPS + 3, 0, "kill"), (STEPS + 3, second, "kill")]
     trainer = running(
-        *faults,
+        (STEPS + 3, 0, "kill all"),
         epochs=2,
         fault_tolerance=mode,
         checkpoint_dir=tmp_path / "checkpoints",
@@ -179,7 +177,7 @@ def test_all_workers_are_killed_and_the_trainer_holds_a_state(processes: Sharing
 def test_all_workers_are_killed_and_a_state_came_with_a_report(
     running: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = running((STEPS + 3, 0, "kill"), (STEPS + 3, 1, "kill"), epochs=2)
+    trainer = running((STEPS + 3, 0, "kill all"), epochs=2)
     found = trainer.train(max_retries=1)
     assert found["result"] == 2 * STEPS
     (incident,) = found["incidents"]
