@@ -31,13 +31,14 @@ def end_with(agent_pid: int) -> None:
         if os.getppid() == agent_pid:
             return
     # It has ended, a fork server stands between (or this is no Linux, and somebody has to watch).
-    if not _lives(agent_pid):
+    if not lives(agent_pid):
         os.kill(os.getpid(), signal.SIGKILL)
     name = "torchft-parent-death"
     threading.Thread(target=_watch, args=(agent_pid,), name=name, daemon=True).start()
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
+    """Whether process ``pid`` has not ended, or was not waited for yet."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -52,7 +53,7 @@ def _watch(pid: int) -> None:
         descriptor = os.pidfd_open(pid)
     except (AttributeError, OSError):
         pause = threading.Event()
-        while _lives(pid):
+        while lives(pid):
             pause.wait(_POLL_S)
     else:
         select.select([descriptor], [], [])

@@ -27,6 +27,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from torchft_svc.elastic.parent_death import lives
 from torchft_svc.errors import CheckpointError, ConfigError
 from torchft_svc.trainer.checkpoint_files import (
     MANIFEST,
@@ -425,7 +426,7 @@ class _Place:
             with contextlib.suppress(OSError):
                 is_here = found[1] == _host()
                 is_old = time.time() - path.stat().st_mtime > _FORGOTTEN_S
-                if is_old or (is_here and not _lives(int(found[2]))):
+                if is_old or (is_here and not lives(int(found[2]))):
                     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -444,16 +445,6 @@ def _unfinished_name() -> str:
 
 def _host() -> str:
     return socket.gethostname().replace("/", "_")
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _words(error: BaseException) -> str:

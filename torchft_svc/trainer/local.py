@@ -24,6 +24,7 @@ from typing import cast
 import cloudpickle
 
 from torchft_svc import env
+from torchft_svc.elastic.parent_death import lives
 from torchft_svc.errors import ConfigError, PeerError
 from torchft_svc.rpc.fork_server import ForkServer
 from torchft_svc.trainer.backend import Heard, Lost, WorkerProgram
@@ -355,7 +356,7 @@ class _LocalWorker:
                 selector.register(self.ends, selectors.EVENT_READ)
                 is_over = bool(selector.select(0))
         else:
-            is_over = not _lives(self.pid)
+            is_over = not lives(self.pid)
         if is_over:
             end = server.end_of(self.pid, _STATUS_S)
             self.status = None if end is None else end[0]
@@ -516,16 +517,6 @@ def _process_descriptor(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return None
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _signal_name(number: int) -> str:
