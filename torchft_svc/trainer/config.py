@@ -7,17 +7,16 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import cloudpickle
 
 from torchft_svc.core.retry_budget import RetryBudget
 from torchft_svc.core.retry_orders import RetryRules
 from torchft_svc.errors import ConfigError
-from torchft_svc.trainer.job import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_TIMEOUT_S, WorkerJob
-from torchft_svc.trainer.messages import FaultTolerance
+from torchft_svc.trainer.job import TrainingProgram, WorkerJob
 
 # Where checkpoints go if they are wanted and nobody said where.
 DEFAULT_CHECKPOINT_DIR = "torchft-checkpoints"
@@ -27,37 +26,18 @@ _OPTIONAL = ("loss_creator", "scheduler_creator", "batch_loss", "setup")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
+class TrainerConfig(TrainingProgram):
     """What `Trainer` was told; see there."""
 
-    train_fn: Callable[[Any], Any] | None = None
-    model_creator: Callable[..., Any] | None = None
-    data_creator: Callable[..., Any] | None = None
-    optimizer_creator: Callable[..., Any] | None = None
-    loss_creator: Callable[..., Any] | None = None
-    scheduler_creator: Callable[..., Any] | None = None
-    batch_loss: Callable[..., Any] | None = None
-    scheduler_step: Literal["epoch", "step"] = "epoch"
-    setup: Callable[[Mapping[str, Any]], None] | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
     num_workers: int = 1
     min_workers: int = 1
     resources_per_worker: Mapping[str, float] = field(default_factory=dict)
-    fault_tolerance: FaultTolerance = "restart"
     checkpoint_dir: str | os.PathLike[str] | None = None
     checkpoint_every: int | timedelta | None = None
-    keep_last: int = 3
     resume: str | None = None
-    batch_size: int | None = None
-    seed: int = 0
     use_gpu: bool | None = None
-    num_threads: int | None = None
-    ddp_args: Mapping[str, Any] = field(default_factory=dict)
-    run_name: str = "trainer"
     heartbeat_timeout_s: float = 5.0
     start_timeout_s: float = 120.0
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
     first_pause_s: float = 0.5
     max_pause_s: float = 60.0
     resources_timeout_s: float = 600.0
@@ -111,29 +91,14 @@ class TrainerConfig:
         use_gpu = self.use_gpu
         if use_gpu is None:
             use_gpu = self.resources_per_worker.get("GPU", 0) > 0
+        program = {each.name: getattr(self, each.name) for each in fields(TrainingProgram)}
+        for name in ("config", "ddp_args"):
+            program[name] = dict(program[name])
         job = WorkerJob(
-            fault_tolerance=self.fault_tolerance,
-            config=dict(self.config),
-            train_fn=self.train_fn,
-            model_creator=self.model_creator,
-            data_creator=self.data_creator,
-            optimizer_creator=self.optimizer_creator,
-            loss_creator=self.loss_creator,
-            scheduler_creator=self.scheduler_creator,
-            batch_loss=self.batch_loss,
-            scheduler_step=self.scheduler_step,
-            setup=self.setup,
-            batch_size=self.batch_size,
-            seed=self.seed,
+            **program,
             use_gpu=use_gpu,
-            num_threads=self.num_threads,
-            ddp_args=dict(self.ddp_args),
-            timeout_s=self.timeout_s,
-            join_timeout_s=self.join_timeout_s,
             checkpoint_every_steps=every if isinstance(every, int) else None,
             checkpoint_every_s=every.total_seconds() if isinstance(every, timedelta) else None,
-            keep_last=self.keep_last,
-            run_name=self.run_name,
         )
         try:
             return bytes(cloudpickle.dumps(job))

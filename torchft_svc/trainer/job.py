@@ -15,8 +15,8 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerJob:
-    """A program of one of two kinds, and the settings of its workers.
+class TrainingProgram:
+    """A program of one of two kinds, and those of its settings that users choose.
 
     Either ``train_fn(context)``, the user's own loop, or creators, whose loop is the trainer's:
     ``model_creator(config)``, ``data_creator(config)`` (training data, or a pair of training and
@@ -33,18 +33,15 @@ class WorkerJob:
         batch_size: samples of one worker in a step, for a Dataset (a DataLoader has its own;
             default: ``config["batch_size"]``).
         seed: of the order of the data, the initial weights, and the random numbers of each step.
-        use_gpu: train on the first CUDA device that is visible.
         num_threads: of torch in each worker (default: torch's).
         ddp_args: of the wrapper ``DistributedDataParallel``.
         timeout_s: the longest that a collective may take.
         join_timeout_s: the longest that all workers may take to meet.
-        checkpoint_every_steps, checkpoint_every_s: when a checkpoint is written inside a pass;
-            None: never.
         keep_last: how many checkpoints are kept.
         run_name: different for each run at the same time on the same lighthouse.
     """
 
-    fault_tolerance: FaultTolerance
+    fault_tolerance: FaultTolerance = "restart"
     config: Mapping[str, Any] = field(default_factory=dict)
     train_fn: Callable[[Any], Any] | None = None
     model_creator: Callable[..., Any] | None = None
@@ -57,12 +54,24 @@ class WorkerJob:
     setup: Callable[[Mapping[str, Any]], None] | None = None
     batch_size: int | None = None
     seed: int = 0
-    use_gpu: bool = False
     num_threads: int | None = None
     ddp_args: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = DEFAULT_TIMEOUT_S
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
-    checkpoint_every_steps: int | None = None
-    checkpoint_every_s: float | None = None
     keep_last: int = 3
     run_name: str = "trainer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerJob(TrainingProgram):
+    """The program, and what the trainer has decided about it.
+
+    Args:
+        use_gpu: train on the first CUDA device that is visible.
+        checkpoint_every_steps, checkpoint_every_s: when a checkpoint is written inside a pass;
+            None: never.
+    """
+
+    use_gpu: bool = False
+    checkpoint_every_steps: int | None = None
+    checkpoint_every_s: float | None = None

@@ -72,7 +72,7 @@ class Trainer:
         train_fn: ``train_fn(context)``, a loop of the user's own; see `TrainContext`. Otherwise:
         model_creator, data_creator, optimizer_creator, loss_creator, scheduler_creator: what makes
             the model, the data and so on, each called with ``config`` as its last argument; see
-            `WorkerJob`, also for ``batch_loss``, ``scheduler_step`` and ``setup``.
+            `TrainingProgram`, also for ``batch_loss``, ``scheduler_step`` and ``setup``.
         config: for all of these functions.
         num_workers: how many are wanted. With resources for fewer, at least ``min_workers``, the
             trainer trains with these, and grows when there are more.
