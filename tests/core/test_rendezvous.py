@@ -364,7 +364,7 @@ def test_l13_a_world_that_was_paused_is_replaced_though_all_come_back(
 def test_the_end_of_a_term_ends_all_streams() -> None:
     launch = started("1:2", "ab")
     error = NotLeader("elsewhere")
-    orders = launch.rendezvous.term_ended(error, launch.now)
+    orders = launch.rendezvous.lead_ended(error, launch.now)
     assert orders == tuple(EndStream(launch.agents[name].stream, error) for name in "ab")
     assert launch.rendezvous.next_deadline() is None
     assert launch.rendezvous.status("", launch.now) == []

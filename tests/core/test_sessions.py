@@ -471,7 +471,7 @@ def test_at_the_end_of_a_term_all_are_told_and_forgotten() -> None:
     machine.ask(1, "a:1")
     machine.call(50, "b:1")
     over = NotLeader("there:1")
-    told = machine.core.term_ended(over, 20 * ID_STRIDE, machine.now)
+    told = machine.core.lead_ended(over, 20 * ID_STRIDE, machine.now)
     assert told == (RefuseCall(50, over), EndStream(1, over))
     assert machine.close(1) == machine.core.cancelled(50, machine.now) == ()
     assert machine.core.status("", machine.now) == []

@@ -524,8 +524,8 @@ def news_come_over_the_newest_session_alone(plant: pytest.MonkeyPatch) -> None:
 
 
 def nobody_hears_that_a_term_has_ended(plant: pytest.MonkeyPatch) -> None:
-    real = LighthouseSessions.term_ended
-    plant.setattr(LighthouseSessions, "term_ended", lambda *args: real(*args)[:0])
+    real = LighthouseSessions.lead_ended
+    plant.setattr(LighthouseSessions, "lead_ended", lambda *args: real(*args)[:0])
 
 
 def who_leaves_is_out_when_his_stream_has_ended(plant: pytest.MonkeyPatch) -> None:

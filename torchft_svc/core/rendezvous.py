@@ -157,7 +157,7 @@ class Rendezvous:
         run = self._runs[name]
         return self._finish(run, run.drain(node, reason, at))
 
-    def term_ended(self, error: TorchFTError, now: float) -> Orders:
+    def lead_ended(self, error: TorchFTError, now: float) -> Orders:
         """Another lighthouse leads: all who are here are told, and forgotten."""
         self._time(now)
         orders = tuple(EndStream(stream, error) for stream in self._streams)

@@ -127,9 +127,9 @@ class LighthouseSessions:
         self.clock = PausableClock(usual_look_s(config.heartbeat_timeout_s), now)
         self._reported_missed_s = 0.0
         self._callers = itertools.count()
-        self._begin_term(first_id, now)
+        self._begin_lead(first_id, now)
 
-    def _begin_term(self, first_id: int, at: float) -> None:
+    def _begin_lead(self, first_id: int, at: float) -> None:
         self.lighthouse = Lighthouse(
             self._config, first_id, ID_STRIDE, ids_per_s=1000 * ID_STRIDE, now=at
         )
@@ -300,11 +300,11 @@ class LighthouseSessions:
         orders = self._translate(self.lighthouse.accept_loss(job, at))
         return self._finish([ReportAcceptedLoss(job, committed_step), *orders])
 
-    def term_ended(self, error: TorchFTError, first_id: int, now: float) -> Orders:
+    def lead_ended(self, error: TorchFTError, first_id: int, now: float) -> Orders:
         """Another lighthouse leads: inform all clients, and forget them."""
         orders: list[Order] = [RefuseCall(call, error) for call in self._calls]
         orders += [EndStream(stream, error) for stream in self._sessions]
-        self._begin_term(first_id, self._time(now))
+        self._begin_lead(first_id, self._time(now))
         return self._finish(orders)
 
     def tick(self, now: float) -> Orders:

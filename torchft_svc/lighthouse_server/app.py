@@ -41,7 +41,7 @@ async def run_lighthouse(
                 yield bound
                 return
             told = election.advertise or str(HostPort(reachable_host(bound), bound.port))
-            async with leadership.stands_for_election(told, driver.end_term):
+            async with leadership.stands_for_election(told, driver.end_lead):
                 yield bound
     finally:
         driver.close()

@@ -123,9 +123,9 @@ class LighthouseDriver(StreamDriver[LighthouseSessions]):
         """What people want to know of ``job``, or of all (empty)."""
         return self._core.status(job, time.monotonic())
 
-    def end_term(self, error: TorchFTError) -> None:
-        self.runs.end_term(error)
-        self._carry_out(self._core.term_ended(error, _first_id(), time.monotonic()))
+    def end_lead(self, error: TorchFTError) -> None:
+        self.runs.end_lead(error)
+        self._carry_out(self._core.lead_ended(error, _first_id(), time.monotonic()))
 
     def close(self) -> None:
         super().close()

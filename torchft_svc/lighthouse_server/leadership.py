@@ -39,7 +39,7 @@ class Leadership:
     def __init__(self, etcd: Etcd, lease_ttl_s: int) -> None:
         self._etcd = etcd
         self._address = ""
-        self._end_term: Callable[[TorchFTError], None] = lambda error: None
+        self._end_lead: Callable[[TorchFTError], None] = lambda error: None
         self._lease_ttl_s = lease_ttl_s
         self._leader = ""
         self._until = 0.0  # by then the lease may have ended
@@ -60,13 +60,13 @@ class Leadership:
 
     @contextlib.asynccontextmanager
     async def stands_for_election(
-        self, address: str, end_term: Callable[[TorchFTError], None]
+        self, address: str, end_lead: Callable[[TorchFTError], None]
     ) -> AsyncIterator[None]:
         """While the block runs, under ``address``; at its end another one may lead at once.
 
-        ``end_term`` is called when this lighthouse has stopped to lead.
+        ``end_lead`` is called when this lighthouse has stopped to lead.
         """
-        self._address, self._end_term = address, end_term
+        self._address, self._end_lead = address, end_lead
         standing = asyncio.create_task(self._run())
         try:
             yield
@@ -154,7 +154,7 @@ class Leadership:
         if leads:
             self._watch_the_clock()
         else:
-            self._end_term(self._not_leader())
+            self._end_lead(self._not_leader())
         for hear in self._hearers:
             hear()
 

@@ -69,8 +69,8 @@ class RendezvousDriver(StreamDriver[Rendezvous]):
         """
         self._feed(lambda now: self._core.drain(run, node, reason, now))
 
-    def end_term(self, error: TorchFTError) -> None:
-        self._carry_out(self._core.term_ended(error, time.monotonic()))
+    def end_lead(self, error: TorchFTError) -> None:
+        self._carry_out(self._core.lead_ended(error, time.monotonic()))
 
     def _carry_out_one(self, order: Order) -> None:
         if isinstance(order, SendNews):

@@ -58,7 +58,7 @@ class StreamDriver(ABC, Generic[_Core]):
         self._timer = DeadlineTimer(call_later, lambda: self._feed_last(self._core.tick))
 
     @abstractmethod
-    def end_term(self, error: TorchFTError) -> None:
+    def end_lead(self, error: TorchFTError) -> None:
         """Another lighthouse leads: tell all who are here, and forget them."""
 
     @abstractmethod
@@ -111,7 +111,7 @@ class StreamDriver(ABC, Generic[_Core]):
         try:
             self._check_leads()
         except NotLeader as error:
-            self.end_term(error)
+            self.end_lead(error)
             raise
         self._carry_out(take(time.monotonic()))
 

@@ -296,11 +296,11 @@ class LaunchFleet:
         ]
         if before is not self._leader or not able or (is_up and not is_forced):
             if is_forced and is_up:
-                before.end_term("")
+                before.end_lead("")
                 self._nature.after(0.1, self._lead_again, before)
             return
         self._leader = able[0]
-        before.end_term(able[0].name)
+        before.end_lead(able[0].name)
         able[0].leads = True
 
     def _lead_again(self, lighthouse: LaunchLighthouse) -> None:

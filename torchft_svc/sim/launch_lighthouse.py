@@ -66,14 +66,14 @@ class LaunchLighthouse:
         self._begin()
         self._trace.record(self.name, "is back")
 
-    def end_term(self, leader: str) -> None:
+    def end_lead(self, leader: str) -> None:
         """Another one leads."""
         self.leads, self.leader = False, leader
         if not self.process.is_dead:
             self._checks.lighthouse_gone()
             over = NotLeader(leader)
             self.process.after(
-                0.0, self.feed, lambda now: () if self.leads else self.core.term_ended(over, now)
+                0.0, self.feed, lambda now: () if self.leads else self.core.lead_ended(over, now)
             )
 
     def would_take(self) -> bool:

@@ -129,13 +129,13 @@ class LighthouseActor:
         self._begin()
         self._trace.record(self.name, "is back")
 
-    def end_term(self, seconds: float) -> None:
+    def end_lead(self, seconds: float) -> None:
         """It loses the election, and is elected again after ``seconds``."""
         if self.process.is_dead or not self.leads:
             return
         self.leads = False
         over, first_id = NotLeader(""), self._first_id()
-        self.feed(lambda now: self.core.term_ended(over, first_id, now), self.checks.term_ended)
+        self.feed(lambda now: self.core.lead_ended(over, first_id, now), self.checks.lead_ended)
         self.checks = self._new_checks()
         self.process.after(seconds, self._lead)
 

@@ -149,7 +149,7 @@ class LighthouseChecks:
             if all(each.key != client.key for each in self._sessions):
                 self._invariants.progress.gone(*client.key)
 
-    def term_ended(self) -> None:
+    def lead_ended(self) -> None:
         """Questions over sessions are withdrawn; calls are refused."""
         for client in self._waiting & self._sessions:
             self.withdrew(client)

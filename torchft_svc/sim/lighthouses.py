@@ -62,8 +62,8 @@ class Lighthouses:
             self.crash(host, fault.seconds, fault.value * 100.0)
         elif fault.kind == "lighthouse_freeze":
             self.freeze(host, fault.seconds)
-        elif fault.kind == "lighthouse_term":
-            self.end_term(host, fault.seconds)
+        elif fault.kind == "lighthouse_lead":
+            self.end_lead(host, fault.seconds)
         elif fault.kind == "change_leader":
             self.change_leader()
         elif fault.kind == "clock_jump":
@@ -85,9 +85,9 @@ class Lighthouses:
         self._nature.after(seconds, host.process.thaw)
         self._miss(host, seconds)
 
-    def end_term(self, host: LighthouseActor, seconds: float) -> None:
+    def end_lead(self, host: LighthouseActor, seconds: float) -> None:
         host.is_away_for(seconds)
-        host.end_term(seconds)
+        host.end_lead(seconds)
 
     def change_leader(self) -> None:
         if self.is_elected:

@@ -32,9 +32,9 @@ LIGHTHOUSE_FAULTS = {
     "accept_loss": 0.5,
 }
 # They are not among those that each run has its own rates for.
-LATER_LIGHTHOUSE_FAULTS = ("lighthouse_term", "change_leader", "clock_jump")
+LATER_LIGHTHOUSE_FAULTS = ("lighthouse_lead", "change_leader", "clock_jump")
 # Of the lighthouse's sessions, as often as `NUMS_OF_BROKEN_SESSIONS`.
-SESSION_FAULTS = ("half_open", "half_open", "half_open", "lighthouse_term")
+SESSION_FAULTS = ("half_open", "half_open", "half_open", "lighthouse_lead")
 MAX_FAULTS, MAX_FAULTS_OF_LARGE = 30, 6
 # The longest that a fault lasts, and the time in which faults begin, in seconds.
 MAX_DOWN_S, FAULTS_END_S = 8.0, 20.0
@@ -46,7 +46,7 @@ MEAN_COPY_S, LONG_COPY_S = 0.05, 1.0
 NUMS_OF_BROKEN_LINES = (0, 0, 3, 20)
 # How often a run lets groups hang, or heal slowly.
 MAX_OCCASIONS = 3
-# How often a session breaks without the lighthouse's notice, or its term ends.
+# How often a session breaks without the lighthouse's notice, or it leads no more.
 NUMS_OF_BROKEN_SESSIONS = (0, 0, 2, 10)
 # How often programs raise in an update, or put off what they have to heal.
 NUMS_OF_ODD_STEPS = (0, 0, 0, 4)
@@ -359,7 +359,7 @@ def _draw_odd_steps(chance: random.Random, num_groups: int) -> list[Fault]:
 
 
 def _draw_broken_sessions(chance: random.Random, num_groups: int, is_large: bool) -> list[Fault]:
-    """Sessions break and the lighthouse does not notice, or its term ends."""
+    """Sessions break and the lighthouse does not notice, or it leads no more."""
     return [
         Fault(
             at=chance.uniform(0.0, FAULTS_END_S),
