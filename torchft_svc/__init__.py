@@ -6,10 +6,10 @@ first used, because importing torch takes seconds that the services do not have.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from torchft_svc.env import keep_grpc_out_of_forks, keep_grpc_quiet
+from torchft_svc.lazy_names import lazy_names
 from torchft_svc.version import VERSION
 
 if TYPE_CHECKING:
@@ -69,18 +69,14 @@ keep_grpc_out_of_forks()  # here, because both count only before the first impor
 keep_grpc_quiet()
 
 
+_get, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "torchft_svc.client"))
+
+
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        client = importlib.import_module("torchft_svc.client")
+        return _get(name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         told = f"torchft_svc.{name} needs PyTorch, which is not installed here: pip install torch"
         raise ModuleNotFoundError(told, name="torch") from None
-    return getattr(client, name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])

@@ -1,26 +1,33 @@
-"""What a trainer imports."""
+"""What a trainer imports; a name's module is imported when the name is first used."""
 
-from torchft_svc.client.checkpointing import CheckpointTransport, HTTPTransport, PGTransport
-from torchft_svc.client.config import WorldSizeMode
-from torchft_svc.client.data import DistributedSampler
-from torchft_svc.client.ddp import DistributedDataParallel
-from torchft_svc.client.device_mesh import ft_init_device_mesh
-from torchft_svc.client.hsdp import replicate_across_groups, sharded_state_dict
-from torchft_svc.client.managed import ManagedProcessGroup
-from torchft_svc.client.manager import FaultToleranceManager, Manager
-from torchft_svc.client.optim import Optimizer, OptimizerWrapper
-from torchft_svc.client.process_groups.base import ProcessGroup
-from torchft_svc.client.process_groups.dummy import ProcessGroupDummy
-from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
-from torchft_svc.client.process_groups.isolated.group import (
-    ProcessGroupBabyGloo,
-    ProcessGroupBabyNCCL,
-)
-from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
-from torchft_svc.client.process_groups.wrappers import (
-    ErrorSwallowingProcessGroupWrapper,
-    ProcessGroupWrapper,
-)
+from typing import TYPE_CHECKING
+
+from torchft_svc.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from torchft_svc.client.checkpointing.http.transport import HTTPTransport
+    from torchft_svc.client.checkpointing.pg import PGTransport
+    from torchft_svc.client.checkpointing.transport import CheckpointTransport
+    from torchft_svc.client.config import WorldSizeMode
+    from torchft_svc.client.data import DistributedSampler
+    from torchft_svc.client.ddp import DistributedDataParallel
+    from torchft_svc.client.device_mesh import ft_init_device_mesh
+    from torchft_svc.client.hsdp import replicate_across_groups, sharded_state_dict
+    from torchft_svc.client.managed import ManagedProcessGroup
+    from torchft_svc.client.manager import FaultToleranceManager, Manager
+    from torchft_svc.client.optim import Optimizer, OptimizerWrapper
+    from torchft_svc.client.process_groups.base import ProcessGroup
+    from torchft_svc.client.process_groups.dummy import ProcessGroupDummy
+    from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
+    from torchft_svc.client.process_groups.isolated.group import (
+        ProcessGroupBabyGloo,
+        ProcessGroupBabyNCCL,
+    )
+    from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
+    from torchft_svc.client.process_groups.wrappers import (
+        ErrorSwallowingProcessGroupWrapper,
+        ProcessGroupWrapper,
+    )
 
 __all__ = [
     "CheckpointTransport",
@@ -46,3 +53,31 @@ __all__ = [
     "replicate_across_groups",
     "sharded_state_dict",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "CheckpointTransport": ".checkpointing.transport",
+        "DistributedDataParallel": ".ddp",
+        "DistributedSampler": ".data",
+        "ErrorSwallowingProcessGroupWrapper": ".process_groups.wrappers",
+        "FaultToleranceManager": ".manager",
+        "HTTPTransport": ".checkpointing.http.transport",
+        "ManagedProcessGroup": ".managed",
+        "Manager": ".manager",
+        "Optimizer": ".optim",
+        "OptimizerWrapper": ".optim",
+        "PGTransport": ".checkpointing.pg",
+        "ProcessGroup": ".process_groups.base",
+        "ProcessGroupBabyGloo": ".process_groups.isolated.group",
+        "ProcessGroupBabyNCCL": ".process_groups.isolated.group",
+        "ProcessGroupDummy": ".process_groups.dummy",
+        "ProcessGroupGloo": ".process_groups.gloo",
+        "ProcessGroupNCCL": ".process_groups.nccl",
+        "ProcessGroupWrapper": ".process_groups.wrappers",
+        "WorldSizeMode": ".config",
+        "ft_init_device_mesh": ".device_mesh",
+        "replicate_across_groups": ".hsdp",
+        "sharded_state_dict": ".hsdp",
+    },
+)

@@ -5,13 +5,24 @@ for it runs by changing the import. Everything that waits takes a timeout and ra
 (our `DeadlineExceeded`) when it is over; every other failure is an error of `torchft_svc.errors`.
 """
 
-from torchft_svc.coordination.attachment import Listeners
-from torchft_svc.coordination.lighthouse_client import LighthouseClient
-from torchft_svc.coordination.manager_client import ManagerClient, ManagerLocator
-from torchft_svc.coordination.servers import LighthouseServer, ManagerServer
-from torchft_svc.coordination.types import Quorum, QuorumMember, QuorumResult, Timestamp
-from torchft_svc.core.overview import GoneGroup, GroupStatus, JobStatus
-from torchft_svc.rpc.security import Security
+from typing import TYPE_CHECKING
+
+from torchft_svc.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from torchft_svc.coordination.attachment import Listeners
+    from torchft_svc.coordination.lighthouse_client import LighthouseClient
+    from torchft_svc.coordination.manager_client import ManagerClient
+    from torchft_svc.coordination.servers import LighthouseServer, ManagerServer
+    from torchft_svc.coordination.types import (
+        ManagerLocator,
+        Quorum,
+        QuorumMember,
+        QuorumResult,
+        Timestamp,
+    )
+    from torchft_svc.core.overview import GoneGroup, GroupStatus, JobStatus
+    from torchft_svc.rpc.security import Security
 
 __all__ = [
     "GoneGroup",
@@ -29,3 +40,24 @@ __all__ = [
     "Security",
     "Timestamp",
 ]
+
+# A trainer needs one of the clients, and seldom a service.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "GoneGroup": "torchft_svc.core.overview",
+        "GroupStatus": "torchft_svc.core.overview",
+        "JobStatus": "torchft_svc.core.overview",
+        "LighthouseClient": ".lighthouse_client",
+        "LighthouseServer": ".servers",
+        "Listeners": ".attachment",
+        "ManagerClient": ".manager_client",
+        "ManagerLocator": ".types",
+        "ManagerServer": ".servers",
+        "Quorum": ".types",
+        "QuorumMember": ".types",
+        "QuorumResult": ".types",
+        "Security": "torchft_svc.rpc.security",
+        "Timestamp": ".types",
+    },
+)

@@ -7,13 +7,11 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 
 from torchft_svc.coordination.attachment import Attachment, Listeners
 from torchft_svc.coordination.client import Client
-from torchft_svc.coordination.types import QuorumResult
+from torchft_svc.coordination.types import ManagerLocator, QuorumResult
 from torchft_svc.core.round import WorkerCalls
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import DEFAULT_JOB, Vote, WorkerRequest
@@ -26,18 +24,6 @@ log = logging.getLogger(__name__)
 
 # Some steps take longer: who is killed in one tells where it stood, too, which does no harm.
 STANDS_STILL_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ManagerLocator:
-    """``find`` tells the manager's present address, or None if it will never be back.
-
-    It may be called on any thread. ``patience_s``: after so long without an answer it counts as
-    gone for good.
-    """
-
-    find: Callable[[], str | None]
-    patience_s: float
 
 
 class ManagerClient(Client):

@@ -1,8 +1,8 @@
-"""What the clients return."""
+"""What the clients take and return."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 
@@ -62,3 +62,15 @@ class QuorumResult:
     commit_failures: int
     replica_ids: list[str]
     store_prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerLocator:
+    """``find`` tells the manager's present address, or None if it will never be back.
+
+    It may be called on any thread. ``patience_s``: after so long without an answer it counts as
+    gone for good.
+    """
+
+    find: Callable[[], str | None]
+    patience_s: float

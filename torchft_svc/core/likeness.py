@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from torchft_svc.core.membership import Membership
 from torchft_svc.core.names import stable_name
 from torchft_svc.core.types import MAX_LAYOUT_LENGTH, Member
 from torchft_svc.errors import RequestRefused
+
+if TYPE_CHECKING:
+    from torchft_svc.core.membership import Membership
 
 # Of a digest in hexadecimal: nobody meets another one by chance.
 DIGEST_LENGTH = 16

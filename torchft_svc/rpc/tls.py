@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import ssl
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn
-
-import grpc
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torchft_svc.errors import ConfigError
 from torchft_svc.rpc.setting_files import read_file
+
+if TYPE_CHECKING:
+    import grpc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +112,16 @@ class TlsFiles:
         key, cert, ca = self._content.key, self._content.cert, self._content.ca
         assert key is not None
         assert cert is not None
+        import grpc  # only here, because a trainer reads its settings before it needs gRPC
+
         return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """For a gRPC channel; None: it speaks without TLS."""
         if not self.dials_tls:
             return None
+        import grpc  # see above
+
         return grpc.ssl_channel_credentials(
             self._content.roots, self._content.key, self._content.cert
         )

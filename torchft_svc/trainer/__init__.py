@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchft_svc.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from torchft_svc.trainer.backend import Backend
@@ -13,16 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Backend", "LocalBackend", "TrainContext", "Trainer"]
 
-_MODULES = {
-    "Backend": "backend",
-    "LocalBackend": "local",
-    "TrainContext": "context",
-    "Trainer": "trainer",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Imported when first used: a worker's process needs other parts than a trainer."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+# A worker's process needs other parts than a trainer.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Backend": ".backend",
+        "LocalBackend": ".local",
+        "TrainContext": ".context",
+        "Trainer": ".trainer",
+    },
+)

@@ -10,9 +10,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from torchft_svc import coordination
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.step.state import EARLY_KEY, join
-from torchft_svc.coordination import ManagerClient, QuorumResult, Security
+from torchft_svc.coordination import QuorumResult, Security
 from torchft_svc.errors import DeadlineExceeded, TorchFTError, Unreachable
 
 # A source that needs longer to answer does not help.
@@ -57,7 +58,7 @@ def fetch_state(
             left_s = max(0.001, deadline - time.monotonic())
             limit = timedelta(seconds=min(left_s, limit_s))
             try:
-                with ManagerClient(address, limit, security=security) as source:
+                with coordination.ManagerClient(address, limit, security=security) as source:
                     return source._checkpoint_metadata(group_rank, limit)
             except (DeadlineExceeded, Unreachable):
                 check()

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.config import GroupPlace, Timeouts, WorldSizeMode
@@ -23,7 +23,7 @@ from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.step.heal import fetch_state
 from torchft_svc.client.step.shared_round import Orders, SharedRound
 from torchft_svc.client.step.state import EarlyTensors, StateRegistry, readable_size
-from torchft_svc.coordination import ManagerClient, QuorumResult
+from torchft_svc.coordination import QuorumResult
 from torchft_svc.core.names import stable_name
 from torchft_svc.core.round import (
     AskDecision,
@@ -50,6 +50,9 @@ from torchft_svc.errors import (
     Unreachable,
     UsageError,
 )
+
+if TYPE_CHECKING:
+    from torchft_svc.coordination import ManagerClient
 
 log = logging.getLogger(__name__)
 
