@@ -27,6 +27,21 @@ ONE_NAME = {
     "Lost": "of a worker of a trainer, and of a session",
     "Progress": "of a worker of a trainer, and of a simulated job",
 }
+# What no trainer imports, or only while the process of its manager starts.
+NOT_FOR_A_TRAINER = {
+    "click",
+    "google.protobuf",
+    "grpc",
+    "torchft_svc.client.checkpointing.http.transport",
+    "torchft_svc.client.process_groups.isolated.group",
+    "torchft_svc.coordination.lighthouse_client",
+    "torchft_svc.core.membership",
+    "torchft_svc.elastic",
+    "torchft_svc.lighthouse_server",
+    "torchft_svc.manager_server.app",
+    "torchft_svc.trainer",
+    "uvloop",
+}
 WITHOUT_TORCH = (
     "core",
     "sim",
@@ -155,6 +170,20 @@ def test_the_core_imports_neither_grpc_nor_asyncio() -> None:
         f"{imports}\nimport sys\nprint(sorted({{'grpc', 'asyncio', 'socket'}} & set(sys.modules)))"
     )
     assert told == "[]"
+
+
+@pytest.mark.processes
+def test_a_trainer_starts_its_manager_before_it_imports_what_both_need() -> None:
+    told = fresh(
+        "import subprocess, sys\n"
+        "from torchft_svc.client import DistributedDataParallel, Manager, Optimizer\n"
+        "def spawn(command, **_):\n"
+        f"    print(command[2], sorted({NOT_FOR_A_TRAINER} & set(sys.modules)))\n"
+        "    sys.exit()\n"
+        "subprocess.Popen = spawn\n"
+        "Manager(state_dict=dict, load_state_dict=print, lighthouse_addr='127.0.0.1:1')\n"
+    )
+    assert told == "torchft_svc.manager_server []"
 
 
 @pytest.mark.processes

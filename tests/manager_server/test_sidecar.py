@@ -35,6 +35,7 @@ from torchft_svc.coordination import ManagerClient
 from torchft_svc.errors import ConfigError, DeadlineExceeded, Unreachable
 from torchft_svc.manager_server.child import ManagerProcess
 from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.supervisor import ManagerSupervisor
 
 pytestmark = pytest.mark.processes
 
@@ -180,6 +181,14 @@ def test_a_child_that_cannot_start_says_why(
 def test_a_child_that_takes_too_long_is_killed(lighthouse: Process) -> None:
     with pytest.raises(DeadlineExceeded, match="starting the manager timed out"):
         ManagerProcess.start(config(lighthouse.address), timeout_s=0.01)
+
+
+def test_a_supervisor_that_is_closed_before_its_manager_serves_leaves_no_process() -> None:
+    supervisor = ManagerSupervisor(config("127.0.0.1:1"), LONG.total_seconds(), print)
+    assert (supervisor.address, is_alive(supervisor.pid)) == (None, True)
+    supervisor.close()
+    supervisor.close()
+    assert not is_alive(supervisor.pid)
 
 
 def test_the_command_runs_as_a_sidecar_with_both_spellings_and_the_environment(

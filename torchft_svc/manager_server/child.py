@@ -14,7 +14,7 @@ from torchft_svc.env import Environment, for_child
 from torchft_svc.errors import DeadlineExceeded, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.liveness_pipe import LivenessPipe
-from torchft_svc.rpc.cli import STOP_SIGNAL
+from torchft_svc.manager_server.parent_watch import STOP_SIGNAL
 
 log = logging.getLogger(__name__)
 
@@ -24,33 +24,43 @@ _READY = "manager listening on "
 
 
 class ManagerProcess:
-    """A running child, which ends by itself when this process dies; leaving the block stops it."""
+    """A child that is a manager for this process; `await_ready` waits until it serves.
 
-    def __init__(self, process: subprocess.Popen[bytes], address: str, signs: LivenessPipe) -> None:
-        self._process = process
-        self._signs = signs
-        self.address = address
+    It ends by itself when this process dies; leaving the block stops it. ``address`` is empty until
+    it serves.
+    """
+
+    def __init__(self, config: ManagerConfig) -> None:
+        self.address = ""
+        self._bind = config.bind
+        reading, writing = os.pipe()
+        with contextlib.ExitStack() as undo:
+            self._signs = undo.enter_context(contextlib.closing(LivenessPipe(reading)))
+            try:
+                self._process = _spawn(config, writing)
+            finally:
+                os.close(writing)
+            undo.pop_all()
 
     @classmethod
     def start(cls, config: ManagerConfig, timeout_s: float = 30.0) -> ManagerProcess:
-        """Start a manager for this process.
+        """One that serves; see `await_ready`."""
+        child = cls(config)
+        child.await_ready(timeout_s)
+        return child
+
+    def await_ready(self, timeout_s: float) -> None:
+        """Wait until it serves; if it does not, it is ended.
 
         Raises:
             Unreachable: the child ended; see its output on stderr.
             DeadlineExceeded: it does not serve within ``timeout_s`` seconds.
         """
-        reading, writing = os.pipe()
         with contextlib.ExitStack() as undo:
-            signs = undo.enter_context(contextlib.closing(LivenessPipe(reading)))
-            try:
-                process = _spawn(config, writing)
-            finally:
-                os.close(writing)
-            undo.callback(process.wait)
-            undo.callback(process.kill)
-            child = cls(process, _read_address(process, config.bind, timeout_s), signs)
+            undo.callback(self.close)
+            undo.callback(self._process.kill)
+            self.address = _read_address(self._process, self._bind, timeout_s)
             undo.pop_all()
-        return child
 
     @property
     def pid(self) -> int:
@@ -81,6 +91,8 @@ class ManagerProcess:
         """Stop it, and release everything; not while another thread waits for its end."""
         self.stop()
         self._signs.close()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def __enter__(self) -> ManagerProcess:
         return self

@@ -15,7 +15,7 @@ from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.liveness_pipe import write_signs
 from torchft_svc.manager_server.operator_commands import OPERATOR_COMMANDS
-from torchft_svc.manager_server.parent_watch import end_parent, watch_parent
+from torchft_svc.manager_server.parent_watch import STOP_SIGNAL, end_parent, watch_parent
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.cli import (
     MILLISECONDS,
@@ -131,7 +131,7 @@ def main(
     run(
         lambda stop: _serve(config, stop, liveness_descriptor),
         log_level,
-        has_owner=owner_pid is not None,
+        stop_signal=None if owner_pid is None else STOP_SIGNAL,
         who=f"{replica_name} manager",
     )
 

@@ -8,6 +8,8 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 
+# By which a parent ends its manager: nobody else sends this one.
+STOP_SIGNAL = signal.SIGUSR1
 # Where the system has no process descriptors (Linux before 5.3, macOS), ask this often.
 POLL_S = 0.2
 # A parent that is to be killed has so long to end by the news of it, and as long after SIGTERM: it

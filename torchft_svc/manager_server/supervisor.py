@@ -25,11 +25,8 @@ class ManagerSupervisor:
     """A child process that is started again when it ends, or gives no sign of life; leaves nothing
     behind once closed.
 
-    ``on_move`` receives the address of each further one, on the thread of this, before `address`
-    tells it.
-
-    Raises:
-        Unreachable, DeadlineExceeded: the first one does not start.
+    The first one is started at once, and supervised from `await_ready` on. ``on_move`` receives the
+    address of each further one, on the thread of this, before `address` tells it.
     """
 
     def __init__(
@@ -40,14 +37,24 @@ class ManagerSupervisor:
         self._on_move = on_move
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._child = ManagerProcess.start(config, timeout_s)
-        self._address: str | None = self._child.address
+        self._child = ManagerProcess(config)
+        self._address: str | None = None
         self._thread = threading.Thread(target=self._keep, name="torchft-manager", daemon=True)
+
+    def await_ready(self) -> str:
+        """Wait until the first one serves; its address.
+
+        Raises:
+            Unreachable, DeadlineExceeded: it does not start.
+        """
+        self._child.await_ready(self._timeout_s)
+        self._address = self._child.address
         self._thread.start()
+        return self._address
 
     @property
     def address(self) -> str | None:
-        """Where the manager is, or was; None if there will be no other."""
+        """Where the manager is, or was; None if there will be no other, or is none yet."""
         return self._address
 
     @property
@@ -59,6 +66,9 @@ class ManagerSupervisor:
         """Stop the manager and start no other; may be called twice."""
         with self._lock:
             self._closing.set()
+        if self._thread.ident is None:
+            self._child.close()
+            return
         self._child.stop()
         if self._thread is not threading.current_thread():
             self._thread.join(STOP_TIMEOUT_S)

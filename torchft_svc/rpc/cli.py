@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 # Three connections for each of ten thousand groups; at 30 KB each that is 1 GB at the most.
 MAX_DESCRIPTORS = 32_768
-# By which an owner ends its service: nobody else sends this one.
-STOP_SIGNAL = signal.SIGUSR1
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -185,14 +183,14 @@ def run(
     service: Callable[[asyncio.Event], Coroutine[Any, Any, int]],
     log_level: str,
     *,
-    has_owner: bool = False,
+    stop_signal: signal.Signals | None = None,
     who: str = "",
 ) -> None:
     """Run ``service`` until it returns its exit status; SIGTERM and SIGINT set its event.
 
     ``who``: how its lines in the log name it (default: by their modules).
 
-    With an owner only `STOP_SIGNAL` does, and the others are ignored: terminals and init systems
+    With ``stop_signal`` only that one does, and the others are ignored: terminals and init systems
     send them to a trainer's children too, and it is the trainer that decides when they stop.
     """
     _fill_closed_descriptors()
@@ -202,7 +200,7 @@ def run(
     UPKEEP.switch_on()
     _allow_descriptors()
     try:
-        status = uvloop.run(_until_stopped(service, has_owner))
+        status = uvloop.run(_until_stopped(service, stop_signal))
     except UsageError as error:
         say(f"Error: {error}", err=True)
         status = 2
@@ -247,15 +245,16 @@ def _allow_descriptors() -> None:
 
 
 async def _until_stopped(
-    service: Callable[[asyncio.Event], Coroutine[Any, Any, int]], has_owner: bool
+    service: Callable[[asyncio.Event], Coroutine[Any, Any, int]],
+    stop_signal: signal.Signals | None,
 ) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        if has_owner:
-            signal.signal(number, signal.SIG_IGN)
-        else:
+        if stop_signal is None:
             loop.add_signal_handler(number, stop.set)
-    if has_owner:
-        loop.add_signal_handler(STOP_SIGNAL, stop.set)
+        else:
+            signal.signal(number, signal.SIG_IGN)
+    if stop_signal is not None:
+        loop.add_signal_handler(stop_signal, stop.set)
     return await service(stop)

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from torchft_svc import coordination
 from torchft_svc.client.config import GroupPlace, ServiceOptions, Timeouts
 from torchft_svc.client.process.uninterruptible import nothing
 from torchft_svc.client.process_groups.rendezvous import (
@@ -19,7 +20,7 @@ from torchft_svc.client.process_groups.rendezvous import (
     call_store,
 )
 from torchft_svc.client.runtime.leader import LeaderSign, LeaderWatch
-from torchft_svc.coordination import ManagerLocator, ManagerServer
+from torchft_svc.coordination import ManagerLocator
 from torchft_svc.core.round import MANAGER_PATIENCE_S
 from torchft_svc.core.types import check_not_empty
 from torchft_svc.env import Environment
@@ -96,60 +97,94 @@ def open_store(
     return _host(HostPort(host, 0), timeouts.collective_s)
 
 
-def open_services(
-    place: GroupPlace,
-    options: ServiceOptions,
-    environment: Environment,
-    timeouts: Timeouts,
-    group_store: GroupStore,
-) -> GroupServices:
-    """On rank 0 start the manager and publish its address; on the others wait for that.
+class StartingServices:
+    """A group's manager while it starts, which takes about as long as the rest of a trainer.
 
-    Raises:
-        DeadlineExceeded: rank 0 did not publish it within the connect timeout.
-        Unreachable: the manager ended at once; see its output on stderr.
+    On rank 0 its process is started at once; `wait` waits until the manager serves.
     """
-    # A launcher's store outlives its workers: keys of an earlier attempt must not be read. Under a
-    # soft restart policy only some workers are restarted, and all are in one world.
-    attempt, world = environment.restart_count, environment.world_round
-    prefix = f"torchft/services/{attempt if world is None else f'world-{world}'}"
-    keys = _SharedKeys(PrefixStore(prefix, group_store.store), str(group_store.address))
-    if not place.leads:
-        deadline = time.monotonic() + timeouts.connect_s
-        address = keys.wait_for("manager_address", deadline, timeouts.connect_s)
-        name = keys.wait_for("replica_name", deadline, timeouts.connect_s)
-        leader = _Leader(keys)
-        locator = ManagerLocator(leader.find_manager, MANAGER_PATIENCE_S)
-        return GroupServices(address, locator, name, leader.close)
 
-    def publish(address: str) -> None:
-        keys.write("manager_address", address)
+    def __init__(
+        self,
+        place: GroupPlace,
+        options: ServiceOptions,
+        environment: Environment,
+        timeouts: Timeouts,
+        group_store: GroupStore,
+    ) -> None:
+        # A launcher's store outlives its workers: keys of an earlier attempt must not be read.
+        # Under a soft restart policy only some workers are restarted, and all are in one world.
+        attempt, world = environment.restart_count, environment.world_round
+        prefix = f"torchft/services/{attempt if world is None else f'world-{world}'}"
+        store = PrefixStore(prefix, group_store.store)
+        self._keys = _SharedKeys(store, str(group_store.address))
+        self._place, self._options, self._timeouts = place, options, timeouts
+        self._config = None
+        self._supervisor = None
+        if place.leads and options.manager_address is None:
+            self._config = _manager_config(place, options, timeouts, group_store.address)
+            if not options.in_process:
+                self._supervisor = ManagerSupervisor(
+                    self._config, timeouts.connect_s, self._publish
+                )
 
-    with contextlib.ExitStack() as stack:
-        services = _start_manager(place, options, timeouts, group_store.address, publish)
-        stack.callback(services.close)
-        if place.group_world_size > 1:
-            sign = LeaderSign()
-            stack.callback(sign.close)
-            host = parse_address(services.manager_address).host
-            keys.write("leader_address", str(HostPort(host, sign.port)))
-        keys.write("replica_name", options.replica_name)
-        publish(services.manager_address)
-        return replace(services, close=stack.pop_all().close)
+    def wait(self) -> GroupServices:
+        """On rank 0 publish the manager's address; on the others wait for that.
+
+        Raises:
+            DeadlineExceeded: rank 0 did not publish it within the connect timeout.
+            Unreachable: the manager ended at once; see its output on stderr.
+        """
+        if not self._place.leads:
+            timeout_s = self._timeouts.connect_s
+            deadline = time.monotonic() + timeout_s
+            address = self._keys.wait_for("manager_address", deadline, timeout_s)
+            name = self._keys.wait_for("replica_name", deadline, timeout_s)
+            leader = _Leader(self._keys)
+            locator = ManagerLocator(leader.find_manager, MANAGER_PATIENCE_S)
+            return GroupServices(address, locator, name, leader.close)
+        with contextlib.ExitStack() as stack:
+            services = self._own_manager()
+            stack.callback(services.close)
+            if self._place.group_world_size > 1:
+                sign = LeaderSign()
+                stack.callback(sign.close)
+                host = parse_address(services.manager_address).host
+                self._keys.write("leader_address", str(HostPort(host, sign.port)))
+            self._keys.write("replica_name", self._options.replica_name)
+            self._publish(services.manager_address)
+            return replace(services, close=stack.pop_all().close)
+
+    def close(self) -> None:
+        """End the process that was started here; may be called twice."""
+        if self._supervisor is not None:
+            self._supervisor.close()
+
+    def _publish(self, address: str) -> None:
+        self._keys.write("manager_address", address)
+
+    def _own_manager(self) -> GroupServices:
+        name = self._options.replica_name
+        if self._options.manager_address is not None:
+            address = str(parse_address(self._options.manager_address))
+            steady = ManagerLocator(lambda: address, self._timeouts.connect_s)
+            return GroupServices(address, steady, name, nothing)
+        supervisor = self._supervisor
+        if supervisor is None:
+            assert self._config is not None
+            server = coordination.ManagerServer.configured(self._config)
+            address = str(parse_address(server.address()))
+            here = ManagerLocator(lambda: address, MANAGER_PATIENCE_S)
+            return GroupServices(address, here, name, server.shutdown)
+        first = supervisor.await_ready()
+        log.debug("manager of %s at %s, process %d", name, first, supervisor.pid)
+        kept = ManagerLocator(lambda: supervisor.address, MANAGER_PATIENCE_S)
+        return GroupServices(first, kept, name, supervisor.close)
 
 
-def _start_manager(
-    place: GroupPlace,
-    options: ServiceOptions,
-    timeouts: Timeouts,
-    store: HostPort,
-    publish: Callable[[str], None],
-) -> GroupServices:
-    if options.manager_address is not None:
-        address = str(parse_address(options.manager_address))
-        steady = ManagerLocator(lambda: address, timeouts.connect_s)
-        return GroupServices(address, steady, options.replica_name, nothing)
-    config = ManagerConfig(
+def _manager_config(
+    place: GroupPlace, options: ServiceOptions, timeouts: Timeouts, store: HostPort
+) -> ManagerConfig:
+    return ManagerConfig(
         lighthouse_address=options.lighthouse_address,
         replica_name=options.replica_name,
         group_world_size=place.group_world_size,
@@ -163,17 +198,6 @@ def _start_manager(
         min_replicas=options.min_replicas,
         security=options.security,
     )
-    if options.in_process:
-        server = ManagerServer.configured(config)
-        address = str(parse_address(server.address()))
-        here = ManagerLocator(lambda: address, MANAGER_PATIENCE_S)
-        return GroupServices(address, here, options.replica_name, server.shutdown)
-    supervisor = ManagerSupervisor(config, timeouts.connect_s, publish)
-    first = supervisor.address
-    assert first is not None, "it has just been started"
-    log.debug("manager of %s at %s, process %d", options.replica_name, first, supervisor.pid)
-    kept = ManagerLocator(lambda: supervisor.address, MANAGER_PATIENCE_S)
-    return GroupServices(first, kept, options.replica_name, supervisor.close)
 
 
 def _both(addr_name: str, addr: str | None, port_name: str, port: int | None) -> HostPort:

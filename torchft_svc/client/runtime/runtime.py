@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torchft_svc.client.checkpointing import HTTPTransport
+from torchft_svc import coordination
+from torchft_svc.client import checkpointing
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.config import GroupPlace, ServiceOptions
 from torchft_svc.client.process.background import BackgroundThread
@@ -25,14 +26,13 @@ from torchft_svc.client.process_groups.recording import FlightRecorder
 from torchft_svc.client.runtime.bootstrap import (
     GroupServices,
     GroupStore,
-    open_services,
+    StartingServices,
     open_store,
 )
 from torchft_svc.client.runtime.trainer_log import speak_on_stderr
 from torchft_svc.client.step.round import Dependencies, RoundRules
 from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.state import StateRegistry
-from torchft_svc.coordination import Listeners, ManagerClient
 from torchft_svc.core.step import StepMachine
 from torchft_svc.env import Environment
 from torchft_svc.rpc.address import advertised_host, parse_address, split_addresses
@@ -118,18 +118,13 @@ def start_runtime(
         if options.flight_recorder:
             recorder = FlightRecorder.of_job(options.flight_recorder, options.job_id)
         store = open_store(rules.place, options, environment, timeouts, *given.store)
-        services = open_services(rules.place, options, environment, timeouts, store)
-        undo.callback(services.close)
-        client = ManagerClient(
-            services.manager_address,
-            timedelta(seconds=timeouts.connect_s),
-            services.locator,
-            security=options.security,
-        )
-        undo.callback(client.close)
+        starting = StartingServices(rules.place, options, environment, timeouts, store)
+        undo.callback(starting.close)
+        # Both names are imported here, while the manager's process starts.
+        connect = coordination.ManagerClient
         transport = given.transport
         if transport is None:
-            transport = HTTPTransport(
+            transport = checkpointing.HTTPTransport(
                 timeout, hostname=_host(options, environment), security=options.security
             )
             undo.callback(transport.shutdown, False)
@@ -137,10 +132,19 @@ def start_runtime(
         pg = ProcessGroupGloo(timeout=timeout) if given.pg is None else given.pg
         if recorder is not None:
             pg.record_to(recorder)
+        services = starting.wait()
+        undo.callback(services.close)
+        client = connect(
+            services.manager_address,
+            timedelta(seconds=timeouts.connect_s),
+            services.locator,
+            security=options.security,
+        )
+        undo.callback(client.close)
         end = functools.partial(_end, pg, recorder)
         kill = functools.partial(end, client.stands_still)
         worker = SharedRound(rules.for_worker(services.locator.patience_s), given.step, pg)
-        listeners = Listeners(
+        listeners = coordination.Listeners(
             on_loss=worker.lose,
             on_kill=kill,
             on_drain=worker.drain,
