@@ -26,6 +26,7 @@ class Benchmark:
 BENCHMARKS = (
     Benchmark("step_time", ("--steps=20", "--blocks=4"), ("--steps=50", "--blocks=12")),
     Benchmark("recovery", ("--kills=3", "--peer-kills=1"), ("--kills=20", "--peer-kills=10")),
+    Benchmark("start", ("--starts=3",), ("--starts=11",)),
     Benchmark("quorum_rounds", ("--seconds=0.5", "--blocks=2"), ("--seconds=2", "--blocks=6")),
     Benchmark("isolation", ("--blocks=2",), ("--blocks=8",)),
     Benchmark(

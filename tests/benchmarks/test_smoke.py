@@ -18,6 +18,7 @@ from benchmarks import (
     quorum_rounds,
     recovery,
     stall,
+    start,
     step_time,
     striping,
     trainer,
@@ -116,6 +117,16 @@ def test_trainer(run: Run) -> None:
         assert (row["mode"], row["killed"], row["kills"]) == (mode, "the leader", 1)
         assert row["lost_steps"] == 0
         assert row["back_s"] >= row["pause_s"] > 0
+
+
+def test_start(run: Run) -> None:
+    output, result = run(start.main, "--starts=1", "--only=killed trainer")
+    assert "ready, and in which stage" in output
+    plain, ours = result["rows"]
+    assert (plain["what"], ours["what"]) == ("plain trainer", "killed trainer, ours")
+    assert ours["over_plain_s"] == pytest.approx(ours["ready_s"] - plain["ready_s"])
+    stages = ("torch", "client", "model", "manager", "quorum", "commit")
+    assert sum(ours[f"{stage}_s"] for stage in stages) == pytest.approx(ours["ready_s"])
 
 
 def test_isolation(run: Run) -> None:
