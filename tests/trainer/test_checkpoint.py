@@ -7,10 +7,12 @@ import logging
 import os
 import random
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from traceback import StackSummary
 
 import fsspec
 import pytest
@@ -19,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from support.checkpoints import large_state, same, trained_state, write_without_end
 from support.fork_server import Call, Forked
 from support.running import eventually
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torchft_svc.errors import CheckpointError, ConfigError
 from torchft_svc.trainer import checkpoint as module
@@ -308,10 +311,15 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_the_old_one(
     save_checkpoint(path, trained_state(1))
 
     def no_space(*_: object, **__: object) -> None:
-        raise OSError("no space left on device")
+        try:
+            raise OSError("no space left on device")
+        except OSError:
+            error = RuntimeError("what followed from it")
+            error.__context__ = sys.exc_info()[1]
+        raise CheckpointException("write", {0: (error, StackSummary())})
 
     monkeypatch.setattr(checkpoint_files.state_dict_saver, "save", no_space)
-    with pytest.raises(CheckpointError, match="no space left"):
+    with pytest.raises(CheckpointError, match=r"OSError: no space left on device$"):
         save_checkpoint(path, trained_state(2))
     assert [each.name for each in tmp_path.iterdir()] == ["best"]
     assert same(load_checkpoint(path), trained_state(1))

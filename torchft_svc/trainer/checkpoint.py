@@ -147,6 +147,30 @@ class CheckpointStore:
             return Checkpoint(path=path, position=position)
         return None
 
+    def newest_fitting(self, check: Callable[[TrainingState], None]) -> Checkpoint | None:
+        """The newest good one that torch can load, and to which ``check`` does not object.
+
+        The others are skipped with a warning, and never looked at again.
+
+        Raises:
+            ConfigError: what ``check`` raised for the newest one, if no other one fits; none of
+                them is skipped the next time.
+        """
+        unfit: dict[str, ConfigError] = {}
+        while (found := self.newest_good(unfit)) is not None:
+            try:
+                check(load_checkpoint(found.path))
+                break
+            except CheckpointError as error:
+                self.reject(found.path, error.reason)
+            except ConfigError as error:
+                unfit[found.path] = error
+        if found is None and unfit:
+            raise next(iter(unfit.values()))
+        for path, why in unfit.items():
+            self.reject(path, str(why))
+        return found
+
     def reject(self, path: str, reason: str) -> None:
         """Do not use the checkpoint at ``path`` any more: it could not be read."""
         if path not in self._rejected:
@@ -201,16 +225,25 @@ def load_checkpoint(path: str | os.PathLike[str]) -> TrainingState:
         return read_files(folder, os.fspath(path))
 
 
-def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint at ``path``, or the newest good one in the directory ``path``.
+def accept(state: TrainingState) -> None:
+    """A check of `find_checkpoint` that objects to nothing."""
+
+
+def find_checkpoint(
+    path: str | os.PathLike[str], check: Callable[[TrainingState], None] = accept
+) -> Checkpoint:
+    """The checkpoint at ``path``, or the newest one in the directory ``path`` that can be used.
 
     Raises:
-        CheckpointError: there is none, or the one at ``path`` is damaged.
+        CheckpointError: there is none, or the one at ``path`` cannot be loaded.
+        ConfigError: ``check`` objects to its state.
     """
     place, name = _parent(path)
     if place.is_checkpoint(name):
-        return Checkpoint(path=place.shown(name), position=place.verify(name))
-    found = CheckpointStore(path).newest_good() if place.exists(name) else None
+        state = load_checkpoint(path)
+        check(state)
+        return Checkpoint(path=place.shown(name), position=state.position)
+    found = CheckpointStore(path).newest_fitting(check) if place.exists(name) else None
     if found is None:
         raise CheckpointError(os.fspath(path), "there is no checkpoint")
     return found
@@ -255,7 +288,8 @@ class CheckpointWriter:
             self._on_written(self._store.write(state))
         except Exception as error:
             step = state.position.step
-            log.warning("no checkpoint of step %d: %s", step, error, exc_info=error)
+            is_told = isinstance(error, CheckpointError)  # all that there is to know
+            log.warning("no checkpoint of step %d: %s", step, error, exc_info=not is_told)
 
 
 class _NameTaken(Exception):

@@ -7,6 +7,7 @@ checksum of each file, and its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import warnings
@@ -18,12 +19,12 @@ from typing import Any
 import torch
 import xxhash
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchft_svc.client.checkpointing.encoding.tensors import TensorTable
 from torchft_svc.client.checkpointing.encoding.tree import decode, encode, tensor_places
-from torchft_svc.client.checkpointing.encoding.values import BadTree
 from torchft_svc.errors import CheckpointError
 from torchft_svc.trainer.messages import Position
 from torchft_svc.trainer.state import TrainingState, from_tree, to_tree
@@ -45,8 +46,8 @@ def write_files(folder: Path, state: TrainingState) -> None:
     }
     folder.mkdir()
     writer = FileSystemWriter(folder, thread_count=1)
-    _ignore_warning()
-    state_dict_saver.save(tensors, storage_writer=writer, no_dist=True)
+    with _of_torch():
+        state_dict_saver.save(tensors, storage_writer=writer, no_dist=True)
     document = {"tree": tree, "tensors": names}
     _write_synced(folder / _TREE, json.dumps(document, allow_nan=False).encode())
     files = {
@@ -69,11 +70,12 @@ def read_files(folder: Path, source: str) -> TrainingState:
             for name, entry in reader.read_metadata().state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        _ignore_warning()
-        state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
+        with _of_torch():
+            state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
         tree = decode(document["tree"], [tensors[name] for name in document["tensors"]])
-    except (BadTree, KeyError, OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(source, f"it cannot be read: {error}") from error
+    except Exception as error:  # what it may be is up to torch's loader
+        reason = f"it cannot be read: {type(error).__name__}: {error}"
+        raise CheckpointError(source, reason) from error
     return from_tree(tree, source)
 
 
@@ -170,6 +172,17 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _ignore_warning() -> None:
-    """torch warns that one process saves alone, which is meant; a filter is the only switch."""
+@contextlib.contextmanager
+def _of_torch() -> Iterator[None]:
+    """torch's own error is no `Exception`, and its words are a traceback: raise what it is about.
+
+    It warns that one process acts alone, which is meant; a filter is the only switch.
+    """
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    try:
+        yield
+    except CheckpointException as error:
+        (cause, _), *_ = error.failures.values()
+        while cause.__context__ is not None:  # the first of those that followed from one another
+            cause = cause.__context__
+        raise RuntimeError(f"{type(cause).__name__}: {cause}") from error
