@@ -26,7 +26,7 @@ trainer = Trainer(
     num_workers=2, batch_size=4, fault_tolerance=sys.argv[2],
 )
 trainer.train()
-print(*trainer._backend._scratch, flush=True)
+print(*trainer._backend._scratch.folders, flush=True)
 if sys.argv[3] == "wait":
     while True:
         trainer.train()

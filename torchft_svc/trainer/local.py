@@ -5,18 +5,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import secrets
 import selectors
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -29,20 +26,17 @@ from torchft_svc.errors import ConfigError, PeerError
 from torchft_svc.rpc.fork_server import ForkServer
 from torchft_svc.trainer.backend import Heard, Lost, WorkerProgram
 from torchft_svc.trainer.local_process import (
-    PART,
     Frames,
     LocalStart,
     frame,
     read_state,
     write_state,
 )
+from torchft_svc.trainer.local_scratch import LocalScratch, remove_stale
 from torchft_svc.trainer.messages import Answer, Command, Failed, Position, Progress, StateHandle
 
 # On one machine; where no resources are asked for, nothing else is a limit.
 MAX_LOCAL_WORKERS = 256
-# States are in memory, where a system has such a directory and this much of it is free.
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
-_MIN_FREE_BYTES = 1 << 30
 # A worker that has closed its socket is about to end.
 _END_S = 5.0
 # A killed process ends as soon as the kernel lets it, which a device may prevent.
@@ -77,9 +71,10 @@ class LocalBackend:
     ) -> None:
         self._program = b"" if program is None else cloudpickle.dumps(program)
         self._shares = _Shares(resources)
-        self._scratch = tuple(_scratch_folders())
+        remove_stale()
+        self._scratch = LocalScratch()
         self._server = ForkServer(
-            "torchft_svc.trainer.local_process", "workers of a trainer", *self._scratch
+            "torchft_svc.trainer.local_process", "workers of a trainer", *self._scratch.folders
         )
         self._server.start()  # it imports while the caller goes on
         self._changed = threading.Condition()
@@ -116,7 +111,7 @@ class LocalBackend:
             environment=env.for_child(variables),
             folder=os.getcwd(),
             path=list(sys.path),
-            scratch=self._scratch,
+            scratch=self._scratch.folders,
             num_threads=_num_threads(resources),
         )
         ours, theirs = socket.socketpair()
@@ -134,7 +129,7 @@ class LocalBackend:
                 raise
             return
         ours.setblocking(False)
-        self._make_scratch()
+        self._scratch.make()
         started = _LocalWorker(worker, pid, ours, _process_descriptor(pid))
         started.outgoing += frame(start)
         with self._changed:
@@ -165,8 +160,8 @@ class LocalBackend:
 
     def write_state(self, position: Position, state: bytes) -> StateHandle:
         self._num_states += 1
-        self._make_scratch()
-        return write_state(self._scratch, f"trainer-{self._num_states}", position, state)
+        self._scratch.make()
+        return write_state(self._scratch.folders, f"trainer-{self._num_states}", position, state)
 
     def drop_state(self, state: StateHandle) -> None:
         with contextlib.suppress(OSError):
@@ -184,8 +179,7 @@ class LocalBackend:
         atexit.unregister(self._at_exit)
         self._thread.join(_KILL_S)
         self._server.close()
-        for folder in self._scratch:
-            shutil.rmtree(folder, ignore_errors=True)
+        self._scratch.close()
 
     @property
     def pids(self) -> dict[int, int]:
@@ -222,7 +216,7 @@ class LocalBackend:
         answers = worker.receive()
         if has_ended:
             worker.close(self._selector)
-            for part in self._parts(worker.number):
+            for part in self._scratch.parts(worker.number):
                 part.unlink(missing_ok=True)
         with self._changed:
             for answer in answers:
@@ -245,15 +239,6 @@ class LocalBackend:
         elif is_beat and len(self._heard) > _MANY:
             self._heard = [each for each in self._heard if not _is_beat_of(each, heard.worker)]
         self._heard.append(heard)
-
-    def _parts(self, worker: int) -> Iterator[Path]:
-        for folder in self._scratch:
-            yield from Path(folder).glob(f"{worker}-*{PART}")
-
-    def _make_scratch(self) -> None:
-        for folder in self._scratch:
-            with contextlib.suppress(OSError):  # then states go to the next one
-                os.makedirs(folder, mode=0o700, exist_ok=True)
 
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):
@@ -488,16 +473,6 @@ def _num_threads(resources: Mapping[str, float]) -> int:
     if told.isdigit() and int(told) > 0:
         return int(told)
     return max(1, int(resources.get(_CPU, 1)))
-
-
-def _scratch_folders() -> Iterator[str]:
-    """Names of folders; the fork server removes them if this process is killed, once it is ready,
-    so they are made after that."""
-    name = f"torchft-trainer-{os.getpid()}-{secrets.token_hex(8)}"
-    with contextlib.suppress(OSError):
-        if shutil.disk_usage(_SHARED_MEMORY).free >= _MIN_FREE_BYTES:
-            yield str(_SHARED_MEMORY / name)
-    yield str(Path(tempfile.gettempdir()) / name)
 
 
 def _close_at_exit(backend: weakref.ref[LocalBackend]) -> Callable[[], None]:

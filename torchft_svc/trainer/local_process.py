@@ -178,6 +178,7 @@ def write_state(
         path = Path(folder) / name
         part = path.with_name(name + PART)
         try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)  # it may have been deleted
             part.write_bytes(state)
             part.rename(path)
         except OSError as error:
