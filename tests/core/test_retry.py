@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from torchft_svc.core.retry import MAX_FORMINGS, RetryMachine
+from torchft_svc.core.retry import RetryMachine
 from torchft_svc.core.retry_budget import UNLIMITED, Retries, RetryBudget
+from torchft_svc.core.retry_incident import MAX_FORMINGS
 from torchft_svc.core.retry_orders import (
     DropHandle,
     EndCommand,
@@ -21,6 +22,7 @@ from torchft_svc.core.retry_orders import (
     LetJoin,
     LookForResources,
     ProgramError,
+    RejectState,
     Remedy,
     ReportBroken,
     ReportFormed,
@@ -109,6 +111,13 @@ class Story:
     def fail(self, worker: int, kind: str = "ValueError", is_peers: bool = False) -> None:
         step = self.machine.best_step
         error = ProgramError(kind=kind, message="", step=step, is_peers=is_peers)
+        self.do("failed", worker, error)
+
+    def refuse(self, worker: int) -> None:
+        """It cannot load the state that it was to begin with."""
+        error = ProgramError(
+            kind="ConfigError", message="unfit", step=0, is_peers=False, refuses_state=True
+        )
         self.do("failed", worker, error)
 
     def end_all(self) -> None:
@@ -392,6 +401,118 @@ def test_budgets_that_cannot_work(values: dict[str, int]) -> None:
 def test_rules_that_cannot_work(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         RetryRules(**{"num_workers": 3, **values})
+
+
+# -- states that cannot be loaded ----------------------------------------------------------------
+
+
+def checkpoint(step: int) -> KnownState:
+    return KnownState(source=StateSource.CHECKPOINT, step=step, checkpoint=f"at-{step}")
+
+
+def begun(story: Story) -> list[KnownState | None]:
+    """The states with which workers were told to join last."""
+    return [order.begin for order in story.of(LetJoin)]
+
+
+def test_a_checkpoint_that_cannot_be_loaded_gives_way_to_the_one_before_and_costs_nothing() -> None:
+    story = Story()
+    story.checkpoint = newest = checkpoint(9)
+    story.begin(max_retries=0)
+    story.do("started", 0)
+    assert begun(story) == [newest]
+    story.checkpoint = older = checkpoint(6)
+    story.refuse(0)
+    assert story.of(RejectState) == [RejectState(newest, "unfit")]
+    assert [order.worker for order in story.of(KillWorker)] == [0, 1, 2]
+    assert not story.of(LetAbandon)  # nobody has another state
+    story.refuse(1)
+    assert story.orders == []
+    story.end_all()
+    story.form(step=6)
+    assert story.machine.held == older
+    assert story.machine.retries.num == 0
+    assert not story.of(ReportBroken)
+
+
+def test_the_error_is_told_if_no_checkpoint_can_be_loaded() -> None:
+    story = Story()
+    story.checkpoint = newest = checkpoint(9)
+    story.begin(max_retries=-1)
+    story.checkpoint = None
+    story.refuse(0)
+    story.end_all()
+    (end,) = story.of(EndCommand)
+    assert end.error.message == "unfit"
+    assert story.machine.held == newest  # the next command does not begin at the start
+
+
+def test_a_state_in_memory_that_was_deleted_gives_way_to_a_checkpoint_or_the_start() -> None:
+    story = Story()
+    workers = trained(story, 7)
+    story.lose(workers[0])
+    story.offer(1, 7)
+    story.end_all()
+    story.checkpoint = older = checkpoint(4)
+    worker = story.of(StartWorker)[0].worker
+    story.do("started", worker)
+    story.refuse(worker)
+    assert story.of(DropHandle) == [DropHandle("1@7")]
+    story.end_all()
+    workers = story.form(step=4)
+    assert (story.machine.held, story.machine.best_step) == (older, 4)
+    story.do("hold", KnownState(source=StateSource.HELD, step=5, handle="held"))
+    story.checkpoint = None
+    story.end_all()
+    worker = story.of(StartWorker)[0].worker
+    story.refuse(worker)
+    story.end_all()
+    story.form(step=0)
+    assert story.machine.held.source is StateSource.START
+    assert story.machine.retries.num == 2  # the two losses
+
+
+def test_a_state_that_the_user_gave_is_never_replaced_by_the_start() -> None:
+    story = Story()
+    given = KnownState(source=StateSource.GIVEN, step=3, handle="given")
+    story.do("replace_state", given)
+    story.begin(max_retries=-1)
+    story.refuse(0)
+    story.end_all()
+    (end,) = story.of(EndCommand)
+    assert end.error.refuses_state
+    assert story.machine.held == given
+
+
+def test_a_program_that_finds_out_late_goes_back_to_the_checkpoint_before() -> None:
+    """A training function loads its state after all have joined."""
+    story = Story()
+    story.checkpoint = checkpoint(9)
+    story.begin(max_retries=0)
+    workers = story.form(step=9)
+    story.checkpoint = checkpoint(6)
+    story.refuse(workers[1])
+    assert [order.worker for order in story.of(KillWorker)] == workers
+    story.end_all()
+    workers = story.form(step=6)
+    story.train(workers, 7)
+    story.refuse(workers[0])  # others could load it: this is another error
+    assert not story.of(RejectState)
+    assert story.of(ReportBroken)
+
+
+@pytest.mark.parametrize("rules", [RULES, PER_STEP])
+def test_an_error_that_would_come_again_ends_the_command_at_once(rules: RetryRules) -> None:
+    story = Story(rules)
+    workers = trained(story, 7)
+    error = ProgramError(kind="ConfigError", message="", step=7, is_peers=False, is_final=True)
+    story.do("failed", workers[1], error)
+    assert [order.worker for order in story.of(LetAbandon)] == workers
+    story.offer(0, 7)
+    story.end_all()
+    (end,) = story.of(EndCommand)
+    assert (end.error, end.is_repeated) == (error, False)
+    assert story.machine.held.step == 7
 
 
 # -- resources -----------------------------------------------------------------------------------

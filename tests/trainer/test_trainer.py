@@ -67,14 +67,14 @@ def running(processes: Sharing, tmp_path: Path) -> Iterator[Any]:
 
 def creators(processes: Sharing, **options: Any) -> Trainer:
     options = {"num_workers": 2, "batch_size": BATCH_SIZE, **options}
-    return Trainer(
-        model_creator=model,
-        data_creator=data,
-        optimizer_creator=optimizer,
-        loss_creator=nn.MSELoss,
-        backend=processes,
+    made: dict[str, Any] = {
+        "model_creator": model,
+        "data_creator": data,
+        "optimizer_creator": optimizer,
+        "loss_creator": nn.MSELoss,
         **options,
-    )
+    }
+    return Trainer(backend=processes, **made)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -243,6 +243,66 @@ def test_objects_that_cannot_be_read_by_the_other_side_are_an_error(
             trainer.train(max_retries=0, info=told)
         with pytest.raises(ConfigError, match="cannot be sent"):
             trainer.train(info={"lock": threading.Lock()})
+
+
+class Odd(Exception):
+    """Wants other arguments than it hands on."""
+
+    def __init__(self, code: int, *, what: str) -> None:
+        super().__init__(f"{what} {code}")
+        self.code = code
+
+
+def raise_odd(context: TrainContext) -> None:
+    if context.config["kind"] == "odd":
+        raise Odd(5, what="oddity")
+    raise ConfigError("mine", 5, "it is too much")
+
+
+def test_exceptions_come_back_as_what_they_were(processes: Sharing) -> None:
+    with Trainer(raise_odd, config={"kind": "odd"}, backend=processes) as trainer:
+        with pytest.raises(Odd, match="oddity 5") as raised:
+            trainer.train(max_retries=0)
+        assert raised.value.code == 5
+        assert "in raise_odd" in str(raised.value.__cause__)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_setting_that_cannot_work_is_not_tried_again(processes: Sharing, mode: str) -> None:
+    options: dict[str, Any] = {"num_workers": 2, "fault_tolerance": mode}
+    with Trainer(raise_odd, config={"kind": "config"}, backend=processes, **options) as trainer:
+        with pytest.raises(ConfigError, match="mine=5 cannot work: it is too much"):
+            trainer.train(max_retries=-1)
+        assert len(trainer.history.incidents) == 1
+
+
+def test_a_frozen_worker_does_not_hold_up_the_end(processes: Sharing) -> None:
+    trainer = creators(processes, heartbeat_timeout_s=SHORT_S)
+    trainer.train(max_retries=0)
+    frozen = max(processes.pids)
+    os.kill(processes.pids[frozen], signal.SIGSTOP)
+    began_at = time.monotonic()
+    trainer.shutdown()
+    assert time.monotonic() < began_at + SHORT_S + 12.0  # 30 s are for workers that say something
+    assert not processes.pids
+
+
+def two_optimizers(net: nn.Module, config: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD([each], lr=0.05) for each in net.parameters()]
+
+
+def test_several_optimizers_have_one_vote(processes: Sharing) -> None:
+    options: dict[str, Any] = {"optimizer_creator": two_optimizers, "fault_tolerance": "per-step"}
+    found = {}
+    for num_workers in (1, 2):
+        with creators(processes, **options, num_workers=num_workers) as trainer:
+            trainer.train(max_retries=0)
+            if num_workers == 2:
+                os.kill(processes.pids[max(processes.pids)], signal.SIGKILL)
+            result = trainer.train(max_retries=0)
+            assert (result["epoch"], result["retries"]) == (2, 0)
+            found[num_workers] = trainer.state_dict()["parts"]
+    assert all(len(parts["optimizers"]) == 2 for parts in found.values())
 
 
 def test_no_retry_is_left(running: Any, undisturbed: Any) -> None:

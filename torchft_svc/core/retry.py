@@ -17,14 +17,14 @@ shell, to be carried out one after another. Workers are numbers, each used once.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
+from torchft_svc.core.retry_begin import BeginState
 from torchft_svc.core.retry_budget import Retries, RetryBudget
+from torchft_svc.core.retry_incident import MAX_FORMINGS, OpenIncident
 from torchft_svc.core.retry_members import RetryOrders, RunMembers
 from torchft_svc.core.retry_orders import (
     DropHandle,
     EndCommand,
-    FindCheckpoint,
     IncidentCause,
     KnownState,
     LetAbandon,
@@ -38,18 +38,13 @@ from torchft_svc.core.retry_orders import (
     RequestWorkers,
     RetryRules,
     SendCommand,
-    StateSource,
 )
 from torchft_svc.core.retry_states import (
     KnownWorker,
-    OpenIncident,
     RunChange,
     RunPhase,
     WorkerStage,
 )
-
-# Worlds that break before all have joined are part of the incident before, up to so many.
-MAX_FORMINGS = 3
 
 
 class RetryMachine(RunMembers):
@@ -64,16 +59,19 @@ class RetryMachine(RunMembers):
         self._leader_only, self._trains = False, True
         self._wants_look = False  # an IDLE command waits for what resources there are
         self._broken: tuple[IncidentCause, str, int] | None = None  # while idle
-        self._open: OpenIncident | None = None  # of all workers, until they are formed again
-        self._num_formings = 0
+        self._open = OpenIncident()
         self._error: ProgramError | None = None  # of the open incident
         self._num_started_at_error = 0
         self._verdict: EndCommand | None = None
-        self._begin: KnownState | None = None  # of the present world
-        self._has_offer = False  # a state that no checkpoint is better than
+        self._begin = BeginState()
         # Instants of what is to be done in the present phase.
         self._end_by = self._alone_at = self._grow_at = math.inf
         self._waits_since: float | None = None
+
+    @property
+    def held(self) -> KnownState:
+        """The state to go on from if nobody offers one."""
+        return self._begin.held
 
     # -- the shell's inputs ----------------------------------------------------------------------
 
@@ -96,7 +94,7 @@ class RetryMachine(RunMembers):
         if self._broken is not None:
             cause, reason, rank = self._broken
             self._broken = None
-            self._interrupt(Remedy.RESTART, cause, reason, rank)
+            self._orders += self._open.interrupt(Remedy.RESTART, cause, reason, rank)
             self._end_world(RunChange.BEGAN_BROKEN)
         elif not self._workers:
             self._move(RunChange.BEGAN_NEW)
@@ -130,11 +128,10 @@ class RetryMachine(RunMembers):
     def checkpoint_found(self, state: KnownState | None, now: float) -> RetryOrders:
         """The newest good checkpoint of this run; None: there is none."""
         self._time(now)
-        if state is not None and state.step > self.held.step:
-            self._hold(state)
-        if self.held.source is StateSource.PEER:  # of an earlier world
-            self.held = replace(self.held, source=StateSource.HELD)
-        self._begin = self.held
+        if self._begin.refusal is None:
+            self._orders += self._begin.found(state)
+        else:
+            self._fall_back(self._begin.refusal, state)
         return self._done()
 
     def replace_state(self, state: KnownState, now: float) -> RetryOrders:
@@ -144,18 +141,14 @@ class RetryMachine(RunMembers):
         """
         assert self.phase is RunPhase.IDLE
         self._time(now)
-        self._hold(state)
-        self._has_offer = True
+        self._orders += self._begin.settle(state)
         self.best_step = state.step
         return self.dismiss(now)
 
     def hold(self, state: KnownState, now: float) -> RetryOrders:
         """The shell has this state, which is at least as new as the one before."""
         self._time(now)
-        if state.step >= self.held.step:
-            self._hold(state)
-        elif state.handle is not None:
-            self._orders.append(DropHandle(state.handle))
+        self._orders += self._begin.hold_newer(state)
         return self._done()
 
     def interrupt(self, reason: str, now: float, *, waits: bool = True) -> RetryOrders:
@@ -243,8 +236,7 @@ class RetryMachine(RunMembers):
         if state.step < self.held.step or (found is None and self.phase is not RunPhase.ENDING):
             self._orders.append(DropHandle(state.handle))
         else:
-            self._hold(state)
-            self._has_offer = True
+            self._orders += self._begin.settle(state)
             self.best_step = max(self.best_step, state.step)
             self.retries.reach(self.best_step)
         if found is not None:
@@ -271,8 +263,17 @@ class RetryMachine(RunMembers):
         found.move(WorkerStage.FAILED, self._at)
         cause = IncidentCause.COLLECTIVE if error.is_peers else IncidentCause.PROGRAM
         reason = f"{error.kind}: {error.message}" if error.message else error.kind
+        is_forming = self.phase is RunPhase.FORMING
+        is_running = is_forming or self.phase is RunPhase.TRAINING
+        if is_running and self._begin.refuses(error, 0 if is_forming else self.best_step):
+            self._orders += self._begin.refuse(error)
+            return self._done()
         if not error.is_peers:
             self._error = error
+        if error.is_final and is_running:
+            self._verdict = EndCommand(reason=reason, error=error)
+            self._orders += self._open.interrupt(Remedy.RESTART, cause, reason, found.rank)
+            self._end_world(RunChange.BROKE)
         if self.phase is RunPhase.TRAINING and self._can_go_on() and not error.is_peers:
             self._judge_program(worker, found, error, reason)
         if self._verdict is None:
@@ -289,8 +290,10 @@ class RetryMachine(RunMembers):
             return ()
         if found.counts:
             self._break(found, IncidentCause.LOST, f"worker {found.rank}: {reason}")
-        elif found.stage is WorkerStage.LEAVING and not found.has_offered and self._is_riddle():
-            self._merge(IncidentCause.LOST, f"worker {found.rank}: {reason}", found.rank)
+        elif found.stage is WorkerStage.LEAVING and not found.has_offered and self._open.is_riddle:
+            self._orders += self._open.merge(
+                IncidentCause.LOST, f"worker {found.rank}: {reason}", found.rank
+            )
         if self.phase is RunPhase.ENDING and not self._workers:
             self._ended()
         elif self.rules.keeps_others and self.phase in (RunPhase.FORMING, RunPhase.TRAINING):
@@ -339,7 +342,9 @@ class RetryMachine(RunMembers):
         if self._at >= self._waits_since + self.rules.resources_timeout_s:
             self._waits_since = self._at
             reason = f"no resources for {self.rules.min_workers} workers"
-            self._interrupt(Remedy.RESTART, IncidentCause.NO_RESOURCES, reason, None)
+            self._orders += self._open.interrupt(
+                Remedy.RESTART, IncidentCause.NO_RESOURCES, reason, None
+            )
             if not self._spend(None):
                 self._give_up()
                 return
@@ -353,9 +358,7 @@ class RetryMachine(RunMembers):
         self._world += 1
         self._address = ""
         self._grow_at = self._at + self.rules.grow_every_s
-        self._begin = self.held
-        if not self._has_offer:
-            self._orders.append(FindCheckpoint())
+        self._orders += self._begin.begin_world()
         for rank in range(num):
             self._start(rank)
 
@@ -367,11 +370,11 @@ class RetryMachine(RunMembers):
                 return
             for number, worker in alive.items():
                 if worker.stage is WorkerStage.STARTED:
-                    self._let_join(number, worker, self._begin)
+                    self._let_join(number, worker, self._begin.of_world)
             return
         for number, worker in alive.items():
             if worker.stage is WorkerStage.STARTED and (worker.rank == 0 or self._address):
-                self._let_join(number, worker, self._begin)
+                self._let_join(number, worker, self._begin.of_world)
 
     def _let_join(self, number: int, worker: KnownWorker, begin: KnownState | None) -> None:
         worker.move(WorkerStage.JOINING, self._at)
@@ -389,12 +392,13 @@ class RetryMachine(RunMembers):
 
     def _formed(self, step: int) -> None:
         self._move(RunChange.FORMED)
-        self._num_formings = self._num_failed_starts = 0
+        self._num_failed_starts = 0
         self.best_step = step
         self.retries.begin_at(step)
-        begin = self._begin or self.held
-        self._orders.append(ReportFormed(begin, step, len(self._alive()), self._open is None))
-        self._open = None
+        begin = self._begin.of_world
+        is_first = self._open.cause is None
+        self._orders.append(ReportFormed(begin, step, len(self._alive()), is_first))
+        self._open.close()
         for worker in self._alive().values():
             worker.from_step = step
         if self.rules.keeps_others:
@@ -433,24 +437,33 @@ class RetryMachine(RunMembers):
         self._move(RunChange.DONE)
         self._orders.append(EndCommand())
 
-    def _end_world(self, change: RunChange) -> None:
-        """All workers end; those who have a state offer it before."""
+    def _end_world(self, change: RunChange, *, offers: bool = True) -> None:
+        """All workers end; those who have a state offer it before, unless nobody ``offers``."""
         self._move(change)
-        reason = self._open.reason if self._open is not None else "the command was interrupted"
+        reason = self._open.reason or "the command was interrupted"
         self._look_at = math.inf
-        self._has_offer = False
+        self._begin.is_settled = False
         self._end_by = self._at + self.rules.offer_timeout_s
         self._alone_at = math.inf
         for number, worker in list(self._workers.items()):
             if worker.stage is WorkerStage.KILLED:
                 continue
-            if worker.has_state and worker.stage is not WorkerStage.LEAVING:
+            if worker.has_state and offers and worker.stage is not WorkerStage.LEAVING:
                 worker.stage = WorkerStage.LEAVING
                 self._orders.append(LetAbandon(number, reason))
             else:
                 self._kill(number, worker)
         if not self._workers:
             self._ended()
+
+    def _fall_back(self, error: ProgramError, checkpoint: KnownState | None) -> None:
+        """Nobody can load the state of this world: begin with another one, or give up."""
+        self._end_world(RunChange.BROKE, offers=False)
+        orders = self._begin.fall_back(checkpoint)
+        if orders is None:
+            self._verdict = EndCommand(reason=error.message, error=error)
+        else:
+            self._orders += orders
 
     def _tick_ending(self, at: float) -> None:
         for number, worker in self._workers.items():
@@ -467,9 +480,11 @@ class RetryMachine(RunMembers):
     def _ended(self) -> None:
         """No worker is left: go on, or give up."""
         self._end_by = self._alone_at = math.inf
-        if self._verdict is None and self._open is not None:
-            if self._open.cause is IncidentCause.GROWTH and not self._has_offer:
-                self._merge(IncidentCause.LOST, "all workers ended without a state", None)
+        if self._verdict is None and self._open.cause is not None:
+            if self._open.cause is IncidentCause.GROWTH and not self._begin.is_settled:
+                self._orders += self._open.merge(
+                    IncidentCause.LOST, "all workers ended without a state", None
+                )
             error = self._error if self._open.cause is IncidentCause.PROGRAM else None
             if error is not None and self.retries.is_repeated(error):
                 self._verdict = EndCommand(reason=self._open.reason, error=error, is_repeated=True)
@@ -486,7 +501,7 @@ class RetryMachine(RunMembers):
         assert self._verdict is not None
         for number, worker in self._workers.items():
             self._kill(number, worker)
-        self._open = None
+        self._open.close()
         self._look_at = math.inf
         self._move(RunChange.GAVE_UP)
         self._orders.append(self._verdict)
@@ -496,7 +511,7 @@ class RetryMachine(RunMembers):
     def _break(self, worker: KnownWorker, cause: IncidentCause, reason: str) -> None:
         """This worker trains no more: decide what becomes of the others."""
         if self.phase is RunPhase.ENDING:
-            self._merge(cause, reason, worker.rank)
+            self._orders += self._open.merge(cause, reason, worker.rank)
         elif self.phase is RunPhase.IDLE:
             is_worse = self._broken is None or cause.weight > self._broken[0].weight
             if is_worse and not self._can_go_on():
@@ -504,7 +519,7 @@ class RetryMachine(RunMembers):
         elif self.phase is RunPhase.FORMING:
             self._break_forming(worker, cause, reason)
         elif not self._can_go_on():
-            self._interrupt(Remedy.RESTART, cause, reason, worker.rank)
+            self._orders += self._open.interrupt(Remedy.RESTART, cause, reason, worker.rank)
             self._end_world(RunChange.BROKE)
         else:
             self._num_failed_starts += not worker.has_state
@@ -516,37 +531,12 @@ class RetryMachine(RunMembers):
         self._num_failed_starts += 1
         is_hopeless = not alive or self._num_failed_starts > MAX_FORMINGS
         if not self.rules.keeps_others or is_hopeless or cause is IncidentCause.PROGRAM:
-            self._interrupt(Remedy.RESTART, cause, reason, worker.rank)
+            self._orders += self._open.interrupt(Remedy.RESTART, cause, reason, worker.rank)
             self._end_world(RunChange.BROKE)
         elif all(each.stage is WorkerStage.JOINED for each in alive.values()):
             self._formed(max(each.step for each in alive.values()))
         else:
             self._form()
-
-    def _interrupt(
-        self, remedy: Remedy, cause: IncidentCause, reason: str, rank: int | None
-    ) -> None:
-        """All workers are concerned. What happens before they have formed again is one incident."""
-        if self._open is not None:
-            self._num_formings += 1
-            if self._num_formings < MAX_FORMINGS:
-                self._merge(cause, reason, rank)
-                return
-        self._num_formings = 0
-        self._open = OpenIncident(cause, reason)
-        self._report(remedy, cause, reason, rank)
-
-    def _is_riddle(self) -> bool:
-        return self._open is not None and self._open.cause is IncidentCause.COLLECTIVE
-
-    def _merge(self, cause: IncidentCause, reason: str, rank: int | None) -> None:
-        """This belongs to the incident that is open, and may explain it better."""
-        if self._open is None:
-            return
-        explains = cause.weight > self._open.cause.weight
-        if explains:
-            self._open.cause, self._open.reason = cause, reason
-        self._report(Remedy.RESTART, cause, reason, rank, explains=explains)
 
     def _judge_program(
         self, number: int, worker: KnownWorker, error: ProgramError, reason: str
@@ -560,17 +550,18 @@ class RetryMachine(RunMembers):
             self._verdict = EndCommand(reason=reason, error=error, is_repeated=True)
         elif self._spend(error, reason):
             return
-        self._interrupt(Remedy.RESTART, IncidentCause.PROGRAM, reason, worker.rank)
+        self._orders += self._open.interrupt(
+            Remedy.RESTART, IncidentCause.PROGRAM, reason, worker.rank
+        )
         self._end_world(RunChange.BROKE)
 
     def _spend(self, error: ProgramError | None, reason: str = "") -> bool:
         """Whether a retry is left; it is spent."""
         if not self.retries.spend(self.best_step):
-            told = reason or (self._open.reason if self._open is not None else "")
+            told = reason or self._open.reason
             self._verdict = EndCommand(reason=told, error=error)
             return False
-        if self._open is not None:
-            self._open.is_spent = True
+        self._open.is_spent = True
         return True
 
     # -- single workers --------------------------------------------------------------------------
@@ -596,5 +587,5 @@ class RetryMachine(RunMembers):
 
     def _grow(self, change: RunChange) -> None:
         reason = f"{self._num_missing()} more workers were asked for"
-        self._interrupt(Remedy.GROW, IncidentCause.GROWTH, reason, None)
+        self._orders += self._open.interrupt(Remedy.GROW, IncidentCause.GROWTH, reason, None)
         self._end_world(change)

@@ -6,10 +6,8 @@ import math
 
 from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
 from torchft_svc.core.retry_orders import (
-    DropHandle,
     IncidentCause,
     KillWorker,
-    KnownState,
     LookForResources,
     Remedy,
     ReportBroken,
@@ -18,7 +16,6 @@ from torchft_svc.core.retry_orders import (
     RetryOrder,
     RetryRules,
     StartWorker,
-    StateSource,
 )
 from torchft_svc.core.retry_states import (
     RUN_TRANSITIONS,
@@ -46,7 +43,6 @@ class RunMembers:
         self._at = now
         self._orders: list[RetryOrder] = []
         self._workers: dict[int, KnownWorker] = {}
-        self.held = KnownState(source=StateSource.START)  # to begin with if nobody offers one
         self._num_started = 0
         self._num_failed_starts = 0  # in a row
         self._look_at = math.inf  # for resources
@@ -118,11 +114,6 @@ class RunMembers:
     def _done(self) -> RetryOrders:
         orders, self._orders = tuple(self._orders), []
         return orders
-
-    def _hold(self, state: KnownState) -> None:
-        old, self.held = self.held, state
-        if old.handle is not None and old.handle is not state.handle:
-            self._orders.append(DropHandle(old.handle))
 
     def _fill(self, num: int, jitter: float) -> None:
         """Start what is missing beside those that train."""

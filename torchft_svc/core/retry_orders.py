@@ -101,12 +101,18 @@ class ProgramError:
     """The user's program raised an error in a worker, or a collective failed (``is_peers``).
 
     Two errors are the same if ``kind`` and ``step`` are. ``payload`` is the shell's.
+
+    Args:
+        is_final: it would come again at once.
+        refuses_state: the state that the worker was to begin with could not be read or loaded.
     """
 
     kind: str
     message: str
     step: int
     is_peers: bool
+    is_final: bool = False
+    refuses_state: bool = False
     payload: object = None
 
 
@@ -128,6 +134,14 @@ class RequestWorkers:
 @dataclass(frozen=True, slots=True)
 class FindCheckpoint:
     """Call `RetryMachine.checkpoint_found` with the newest good checkpoint of this run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RejectState:
+    """No worker can begin with ``state``: never offer it as a checkpoint again."""
+
+    state: KnownState
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +261,7 @@ RetryOrder = (
     LookForResources
     | RequestWorkers
     | FindCheckpoint
+    | RejectState
     | StartWorker
     | LetJoin
     | SendCommand

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from torchft_svc.core.retry_orders import IncidentCause, RetryRules
+from torchft_svc.core.retry_orders import RetryRules
 
 
 class RunPhase(Enum):
@@ -112,12 +112,3 @@ class KnownWorker:
         silent_at = self.heard_at + rules.heartbeat_timeout_s
         longest_s = rules.start_timeout_s if self.stage is WorkerStage.JOINING else math.inf
         return min(silent_at, self.stage_at + longest_s)
-
-
-@dataclass(slots=True)
-class OpenIncident:
-    """Why all workers are started anew; ``is_spent``: it has cost a retry."""
-
-    cause: IncidentCause
-    reason: str
-    is_spent: bool = False

@@ -59,7 +59,7 @@ _SOURCES: dict[StateSource, Source] = {
     StateSource.HELD: "trainer",
     StateSource.CHECKPOINT: "checkpoint",
     StateSource.PEER: "peer",
-    StateSource.GIVEN: "trainer",
+    StateSource.GIVEN: "trainer",  # or a checkpoint that was loaded
 }
 _RUNGS: dict[Remedy, Rung] = {
     Remedy.REPLACE: "per-step",
@@ -123,12 +123,15 @@ class TrainerDriver:
         self.store: CheckpointStore | None = None  # of this run's checkpoints
         self.position = Position()
         self._foreign: set[str] = set()  # checkpoints in the store that are not this run's
+        self._is_continued = False  # all of them are
+        self._riddle = ""  # a collective has failed, and it is not known yet why
         self._lighthouse: LighthouseServer | None = None
         self._task: TrainerTask | None = None
         self._num_tasks = 0
         self._ended: orders.EndCommand | None = None
         self._unheard: deque[Heard | Lost] = deque()
         self._living: set[int] = set()
+        self._heard_at: dict[int, float] = {}  # when each worker said something last
         # By rank; replaced as a whole, because other threads may read it.
         self.pids: dict[int, int] = {}
         self._rank_by_worker: dict[int, int] = {}
@@ -147,6 +150,7 @@ class TrainerDriver:
             orders.LookForResources: self._look,
             orders.RequestWorkers: self._request,
             orders.FindCheckpoint: self._find_checkpoint,
+            orders.RejectState: self._reject,
             orders.StartWorker: self._start,
             orders.LetJoin: self._let_join,
             orders.SendCommand: self._send_command,
@@ -208,8 +212,14 @@ class TrainerDriver:
         held = KnownState(source=StateSource.HELD, step=position.step, handle=handle)
         self._follow(self._machine.hold(held, time.monotonic()))
 
-    def begin_with(self, state: KnownState, position: Position) -> None:
-        """Workers begin with ``state``; those that run are ended."""
+    def begin_with(
+        self, state: KnownState, position: Position, *, is_continued: bool = False
+    ) -> None:
+        """Workers begin with ``state``; those that run are ended.
+
+        ``is_continued``: this goes on with the run whose checkpoints are in the store.
+        """
+        self._is_continued = is_continued
         self._follow(self._machine.replace_state(state, time.monotonic()))
         self.position = position
         self._await_ends(_END_S)
@@ -231,7 +241,8 @@ class TrainerDriver:
         """What lies in the store does not belong to this run, but for what it begins with."""
         if self.store is not None:
             listed = {each.path for each in self.store.checkpoints()}
-            self._foreign = listed - {self._machine.held.checkpoint}
+            own = listed if self._is_continued else {self._machine.held.checkpoint}
+            self._foreign = listed - own
 
     def dismiss(self) -> None:
         """End all workers in good order."""
@@ -257,10 +268,12 @@ class TrainerDriver:
         while self._unheard:
             event = self._unheard.popleft()
             if isinstance(event, Lost):
+                self._heard_at.pop(event.worker, None)
                 self._living.discard(event.worker)
                 self._forget_pid(event.worker)
                 self._follow(self._machine.lost(event.worker, event.reason, time.monotonic()))
             else:
+                self._heard_at[event.worker] = time.monotonic()
                 self._follow(self._take(event))
 
     def _take(self, event: Heard) -> RetryOrders:
@@ -367,6 +380,14 @@ class TrainerDriver:
     def _newest_checkpoint(self) -> Checkpoint | None:
         return None if self.store is None else self.store.newest_good(self._foreign)
 
+    def _reject(self, order: orders.RejectState) -> None:
+        state = order.state
+        if state.checkpoint and self.store is not None:
+            self.store.reject(state.checkpoint, order.reason)
+        else:
+            log.warning("%s cannot be used: %s", state.source.value, order.reason)
+        self._observer.told(f"{state.source.value} cannot be used: {order.reason}")
+
     def _start(self, order: orders.StartWorker) -> None:
         self._living.add(order.worker)
         self._backend.start(order.worker, self._parts.job, self._parts.resources)
@@ -419,40 +440,54 @@ class TrainerDriver:
             Remedy.RESTART: "all workers are ended",
             Remedy.REPLACE: "it is replaced",
         }[order.remedy]
-        log.warning("%s: %s", order.reason, told)
-        self._observer.told(f"{order.reason}: {told}")
+        sentence = f"{order.reason}: {told}"
+        if order.cause is IncidentCause.COLLECTIVE:  # the worker that caused it is noticed soon
+            self._riddle = self._riddle or sentence
+            return
+        if order.explains:
+            self._riddle = ""
+        self._tell(sentence)
+
+    def _tell_riddle(self) -> None:
+        """Nobody was lost: all that is known is that a collective failed."""
+        if self._riddle:
+            self._tell(self._riddle)
+            self._riddle = ""
+
+    def _tell(self, sentence: str) -> None:
+        log.warning("%s", sentence)
+        self._observer.told(sentence)
 
     def _report_formed(self, order: orders.ReportFormed) -> None:
         now, state = time.monotonic(), order.state
+        self._tell_riddle()
         if self._task is not None:
             self._task.restarted()
-        self.history.resumed(now, self.position, order.num_workers, _SOURCES[state.source])
+        source = "checkpoint" if state.checkpoint else _SOURCES[state.source]
+        self.history.resumed(now, self.position, order.num_workers, source)
         wanted = self._parts.rules.num_workers
         if order.num_workers < wanted:
-            fewer = f"there are resources for {order.num_workers} of {wanted} workers"
-            log.warning("%s", fewer)
-            self._observer.told(fewer)
+            self._tell(f"there are resources for {order.num_workers} of {wanted} workers")
         if not order.is_first:
             lost = self.history.incidents[-1].lost_steps
             told = f"{order.num_workers} workers go on from {state.source.value}, step {order.step}"
-            log.warning("%s; %d steps are done again", told, lost)
-            self._observer.told(told)
+            self._tell(f"{told}; {lost} steps are done again")
         self._observer.moved(self.position, order.num_workers)
 
     def _report_no_resources(self, order: orders.ReportNoResources) -> None:
         self.history.waits(time.monotonic())
-        sentence = (
+        self._tell_riddle()
+        self._tell(
             f"there are resources for {order.num} workers, {order.needed} are needed: "
             f"looking again in {order.pause_s:.1f} s"
         )
-        log.warning("%s", sentence)
-        self._observer.told(sentence)
 
     def _report_left_alone(self, order: orders.ReportLeftAlone) -> None:
         self._living.discard(order.worker)
         log.error("worker %d was killed, and its end is not seen: left alone", order.rank)
 
     def _end_command(self, order: orders.EndCommand) -> None:
+        self._tell_riddle()
         self._ended = order
 
     # -- ends ------------------------------------------------------------------------------------
@@ -470,10 +505,16 @@ class TrainerDriver:
             self._follow(self._machine.interrupt(reason, time.monotonic(), waits=False))
 
     def _await_ends(self, timeout_s: float) -> None:
-        """Wait until no worker runs; kill those that take too long."""
-        deadline = time.monotonic() + timeout_s
+        """Wait until no worker runs; kill those that take too long, or say nothing any more."""
+        silence_s = self._parts.rules.heartbeat_timeout_s
+        began_at = time.monotonic()
+        deadline = began_at + timeout_s
         while self._living and time.monotonic() < deadline:
             self._hear(min(_WAIT_S, max(0.0, deadline - time.monotonic())))
+            silent_before = time.monotonic() - silence_s
+            for worker in self._living:
+                if max(began_at, self._heard_at.get(worker, 0.0)) < silent_before:
+                    self._backend.kill(worker)
         for worker in self._living:
             self._backend.kill(worker)
 
@@ -496,6 +537,8 @@ def _program_error(failed: Failed) -> ProgramError:
         message=failed.message,
         step=failed.position.step,
         is_peers=failed.is_peers,
+        is_final=failed.is_final,
+        refuses_state=failed.refuses_state,
         payload=failed,
     )
 

@@ -76,19 +76,36 @@ class _Pieces:
         """Raises `ConfigError`: it does not fit. The models are checked before anything changes."""
         found = _pieces_in(state)
         for name in _ONE:
-            theirs, ours = len(getattr(found, name)), len(getattr(self, name))
-            if theirs != ours:
-                raise ConfigError("state", f"of {theirs} {name}", f"the program has {ours}")
+            _check_number(name, getattr(found, name), getattr(self, name))
         if found.extras.keys() != self.extras.keys():
             ours_ = f"the program has registered {sorted(self.extras)}"
             raise ConfigError("state", sorted(found.extras), ours_)
-        for model, its_state in zip(self.models, found.models, strict=True):
-            check_fits(its_state, model)
+        pair_models(self.models, state)
         for name in (*_ONE, "extras"):
             pieces, states = getattr(self, name), getattr(found, name)
             keys = states if name == "extras" else range(len(states))
             for key in keys:
                 _load(pieces[key], states[key])
+
+
+def pair_models(
+    models: Sequence[nn.Module], state: TrainingState
+) -> list[tuple[nn.Module, Mapping[str, Any]]]:
+    """Each model with its part of ``state``.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    states = _pieces_in(state).models
+    _check_number(_MODELS, states, models)
+    for model, its_state in zip(models, states, strict=True):
+        check_fits(its_state, model)
+    return list(zip(models, states, strict=True))
+
+
+def _check_number(name: str, states: Sequence[Any], pieces: Sequence[Any]) -> None:
+    if len(states) != len(pieces):
+        raise ConfigError("state", f"of {len(states)} {name}", f"the program has {len(pieces)}")
 
 
 def _pieces_in(state: TrainingState) -> _Pieces:
@@ -189,6 +206,7 @@ class HeldState:
         self._hooked: list[Any] = []
         self._scheduler_moves = False  # with each step
         self.abandoned = ""
+        self.is_refused = False  # the state to begin with could not be read, or does not fit
 
     @property
     def position(self) -> Position:
@@ -259,7 +277,9 @@ class HeldState:
 
     def _load_pending(self) -> None:
         if self._pending is not None and self._parts.models:
+            self.is_refused = True
             self._parts.load(self._pending)
+            self.is_refused = False
             self._pending = None
             self._keep()
 

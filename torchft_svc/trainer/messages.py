@@ -197,6 +197,8 @@ class Failed:
         pickled: the error itself; empty if it cannot be pickled.
         position: where it happened.
         is_peers: a collective failed, which another worker may have caused.
+        is_final: a `ConfigError`, which would come again.
+        refuses_state: the state to begin with could not be read, or does not fit.
     """
 
     kind: str
@@ -205,6 +207,24 @@ class Failed:
     pickled: bytes
     position: Position
     is_peers: bool = False
+    is_final: bool = False
+    refuses_state: bool = False
+
+
+class BareError:
+    """Pickles as ``error``, whose class cannot be called with its arguments alone."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _bare, (type(self._error), self._error.args, dict(self._error.__dict__))
+
+
+def _bare(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
 
 
 # A worker tells at least this often that it lives.

@@ -22,7 +22,7 @@ from torchft_svc.client import (
     ProcessGroupGloo,
     ProcessGroupNCCL,
 )
-from torchft_svc.errors import ConfigError, PeerError
+from torchft_svc.errors import PeerError
 from torchft_svc.trainer.data import Turn
 from torchft_svc.trainer.held_state import HeldState
 from torchft_svc.trainer.job import WorkerJob
@@ -80,12 +80,11 @@ class PerStepWorld:
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Any], schedulers: Sequence[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        if len(optimizers) != 1:
-            reason = 'one is needed, or fault_tolerance="restart"'
-            raise ConfigError("optimizer", f"{len(optimizers)} optimizers", reason)
         assert self._manager is not None
         wrapped = [DistributedDataParallel(self._manager, model) for model in models]
-        voting = self._optimizer = VotingOptimizer(self._manager, optimizers[0])
+        # One vote decides on all updates of a step.
+        updated = optimizers[0] if len(optimizers) == 1 else optimizers
+        voting = self._optimizer = VotingOptimizer(self._manager, updated)
         follow = [FollowingScheduler(each, lambda: voting.was_applied) for each in schedulers]
         return wrapped, [voting], follow
 

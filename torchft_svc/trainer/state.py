@@ -130,6 +130,8 @@ def check_fits(found: Mapping[str, Any], model: torch.nn.Module) -> None:
     Raises:
         ConfigError: names or shapes differ; the reason names the first of them.
     """
+    if not isinstance(found, Mapping):
+        raise ConfigError("state_dict", type(found).__name__, "it is not the state of a model")
     expected = model.state_dict()
     differences = [
         *(f"{name} is missing" for name in expected if name not in found),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 from torchft_svc.core.retry_budget import RetryBudget
 from torchft_svc.core.retry_orders import KnownState, StateSource
-from torchft_svc.errors import ConfigError
+from torchft_svc.errors import CheckpointError, ConfigError
 from torchft_svc.trainer.backend import Backend
 from torchft_svc.trainer.checkpoint import (
     Checkpoint,
@@ -31,6 +32,7 @@ from torchft_svc.trainer.config import (
     check_options,
 )
 from torchft_svc.trainer.driver import RunObserver, RunParts, TrainerDriver
+from torchft_svc.trainer.held_state import pair_models
 from torchft_svc.trainer.history import RunHistory
 from torchft_svc.trainer.job import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_TIMEOUT_S
 from torchft_svc.trainer.local import LocalBackend, check_resources
@@ -39,15 +41,15 @@ from torchft_svc.trainer.picture import draw_run
 from torchft_svc.trainer.progress_bar import ProgressBar, progress_bar
 from torchft_svc.trainer.results import reduced
 from torchft_svc.trainer.state import (
-    MODEL,
     TrainingState,
-    check_fits,
     decode_state,
     encode_state,
     from_tree,
     to_tree,
 )
 from torchft_svc.trainer.tasks import GiveStateTask, TrainTask, ValidateTask
+
+log = logging.getLogger(__name__)
 
 # As RaySGD's trainer had it.
 DEFAULT_MAX_RETRIES = 3
@@ -276,12 +278,8 @@ class Trainer:
         if self._config.model_creator is None:
             reason = "train_fn makes it: use state_dict()"
             raise ConfigError("model_creator", None, reason)
-        state = self._state()
-        made = self._config.model_creator(self._config.config)
-        several = isinstance(made, list | tuple)
-        states = state.parts["models"] if several and len(made) > 1 else [state.parts[MODEL]]
-        for model, its_state in zip(made if several else [made], states, strict=True):
-            check_fits(its_state, model)
+        made, pairs = self._models_for(self._state())
+        for model, its_state in pairs:
             model.load_state_dict(its_state)
         return made
 
@@ -324,7 +322,7 @@ class Trainer:
             ConfigError: it does not fit the model; nothing has changed.
         """
         self._check_open()
-        self._begin_with(find_checkpoint(path))
+        self._begin_with(find_checkpoint(path, self._check_fits), StateSource.GIVEN)
         self._must_resume = False
 
     # -- the rest --------------------------------------------------------------------------------
@@ -406,17 +404,16 @@ class Trainer:
     def _resume(self) -> None:
         if not self._must_resume or self._is_closed:
             return
-        found = self._open_store().newest_good()
+        found = self._open_store().newest_fitting(self._check_fits)
         if found is not None:
-            self._begin_with(found)
+            self._begin_with(found, StateSource.CHECKPOINT)
         self._must_resume = False
 
-    def _begin_with(self, found: Checkpoint) -> None:
-        if self._config.model_creator is not None:
-            self._check_fits(load_checkpoint(found.path))
+    def _begin_with(self, found: Checkpoint, source: StateSource) -> None:
         step = found.position.step
-        known = KnownState(source=StateSource.CHECKPOINT, step=step, checkpoint=found.path)
-        self._driver.begin_with(known, found.position)
+        known = KnownState(source=source, step=step, checkpoint=found.path)
+        is_continued = source is StateSource.CHECKPOINT
+        self._driver.begin_with(known, found.position, is_continued=is_continued)
 
     def _train_result(self, task: TrainTask, reduce_results: bool) -> Any:
         results = [task.results[worker] for worker in sorted(task.results)]
@@ -445,26 +442,36 @@ class Trainer:
         held = self._driver.held
         if held.handle is None and held.checkpoint:
             return load_checkpoint(held.checkpoint)
-        if held.handle is None:
-            self._keep_state(RetryBudget(max_retries=DEFAULT_MAX_RETRIES))
-            held = self._driver.held
+        if held.handle is not None:
+            try:
+                return self._read(held)
+            except CheckpointError as error:  # somebody has deleted it
+                log.warning("%s: a worker gives its state anew", error)
+        self._keep_state(RetryBudget(max_retries=DEFAULT_MAX_RETRIES))
+        held = self._driver.held
         if held.handle is None:
             raise ConfigError("state", None, "nothing is trained yet: call prepare first")
+        return self._read(held)
+
+    def _read(self, held: KnownState) -> TrainingState:
         handle: Any = held.handle
         return decode_state(self._backend.read_state(handle), "a worker")
 
     def _check_fits(self, state: TrainingState) -> None:
         """Where the model can be made here, see whether the state is of it."""
-        creator = self._config.model_creator
-        if creator is None:
-            return
-        made = creator(self._config.config)
+        if self._config.model_creator is not None:
+            self._models_for(state)
+
+    def _models_for(self, state: TrainingState) -> tuple[Any, list[tuple[Any, Mapping[str, Any]]]]:
+        """What ``model_creator`` makes, and each model of it with its part of ``state``.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        assert self._config.model_creator is not None
+        made = self._config.model_creator(self._config.config)
         models = list(made) if isinstance(made, list | tuple) else [made]
-        states = state.parts.get("models", [state.parts.get(MODEL)])
-        for model, its_state in zip(models, states, strict=False):
-            if not isinstance(its_state, Mapping):
-                raise ConfigError("state_dict", "no model", "it has no part 'model'")
-            check_fits(its_state, model)
+        return made, pair_models(models, state)
 
     @contextlib.contextmanager
     def _shows(self, title: str, num_steps: int | None) -> Iterator[None]:

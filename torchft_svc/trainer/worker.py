@@ -32,6 +32,7 @@ from torchft_svc.trainer.loop import CreatorLoop
 from torchft_svc.trainer.messages import (
     BEAT_S,
     Abandon,
+    BareError,
     Command,
     End,
     Failed,
@@ -184,10 +185,14 @@ class _Worker:
         self._link.send(Joined(world=command.world, position=held.position))
 
     def _state_for(self, command: JoinWorld) -> TrainingState | None:
-        if command.state is not None:
-            return decode_state(self._link.read_state(command.state), "another worker")
-        if command.checkpoint:
-            return load_checkpoint(command.checkpoint)
+        try:
+            if command.state is not None:
+                return decode_state(self._link.read_state(command.state), "another worker")
+            if command.checkpoint:
+                return load_checkpoint(command.checkpoint)
+        except CheckpointError:
+            self._held.is_refused = True
+            raise
         return None
 
     # -- the end ---------------------------------------------------------------------------------
@@ -300,17 +305,21 @@ def _told(error: BaseException, held: HeldState) -> Failed:
         pickled=_pickled(error),
         position=held.position,
         is_peers=_is_peers(error),
+        is_final=isinstance(error, ConfigError),
+        refuses_state=held.is_refused,
     )
 
 
 def _pickled(error: BaseException) -> bytes:
     """Empty if it cannot be pickled, or not be read again."""
-    try:
-        pickled: bytes = cloudpickle.dumps(error)
-        pickle.loads(pickled)  # noqa: S301 - our own
-    except Exception:  # noqa: BLE001 - the user's classes may do anything
-        return b""
-    return pickled
+    for form in (error, BareError(error)):
+        try:
+            pickled: bytes = cloudpickle.dumps(form)
+            pickle.loads(pickled)  # noqa: S301 - our own
+        except Exception:  # noqa: BLE001, S112 - the user's classes may do anything
+            continue
+        return pickled
+    return b""
 
 
 def _is_peers(error: BaseException) -> bool:
