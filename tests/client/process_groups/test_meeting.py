@@ -23,10 +23,10 @@ from support.running import END_S, START_S, environment, eventually, silent
 from support.training import lighthouse, together
 
 from torchft_svc.client import Manager, ProcessGroupGloo
-from torchft_svc.client.process import uninterruptible
-from torchft_svc.client.process.uninterruptible import MAX_ABANDONED_CALLS, UninterruptibleCall
 from torchft_svc.client.process_groups import rendezvous
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, Unreachable
+from torchft_svc.rpc import uninterruptible
+from torchft_svc.rpc.uninterruptible import MAX_ABANDONED_CALLS, UninterruptibleCall
 
 TIMEOUT = timedelta(seconds=60)
 CALL_S = 0.5

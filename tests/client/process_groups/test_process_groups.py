@@ -21,7 +21,6 @@ from support.training import together
 from torchft_svc.client import HTTPTransport, PGTransport, ProcessGroupDummy, ProcessGroupGloo
 from torchft_svc.client.process_groups import delegate
 from torchft_svc.client.process_groups import gloo as gloo_group
-from torchft_svc.client.process_groups.abandoned import AbandonedBackends
 from torchft_svc.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -29,6 +28,7 @@ from torchft_svc.errors import (
     QuorumFailed,
     Unreachable,
 )
+from torchft_svc.rpc.abandoned import AbandonedBackends
 
 TIMEOUT = timedelta(seconds=20)
 

@@ -32,7 +32,6 @@ from torchft_svc.client.checkpointing.transport import (
     why_not_offered,
 )
 from torchft_svc.client.config import positive_s
-from torchft_svc.client.process.uninterruptible import start_uninterruptible
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.errors import (
     CheckpointError,
@@ -41,6 +40,7 @@ from torchft_svc.errors import (
     TorchFTError,
     TornState,
 )
+from torchft_svc.rpc.uninterruptible import start_uninterruptible
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from torchft_svc.client.process_groups.abandoned import AbandonedBackends
 from torchft_svc.client.process_groups.base import ProcessGroup, left_error
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.recording import RecordedWork
@@ -30,6 +29,7 @@ from torchft_svc.client.process_groups.rendezvous import (
 )
 from torchft_svc.client.process_groups.sockets import BackendSockets
 from torchft_svc.errors import PeerError, QuorumFailed
+from torchft_svc.rpc.abandoned import AbandonedBackends
 
 log = logging.getLogger(__name__)
 

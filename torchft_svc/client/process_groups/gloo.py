@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from torchft_svc.client.process.uninterruptible import UninterruptibleCall
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup, WholeBackend
 from torchft_svc.client.process_groups.operations import HIDDEN_BY_GLOO, WrappedWork
 from torchft_svc.client.process_groups.rendezvous import CONNECT_TIMEOUT_S
+from torchft_svc.rpc.uninterruptible import UninterruptibleCall
 
 _NAME = "gloo-connect"
 # Gloo connects within this many timeouts, unless the store stops answering.

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchft_svc.client.process.uninterruptible import SLICE_S
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.operations import ends_within
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
+from torchft_svc.rpc.uninterruptible import SLICE_S
 
 
 class Reducing(Protocol):

@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from torchft_svc import coordination
 from torchft_svc.client.config import GroupPlace, ServiceOptions, Timeouts
-from torchft_svc.client.process.uninterruptible import nothing
 from torchft_svc.client.process_groups.rendezvous import (
     StoreConnection,
     call_store,
@@ -28,6 +27,7 @@ from torchft_svc.errors import AddressError, ConfigError, DeadlineExceeded, Unre
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.supervisor import ManagerSupervisor
 from torchft_svc.rpc.address import HostPort, advertised_host, parse_address, split_addresses
+from torchft_svc.rpc.uninterruptible import nothing
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torchft_svc.client.process.uninterruptible import SLICE_S
 from torchft_svc.errors import DeadlineExceeded
+from torchft_svc.rpc.uninterruptible import SLICE_S
 
 # Each abandoned backend holds a few threads and sockets until its own timeout.
 MAX_ABANDONED = 16
