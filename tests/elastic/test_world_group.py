@@ -10,7 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.elastic_workers import reduce_for_ever, stop_before_connecting, train_with_ddp
+from support.elastic_workers import (
+    broadcast_for_ever,
+    reduce_for_ever,
+    stop_before_connecting,
+    train_with_ddp,
+)
 from support.fake_agents import FakeAgents, FakeWorker
 from support.running import eventually
 from torch.distributed import distributed_c10d
@@ -50,6 +55,20 @@ def test_survivors_of_a_killed_worker_go_on_and_take_another_one_in(
     is_in(agents.world(one, three, four, change=UP), one, three, four)
     assert one.process.poll() is None
     assert three.process.poll() is None
+
+
+@pytest.mark.parametrize(("style", "how"), [("plain", "kill"), ("init_world", "freeze")])
+def test_an_operation_that_gloo_does_not_end_holds_nobody(
+    agents: FakeAgents, style: str, how: str
+) -> None:
+    one, two, three = (agents.start(broadcast_for_ever, style) for _ in range(3))
+    is_in(agents.world(one, two, three), one, two, three)
+    three.says("sends in 1")
+    getattr(three, how)()  # while it receives
+    agents.pause(one, two, change=DOWN)
+    one.says("lost")
+    two.says("lost")
+    is_in(agents.world(one, two, change=DOWN), one, two)
 
 
 def test_a_frozen_worker_holds_nobody_in_a_collective(agents: FakeAgents) -> None:

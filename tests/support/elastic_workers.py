@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from typing import Any
@@ -50,6 +51,28 @@ def reduce_for_ever(style: str = "plain") -> None:
                 dist.destroy_process_group()
         else:
             leave_world()
+
+
+def broadcast_for_ever(style: str) -> None:
+    """Send more than fits into a connection, again and again, in a process group that ``style``
+    (``plain`` or ``init_world``) forms."""
+    tensor = torch.ones(10_000_000)
+    while True:
+        if style == "plain":
+            info = get_worker_info()
+            dist.init_process_group("gloo", **info.get_pg_parameters())
+        else:
+            info = init_world("gloo")
+        say("in", info.round, "size", dist.get_world_size(), "rank", dist.get_rank())
+        try:
+            for count in itertools.count():
+                dist.broadcast(tensor, 0)
+                if count == 5:
+                    say("sends in", info.round)
+        except RuntimeError as error:
+            say("lost", type(error).__name__, str(error).splitlines()[0])
+        if style == "plain":
+            dist.destroy_process_group()
 
 
 def train_with_ddp() -> None:

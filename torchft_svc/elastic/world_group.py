@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -23,6 +25,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from torchft_svc.elastic.messages import WorkerInfo
+from torchft_svc.elastic.world_waits import leave_waits
 from torchft_svc.errors import DeadlineExceeded, Unreachable, WorldSuperseded
 from torchft_svc.rpc.process_sockets import (
     cut,
@@ -47,6 +50,8 @@ _TRY = timedelta(seconds=_TRY_S)
 _FIRST_LOOK_S, _LOOK_S, _LOOK_S_PER_WORKER = 0.002, 0.1, 1e-4
 # A thread may open the next socket just after the last ones were shut down.
 _CUT_AGAIN_S = 0.02
+# Until then operations of a group that was cut have ended by themselves, but for a few (rule L37).
+_LEAVE_WAITS_S = 0.5
 # All workers have arrived when gloo connects them. It takes up to six times this long, and only if
 # one dies in that moment.
 FORMING_TIMEOUT_S = 5.0
@@ -65,6 +70,8 @@ class WorldGroup:
         self._before = open_sockets()
         self._sockets: dict[int, int] | None = None  # of the group, once it is formed
         self._superseded = ""
+        self._cut_at = math.inf
+        self._formed: weakref.ref[Any] | None = None
 
     def meet(self, info: WorkerInfo, timeout_s: float) -> Store:
         """The store of this world, when all of its workers are there.
@@ -99,6 +106,7 @@ class WorldGroup:
         with self._lock:
             if self._sockets is None:
                 self._sockets = self._opened() if dist.is_initialized() else {}
+                self._formed = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
 
     def is_over(self) -> bool:
         """Whether the group was destroyed, or never formed; asked by the thread that forms it."""
@@ -122,9 +130,18 @@ class WorldGroup:
     def cut(self) -> None:
         """Make all operations of the formed group fail."""
         sockets = self._sockets or {}
+        self._cut_at = min(self._cut_at, time.monotonic())
         cut({fd: inode for fd, inode in sockets.items() if peer(fd) is not None})
         for group in _nccl_groups():
             group.abort()
+
+    def why_left(self) -> str:
+        """Why nobody waits for operations of this group any more; empty: they are waited for."""
+        is_present = self._formed is not None and self._formed() is dist.group.WORLD
+        if not is_present or time.monotonic() < self._cut_at + _LEAVE_WAITS_S:
+            return ""
+        reason = self._superseded or "it was left"
+        return f"world {self.round} is broken ({reason}), and gloo has not ended an operation"
 
     def _stop_forming(self) -> None:
         while self._cut_forming():
@@ -207,6 +224,7 @@ def _register(begin: Callable[[int], WorldGroup]) -> None:
         assert split.port is not None
         info = WorkerInfo(0, rank, rank, 1, world_size, world_size, split.hostname, split.port)
         group = begin(int(split.path.strip("/")))
+        leave_waits(group.why_left)
         try:
             yield group.meet(info, timeout.total_seconds()), rank, world_size
         finally:  # `init_process_group` has returned: it drops this generator only then

@@ -1,4 +1,7 @@
-"""Calls into torch that cannot be interrupted: each has its own thread and may be abandoned."""
+"""Calls into torch that cannot be interrupted: how to leave them.
+
+A wait with a timeout is repeated in slices; any other call has its own thread and may be abandoned.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 from torchft_svc.errors import DeadlineExceeded
@@ -37,6 +41,33 @@ def start_uninterruptible(target: Callable[[], object], name: str) -> None:
     thread = threading.Thread(target=target, name=name, daemon=True)
     _threads.add(thread)
     thread.start()
+
+
+def wait_in_slices(
+    wait: Callable[[timedelta], bool],
+    is_completed: Callable[[], bool],
+    check: Callable[[], None],
+    timeout_s: float = math.inf,
+) -> bool:
+    """Wait for the end of an operation of torch; ``check`` raises to leave it.
+
+    ``wait`` and ``is_completed`` are its own. It must survive a ``wait`` that times out.
+
+    Raises:
+        RuntimeError: it failed, or did not end within ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            # A timeout of 0 would mean no limit.
+            return bool(wait(timedelta(seconds=max(0.001, min(SLICE_S, left_s)))))
+        except RuntimeError:
+            if is_completed():  # between the timeout and this check, or it has failed
+                return bool(wait(timedelta(seconds=SLICE_S)))
+            check()
+            if left_s <= SLICE_S:
+                raise
 
 
 def nothing() -> None:

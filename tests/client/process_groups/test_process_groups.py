@@ -119,6 +119,38 @@ def test_leaving_with_an_operation_under_way_blocks_nobody(
     assert a._abandoned.clear() == 0
 
 
+@pytest.mark.parametrize("is_transfer", [False, True])
+def test_a_cut_ends_waits_also_for_operations_that_gloo_does_not_end(
+    store: MeetingPlace, gloo: list[ProcessGroupGloo], is_transfer: bool
+) -> None:
+    a, b, _ = gloo
+    store.configure(a, b)
+    rounds: list[int] = []
+
+    def move(group: ProcessGroupGloo) -> float:
+        tensor = torch.ones(10_000_000)  # more than fits into a connection
+        try:
+            for count in itertools.count():
+                if is_transfer:
+                    is_first = group is a
+                    work = group.send([tensor], 1, 0) if is_first else group.recv([tensor], 0, 0)
+                else:
+                    work = group.broadcast([tensor], dist.BroadcastOptions())
+                work.wait()
+                rounds.append(count)
+        except (RuntimeError, PeerError):
+            return time.monotonic()
+
+    def cut() -> float:
+        eventually(lambda: len(rounds) > 6)
+        a.cut()
+        b.cut()
+        return time.monotonic()
+
+    first, second, cut_at = together(lambda: move(a), lambda: move(b), cut)
+    check("leaving what gloo does not end", max(first, second) - cut_at, 2.0)
+
+
 def test_operations_of_whose_end_nobody_is_told_are_not_kept_for_ever(
     store: MeetingPlace, gloo: list[ProcessGroupGloo]
 ) -> None:
