@@ -28,6 +28,11 @@ BENCHMARKS = (
     Benchmark("recovery", ("--kills=3", "--peer-kills=1"), ("--kills=20", "--peer-kills=10")),
     Benchmark("start", ("--starts=3",), ("--starts=11",)),
     Benchmark("quorum_rounds", ("--seconds=0.5", "--blocks=2"), ("--seconds=2", "--blocks=6")),
+    Benchmark(
+        "meeting",
+        ("--members=100", "--members=1000", "--processes=8", "--repeat=3"),
+        ("--repeat=9",),
+    ),
     Benchmark("isolation", ("--blocks=2",), ("--blocks=8",)),
     Benchmark(
         "striping",

@@ -15,6 +15,7 @@ from support.warm import Warm
 from benchmarks import (
     isolation,
     launcher,
+    meeting,
     quorum_rounds,
     recovery,
     stall,
@@ -63,6 +64,16 @@ def test_quorum_rounds(run: Run) -> None:
         assert row["rounds"] >= 2
         assert row.keys() >= {"wall_ms", "wall_worst_ms", "server_cpu_ms", "load_cpu_ms"}
         assert row["wall_ms"] > 0
+
+
+def test_meeting(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RES_OPTIONS", "")  # it is set for all that follow
+    tiny = ("--members=5", "--processes=2", "--repeat=1", "--late-s=0")
+    _, result = run(meeting.main, *tiny)
+    clients, processes = result["rows"]
+    assert (clients["members"], clients["requests"] < 10) == (5, True)
+    assert processes["members"] == 2
+    assert min(processes["meet_ms"], processes["gloo_ms"]) > 0
 
 
 def test_step_time(run: Run) -> None:

@@ -24,6 +24,7 @@ from support.training import lighthouse, together
 
 from torchft_svc.client import Manager, ProcessGroupGloo
 from torchft_svc.client.process_groups import rendezvous
+from torchft_svc.client.process_groups.rendezvous import MembersMeeting
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, Unreachable
 from torchft_svc.rpc import uninterruptible
 from torchft_svc.rpc.uninterruptible import MAX_ABANDONED_CALLS, UninterruptibleCall
@@ -244,3 +245,47 @@ def test_what_a_store_says_of_a_failure_is_one_printable_line(group: ProcessGrou
     assert re.search("fine.2026", str(told.value))
     assert str(told.value).isprintable()
     assert len(str(told.value)) < 2000
+
+
+class CountingStore:
+    """A store without a network, that counts its requests."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+        self.num_requests = 0
+
+    def set(self, key: str, _: str) -> None:
+        self.num_requests += 1
+        self.keys.add(key)
+
+    def check(self, keys: list[str]) -> bool:
+        self.num_requests += 1
+        return self.keys.issuperset(keys)
+
+
+def _meetings(store: CountingStore, world_size: int) -> list[MembersMeeting]:
+    return [MembersMeeting(store, rank, world_size) for rank in range(world_size)]  # type: ignore[arg-type]
+
+
+def test_a_meeting_takes_a_few_requests_for_each_member() -> None:
+    """Rule P9: not one of each member for each of the others."""
+    store, num_members = CountingStore(), 300
+    meetings = _meetings(store, num_members)
+    for each in meetings[:-1]:
+        assert not each.poll(0.0)
+    assert meetings[-1].first_missing() == num_members - 1
+    assert meetings[-1].poll(0.0) or meetings[0].poll(0.0)
+    for each in meetings:
+        assert each.poll(0.0)
+    assert store.num_requests < 7 * num_members
+
+
+def test_members_meet_without_the_one_that_tells_them() -> None:
+    """Rank 0 has arrived, and died; an older version never tells it."""
+    store = CountingStore()
+    store.set("present/0", "1")
+    first, last = _meetings(store, 3)[1:]
+    assert not first.poll(0.0)
+    assert first.first_missing() == 2
+    eventually(lambda: last.poll(0.0))
+    assert first.poll(0.0)

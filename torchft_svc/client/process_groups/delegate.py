@@ -74,7 +74,7 @@ class DelegatingProcessGroup(ProcessGroup):
         self._abandoned.make_room(timeout_s, check)
         try:
             store = meet(self._last_store, members.store_addr, rank, world_size, timeout_s, check)
-            with self._sockets.noting(), self._watching(members.store_addr):
+            with self._sockets.noting(), self._watching(members):
                 backend = self._make_backend(store, rank, world_size)
         except PeerError:
             self._last_store.drop()
@@ -105,9 +105,9 @@ class DelegatingProcessGroup(ProcessGroup):
             self._failures.check()
 
     @contextlib.contextmanager
-    def _watching(self, store_addr: str) -> Iterator[None]:
+    def _watching(self, members: Members) -> Iterator[None]:
         """Inside this block, `_check_wanted` also raises when a member has failed."""
-        self._failures = watch = FailureWatch(store_addr)
+        self._failures = watch = FailureWatch(members.store_addr, members.world_size)
         try:
             yield
         finally:

@@ -11,7 +11,6 @@ it takes too long.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import socket
 import threading
@@ -40,16 +39,25 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 5.0
 # Likewise for every call.
 CALL_TIMEOUT_S = 5.0
-# The key of a member that has failed.
+# The key of a member that has failed, and of the one that has seen that all have arrived.
 _FAILED = "failed"
-# A backend connects within milliseconds. After this time, check whether a member has failed.
+_MET = "met"
+# A backend connects within milliseconds. After this time, check whether a member has failed. Each
+# member needs a connection of its own for that, and a store about a millisecond to accept it.
 _DELAY_S = 0.25
+_DELAY_PER_MEMBER_S = 1e-3
 _CHECK_S = 0.1
 # A sentence; this package writes none that is longer.
 _MAX_REASON_LENGTH = 1000
 # Members arrive within a few milliseconds of one another, or much later.
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.02
+# All members together poll 10,000 times a second, which takes a store a tenth of a core. The
+# longest pause is this for each member, where that is longer.
+_PAUSE_PER_MEMBER_S = 1e-4
+# A store needs 0.35 us for each member in a look at all: for the looks of all members but rank 0,
+# a hundredth of a core times the logarithm of their number.
+_LOOK_PER_MEMBER_S = 3.5e-5
 # How long one thread polls for the members, before another one continues.
 _POLL_FOR_S = 0.25
 # More keys are not ours, or cleaning has failed for long: listing them would take too long.
@@ -198,17 +206,13 @@ def meet(
     deadline = time.monotonic() + timeout_s
     connection = last_store.connect(address, timeout_s, check)
     store = PrefixStore(prefix, connection.store)
-    missing = collections.deque(range(world_size))
-
-    def poll() -> bool:
-        store.set(_key(rank), _PRESENT)
-        return _all_arrived(store, missing, min(deadline, time.monotonic() + _POLL_FOR_S))
-
-    while not connection.call(poll, check):
+    meeting = MembersMeeting(store, rank, world_size)
+    while not connection.call(lambda: meeting.poll(deadline), check):
         check()
         if time.monotonic() > deadline:
+            missing = connection.call(meeting.first_missing, check)
             raise DeadlineExceeded(
-                "meeting the other groups", timeout_s, f"replica rank {missing[0]} did not come"
+                "meeting the other groups", timeout_s, f"replica rank {missing} did not come"
             )
     check()
     return store
@@ -223,19 +227,56 @@ def tidy_store(last_store: LastStore, store_addr: str) -> None:
     last_store.start(lambda store: _forget_earlier(store, prefix))
 
 
-def _all_arrived(store: Store, missing: collections.deque[int], until: float) -> bool:
-    """Whether all have arrived by ``until``; removes the present ones from ``missing``."""
-    pause_s = _FIRST_PAUSE_S
-    while True:
-        while missing and store.check([_key(missing[0])]):
-            missing.popleft()
-        if not missing:
-            return True
-        check_failures(store)
-        if time.monotonic() > until:
+class MembersMeeting:
+    """One of the members that meet in ``store`` (rule P9); its calls are requests to the store.
+
+    Whoever sees that all have arrived tells the others. Looking for all is one request, but takes
+    the store some time for each of them: rank 0 does it whenever it polls, the others less often
+    the higher their rank is. They are there in case that the ones before them have died, or have an
+    older version, which tells nobody.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._keys = [_key(each) for each in range(world_size)]
+        self._longest_pause_s = max(_LONGEST_PAUSE_S, world_size * _PAUSE_PER_MEMBER_S)
+        self._looks_every_s = rank * world_size * _LOOK_PER_MEMBER_S
+        self._look_at = time.monotonic() + self._looks_every_s
+
+    def poll(self, deadline: float) -> bool:
+        """Arrive, and wait a moment for the others; whether all have arrived."""
+        until = min(deadline, time.monotonic() + _POLL_FOR_S)
+        self._store.set(_key(self._rank), _PRESENT)
+        pause_s = _FIRST_PAUSE_S
+        while not self._have_met():
+            check_failures(self._store)
+            if time.monotonic() > until:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, self._longest_pause_s)
+        return True
+
+    def first_missing(self) -> int:
+        """The lowest rank that has not arrived."""
+        low, high = 0, len(self._keys)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._store.check(self._keys[low:middle]):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _have_met(self) -> bool:
+        now = time.monotonic()
+        if now < self._look_at:
+            return self._store.check([_MET])
+        self._look_at = now + self._looks_every_s
+        if not self._store.check(self._keys):
             return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        self._store.set(_MET, _PRESENT)
+        return True
 
 
 def _key(rank: int) -> str:
@@ -304,9 +345,9 @@ class FailureWatch:
     long, this uses another connection on another thread.
     """
 
-    def __init__(self, store_addr: str) -> None:
+    def __init__(self, store_addr: str, world_size: int) -> None:
         self._store_addr = store_addr
-        self._begins_at = time.monotonic() + _DELAY_S
+        self._begins_at = time.monotonic() + _DELAY_S + world_size * _DELAY_PER_MEMBER_S
         self._is_checking = False
         self._closed = threading.Event()
         self._error: PeerError | None = None

@@ -1,0 +1,11 @@
+"""A store in a process of its own; says its port, and runs until its standard input ends."""
+
+from __future__ import annotations
+
+import sys
+
+from torch.distributed import TCPStore
+
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
