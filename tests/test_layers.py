@@ -183,7 +183,7 @@ def test_a_trainer_starts_its_manager_before_it_imports_what_both_need() -> None
         "subprocess.Popen = spawn\n"
         "Manager(state_dict=dict, load_state_dict=print, lighthouse_addr='127.0.0.1:1')\n"
     )
-    assert told == "torchft_svc.manager_server []"
+    assert told == "torchft_svc.manager_server.sidecar []"
 
 
 @pytest.mark.processes

@@ -66,7 +66,7 @@ def unserved(monkeypatch: pytest.MonkeyPatch) -> None:
         """It would run until it is stopped."""
 
     monkeypatch.setattr(lighthouse_cli, "run", serve_not)
-    monkeypatch.setattr(manager_cli, "run", serve_not)
+    monkeypatch.setattr(manager_cli, "run_as_process", serve_not)
 
 
 @pytest.mark.parametrize("value", ODD.values(), ids=ODD)

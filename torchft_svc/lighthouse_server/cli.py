@@ -3,29 +3,84 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import click
 
 from torchft_svc.core.types import DEFAULT_QUORUM_BYTES, QuorumConfig
-from torchft_svc.env import LIGHTHOUSE_BIND_VARIABLE
+from torchft_svc.env import LIGHTHOUSE_BIND_VARIABLE, Environment
 from torchft_svc.lighthouse_server.app import run_lighthouse
-from torchft_svc.lighthouse_server.election import Election, election_options
+from torchft_svc.lighthouse_server.election import Election
+from torchft_svc.lighthouse_server.etcd_access import resolve_etcd_access
 from torchft_svc.lighthouse_server.operator_commands import OPERATOR_COMMANDS
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.cli import (
     MILLISECONDS,
     Address,
+    Text,
     in_seconds,
     log_level_option,
     option,
-    run,
-    say,
     security_options,
     telling_usage,
 )
 from torchft_svc.rpc.commands import ServiceCommand
+from torchft_svc.rpc.running import run, say
 from torchft_svc.rpc.security import Security
+
+
+def _election_options(main: Callable[..., None]) -> Callable[..., None]:
+    """The flags of the election, handed to ``main`` as one argument, ``election`` (None: no flag).
+
+    The password itself has no flag: everybody on the machine can read a command line.
+    """
+
+    @option(
+        "--leader-election",
+        default=None,
+        help="Of several lighthouses only the elected one answers: "
+        "etcd://host:2379[,host:2379][/prefix], or etcds://... with TLS.",
+    )
+    @option(
+        "--lease-ttl-s", type=int, default=5, help="A dead leader is replaced within this time."
+    )
+    @option(
+        "--advertise",
+        default=None,
+        metavar="HOST:PORT",
+        show_default="the bound one",
+        help="Address under which managers reach this lighthouse, if it leads.",
+    )
+    @option("--etcd-ca", help="CA that signs etcd's certificates, PEM.  [env: TORCHFT_ETCD_CA]")
+    @option("--etcd-cert", help="Certificate to show to etcd, PEM.  [env: TORCHFT_ETCD_CERT]")
+    @option("--etcd-key", help="That certificate's private key, PEM.  [env: TORCHFT_ETCD_KEY]")
+    @option("--etcd-user", type=Text(), help="The user at etcd.  [env: TORCHFT_ETCD_USER]")
+    @option(
+        "--etcd-password-file",
+        help="File with that user's password; the password itself is taken from "
+        "TORCHFT_ETCD_PASSWORD only, because a command line is not secret.  "
+        "[env: TORCHFT_ETCD_PASSWORD_FILE]",
+    )
+    @functools.wraps(main)
+    def elected(
+        *,
+        leader_election: str | None,
+        lease_ttl_s: int,
+        advertise: str | None,
+        **others: Any,
+    ) -> None:
+        etcd = {flag: others.pop(f"etcd_{flag}") for flag in ("user", "password_file")}
+        etcd |= {f"{flag}_file": others.pop(f"etcd_{flag}") for flag in ("ca", "cert", "key")}
+        election = None
+        with telling_usage():
+            if leader_election is not None:
+                access = resolve_etcd_access(Environment(), leader_election, **etcd)
+                election = Election(etcd=access, lease_ttl_s=lease_ttl_s, advertise=advertise)
+        main(election=election, **others)
+
+    return elected
 
 
 @click.command(
@@ -119,7 +174,7 @@ from torchft_svc.rpc.security import Security
 )
 @option("--quorum-tick-ms", type=int, default=None, hidden=True)
 @log_level_option
-@election_options
+@_election_options
 @security_options
 def main(
     *,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import logging
 import os
 import selectors
@@ -20,6 +22,8 @@ log = logging.getLogger(__name__)
 
 # `STOP_SIGNAL` makes the manager leave the lighthouse; it has this long before it is killed.
 STOP_TIMEOUT_S = 1.5
+# The program; see there for its arguments.
+SIDECAR = "torchft_svc.manager_server.sidecar"
 _READY = "manager listening on "
 
 
@@ -117,24 +121,13 @@ def _command(config: ManagerConfig, signs: int) -> list[str]:
     log_level = Environment().log_level
     if log_level in (None, "info"):
         log_level = "warning"
-    flags = {
-        "lighthouse": config.lighthouse_address,
-        "replica-name": config.replica_name,
-        "group-world-size": config.group_world_size,
-        "store-address": config.store_address,
-        "bind": config.bind,
-        "advertise-host": config.advertise_host,
-        "heartbeat-interval-ms": max(1, round(config.heartbeat_interval_s * 1000)),
-        "connect-timeout-ms": max(1, round(config.connect_timeout_s * 1000)),
-        "quorum-retries": config.quorum_retries,
-        "job-id": config.job_id,
-        "min-replicas": config.min_replicas,
-        "owner-pid": os.getpid(),
-        "liveness-descriptor": signs,
-        "log-level": log_level,
+    settings = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name != "security"
     }
-    told = [f"--{name}={value}" for name, value in flags.items() if value is not None]
-    return [sys.executable, "-m", "torchft_svc.manager_server", *told]
+    told = json.dumps({**settings, "owner_pid": os.getpid()})
+    return [sys.executable, "-m", SIDECAR, told, str(log_level), str(signs)]
 
 
 def _read_address(process: subprocess.Popen[bytes], bind: str, timeout_s: float) -> str:

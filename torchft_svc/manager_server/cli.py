@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
 from typing import Any
 
 import click
 
 from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.env import MANAGER_BIND_VARIABLE
-from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.manager_server.liveness_pipe import write_signs
 from torchft_svc.manager_server.operator_commands import OPERATOR_COMMANDS
-from torchft_svc.manager_server.parent_watch import STOP_SIGNAL, end_parent, watch_parent
+from torchft_svc.manager_server.process import run_as_process
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.cli import (
     MILLISECONDS,
@@ -24,15 +19,11 @@ from torchft_svc.rpc.cli import (
     in_seconds,
     log_level_option,
     option,
-    run,
-    say,
     security_options,
     telling_usage,
 )
 from torchft_svc.rpc.commands import ServiceCommand
 from torchft_svc.rpc.security import Security
-
-log = logging.getLogger(__name__)
 
 
 @click.command(
@@ -102,7 +93,6 @@ log = logging.getLogger(__name__)
     default=None,
     help="End with this process; a Kill request ends it, too.",
 )
-@option("--liveness-descriptor", type=int, default=None, hidden=True)  # see `write_signs`
 @log_level_option
 @security_options
 def main(
@@ -112,7 +102,6 @@ def main(
     store_address: HostPort,
     bind: HostPort,
     owner_pid: int | None,
-    liveness_descriptor: int | None,
     log_level: str,
     security: Security,
     **settings: Any,
@@ -128,32 +117,4 @@ def main(
             security=security,
             **in_seconds(settings),
         )
-    run(
-        lambda stop: _serve(config, stop, liveness_descriptor),
-        log_level,
-        stop_signal=None if owner_pid is None else STOP_SIGNAL,
-        who=f"{replica_name} manager",
-    )
-
-
-async def _serve(
-    config: ManagerConfig, stop: asyncio.Event, liveness_descriptor: int | None
-) -> int:
-    with contextlib.ExitStack() as stack:
-        if config.owner_pid is not None:
-            stack.enter_context(watch_parent(config.owner_pid, stop.set))
-        if liveness_descriptor is not None:
-            stack.callback(asyncio.create_task(write_signs(liveness_descriptor)).cancel)
-        async with run_manager(config) as manager:
-            say(f"manager listening on {manager.address}")
-            ends = [asyncio.create_task(event.wait()) for event in (stop, manager.killed)]
-            try:
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for end in ends:
-                    end.cancel()
-        if not manager.killed.is_set():
-            return 0
-        if config.owner_pid is not None:
-            await end_parent(config.owner_pid, stop)
-        return 1
+    run_as_process(config, log_level)

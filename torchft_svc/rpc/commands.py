@@ -16,8 +16,8 @@ from torchft_svc.core.route import Route
 from torchft_svc.errors import DeadlineExceeded, NotLeader, TorchFTError, Unreachable
 from torchft_svc.rpc.address import split_addresses
 from torchft_svc.rpc.channel import open_channel
-from torchft_svc.rpc.cli import drop_output
 from torchft_svc.rpc.codec import JOB_KEY
+from torchft_svc.rpc.running import drop_output
 from torchft_svc.rpc.security import Security
 from torchft_svc.rpc.status import to_error
 from torchft_svc.version import VERSION

@@ -18,6 +18,7 @@ from support.training import Trainer, assert_identical, together
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.core.lighthouse_link import DISTRUST_PAUSE_S
 from torchft_svc.errors import TorchFTError, Unauthorized, Unreachable
+from torchft_svc.manager_server.child import SIDECAR
 from torchft_svc.rpc.security import PLAIN, Security
 
 pytestmark = pytest.mark.processes
@@ -54,9 +55,7 @@ def test_groups_train_and_heal(address: str, known: Security, in_process: bool) 
 
 def test_a_sidecars_secret_is_not_on_its_command_line(address: str, known: Security) -> None:
     with Trainer(address, "a", 0, security=known, in_process=False):
-        (manager,) = [
-            child for child in psutil.Process().children() if "--replica-name=a" in child.cmdline()
-        ]
+        (manager,) = [child for child in psutil.Process().children() if SIDECAR in child.cmdline()]
         assert TOKEN not in " ".join(manager.cmdline())
         assert manager.environ()["TORCHFT_TOKEN"] == TOKEN
 

@@ -1,0 +1,47 @@
+"""Runs a manager as a process of its own, until it is told to stop, or its owner ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from torchft_svc.manager_server.app import run_manager
+from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.liveness_pipe import write_signs
+from torchft_svc.manager_server.parent_watch import STOP_SIGNAL, end_parent, watch_parent
+from torchft_svc.rpc.running import run, say
+
+
+def run_as_process(
+    config: ManagerConfig, log_level: str, liveness_descriptor: int | None = None
+) -> None:
+    """Serve, then exit. ``liveness_descriptor``: see `write_signs` (None: nobody reads them)."""
+    run(
+        lambda stop: _serve(config, stop, liveness_descriptor),
+        log_level,
+        stop_signal=None if config.owner_pid is None else STOP_SIGNAL,
+        who=f"{config.replica_name} manager",
+    )
+
+
+async def _serve(
+    config: ManagerConfig, stop: asyncio.Event, liveness_descriptor: int | None
+) -> int:
+    with contextlib.ExitStack() as stack:
+        if config.owner_pid is not None:
+            stack.enter_context(watch_parent(config.owner_pid, stop.set))
+        if liveness_descriptor is not None:
+            stack.callback(asyncio.create_task(write_signs(liveness_descriptor)).cancel)
+        async with run_manager(config) as manager:
+            say(f"manager listening on {manager.address}")
+            ends = [asyncio.create_task(event.wait()) for event in (stop, manager.killed)]
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for end in ends:
+                    end.cancel()
+        if not manager.killed.is_set():
+            return 0
+        if config.owner_pid is not None:
+            await end_parent(config.owner_pid, stop)
+        return 1

@@ -1,0 +1,25 @@
+"""The program of a trainer's manager: `torchft-manager`, but its flags are not parsed from words.
+
+A trainer waits until it serves, and click, which parses flags, would take a tenth of that time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from torchft_svc.env import Environment
+from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.process import run_as_process
+from torchft_svc.rpc.security import resolve_security
+
+
+def main(settings: str, log_level: str, liveness_descriptor: str) -> None:
+    """``settings``: the fields of a `ManagerConfig` as JSON, but its security, which is not for a
+    command line: it is that of the environment."""
+    config = ManagerConfig(**json.loads(settings), security=resolve_security(Environment()))
+    run_as_process(config, log_level, int(liveness_descriptor))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
