@@ -12,8 +12,9 @@ from torchft_svc.lazy_names import lazy_names
 if TYPE_CHECKING:
     from torchft_svc.coordination.attachment import Listeners
     from torchft_svc.coordination.lighthouse_client import LighthouseClient
+    from torchft_svc.coordination.lighthouse_server import LighthouseServer
     from torchft_svc.coordination.manager_client import ManagerClient
-    from torchft_svc.coordination.servers import LighthouseServer, ManagerServer
+    from torchft_svc.coordination.manager_server import ManagerServer
     from torchft_svc.coordination.types import (
         ManagerLocator,
         Quorum,
@@ -49,11 +50,11 @@ __getattr__, __dir__ = lazy_names(
         "GroupStatus": "torchft_svc.core.overview",
         "JobStatus": "torchft_svc.core.overview",
         "LighthouseClient": ".lighthouse_client",
-        "LighthouseServer": ".servers",
+        "LighthouseServer": ".lighthouse_server",
         "Listeners": ".attachment",
         "ManagerClient": ".manager_client",
         "ManagerLocator": ".types",
-        "ManagerServer": ".servers",
+        "ManagerServer": ".manager_server",
         "Quorum": ".types",
         "QuorumMember": ".types",
         "QuorumResult": ".types",

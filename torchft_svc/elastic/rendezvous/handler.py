@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from torchft_svc.coordination import LighthouseServer
+from torchft_svc import coordination
 from torchft_svc.core.world import (
     AgentLeave,
     AgentState,
@@ -85,7 +85,7 @@ class LighthouseRendezvous(RendezvousHandler):
 
     def __init__(self, config: RendezvousConfig) -> None:
         self._config = config
-        self._own_lighthouse: LighthouseServer | None = None
+        self._own_lighthouse: coordination.LighthouseServer | None = None
         self._link: RendezvousLink | None = None
         self._stores: AgentStores | None = None
         self._state = AgentState(status=AgentStatus.JOINING)

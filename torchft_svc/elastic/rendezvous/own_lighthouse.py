@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from torchft_svc.coordination import LighthouseServer
+from torchft_svc import coordination
 from torchft_svc.rpc.address import LOOPBACK, HostPort
 from torchft_svc.rpc.security import PLAIN
 
 
-def own_lighthouse() -> LighthouseServer:
+def own_lighthouse() -> coordination.LighthouseServer:
     """Only this machine reaches it. It begins a run at once, as it is the first of this run."""
     bind = str(HostPort(LOOPBACK, 0))
-    return LighthouseServer(bind, min_replicas=1, settle_in_ms=0, security=PLAIN)
+    return coordination.LighthouseServer(bind, min_replicas=1, settle_in_ms=0, security=PLAIN)
