@@ -78,6 +78,18 @@ def test_filling_scales_and_missing_gradients_are_zero() -> None:
     assert bucket.memory.tolist() == [0.0] * 4
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
+)
+def test_filling_gives_the_bits_of_a_product_with_the_number(dtype: torch.dtype) -> None:
+    one = nn.Parameter(torch.zeros(1000, dtype=dtype))
+    one.grad = torch.randn(1000, dtype=dtype)
+    bucket = Bucket([one])
+    for scale in (1 / 3, 1 / 7, 0.5, 1.0):
+        bucket.fill(scale)
+        assert torch.equal(bucket.views[0], one.grad * scale)
+
+
 def test_a_gradient_that_lives_in_the_bucket_is_scaled_in_place() -> None:
     one = nn.Parameter(torch.zeros(2))
     bucket = Bucket([one])

@@ -49,11 +49,15 @@ class Bucket:
         if scale == 0.0:
             self.memory.zero_()
             return
+        # The same product as with the number itself, which torch would convert for each tensor.
+        exact = torch.float32 if self.memory.dtype is torch.float32 else torch.float64
+        factor = torch.tensor(scale, dtype=exact, device="cpu")
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is None:
+            grad = parameter.grad
+            if grad is None:
                 view.zero_()
             else:
-                torch.mul(parameter.grad, scale, out=view)
+                torch.mul(grad, factor, out=view)
 
     def hand_out(self) -> None:
         """Set the parameters' gradients to the averages, without a copy; skip frozen ones."""
