@@ -13,6 +13,7 @@ import grpc
 
 from torchft_svc.coordination.outgoing import Outgoing
 from torchft_svc.core.route import AttachEnd, AttachRetry, Reattach
+from torchft_svc.core.step import Phase
 from torchft_svc.core.types import one_line
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import fit_for_logs
@@ -85,16 +86,16 @@ class Attachment:
         self._listeners = listeners
         self._closing = threading.Event()
         self._outgoing = Outgoing(self._hello)
-        self._phase: pb.AttachPhase | None = None
+        self._phase: tuple[Phase, int] | None = None
         self._is_over = False  # the manager has said that it ends for good
         self._stream: Any = None
         self._thread = threading.Thread(target=self._run, name="torchft-news", daemon=True)
         self._thread.start()
 
-    def tell_phase(self, phase: pb.AttachPhase) -> None:
+    def tell_phase(self, phase: Phase, step: int) -> None:
         """Let the manager know what this worker does; only stores it."""
-        self._phase = phase  # first, for a stream that is being opened
-        self._outgoing.tell(phase)
+        self._phase = phase, step  # first, for a stream that is being opened
+        self._outgoing.tell(phase, step)
 
     def close(self, failure: str = "") -> None:
         """Tell the manager that this worker stops, on purpose or with the error ``failure``; may be
@@ -116,7 +117,7 @@ class Attachment:
             if self._closing.is_set():  # looked at after that which `close` ends is there
                 return
             if self._phase is not None:
-                outgoing.tell(self._phase)
+                outgoing.tell(*self._phase)
             how, reason = AttachEnd.CLOSED, ""
             try:
                 self._read(outgoing, retry)

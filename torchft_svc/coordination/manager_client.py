@@ -17,7 +17,6 @@ from torchft_svc.core.step import Phase
 from torchft_svc.core.types import DEFAULT_JOB, Vote, WorkerRequest
 from torchft_svc.errors import QuorumFailed, TorchFTError, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import phase_to_wire
 from torchft_svc.rpc.security import Security
 
 log = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ class ManagerClient(Client):
         """Let the manager know what this worker does, if it is attached; only stores it."""
         self._moved_at = None if phase is Phase.QUORUM else time.monotonic()
         if self._attachment is not None:
-            self._attachment.tell_phase(pb.AttachPhase(phase=phase_to_wire(phase), step=step))
+            self._attachment.tell_phase(phase, step)
 
     def stands_still(self) -> bool:
         """Whether this worker has been in one phase for long, or begun no step yet, and does not

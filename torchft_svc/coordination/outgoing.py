@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+from torchft_svc.core.step import Phase
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.codec import phase_to_wire
 
 # A worker's phase is told at most so often: it is for people and for hang timeouts of seconds, and
 # a fast trainer would otherwise spend its time with it.
@@ -20,15 +22,16 @@ class Outgoing:
 
     def __init__(self, hello: pb.AttachHello) -> None:
         self._hello = hello
-        self._phase: pb.AttachPhase | None = None
+        self._phase: tuple[Phase, int] | None = None
         self._changed = threading.Event()
         self._over = threading.Event()
         self._goodbye: pb.AttachDetach | None = None
 
-    def tell(self, phase: pb.AttachPhase) -> None:
+    def tell(self, phase: Phase, step: int) -> None:
         """Send ``phase`` soon; only the latest one counts."""
-        self._phase = phase
-        self._changed.set()
+        self._phase = phase, step
+        if not self._changed.is_set():
+            self._changed.set()
 
     def end(self, goodbye: pb.AttachDetach | None = None) -> None:
         """Say no more, at the most ``goodbye``; may be called twice, the first time counts."""
@@ -44,7 +47,9 @@ class Outgoing:
             self._changed.wait()
             self._changed.clear()  # before the look at what has changed
             if self._phase is not None and not self._over.is_set():
-                yield pb.AttachRequest(phase=self._phase)
+                phase, step = self._phase
+                told = pb.AttachPhase(phase=phase_to_wire(phase), step=step)
+                yield pb.AttachRequest(phase=told)
                 self._over.wait(PHASE_INTERVAL_S)
         if self._goodbye is not None:
             yield pb.AttachRequest(detach=self._goodbye)

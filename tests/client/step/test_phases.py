@@ -148,13 +148,13 @@ def test_only_the_latest_phase_is_told_and_goodbye_is_the_last_word() -> None:
     messages = outgoing.messages()
     assert next(messages).hello.rank == 1
     for step in range(100):
-        outgoing.tell(pb.AttachPhase(phase=pb.PHASE_TRAINING, step=step))
+        outgoing.tell(Phase.TRAINING, step)
     assert next(messages).phase.step == 99
     told: list[pb.AttachRequest] = []
     reader = threading.Thread(target=lambda: told.extend(messages))
     reader.start()
     for step in range(100):
-        outgoing.tell(pb.AttachPhase(phase=pb.PHASE_VOTING, step=step))
+        outgoing.tell(Phase.VOTING, step)
     outgoing.end(pb.AttachDetach())
     outgoing.end()
     reader.join(10.0)
