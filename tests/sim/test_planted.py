@@ -200,7 +200,7 @@ def a_discarded_step_counts(plant: pytest.MonkeyPatch) -> None:
         before = self.state.step
         real(self, committed, quorum_id)
         if not committed and self.state.failures % 3 == 0:
-            self.state = dataclasses.replace(self.state, step=before + 1)
+            self.state = self.state._replace(step=before + 1)
 
     plant.setattr(StepMachine, "decide", decide)
 
@@ -220,7 +220,7 @@ def a_healed_step_counts_at_once(plant: pytest.MonkeyPatch) -> None:
     def form(self: Any, participation: Any, heal_to: int | None = None, **how: Any) -> None:
         real(self, participation, heal_to, **how)
         if heal_to is not None:
-            self.state = dataclasses.replace(self.state, step=heal_to)
+            self.state = self.state._replace(step=heal_to)
 
     plant.setattr(StepMachine, "form", form)
 
@@ -404,7 +404,7 @@ def who_has_missed_a_quorum_keeps_its_connections(plant: pytest.MonkeyPatch) -> 
 def _fail_quietly(real: Any) -> Any:
     def failed(self: Any, error: Any) -> Any:
         real(self, error)
-        self.step.state = dataclasses.replace(self.step.state, error=None)
+        self.step.state = self.step.state._replace(error=None)
         return ()
 
     return failed
