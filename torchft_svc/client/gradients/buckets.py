@@ -41,8 +41,10 @@ class Bucket:
 
     def holds_gradients(self) -> bool:
         """Whether the parameters' gradients are still the views of this bucket."""
-        pairs = zip(self.parameters, self.views, strict=True)
-        return all(parameter.grad is view for parameter, view in pairs if parameter.requires_grad)
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is not view and parameter.requires_grad:
+                return False
+        return True
 
     def fill(self, scale: float) -> None:
         """Copy the parameters' gradients times ``scale``; zeros for 0.0 or a missing gradient."""

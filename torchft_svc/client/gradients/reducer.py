@@ -20,6 +20,9 @@ from torchft_svc.errors import ConfigError, RequestRefused
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
 
+# Called for each gradient: without the way through torch's modules.
+_present_graph = torch._C._current_graph_task_id
+_STRIDED = torch.strided
 SPARSE = "sparse gradients cannot be averaged across groups; use sparse=False"
 _TOO_LATE = (
     "a parameter that is used inside a reentrant checkpoint and outside of it got a gradient after "
@@ -89,9 +92,8 @@ class Reducer:
 
     def prepare(self) -> None:
         """A forward pass begins: clean up a backward pass that an exception has ended."""
-        if (
-            torch._C._current_graph_task_id() == NO_GRAPH
-        ):  # during it, checkpointing recomputes a forward pass
+        # During a pass, checkpointing recomputes a forward pass.
+        if _present_graph() == NO_GRAPH:
             self._give_up_broken()
 
     @property
@@ -130,9 +132,8 @@ class Reducer:
 
         def hook(parameter: nn.Parameter) -> None:
             listener = reducer()
-            if listener is None or not listener.enabled or listener._manager.has_ended():
-                return  # the module may be used without it, or with another manager
-            listener._count_down(index, parameter)
+            if listener is not None and listener.enabled:
+                listener._count_down(index, parameter)
 
         return hook
 
@@ -149,30 +150,40 @@ class Reducer:
         return hook
 
     def _count_down(self, index: int, parameter: nn.Parameter) -> None:
-        graph = torch._C._current_graph_task_id()
+        graph = _present_graph()
+        if graph != self.graph or not self._active:
+            if self._manager.has_ended():
+                return  # the module may be used without it, or with another manager
+            self._enter_pass(graph)
+        key = id(parameter)
+        arrived = self._arrived
+        if key in arrived:
+            if index < self._next:
+                raise ConfigError("use_reentrant", True, _TOO_LATE)
+            return
+        grad = parameter.grad
+        if grad is not None and grad.layout is not _STRIDED:
+            raise ConfigError(self._names[key], str(grad.layout), SPARSE)
+        arrived.add(key)
+        missing = self._missing
+        missing[index] -= 1
+        if not missing[index] and not self._is_nested:
+            self._launch_full()
+
+    def _enter_pass(self, graph: int) -> None:
+        """A gradient arrives in ``graph``, which is another pass than that of the last one, or a
+        nested one."""
         if graph != self.graph:
             self._give_up_broken()
         if not self._active:
             self._begin()
         elif graph != self.graph:
             self._is_nested = True  # a parameter may get several gradients: sum at the end
-        key = id(parameter)
-        if key in self._arrived:
-            if index < self._next:
-                raise ConfigError("use_reentrant", True, _TOO_LATE)
-            return
-        grad = parameter.grad
-        if grad is not None and grad.layout is not torch.strided:
-            raise ConfigError(self._names[key], str(grad.layout), SPARSE)
-        self._arrived.add(key)
-        self._missing[index] -= 1
-        if self._missing[index] == 0 and not self._is_nested:
-            self._launch_full()
 
     def _begin(self) -> None:
         self._active = True
         self._failed = False
-        self.graph = torch._C._current_graph_task_id()
+        self.graph = _present_graph()
         self._is_nested = False
         self._arrived = set()
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
@@ -270,7 +281,9 @@ def watch_outputs(
         if on_backward is not None:
             on_backward()
 
-    for output in tree_leaves(outputs):
+    # Mostly one tensor, for which pytree would take as long as for a large tree.
+    leaves = [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs)
+    for output in leaves:
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
             output.register_hook(hook)  # type: ignore[no-untyped-call]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 from torchft_svc.client.process.deadlines import Timer
 from torchft_svc.client.process.ending import end_now
@@ -13,6 +14,7 @@ _JOIN_S = 0.5
 # A watchdog that is late by this much was stopped together with the whole process: a batch system
 # has suspended it, or the machine slept. Then watched operations get their time again.
 STANDSTILL_S = 1.0
+_UNWATCHED = contextlib.nullcontext()
 
 
 class Watchdog:
@@ -28,13 +30,14 @@ class Watchdog:
         self._end = end
         self._timer = Timer("torchft-watchdog")  # its thread starts with the first operation
 
-    @contextlib.contextmanager
-    def watching(self, what: str, limit_s: float = 0.0) -> Iterator[None]:
+    def watching(self, what: str, limit_s: float = 0.0) -> AbstractContextManager[None]:
         """Watch the block, named ``what``, which should end within ``limit_s`` seconds."""
         if self._timeout_s is None:
-            yield
-            return
-        late_s = limit_s + self._timeout_s
+            return _UNWATCHED
+        return self._watch(what, limit_s + self._timeout_s)
+
+    @contextlib.contextmanager
+    def _watch(self, what: str, late_s: float) -> Iterator[None]:
         due_at = time.monotonic() + late_s
         number, is_over = 0, False
 
