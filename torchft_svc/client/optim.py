@@ -86,8 +86,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _apply(self, update: Update) -> None:
         """Run the wrapped optimizers' steps, with the attributes that a GradScaler has set."""
-        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
-        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: torch.Tensor | None = self.__dict__.get("found_inf")
+        scale: torch.Tensor | None = self.__dict__.get("grad_scale")
         for optim in self.optims:
             if found_inf is not None and getattr(optim, "_step_supports_amp_scaling", False):
                 optim.grad_scale, optim.found_inf = scale, found_inf  # type: ignore[attr-defined]

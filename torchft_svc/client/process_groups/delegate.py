@@ -186,14 +186,16 @@ class WholeBackend:
         self._group: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        """An operation of the backend, or of a group around it."""
-        if hasattr(self.backend, name):
-            return getattr(self.backend, name)
-        if self._group is None:
-            self._group = dist.ProcessGroup(*self._place)
-            self._group._set_default_backend(self.kind)
-            self._group._register_backend(torch.device(self.device_type), self.kind, self.backend)
-        return getattr(self._group, name)
+        """An operation of the backend, or of a group around it; looked up once."""
+        owner = self.backend
+        if not hasattr(owner, name):
+            owner = self._group
+        if owner is None:
+            self._group = owner = dist.ProcessGroup(*self._place)
+            owner._set_default_backend(self.kind)
+            owner._register_backend(torch.device(self.device_type), self.kind, self.backend)
+        found = self.__dict__[name] = getattr(owner, name)
+        return found
 
 
 class _Timed:

@@ -28,6 +28,8 @@ from torchft_svc.errors import (
 
 # The input of a group that does not contribute: it does not change the result.
 _NEUTRAL = {ReduceOp.SUM: 0.0, ReduceOp.PRODUCT: 1.0}
+# Comparing with it takes a fifth of the time that asking a device for its type takes.
+_CPU = torch.device("cpu")
 # Torch's id of the backward pass if none runs.
 NO_GRAPH = -1
 
@@ -143,7 +145,7 @@ class Collectives:
         """
         self.launched = True  # first: an interrupt from here on counts as after the launch
         self._num_launched += 1
-        if self._device is None or self._device.type != "cpu":
+        if self._device is None or self._device != _CPU:
             self._device = tensor.device
         if self._num_agreed < self._num_launched:
             operation = Operation.of(self._num_launched, tensor, called or op, kind)
@@ -190,7 +192,7 @@ class Collectives:
         if self._is_compared(mine, device):
             comparison = self._begin_comparison(mine, device)
             return comparison is not None and self._end_comparison(comparison)
-        if mine.wrapper >= 0 and device.type == "cpu" and self._pg.size() > 1:
+        if mine.wrapper >= 0 and device == _CPU and self._pg.size() > 1:
             comparison = self._begin_comparison(mine, device)
             if comparison is None:
                 return False
@@ -203,11 +205,11 @@ class Collectives:
         wait for the answer would block the device."""
         if self._pg.size() == 1:
             return False
-        return self._checks_all or (device.type == "cpu" and not self._order.expects(mine))
+        return self._checks_all or (device == _CPU and not self._order.expects(mine))
 
     def _note(self, mine: Operation, device: torch.device) -> None:
         self._num_agreed = mine.position
-        if device.type == "cpu":
+        if device == _CPU:
             self._order.launched(mine)
 
     def _begin_comparison(self, mine: Operation, device: torch.device) -> _Comparison | None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed import ReduceOp
@@ -52,8 +53,7 @@ class Kind(enum.IntEnum):
     END = 2  # the step has no more operations
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """The ``position``-th operation of a step.
 
     ``wrapper`` is the index of the model's wrapper whose backward pass begins with it, or -1.
@@ -115,7 +115,7 @@ class Header:
 
     def encode(self, device: torch.device) -> torch.Tensor:
         """As `HEADER_LENGTH` numbers."""
-        numbers = [*map(int, astuple(self.operation)), int(self.is_settled), self.pattern]
+        numbers = [*map(int, self.operation), int(self.is_settled), self.pattern]
         return torch.tensor(numbers, dtype=torch.int64, device=device)
 
     @classmethod
@@ -196,7 +196,7 @@ class LaunchOrder:
         pattern = self._find(operation)
         if not pattern:
             return 0
-        numbers = [tuple(map(int, astuple(each))) for each in pattern]
+        numbers = [tuple(map(int, each)) for each in pattern]
         digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1 or 1
 

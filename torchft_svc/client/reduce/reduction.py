@@ -17,6 +17,8 @@ from torchft_svc.client.process_groups.operations import ends_within
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
 from torchft_svc.rpc.uninterruptible import SLICE_S
 
+_SLICE = timedelta(seconds=SLICE_S)
+
 
 class Reducing(Protocol):
     """Sums gradients in the backward pass, and is registered with the manager.
@@ -141,7 +143,8 @@ class Reduction:
     def _is_over_after_a_slice(self) -> bool:
         left_s = self._deadline - time.monotonic()
         # A timeout of 0 would mean no limit.
-        if ends_within(self._work, timedelta(seconds=max(0.001, min(SLICE_S, left_s)))):
+        limit = _SLICE if left_s > SLICE_S else timedelta(seconds=max(0.001, left_s))
+        if ends_within(self._work, limit):
             return True
         if self._pg.errored() is not None:
             raise QuorumFailed("the step was given up")

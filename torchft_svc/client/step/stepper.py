@@ -73,6 +73,7 @@ class Stepper:
     ) -> None:
         self._deps = deps
         self._rules = rules
+        self._common = rules.common()
         self._worker = worker
         worker.on_phase = deps.client.tell_phase
         self._thread = thread
@@ -120,8 +121,7 @@ class Stepper:
             reducer.settle()
         if self._runner is not None:
             self._runner.withhold_rest()
-        with self._worker.changing() as round_:
-            heals_now = round_.will_wait_for_heal(request.allow_heal)
+        heals_now = self._worker.round.will_wait_for_heal(request.allow_heal)
         if heals_now and self._runner is None:
             # Whether it heals depends on the other groups; the program must not depend on that.
             self.weights_version += 1
@@ -151,13 +151,12 @@ class Stepper:
                 self._apply_heal()
 
     def _heals_first(self) -> bool:
-        with self._worker.changing() as round_:
-            return round_.heals_first
+        return self._worker.round.heals_first
 
     def _end_last_step(self) -> None:
         """Wait for the round of the last step, and clean up after an interrupt of this wait."""
         runner, task = self._runner, self._task
-        if runner is not None and task is not None:
+        if runner is not None and task is not None and not (task.done and task.error is None):
             self._withdraw(runner, task, QuorumFailed("another step was begun"))
         # Before the end of its round: a heal may wait for groups that wait for sums of this worker.
         self.wait_until_ready()
@@ -178,6 +177,8 @@ class Stepper:
     def _give_up(self) -> None:
         """End a step without a vote, such as one whose backward pass has raised."""
         state = self.state
+        if state.phase in _BETWEEN_STEPS:
+            return
         with self._worker.changing() as round_:
             orders = round_.give_up()
         if not orders:
@@ -202,8 +203,7 @@ class Stepper:
             raise self._worker.round.error
 
     def _check_left(self) -> None:
-        with self._worker.changing() as round_:
-            round_.check_left()
+        self._worker.round.check_left()
 
     def wait_until_ready(self) -> None:
         """Wait until the members are known, if a step is under way; raises nothing.
@@ -296,7 +296,7 @@ class Stepper:
     def _layout(self) -> str:
         """What must be equal in all groups: the known layouts, and the common settings."""
         layouts = [reducer.layout for reducer in self.reducers() if reducer.layout]
-        return "; ".join([*layouts, self._rules.common()])[:MAX_LAYOUT_LENGTH]
+        return "; ".join([*layouts, self._common])[:MAX_LAYOUT_LENGTH]
 
     def shown_step(self) -> int:
         """See `Manager.current_step`: during a heal, on the training thread, the step of the healed
@@ -482,8 +482,7 @@ class Stepper:
         """See `Round.may_reduce`; broken connections are an error of the step."""
         self._runner_under_way()
         self.wait_until_ready()
-        with self._worker.changing() as round_:
-            may_reduce = round_.may_reduce
+        may_reduce = self._worker.round.may_reduce
         broken = self._deps.pg.errored() if may_reduce else None
         if broken is not None and self.state.error is None:
             self.latch_error(broken, self.state.epoch)
