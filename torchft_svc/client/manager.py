@@ -194,7 +194,12 @@ class Manager:
                 `should_commit` may raise it, too; then their step is not applied.
         """
         limit = self._rules.timeouts.quorum_s if timeout is None else limited_s(timeout)
-        request = RoundRequest(allow_heal=allow_heal, shrink_only=shrink_only, timeout_s=limit)
+        request = RoundRequest(
+            allow_heal=allow_heal,
+            shrink_only=shrink_only,
+            timeout_s=limit,
+            layout=self._stepper.layout(),
+        )
         try:
             self._stepper.start(request)
         except TorchFTError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 # Called for each gradient: without the way through torch's modules.
 _present_graph = torch._C._current_graph_task_id
 _STRIDED = torch.strided
+_AS_IT_IS = contextlib.nullcontext()
 SPARSE = "sparse gradients cannot be averaged across groups; use sparse=False"
 _TOO_LATE = (
     "a parameter that is used inside a reentrant checkpoint and outside of it got a gradient after "
@@ -217,7 +219,8 @@ class Reducer:
         if scale is None:
             self._failed = True
             return
-        with torch.no_grad():
+        # In a backward pass it is off already, unless the pass makes a graph.
+        with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
             bucket.fill(scale)
         reduction = self._manager.launch_sum(bucket.memory)
         if reduction is None:

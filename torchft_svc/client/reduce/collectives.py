@@ -151,8 +151,7 @@ class Collectives:
             operation = Operation.of(self._num_launched, tensor, called or op, kind)
             if not self._admit(operation, tensor.device):
                 return None
-        options = dist.AllreduceOptions()
-        options.reduceOp = op  # type: ignore[assignment]
+        options = _SUM if op is ReduceOp.SUM else _options(op)
         return self._launch(tensor, lambda: self._pg.allreduce([tensor], options))
 
     def agree(self, tensor: torch.Tensor, wrapper: int) -> None:
@@ -316,6 +315,16 @@ class Collectives:
             self._end_comparison(end)
         self._works = []
         self._pg.tidy()
+
+
+def _options(op: ReduceOp.RedOpType) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    return options
+
+
+# Made once: for the first time in a step it takes 8 us.
+_SUM = _options(ReduceOp.SUM)
 
 
 def unfinished_pass() -> RequestRefused:

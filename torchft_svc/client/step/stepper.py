@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 import threading
@@ -125,7 +124,6 @@ class Stepper:
         if heals_now and self._runner is None:
             # Whether it heals depends on the other groups; the program must not depend on that.
             self.weights_version += 1
-        request = dataclasses.replace(request, layout=self._layout())
         runner = RoundRunner(self._deps, self._rules, self._worker)
         task = Task(partial(runner.run, request.allow_heal))
         try:
@@ -293,7 +291,7 @@ class Stepper:
         self._reducers = [ref for ref, _ in living]
         return [reducer for _, reducer in living]
 
-    def _layout(self) -> str:
+    def layout(self) -> str:
         """What must be equal in all groups: the known layouts, and the common settings."""
         layouts = [reducer.layout for reducer in self.reducers() if reducer.layout]
         return "; ".join([*layouts, self._common])[:MAX_LAYOUT_LENGTH]
