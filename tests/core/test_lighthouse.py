@@ -209,11 +209,11 @@ def snapshot(scene: Scene) -> object:
 
 def test_groups_beat_less_often_the_more_they_are() -> None:
     scene = Scene(config(heartbeat_timeout_s=5))
-    assert scene.house.beat_interval_s("job") == 0.001
+    assert scene.house.beat_interval_s("job") == 0.002
     for number in range(2000):
         scene.beat(f"group-{number}")
-    assert scene.house.beat_interval_s("job") == 1.25  # a quarter of the timeout is the most
-    assert scene.house.beat_interval_s("other") == 0.001
+    assert scene.house.beat_interval_s("job") == 5 / 3  # a third of the timeout is the most
+    assert scene.house.beat_interval_s("other") == 0.002
 
 
 def test_a_lighthouse_without_groups_sleeps() -> None:

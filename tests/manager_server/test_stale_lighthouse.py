@@ -1,8 +1,9 @@
-"""A lighthouse whose ids go back: as one that was frozen and leads no more, or a public one."""
+"""A lighthouse that goes back on what it said: ids of quorums, the interval of heartbeats."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from datetime import timedelta
@@ -11,13 +12,15 @@ from typing import Any
 import grpc
 import pytest
 from support.bounds import Late
-from support.running import lighthouse_process, manager_process
+from support.running import eventually, lighthouse_process, manager_process
 
 from torchft_svc.coordination import ManagerClient
 from torchft_svc.errors import QuorumFailed
 from torchft_svc.proto import torchft_pb2 as pb
 
 LONG = timedelta(seconds=10)
+# Several times the interval of heartbeats.
+BEATS_S = 0.8
 
 
 class Scripted(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -66,8 +69,14 @@ class Scripted(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def scripted(*ids: int, has_sessions: bool) -> Iterator[str]:
+    with serving(Scripted(list(ids), has_sessions)) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def serving(handler: grpc.GenericRpcHandler) -> Iterator[str]:
     server = grpc.server(futures.ThreadPoolExecutor(10))
-    server.add_generic_rpc_handlers((Scripted(list(ids), has_sessions),))
+    server.add_generic_rpc_handlers((handler,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -125,3 +134,24 @@ def test_a_public_lighthouse_in_a_list_takes_over_from_a_dead_one() -> None:
             raise Late("ours did not answer in time, so the manager went on to the other one")
         ours.kill()
         assert ask(client, 1) == 1
+
+
+class Slowing(Scripted):
+    """Wants no more beats than one a minute, after the first one."""
+
+    num_beats = 0
+
+    def _session(self, requests: Iterator[Any], _: Any) -> Iterator[Any]:
+        yield pb.SessionNews(welcome=pb.SessionWelcome())
+        for request in requests:
+            self.num_beats += request.WhichOneof("kind") == "beat"
+            yield pb.SessionNews(welcome=pb.SessionWelcome(min_interval_ms=60_000))
+
+
+@pytest.mark.processes
+def test_a_manager_beats_less_often_as_soon_as_it_is_told_to() -> None:
+    slowing = Slowing([], has_sessions=True)
+    with serving(slowing) as address, manager_process(address):
+        eventually(lambda: slowing.num_beats > 0)
+        time.sleep(BEATS_S)
+        assert slowing.num_beats < 4  # those that were under way

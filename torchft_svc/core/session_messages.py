@@ -73,7 +73,8 @@ SessionMessage = Beat | Question | Withdrawal | Leave
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The first news: the shortest time between the group's heartbeats."""
+    """The first news, and sent again when it changes: the shortest time between the group's
+    heartbeats."""
 
     min_interval_s: float
 

@@ -65,6 +65,11 @@ ID_EPOCH_S = 1_735_689_600
 ID_STRIDE = 4096
 # Of a manager whose link breaks again and again, some sessions are dead without being noticed.
 MAX_SESSIONS_PER_GROUP = 8
+# A group is told again how often to beat when that has changed by this factor: the first ones would
+# else beat as if they were alone. No manager beats more often by itself than at the shortest
+# interval.
+CHANGED_INTERVAL = 1.25
+SHORTEST_INTERVAL_S = 0.05
 # Groups wait for one another in every step; longer waits are reported.
 REPORT_PAUSE_AFTER_S = 2.0
 # Informing ten thousand groups would delay the others for too long: the rest is informed at the
@@ -85,6 +90,7 @@ class _Session:
     stream: int
     job: str
     replica_id: str
+    beat_interval_s: float  # as it was told
     number: int = 0  # of its last question
     caller: int | None = None  # as which that waits
 
@@ -155,12 +161,13 @@ class LighthouseSessions:
         replica_id, last = hello.replica_id, hello.last
         is_past = self.lighthouse.is_past(job, replica_id, last)
         orders = self._translate(self.lighthouse.opened(job, replica_id, last, at))
-        self._sessions[stream] = session = _Session(stream, job, replica_id)
+        interval_s = self.lighthouse.beat_interval_s(job)
+        self._sessions[stream] = session = _Session(stream, job, replica_id, interval_s)
         streams = self._streams.setdefault(session.key, {})
         streams[stream] = None
         if len(streams) > MAX_SESSIONS_PER_GROUP:
             orders += self._end_most_silent(session.key, at)
-        orders.append(Send((stream,), Welcome(self.lighthouse.beat_interval_s(job))))
+        orders.append(Send((stream,), Welcome(interval_s)))
         if is_past:
             lost = Lost(replica_id, "its session had ended", last.quorum_id)
             orders.append(Send((stream,), lost))
@@ -184,6 +191,7 @@ class LighthouseSessions:
         at = self._time(now)
         if isinstance(message, Beat):
             orders = self._beat(session.job, session.replica_id, message, at)
+            orders += self._pace(session)
             streams = self._streams[session.key]
             if len(streams) > 1:
                 streams[stream] = streams.pop(stream)
@@ -360,6 +368,15 @@ class LighthouseSessions:
         if beat.phase is not None:
             doing = Activity(beat.phase, beat.step, at - beat.lasts_s)
         return self._translate(self.lighthouse.heartbeat(job, replica_id, at, doing))
+
+    def _pace(self, session: _Session) -> list[Order]:
+        """Tell a group how often to beat, if its job has grown or shrunk."""
+        wanted_s = self.lighthouse.beat_interval_s(session.job)
+        shorter_s, longer_s = sorted((session.beat_interval_s, wanted_s))
+        if longer_s <= CHANGED_INTERVAL * max(shorter_s, SHORTEST_INTERVAL_S):
+            return []
+        session.beat_interval_s = wanted_s
+        return [Send((session.stream,), Welcome(wanted_s))]
 
     def _gone(self, job: str, replica_id: str, leave: Leave, at: float) -> list[Order]:
         leave = leave if leave.reason else replace(leave, reason="it has left")

@@ -105,8 +105,7 @@ class SessionTransport:
                 return
             self._is_open = True
             sending = asyncio.create_task(self._keep_sending(stream))
-            interval_s = first.welcome.min_interval_ms / 1000
-            contact.tell(lambda machine, now: machine.welcomed(number, interval_s, now))
+            self._welcomed(first.welcome)
             while (news := checked(await stream.read(), _ANSWER)) is not EOF:
                 self._receive(news)
             await raise_status(stream)
@@ -137,7 +136,9 @@ class SessionTransport:
     def _receive(self, news: pb.SessionNews) -> None:
         kind = news.WhichOneof("kind")
         fit_for_logs(news)
-        if kind == "refusal":
+        if kind == "welcome":
+            self._welcomed(news.welcome)
+        elif kind == "refusal":
             refusal = news.refusal
             error = error_from_wire(refusal.error, refusal.reason, "quorum", self._timeout_s)
             self._answered(refusal.number, error)
@@ -148,6 +149,10 @@ class SessionTransport:
                 self._answered(news.answers, error)
         elif kind in ("lost", "kill", "drain", "waiting", "no_quorum_yet"):
             self._contact.on_news(self._contact.number, news)
+
+    def _welcomed(self, welcome: pb.SessionWelcome) -> None:
+        number, interval_s = self._contact.number, welcome.min_interval_ms / 1000
+        self._contact.tell(lambda machine, now: machine.welcomed(number, interval_s, now))
 
     def _answered(self, question: int, outcome: Quorum | TorchFTError) -> None:
         number = self._contact.number
