@@ -412,6 +412,7 @@ class Membership:
     def _remove(self, replica_id: str, state: GroupState) -> None:
         self.groups[state].discard(replica_id)
         if not self.groups[state]:
+            self.groups[state].clear()  # going through the empty places of a large set takes long
             self.first.pop(state, None)
 
     def _take_part(self, replica_id: str, tenure: Tenure) -> None:
@@ -468,8 +469,9 @@ class Membership:
         )
 
     def _first_of_all(self) -> dict[GroupState, float]:
-        """As `first`, but exact, which matters only if a group is awaited."""
-        if not any(self.groups[state] for state in SILENT):
+        """As `first`, but exact, which matters only if a group is awaited (see `patience`)."""
+        awaited = AWAITED_MEMBERS if self.groups[GroupState.ASKING] else SILENT
+        if not any(self.groups[state] for state in awaited):
             return self.first
         return {
             state: min(self._since(replica_id, state) for replica_id in self.groups[state])
