@@ -150,7 +150,9 @@ def run(options: WorkerOptions) -> None:
 
 
 def warm_up() -> None:
-    """Have torch load what it loads at its first use, which takes seconds; starts no thread."""
+    """Load what torch and we load at the first use, which takes seconds; starts no thread."""
+    import torchft_svc.preload  # noqa: F401
+
     weight = nn.Parameter(torch.zeros(2))
     weight.grad = torch.zeros(2)
     torch.optim.Adam([weight]).step()

@@ -364,9 +364,11 @@ def _local(value: Any) -> Any:
 
 
 def warm_up() -> None:
-    """Have torch load what it loads at its first use, which takes seconds; starts no thread."""
+    """Load what torch and we load at the first use, which takes seconds; starts no thread."""
     import torch._dynamo  # the first optimizer imports it
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper  # noqa: F401
+
+    import torchft_svc.preload  # noqa: F401
 
     weight = nn.Parameter(torch.zeros(2))
     weight.grad = torch.zeros(2)

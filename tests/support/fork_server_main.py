@@ -26,7 +26,7 @@ def load() -> None:
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
 
-    import torchft_svc.client  # noqa: F401
+    import torchft_svc.preload  # noqa: F401
 
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)

@@ -30,7 +30,7 @@ from torchft_svc.rpc.fork_server import MAX_REQUEST, ForkServer, serve
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PRELOAD = ("torch",)
+DEFAULT_PRELOAD = ("torch", "torch._dynamo")  # the first optimizer imports the second one
 # Then an interpreter adds no folder to where it looks for modules (since Python 3.11).
 _IS_PATH_SAFE = getattr(sys.flags, "safe_path", False)
 # What a seed of numpy may be.

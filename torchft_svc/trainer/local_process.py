@@ -209,10 +209,12 @@ _BEGIN_S = 60.0
 
 
 def load() -> None:
-    """All that torch loads when it is first used, which takes half a second; starts no thread."""
+    """All that torch and we load at the first use, which takes half a second; starts no thread."""
     import numpy.random  # noqa: F401
     import torch
     import torch.nn.parallel
+
+    import torchft_svc.preload  # noqa: F401
 
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
