@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
 
 import pytest
+from support.etcd_server import EtcdServer, etcd_server, needs_etcd
 from support.launched import are_gone, launch
 from support.running import steady_address
 
@@ -134,10 +136,28 @@ def test_without_a_deadline_workers_need_not_answer(tmp_path: Path) -> None:
         assert run.statuses() == {"a": 0, "b": 0}
 
 
-def test_workers_survive_on_a_polled_back_end(tmp_path: Path) -> None:
-    back_end = ("--rdzv-backend=c10d", f"--rdzv-endpoint={steady_address()}")
+def begin_etcd(folder: Path) -> contextlib.AbstractContextManager[EtcdServer]:
+    """One for torchrun's back ends, which know only etcd's older interface."""
+    pytest.importorskip("etcd", reason="needs python-etcd")
+    return etcd_server(folder / "etcd", flags={"enable-v2": "true"})
+
+
+@pytest.mark.parametrize(
+    "back_end",
+    ["c10d", *(pytest.param(each, marks=needs_etcd) for each in ("etcd-v2", "etcd"))],
+)
+def test_workers_survive_on_a_polled_back_end(tmp_path: Path, back_end: str) -> None:
+    with contextlib.ExitStack() as servers:
+        address = steady_address()
+        if back_end != "c10d":
+            address = servers.enter_context(begin_etcd(tmp_path)).address
+        check_survival(tmp_path, f"--rdzv-backend={back_end}", f"--rdzv-endpoint={address}")
+
+
+def check_survival(folder: Path, *back_end: str) -> None:
+    """A node joins, and replaces its worker: the other node's worker is the same all the time."""
     options = ("--max-restarts=2", "--rdzv-conf=last_call_timeout=1", *back_end)
-    with launch(tmp_path, *options, nnodes="1:2") as run:
+    with launch(folder, *options, nnodes="1:2") as run:
         run.start("a")
         alone = run.await_world(a=1)
         run.start("b")

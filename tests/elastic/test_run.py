@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
@@ -189,6 +190,20 @@ def test_a_store_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) 
     assert ended.value.code == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("torchft-run: error: The connection to the C10d store has failed.")
+    assert "inner exception" not in said
+    assert address.partition(":")[2] in said
+
+
+@pytest.mark.parametrize("back_end", ["etcd", "etcd-v2"])
+def test_an_etcd_that_is_not_there_is_named(
+    back_end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_installed = importlib.util.find_spec("etcd") is not None
+    expected = "onnection to etcd has failed" if is_installed else "pip install python-etcd"
+    with refusing() as address, pytest.raises(SystemExit) as ended:
+        run.main([f"--rdzv-backend={back_end}", f"--rdzv-endpoint={address}", *NO_WAIT, SCRIPT])
+    assert ended.value.code == (1 if is_installed else 2)
+    assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("policy", ["hard", "soft"])

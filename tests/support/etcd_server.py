@@ -10,8 +10,9 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -103,12 +104,13 @@ def etcd_server(
     address: str | None = None,
     peers: str | None = None,
     security: Security = PLAIN,
+    flags: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[EtcdServer]:
     """``folder`` is what it remembers over a restart at the same addresses. With a certificate it
-    wants one from every client, too."""
+    wants one from every client, too. ``flags``: further ones."""
     address, peers = address or steady_address(), peers or steady_address()
     scheme = "https" if security.serves_tls else "http"
-    flags = {
+    all_flags = {
         "data-dir": folder,
         "listen-client-urls": f"{scheme}://{address}",
         "advertise-client-urls": f"{scheme}://{address}",
@@ -116,15 +118,16 @@ def etcd_server(
         "initial-advertise-peer-urls": f"http://{peers}",
         "initial-cluster": f"default=http://{peers}",
         "log-level": "error",
+        **flags,
     }
     if security.serves_tls:
-        flags |= {
+        all_flags |= {
             "cert-file": security.cert_file,
             "key-file": security.key_file,
             "trusted-ca-file": security.ca_file,
             "client-cert-auth": "true",
         }
-    command = [str(ETCD), *(f"--{name}={value}" for name, value in flags.items())]
+    command = [str(ETCD), *(f"--{name}={value}" for name, value in all_flags.items())]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             started = EtcdServer(address, server.pid, security)

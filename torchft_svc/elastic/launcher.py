@@ -5,13 +5,14 @@ elastic_launch(LaunchConfig(..., restart_policy=RestartPolicy.SOFT), function)(*
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import logging
 import math
 import sys
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousParameters,
     registry,
@@ -41,6 +43,7 @@ from torchft_svc.elastic.policy import (
 )
 from torchft_svc.elastic.rendezvous.config import EXIT_BARRIERS
 from torchft_svc.elastic.rendezvous.plugin import BACKEND, create_handler
+from torchft_svc.elastic.rendezvous.polled import is_error_of_etcd
 from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, check_command
 from torchft_svc.elastic.workers import Entrypoint, tied
 from torchft_svc.errors import ConfigError, UsageError
@@ -141,6 +144,18 @@ class elastic_launch:  # noqa: N801 - torch's name
         return launch_agent(self._config, self._entrypoint, list(args), self._health_check_server)
 
 
+@contextlib.contextmanager
+def _named_etcd_errors() -> Iterator[None]:
+    """One of torch's two back ends for etcd lets the errors of the package etcd through."""
+    try:
+        yield
+    except Exception as error:
+        if not is_error_of_etcd(error):
+            raise
+        raise RendezvousConnectionError(f"the connection to etcd has failed: {error}") from error
+
+
+@_named_etcd_errors()
 def launch_agent(
     config: LaunchConfig,
     entrypoint: Entrypoint | None,
@@ -251,6 +266,9 @@ def _rendezvous_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         return registry.get_rendezvous_handler(parameters)
     except UsageError:
         raise
+    except ImportError as error:
+        hint = "pip install python-etcd" if parameters.backend.startswith("etcd") else "install it"
+        raise ConfigError("rdzv_backend", parameters.backend, f"{error} ({hint})") from error
     except ValueError as error:  # there is no such back end, or its settings cannot work
         raise ConfigError("rdzv_backend", parameters.backend, str(error)) from error
 

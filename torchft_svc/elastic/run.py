@@ -267,6 +267,9 @@ def _logging_to_stderr() -> Iterator[None]:
 
 def _end(error: Exception, status: int) -> None:
     sentence = " ".join(str(error).split()) or type(error).__name__
+    shown, has_inner, _ = sentence.partition(" See inner exception for details.")
+    if has_inner and error.__cause__ is not None:  # of torch's
+        sentence = f"{shown} {' '.join(str(error.__cause__).split())}"
     print(f"torchft-run: error: {sentence}", file=sys.stderr)
     sys.exit(status)
 

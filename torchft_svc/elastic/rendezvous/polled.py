@@ -108,7 +108,8 @@ class PolledMeeting:
         except (RendezvousError, DistError) as error:
             self._tell(MeetingFailed(error))
         except Exception as error:
-            log.exception("the rendezvous failed")
+            if not is_error_of_etcd(error):
+                log.exception("the rendezvous failed")
             self._tell(MeetingFailed(error))
 
     def _next_state(self) -> AgentState | None:
@@ -173,3 +174,8 @@ class PolledMeeting:
             is_closed = self._is_closed
         if not is_closed:
             self._hear(news)
+
+
+def is_error_of_etcd(error: Exception) -> bool:
+    """Of the package that torch's back ends for etcd use, which need not be installed."""
+    return type(error).__module__.partition(".")[0] == "etcd"
