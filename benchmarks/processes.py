@@ -109,6 +109,10 @@ class Child:
         times = self._stats.cpu_times()
         return float(times.user + times.system)
 
+    def memory_bytes(self) -> int:
+        """How much of the machine's memory it has now."""
+        return int(self._stats.memory_info().rss)
+
     def children(self) -> list[psutil.Process]:
         """The processes that this one has started (a trainer's manager)."""
         found: list[psutil.Process] = self._stats.children(recursive=True)

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from support.warm import Warm
 
 from benchmarks import (
+    fleet,
     isolation,
     launcher,
     meeting,
@@ -74,6 +75,27 @@ def test_meeting(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (clients["members"], clients["requests"] < 10) == (5, True)
     assert processes["members"] == 2
     assert min(processes["meet_ms"], processes["gloo_ms"]) > 0
+
+
+def test_fleet(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_PAUSE_S", 0.2)
+    tiny = ("--groups=4", "--seconds=0.3", "--joins=1", "--load-processes=1")
+    _, result = run(fleet.main, *tiny)
+    assert [row["mode"] for row in result["rows"]] == ["asking in each step", "steady"]
+    for row in result["rows"]:
+        assert row["steps_per_s"] > 0
+        assert min(row["join_s"], row["news_s"], row["loss_s"]) > 0
+    _, result = run(fleet.main, *tiny, "--steady", "--deaf=2")
+    (row,) = result["rows"]
+    assert (row["deaf"], row["join_s"] > 0) == (2, True)
+
+
+def test_fleet_with_a_virtual_clock(run: Run) -> None:
+    output, result = run(fleet.main, "--simulated=20", "--seconds=6", "--joins=2")
+    assert "encoded once" in output
+    counts = {row["event"]: row["count"] for row in result["rows"]}
+    assert counts["group killed"] == counts["session of a newcomer"] == 2
+    assert min(counts["beat"], counts["tick"], counts["quorum"]) > 0
 
 
 def test_step_time(run: Run) -> None:
