@@ -102,16 +102,27 @@ def test_l2_a_node_that_comes_back_later_keeps_its_workers() -> None:
     assert launch.agents["b"].names[2:] == ["HEALTHY 3 SCALE_DOWN"]
 
 
-def test_l2_the_losses_of_a_second_make_two_worlds() -> None:
-    launch = started("1:6", "abcdef")
+def test_l2_the_losses_of_a_second_make_three_worlds() -> None:
+    launch = started("1:8", "abcdefgh")
+    sizes = []
+    for name in "bcdefg":
+        launch.kill(name)
+        launch.passes(0.15)
+        sizes.append(len(launch.worlds[-1]))
+    assert sizes == [7, 6, 6, 4, 4, 4]
+    launch.passes(2.0)
+    assert [len(world) for world in launch.worlds[1:]] == [7, 6, 4, 2]
+
+
+def test_l2_a_second_loss_is_acted_on_nearly_at_once() -> None:
+    launch = started("1:4", "abcd")
     launch.kill("b")
     launch.passes(0.06)
-    assert launch.worlds[1:] == [("a", "f", "c", "d", "e")]  # the first one is acted on at once
-    for name in "cde":
-        launch.passes(0.25)
-        launch.kill(name)
-    launch.passes(2.0)
-    assert launch.worlds[2:] == [("a", "f")]
+    launch.kill("c")
+    launch.passes(0.06)
+    assert launch.worlds[1:] == [("a", "d", "c")]
+    launch.passes(0.04)
+    assert launch.worlds[2:] == [("a", "d")]
 
 
 def test_l2_a_loss_a_join_and_a_loss_in_a_second_make_two_worlds() -> None:
@@ -134,15 +145,16 @@ def test_l2_a_loss_after_a_calm_second_is_acted_on_at_once() -> None:
         launch.passes(1.0)
 
 
-def test_l2_who_comes_back_in_the_second_after_a_loss_was_not_lost() -> None:
-    launch = started("1:3", "abc")
-    launch.kill("c")
-    launch.passes(0.3)
+def test_l2_who_comes_back_before_the_next_losses_are_acted_on_was_not_lost() -> None:
+    launch = started("1:4", "abcd")
+    for name in "cd":
+        launch.kill(name)
+        launch.passes(0.1)
     launch.disconnect("b")
-    launch.passes(0.5)
+    launch.passes(0.3)
     launch.connect("b")
     launch.passes(2.0)
-    assert launch.worlds[1:] == [("a", "b")]
+    assert launch.worlds[1:] == [("a", "b", "d"), ("a", "b")]
 
 
 def test_l2_a_silent_node_is_lost_after_the_heartbeat_timeout() -> None:

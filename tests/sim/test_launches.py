@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from click.testing import CliRunner
 
-from torchft_svc.core.launched_run import LaunchedRun
 from torchft_svc.core.restart import RestartPolicy
+from torchft_svc.core.world_pace import WorldPace
 from torchft_svc.sim.__main__ import main
 from torchft_svc.sim.explore import describe, run_launch_seed, shrink
 from torchft_svc.sim.launch_fleet import LaunchFleet
@@ -61,7 +61,7 @@ def test_limits_on_failures_are_kept(limits: dict[str, int]) -> None:
 
 
 def test_the_story_of_a_fall_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LaunchedRun, "_plan_loss", lambda self, at: None)
+    monkeypatch.setattr(WorldPace, "note_loss", lambda self, at: None)
     outcomes = (LaunchFleet(draw_launch(seed)).run() for seed in range(40))
     fallen = next(outcome for outcome in outcomes if outcome.fell is not None)
     small = shrink(fallen, max_runs=60)

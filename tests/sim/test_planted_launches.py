@@ -18,6 +18,7 @@ from torchft_svc.core.run_failures import RunFailures
 from torchft_svc.core.run_nodes import RunNodes
 from torchft_svc.core.session_orders import EndStream
 from torchft_svc.core.world import AgentStatus, RunMove, RunWaiting
+from torchft_svc.core.world_pace import WorldPace
 from torchft_svc.sim.launch_agent import LaunchAgent
 from torchft_svc.sim.launch_fleet import LaunchFleet
 from torchft_svc.sim.launch_scenario import draw_launch
@@ -29,16 +30,16 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def losses_are_not_acted_on(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(LaunchedRun, "_plan_loss", lambda self, at: None)
+    plant.setattr(WorldPace, "note_loss", lambda self, at: None)
 
 
 def losses_are_acted_on_late(plant: pytest.MonkeyPatch) -> None:
-    real = LaunchedRun._plan_loss
+    real = WorldPace.note_loss
 
     def plan(self: Any, at: float) -> None:
         real(self, at + 3.0)
 
-    plant.setattr(LaunchedRun, "_plan_loss", plan)
+    plant.setattr(WorldPace, "note_loss", plan)
 
 
 def the_silent_never_die(plant: pytest.MonkeyPatch) -> None:

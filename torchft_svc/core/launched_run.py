@@ -35,13 +35,9 @@ from torchft_svc.core.world import (
     WorldPaused,
     WorldReached,
 )
+from torchft_svc.core.world_pace import WorldPace
 from torchft_svc.errors import DeadlineExceeded, RequestRefused
 
-# What breaks at one moment is noticed within so much time.
-SETTLE_S = 0.05
-# So long after losses were acted on, other losses and joins are put together: not each of them
-# costs a world.
-CALM_S = 1.0
 # Nodes whose workers start anew are waited for where nobody is left (L1), but not longer than this
 # part of the time that the others wait.
 WARMING_SHARE = 0.5
@@ -88,8 +84,7 @@ class LaunchedRun:
         self._begins_at = begins_at
         self._is_elsewhere = False  # it has moved to another lighthouse
         self._is_broken = False
-        self._loss_at = math.inf  # when losses are acted on
-        self._calm_at = -math.inf  # when the losses before are history
+        self._pace = WorldPace()
         self._published_at = -math.inf
         self._enough_since: float | None = None
         self._paused_since: float | None = None
@@ -174,7 +169,7 @@ class LaunchedRun:
         orders: list[Order] = [ReportNode(self.name, node_id, reason)]
         if node_id in self._nodes.members:
             self._nodes.missing.add(node_id)
-            self._plan_loss(at)
+            self._pace.note_loss(at)
         return orders + self._settle(at)
 
     def moved(self, move: RunMove, at: float) -> list[Order]:
@@ -188,7 +183,7 @@ class LaunchedRun:
         self._nodes.await_all()
         until = at + max(self._heartbeat_timeout_s, MIN_TAKEOVER_S)
         self._awaited_until = self._adopts_until = self._begins_at = until
-        self._loss_at = math.inf  # but a world that is broken remains so
+        self._pace.forget_losses()  # but a world that is broken remains so
         self._finished_by = ""
         self._finished.clear()
         self.empty_since, self._due_at, self._is_elsewhere = at, until, True
@@ -299,7 +294,8 @@ class LaunchedRun:
         self._nodes.enter(world)
         self._awaited_until = at + max(self._heartbeat_timeout_s, MIN_TAKEOVER_S)
         self._lost.clear()
-        self._is_broken, self._loss_at, self._paused_since = False, math.inf, None
+        self._is_broken, self._paused_since = False, None
+        self._pace.forget_losses()
         self._published_at = at
         others = self._nodes.streams_of_members(besides=hello.node.node_id)
         return [SendNews(others, world)] if others else []
@@ -335,7 +331,7 @@ class LaunchedRun:
         state = agent.state
         if state.paused and state.round == world.round and not self._is_broken:
             self._is_broken = True  # at a lighthouse before this one
-            self._plan_loss(at)
+            self._pace.note_loss(at)
         if not self._nodes.take_state_of_member(agent):
             return []
         return [SendNews(self._nodes.streams_of_members(), WorldReached(world.round))]
@@ -355,12 +351,7 @@ class LaunchedRun:
         self._nodes.lose(node_id)
         self._lost.append(node_id)
         self._is_broken = True
-        self._plan_loss(at)
-
-    def _plan_loss(self, at: float) -> None:
-        """Act on it soon, together with what else is lost at this moment (L2)."""
-        if self._loss_at == math.inf:
-            self._loss_at = max(at + SETTLE_S, self._calm_at)
+        self._pace.note_loss(at)
 
     def _dismiss(self, agent: Agent, news: RunClosed, at: float) -> list[Order]:
         """It has to end, and the others go on without it."""
@@ -416,16 +407,16 @@ class LaunchedRun:
             for node_id in list(self._nodes.awaited):
                 self._lose(node_id, at)
             self._nodes.awaited.clear()
-            self._loss_at = at  # it was waited for long enough
+            self._pace.act_at(at)
         if not self._nodes.awaited:
             self._awaited_until = math.inf
         if not self._nodes.members or not (self._nodes.missing or self._is_broken):
-            self._loss_at = math.inf  # nobody is left, or all have come back
-        if at >= self._loss_at:
+            self._pace.forget_losses()
+        if at >= self._pace.due_at:
             for node in self._nodes.missing_of(self.world):
                 self._lose(node.node_id, at)
                 self._failures.note(node, at)
-            self._loss_at, self._calm_at = math.inf, at + CALM_S
+            self._pace.acted(at)
 
     def _finish(self, at: float) -> list[Order]:
         """One has finished: there is no other world, and the run ends with the last one (L11)."""
@@ -442,7 +433,7 @@ class LaunchedRun:
         """Make it, if it is due; else `_why` says what it waits for."""
         self._why = ""
         joiners = self._nodes.joiners()
-        if self._nodes.awaited or self._loss_at < math.inf:
+        if self._nodes.awaited or self._pace.is_waiting():
             self._why = "nodes that are missing may come back"
             return []
         if not self._nodes.members:
@@ -507,7 +498,7 @@ class LaunchedRun:
         if len(self._nodes.members) + len(joiners) < self.settings.max_nodes:  # more may come along
             waits = (each.waits_since for each in joiners if each.waits_since is not None)
             since = min(waits, default=-math.inf)
-        at = max(since + self.settings.join_window_s, self._calm_at)
+        at = max(since + self.settings.join_window_s, self._pace.calm_at)
         return min(at, *map(self._gives_up_at, joiners))
 
     def _publish(self, cause: Cause, joiners: list[Agent], at: float) -> list[Order]:
@@ -576,7 +567,7 @@ class LaunchedRun:
 
     def _next_due(self, at: float) -> float:
         """When time alone changes something."""
-        dues = [self._loss_at, self._awaited_until if self._nodes.awaited else math.inf]
+        dues = [self._pace.due_at, self._awaited_until if self._nodes.awaited else math.inf]
         if not self._finished_by:
             joiners = self._nodes.joiners()
             if not self._nodes.members and self._enough_since is not None:
