@@ -37,12 +37,14 @@ _ENVIRONMENT = {
 _STEP_S = 0.02
 # A trainer's stages in their order; "client" is gRPC alone in a plain one.
 _STAGES = ("torch", "client", "model", "manager", "quorum", "commit")
+_NOT_OURS = ("torch", "model")
 _COLUMNS = (
     Column("what", "start of"),
     Column("starts", "starts", 0),
     Column("ready_s", "ready", 2),
     Column("worst_s", "worst", 2),
     *(Column(f"{stage}_s", stage, 2) for stage in _STAGES),
+    Column("own_s", "our part", 2),
     Column("over_plain_s", "over plain", 2),
     Column("ratio", "ratio", 2),
     Column("cpu_s", "CPU", 2),
@@ -57,6 +59,11 @@ class Start:
     ready_s: float
     cpu_s: float
     stages_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def own_s(self) -> float:
+        """What a trainer took beside importing torch and making its model and optimizer."""
+        return self.ready_s - sum(self.stages_s[stage] for stage in _NOT_OURS)
 
 
 @dataclass(slots=True)
@@ -80,6 +87,8 @@ class Course:
         }
         for stage in self.starts[0].stages_s:
             row[f"{stage}_s"] = statistics.median(each.stages_s[stage] for each in self.starts)
+        if row.keys() >= {f"{stage}_s" for stage in _NOT_OURS}:
+            row["own_s"] = statistics.median(each.own_s for each in self.starts)
         if self.plain is not None:
             pairs = list(zip(self.starts, self.plain.starts, strict=True))
             row["over_plain_s"] = statistics.median(a.ready_s - b.ready_s for a, b in pairs)
@@ -155,8 +164,8 @@ def trainers(address: str, stack: ExitStack, roots: dict[str, Path]) -> list[Cou
         def again(start: Any = start, root: Path = root, job: str = job) -> Start:
             return staged(start(job, "restarted", 2), "commit", root)
 
-        courses.append(Course(f"trainer, {side}", alone, plain))
-        courses.append(Course(f"killed trainer, {side}", again, plain))
+        courses.append(Course(f"trainer{side}", alone, plain))
+        courses.append(Course(f"killed trainer{side}", again, plain))
     return courses
 
 
@@ -180,7 +189,7 @@ def commands(address: str, roots: dict[str, Path]) -> list[Course]:
             def start(command: list[str] = command, root: Path = root) -> Start:
                 return listening(command, root)
 
-            courses.append(Course(f"{service}, {side}", start))
+            courses.append(Course(f"{service}{side}", start))
     worker = ["--standalone", "--nproc-per-node=1", "-m", "benchmarks.children.start_worker"]
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *worker]
     plain = Course("torchrun", lambda: staged(torchrun, "worker"))
@@ -191,7 +200,7 @@ def commands(address: str, roots: dict[str, Path]) -> list[Course]:
         def launch(command: list[str] = command, root: Path = root) -> Start:
             return staged(command, "worker", root)
 
-        courses.append(Course(f"torchft-run, {side}", launch, plain))
+        courses.append(Course(f"torchft-run{side}", launch, plain))
     return courses
 
 
@@ -200,9 +209,9 @@ def all_courses(before: Path | None) -> Iterator[list[Course]]:
     """The courses; what they need beside them runs as long as this block."""
     with ExitStack() as stack:
         root_before = stack.enter_context(root_with_package_of(before))
-        roots = {"ours": ROOT}
+        roots = {"": ROOT}
         if root_before is not None:
-            roots["ours, before"] = root_before
+            roots[", before"] = root_before
         lighthouse = stack.enter_context(start_lighthouse(min_replicas=1))
         address = lighthouse_address(lighthouse)
         yield [*trainers(address, stack, roots), *commands(address, roots)]
@@ -224,6 +233,8 @@ def main(starts: int, only: str, before: Path | None, json_file: Path | None) ->
             "plain trainer: imports torch and grpc, makes a model and an optimizer; trainer: until "
             "its first quorum; killed trainer: until it has healed and committed with another; a "
             "service: until it listens; a launcher: until its worker runs",
+            "our part: without the stages torch and model; it varies less than the difference of "
+            "two starts",
             "CPU: user and system, of the process and what it has started; over plain, ratio: "
             "medians over the plain trainer (torchrun) of the same turn",
         ],

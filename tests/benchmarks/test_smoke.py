@@ -156,7 +156,7 @@ def test_start(run: Run) -> None:
     output, result = run(start.main, "--starts=1", "--only=killed trainer")
     assert "ready, and in which stage" in output
     plain, ours = result["rows"]
-    assert (plain["what"], ours["what"]) == ("plain trainer", "killed trainer, ours")
+    assert (plain["what"], ours["what"]) == ("plain trainer", "killed trainer")
     assert ours["over_plain_s"] == pytest.approx(ours["ready_s"] - plain["ready_s"])
     stages = ("torch", "client", "model", "manager", "quorum", "commit")
     assert sum(ours[f"{stage}_s"] for stage in stages) == pytest.approx(ours["ready_s"])
