@@ -32,6 +32,9 @@ from torchft_svc.rpc.fork_server import ForkServer
 ENDING_S = 15.0
 # torch looks up the name of whoever connects; a name server's lost answer must not cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# Where it is set, each of the hundreds of processes that the tests start would compile the package.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # A shell lets what it starts in the background ignore this, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Inherited by all that a test starts: it is found again even after its parent has died.
