@@ -162,15 +162,17 @@ class DelegatingProcessGroup(ProcessGroup):
                 raise self._error or left_error()
             if len(self._works) >= _MAX_TRACKED_WORKS:
                 self._works = [w for w in self._works if not w.is_completed()]
-            over_at = time.monotonic() + self._timeout.total_seconds()
             record = self._record(name, args, kwargs)
             launch = functools.partial(getattr(self._backend, name), *args, **kwargs)
             # In one call, so that Ctrl-C cannot come between the launch and the append: `abort`
             # would not know of the operation, and the other members would wait for it.
             self._works.extend(itertools.starmap(launch, _ONCE))
-            work = self._works[-1]
-            known = work if record is None else RecordedWork(work, record, self._has_failed)
-            self._works[-1] = _Timed(over_at, known) if name in self._hidden else known
+            work = known = self._works[-1]
+            if record is not None:
+                known = RecordedWork(work, record, self._has_failed)
+            if name in self._hidden:
+                known = _Timed(time.monotonic() + self._timeout.total_seconds(), known)
+            self._works[-1] = known
         return work
 
 

@@ -47,8 +47,9 @@ class ReadGate:
 
     def open(self) -> None:
         with self._changed:
-            self._shut = False
-            self._changed.notify_all()
+            if self._shut:
+                self._shut = False
+                self._changed.notify_all()
 
     def shut(self, timeout_s: float) -> None:
         """Block new readers, and wait for the present ones.
@@ -58,6 +59,8 @@ class ReadGate:
         """
         with self._changed:
             before, self._shut = self._shut, True
+            if not self._num_readers:
+                return
             if not self._changed.wait_for(lambda: self._num_readers == 0, timeout_s):
                 self._shut = before
                 self._changed.notify_all()
