@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchft_svc.errors import CheckpointError, ConfigError
 from torchft_svc.trainer import checkpoint as module
-from torchft_svc.trainer import checkpoint_files
+from torchft_svc.trainer import checkpoint_tensors
 from torchft_svc.trainer.checkpoint import (
     Checkpoint,
     CheckpointStore,
@@ -318,7 +318,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_the_old_one(
             error.__context__ = sys.exc_info()[1]
         raise CheckpointException("write", {0: (error, StackSummary())})
 
-    monkeypatch.setattr(checkpoint_files.state_dict_saver, "save", no_space)
+    monkeypatch.setattr(checkpoint_tensors.state_dict_saver, "save", no_space)
     with pytest.raises(CheckpointError, match=r"OSError: no space left on device$"):
         save_checkpoint(path, trained_state(2))
     assert [each.name for each in tmp_path.iterdir()] == ["best"]

@@ -7,21 +7,15 @@ checksum of each file, and its own.
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import json
 import os
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchft_svc.client.checkpointing.encoding.tensors import TensorTable
 from torchft_svc.client.checkpointing.encoding.tree import decode, encode, tensor_places
@@ -45,9 +39,7 @@ def write_files(folder: Path, state: TrainingState) -> None:
         for name, tensor in zip(names, table.tensors, strict=True)
     }
     folder.mkdir()
-    writer = FileSystemWriter(folder, thread_count=1)
-    with _of_torch():
-        state_dict_saver.save(tensors, storage_writer=writer, no_dist=True)
+    checkpoint_tensors().write_tensors(folder, tensors)
     document = {"tree": tree, "tensors": names}
     _write_synced(folder / _TREE, json.dumps(document, allow_nan=False).encode())
     files = {
@@ -64,19 +56,17 @@ def read_files(folder: Path, source: str) -> TrainingState:
     """Read what `write_files` wrote; its files have been verified."""
     try:
         document = json.loads((folder / _TREE).read_bytes())
-        reader = FileSystemReader(folder)
-        tensors: dict[str, Any] = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in reader.read_metadata().state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        with _of_torch():
-            state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
+        tensors = checkpoint_tensors().read_tensors(folder)
         tree = decode(document["tree"], [tensors[name] for name in document["tensors"]])
     except Exception as error:  # what it may be is up to torch's loader
         reason = f"it cannot be read: {type(error).__name__}: {error}"
         raise CheckpointError(source, reason) from error
     return from_tree(tree, source)
+
+
+def checkpoint_tensors() -> Any:
+    """The module that knows torch.distributed.checkpoint, which is slow to import."""
+    return importlib.import_module("torchft_svc.trainer.checkpoint_tensors")
 
 
 def _tensor_names(tree: Any, count: int) -> list[str]:
@@ -170,19 +160,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _of_torch() -> Iterator[None]:
-    """torch's own error is no `Exception`, and its words are a traceback: raise what it is about.
-
-    It warns that one process acts alone, which is meant; a filter is the only switch.
-    """
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    try:
-        yield
-    except CheckpointException as error:
-        (cause, _), *_ = error.failures.values()
-        while cause.__context__ is not None:  # the first of those that followed from one another
-            cause = cause.__context__
-        raise RuntimeError(f"{type(cause).__name__}: {cause}") from error

@@ -227,6 +227,8 @@ def main(descriptor: str, owner_pid: str, *scratch: str) -> None:
     import torch
 
     run_worker = importlib.import_module("torchft_svc.trainer.worker").run_worker
+    for name in ("per_step", "checkpoint_tensors"):  # so that no fork has to do it
+        importlib.import_module(f"torchft_svc.trainer.{name}")
     load()
     server_pid = os.getpid()
     term = signal.getsignal(signal.SIGTERM)

@@ -7,6 +7,7 @@ waits for a lost worker, and to offer the state meanwhile. A third one tells tha
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import pickle
@@ -47,7 +48,6 @@ from torchft_svc.trainer.messages import (
     Train,
     Validate,
 )
-from torchft_svc.trainer.per_step import PerStepWorld
 from torchft_svc.trainer.state import TrainingState, decode_state, encode_state
 from torchft_svc.trainer.steps import Steps
 from torchft_svc.trainer.world import TorchWorld, TrainingWorld
@@ -81,6 +81,7 @@ class _Worker:
         self._steps: Steps | None = None
         self._offered = False
         self._has_joined = False
+        self._leaves_at_once = False  # when the program fails: the others are not to wait for it
         self._num_pending = 0  # commands that have not been done
         self._counting = threading.Lock()
         self._offers = True  # unless the trainer has ended, or needs no state any more
@@ -117,6 +118,7 @@ class _Worker:
 
     def _create(self, pickled: bytes) -> WorkerJob:
         job: WorkerJob = cloudpickle.loads(pickled)
+        self._leaves_at_once = job.fault_tolerance == "per-step"
         if job.num_threads is not None:
             torch.set_num_threads(job.num_threads)
         if job.use_gpu:
@@ -171,7 +173,7 @@ class _Worker:
         world: TrainingWorld
         if job.fault_tolerance == "per-step":
             name = f"worker-{self._worker}"
-            world = PerStepWorld(name, job, held.device, held)
+            world = _per_step().PerStepWorld(name, job, held.device, held)
         else:
             world = TorchWorld(self._link, job, held.device)
         self._world = world
@@ -200,8 +202,8 @@ class _Worker:
     def _fail(self, error: BaseException) -> None:
         """Tell it, and wait for the trainer to ask for the state."""
         log.debug("the program failed", exc_info=error)
-        if isinstance(self._world, PerStepWorld):
-            self._leave()  # the others must not wait for this one
+        if self._leaves_at_once:
+            self._leave()
         self._link.send(_told(error, self._held))
         give_up_at = time.monotonic() + LINGER_S
         while not self._held.abandoned:
@@ -287,6 +289,11 @@ class _Worker:
         while not self._ended.wait(BEAT_S):
             with contextlib.suppress(ChannelClosed):  # the other thread notices it, too
                 self._link.send(Progress(position=self._held.position))
+
+
+def _per_step() -> Any:
+    """Imported where it is needed."""
+    return importlib.import_module("torchft_svc.trainer.per_step")
 
 
 def _first_gpu() -> torch.device:
