@@ -26,6 +26,7 @@ from torchft_svc.trainer.messages import (
 
 WAIT_S = 60.0
 STATE = random.Random(0).randbytes(3_000_000)
+GIVEN = STATE[:1_000_000]  # with a report
 FROM = Position(epoch=1, step=7, num_samples=56)
 A = TypeVar("A")
 Script = Callable[[Link, int], None]
@@ -78,6 +79,8 @@ def offer(link: Link, worker: int) -> None:
 
 
 def offer_and_end(link: Link, worker: int) -> None:
+    given = link.offer_state(FROM, GIVEN)
+    link.send(Reported(position=FROM, metrics={"given": True}, state=given))
     handle = link.offer_state(FROM, STATE)
     link.send(Finished(command=1, position=FROM, result=handle))
 

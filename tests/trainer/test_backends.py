@@ -14,6 +14,7 @@ import pytest
 from support.running import eventually, lives
 from support.scripted_workers import (
     FROM,
+    GIVEN,
     STATE,
     Listener,
     fail,
@@ -33,6 +34,7 @@ from torchft_svc.trainer.messages import (
     End,
     Finished,
     JoinWorld,
+    Reported,
     StateHandle,
     StateOffered,
     Train,
@@ -141,15 +143,19 @@ def test_states_outlive_the_workers_that_offer_them(backend: Backend, listener: 
     listener.wait_for_loss(killed, ended)
     handles = [one.state for one in listener.heard[killed] if isinstance(one, StateOffered)]
     handles += [one.result for one in listener.heard[ended] if isinstance(one, Finished)]
+    given = [one.state for one in listener.heard[ended] if isinstance(one, Reported)]
+    handles += [each for each in given if each is not None]
     handles.append(backend.write_state(FROM, STATE))
-    for handle in handles:
+    states = [STATE, STATE, GIVEN, STATE]
+    for handle, state in zip(handles, states, strict=True):
         assert handle.position == FROM
-        assert backend.read_state(handle) == STATE
+        assert backend.read_state(handle) == state
         backend.send(taker, join(handle))
     backend.send(taker, End())
     listener.wait_for_loss(taker)
-    assert listener.said(taker, "hash") == [hashlib.sha256(STATE).hexdigest()] * 3
-    assert listener.said(taker, "position") == [FROM] * 3
+    hashes = [hashlib.sha256(state).hexdigest() for state in states]
+    assert listener.said(taker, "hash") == hashes
+    assert listener.said(taker, "position") == [FROM] * 4
     for handle in handles:
         backend.drop_state(handle)
         backend.drop_state(handle)

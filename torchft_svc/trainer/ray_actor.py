@@ -162,6 +162,8 @@ def as_array(state: bytes) -> Any:
 
 def fetch_state(ref: Any) -> bytes:
     """Raises `CheckpointError` if it is lost."""
+    if ref is None:
+        raise CheckpointError("a worker that offered its state", "it was dropped")
     try:
         array: np.ndarray[Any, Any] = ray.get(ref, timeout=_STATE_TIMEOUT_S)
     except RayError as error:

@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from torchft_svc.errors import CheckpointError, ConfigError
+from torchft_svc.errors import ConfigError
 from torchft_svc.trainer.backend import Heard, Lost, WorkerProgram
 from torchft_svc.trainer.messages import (
     Answer,
@@ -25,6 +25,7 @@ from torchft_svc.trainer.messages import (
     Finished,
     JoinWorld,
     Position,
+    Reported,
     StateHandle,
     StateOffered,
 )
@@ -139,7 +140,7 @@ class RayBackend:
         if running is None:
             return
         if isinstance(command, JoinWorld) and command.state is not None:
-            state = dataclasses.replace(command.state, where=self._states[command.state.where])
+            state = dataclasses.replace(command.state, where=self._states.get(command.state.where))
             command = dataclasses.replace(command, state=state)
         running.actor.tell.options(num_returns=0).remote(command)
 
@@ -168,9 +169,7 @@ class RayBackend:
             self._note_killed(running)
 
     def read_state(self, state: StateHandle) -> bytes:
-        if state.where not in self._states:
-            raise CheckpointError("a worker that offered its state", "it was dropped")
-        return fetch_state(self._states[state.where])
+        return fetch_state(self._states.get(state.where))
 
     def write_state(self, position: Position, state: bytes) -> StateHandle:
         return self._keep(position, ray.put(as_array(state)))
@@ -290,11 +289,11 @@ class RayBackend:
         offered = _offered(answer)
         assert offered is not None
         handle = self._keep(offered.position, ref)
-        if isinstance(answer, StateOffered):
-            answer = StateOffered(state=handle)
-        else:
-            assert isinstance(answer, Finished)
+        if isinstance(answer, Finished):
             answer = dataclasses.replace(answer, result=handle)
+        else:
+            assert isinstance(answer, StateOffered | Reported)
+            answer = dataclasses.replace(answer, state=handle)
         self._events.append(Heard(worker=running.worker, answer=answer))
 
     def _lose(self, running: _RayWorker, reason: str) -> None:
@@ -339,7 +338,7 @@ class RayBackend:
 
 def _offered(answer: Answer) -> StateHandle | None:
     """The state that is offered with the answer."""
-    if isinstance(answer, StateOffered):
+    if isinstance(answer, StateOffered | Reported):
         return answer.state
     if isinstance(answer, Finished) and isinstance(answer.result, StateHandle):
         return answer.result

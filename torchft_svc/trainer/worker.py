@@ -28,6 +28,7 @@ from torchft_svc.trainer.backend import Link
 from torchft_svc.trainer.checkpoint import load_checkpoint
 from torchft_svc.trainer.context import FunctionProgram
 from torchft_svc.trainer.held_state import HeldState, StepAbandoned
+from torchft_svc.trainer.interface import use_interface_of
 from torchft_svc.trainer.job import WorkerJob
 from torchft_svc.trainer.loop import CreatorLoop
 from torchft_svc.trainer.messages import (
@@ -177,6 +178,7 @@ class _Worker:
         else:
             world = TorchWorld(self._link, job, held.device)
         self._world = world
+        use_interface_of(self._link.host)
         held.check()  # from here on the other thread ends what waits for others
         world.join(command, held.position)
         self._steps = Steps(self._link, job, held, world)
