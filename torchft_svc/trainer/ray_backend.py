@@ -20,6 +20,7 @@ import cloudpickle
 from torchft_svc.errors import ConfigError
 from torchft_svc.trainer.backend import Heard, Lost, WorkerProgram
 from torchft_svc.trainer.messages import (
+    BEAT_S,
     Answer,
     Command,
     Finished,
@@ -55,6 +56,8 @@ PLACEMENT_TIMEOUT_S = 10.0
 KILL_TIMEOUT_S = 5.0
 # Ray asks an actor to end, and kills its process after 5 s: so long a frozen one keeps its place.
 FROZEN_AFTER_S = 0.3
+# A worker that lives says something more often.
+SILENT_S = 4 * BEAT_S
 _LOOK_S = 1.0
 # One caller's commands and polls are carried out in order, beside the worker's program.
 _GROUPS = {"commands": 1, "answers": 1, "states": 1}
@@ -74,6 +77,7 @@ class _RayWorker:
     held: deque[Answer] = field(default_factory=deque)
     has_ended: bool = False
     killed_at: float | None = None
+    heard_at: float | None = None
 
     def references(self) -> list[Any]:
         return [ref for ref in (self.run, self.poll, self.state) if ref is not None]
@@ -165,6 +169,8 @@ class RayBackend:
         running = self._workers.get(worker)
         if running is not None and running.killed_at is None:
             running.killed_at = time.monotonic()
+            if running.heard_at is not None and running.killed_at > running.heard_at + SILENT_S:
+                self._slots.suspect(running.worker)  # Ray tells its end without seeing it
             _kill(running.actor)
             self._note_killed(running)
 
@@ -266,6 +272,7 @@ class RayBackend:
         else:
             answers, running.has_ended = ray.get(ref)
             running.placed_by = None
+            running.heard_at = time.monotonic()
             running.poll = None
             if not running.has_ended:
                 running.poll = running.actor.answers.remote(POLL_S)
@@ -324,6 +331,7 @@ class RayBackend:
         self._end_frozen(now)
         for running in list(self._workers.values()):
             if running.killed_at is not None and now > running.killed_at + KILL_TIMEOUT_S:
+                self._slots.suspect(running.worker)
                 self._lose(running, "it was killed")
             elif running.placed_by is not None and now > running.placed_by:
                 running.placed_by = None

@@ -6,8 +6,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
     get_current_placement_group,
@@ -15,9 +17,12 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-# A node that took workers with it offers nothing for so long: Ray needs some seconds to notice.
-SUSPECT_S = 20.0
+# Ask a node that took workers with it at most so often whether it is there.
+ASK_EVERY_S = 2.0
+# Its answer is waited for as long: the process of a frozen worker is on a node that answers.
+ANSWER_S = 3.0
 # Resources that were given back show up in Ray's view of its nodes after at most this.
 RETURN_S = 5.0
 _LOOK_S = 0.02
@@ -55,7 +60,7 @@ class RaySlots:
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
         self._slots: list[Slot] = []
-        self._suspects: dict[str, float] = {}  # node id, and until when
+        self._suspects: dict[str, _Question] = {}  # by node id
         self._is_inside = False
         outer = get_current_placement_group()
         takes_children = (
@@ -71,6 +76,8 @@ class RaySlots:
 
     def num_free(self, resources: Mapping[str, float]) -> int:
         """How many workers can be started now."""
+        for question in self._suspects.values():
+            question.wait()
         totals = self._living_nodes()
         held: dict[str, Counter[str]] = defaultdict(Counter)
         num_ready = num_pending = 0
@@ -117,10 +124,13 @@ class RaySlots:
                 slot.worker = None
 
     def suspect(self, worker: int) -> None:
-        """The worker was lost in a way that lets its node look dead."""
+        """The worker was lost in a way that lets its node look dead.
+
+        Ray may take a minute to notice it. Until then, the node offers nothing until it answers.
+        """
         node = self._node_of(worker)
         if node is not None:
-            self._suspects[node] = time.monotonic() + SUSPECT_S
+            self._suspects[node] = _Question(node)
 
     def is_placed(self, worker: int) -> bool:
         """Whether a node has room for the worker."""
@@ -212,13 +222,47 @@ class RaySlots:
 
     def _living_nodes(self) -> dict[str, dict[str, float]]:
         """The resources of each node that Ray knows to live, and that is not a suspect."""
-        now = time.monotonic()
-        self._suspects = {node: until for node, until in self._suspects.items() if until > now}
-        return {
-            node["NodeID"]: node["Resources"]
-            for node in ray.nodes()
-            if node["Alive"] and node["NodeID"] not in self._suspects
+        alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        self._suspects = {
+            node: question
+            for node, question in self._suspects.items()
+            if node in alive and not question.is_answered()
         }
+        return {node: total for node, total in alive.items() if node not in self._suspects}
+
+
+class _Question:
+    """Asks a node whether it can be reached: a task without needs, which has to run there."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._asked_at = time.monotonic()
+        self._wait_until = self._asked_at + ANSWER_S
+        self._answer = self._ask()
+
+    def _ask(self) -> Any:
+        there = NodeAffinitySchedulingStrategy(self._node, soft=False)
+        options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
+        return ray.remote(**options)(_be_there).remote()
+
+    def wait(self) -> None:
+        """The first answer is worth a moment."""
+        ray.wait([self._answer], timeout=max(0.0, self._wait_until - time.monotonic()))
+
+    def is_answered(self) -> bool:
+        if not ray.wait([self._answer], timeout=0)[0]:
+            return False
+        try:
+            return bool(ray.get(self._answer))
+        except RayError:
+            now = time.monotonic()
+            if now >= self._asked_at + ASK_EVERY_S:
+                self._asked_at, self._answer = now, self._ask()
+            return False
+
+
+def _be_there() -> bool:
+    return True
 
 
 def _is_unused(group: _Placed) -> bool:

@@ -1,0 +1,95 @@
+"""A worker on Ray whose node is cut off by the network, in network namespaces of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from support.cut_off import HOSTS
+from support.running import TESTS, environment, eventually
+
+pytestmark = [pytest.mark.processes, pytest.mark.ray, pytest.mark.timeout(400)]
+
+_IP_S = 10.0
+_RUN_S = 300.0
+
+
+def ip(*arguments: str) -> str:
+    command = ["ip", *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_IP_S)
+    return done.stdout
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Two, with a link between them; all of their processes are ended."""
+    pytest.importorskip("ray")
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and iproute2")
+    names = [f"cut-{os.getpid()}-{index}" for index in range(2)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip(
+            "link",
+            "add",
+            "cut",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "cut",
+            "netns",
+            names[1],
+        )
+        for name, host in zip(names, HOSTS, strict=True):
+            ip("-n", name, "addr", "add", f"{host}/24", "dev", "cut")
+            for device in ("lo", "cut"):
+                ip("-n", name, "link", "set", device, "up")
+    except subprocess.CalledProcessError as error:
+        end(names)
+        pytest.skip(f"no network namespaces here: {error.stderr}")
+    yield names
+    end(names)
+
+
+def end(names: list[str]) -> None:
+    for name in names:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            eventually(lambda name=name: not killed(name))
+            ip("netns", "delete", name)
+
+
+def killed(name: str) -> list[str]:
+    """The processes of a namespace; each has got a SIGKILL."""
+    found = ip("netns", "pids", name).split()
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    return found
+
+
+def test_the_run_goes_on_without_the_node_and_grows_when_it_is_back(namespaces: list[str]) -> None:
+    variables = environment(
+        PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+        RAY_AUTH_MODE="disabled",
+        RAY_USAGE_STATS_ENABLED="0",
+    )
+    command = ["ip", "netns", "exec", namespaces[0], sys.executable, "-m", "support.cut_off"]
+    done = subprocess.run(
+        [*command, *namespaces],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=_RUN_S,
+        check=False,
+    )
+    told = [line for line in done.stdout.splitlines() if line.startswith(("incident", "retries"))]
+    assert told == ["incident restart peer 1 0", "incident growth peer 2 0", "retries 1"], done
