@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import selectors
@@ -24,6 +25,7 @@ import psutil
 import pytest
 
 from torchft_svc.coordination import Listeners, ManagerClient
+from torchft_svc.manager_server.child import SIDECAR
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import open_channel
 from torchft_svc.rpc.codec import JOB_KEY
@@ -199,6 +201,17 @@ def manager_process(lighthouse: str, *flags: str, name: str = "group", **variabl
         *flags,
         **variables,
     )
+
+
+def sidecar_of(name: str) -> psutil.Process:
+    """The manager that a trainer in this process, of group ``name``, has started."""
+    told = json.dumps({"replica_name": name})[1:-1]
+    (found,) = [
+        child
+        for child in psutil.Process().children()
+        if lives(child) and SIDECAR in child.cmdline() and told in child.cmdline()[3]
+    ]
+    return found
 
 
 def command(module: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -7,10 +7,9 @@ import threading
 import time
 from collections.abc import Iterator
 
-import psutil
 import pytest
 from support.bounds import check
-from support.running import lives
+from support.running import lives, sidecar_of
 from support.training import DEADLINE_S, Trainer, assert_identical, lighthouse, together, trainers
 
 from chaos.bounds import MANAGER_BACK_S
@@ -28,19 +27,9 @@ def address() -> Iterator[str]:
         yield address
 
 
-def manager_of(name: str) -> psutil.Process:
-    """The manager process of group ``name``."""
-    (found,) = [
-        child
-        for child in psutil.Process().children()
-        if lives(child) and f"--replica-name={name}" in child.cmdline()
-    ]
-    return found
-
-
 def kill_manager(name: str) -> float:
     """SIGKILL; when that was."""
-    process = manager_of(name)
+    process = sidecar_of(name)
     process.send_signal(signal.SIGKILL)
     return time.monotonic()
 
@@ -113,7 +102,7 @@ def test_a_manager_that_does_not_move_is_replaced(
 ) -> None:
     with workers(address, "a", 2, in_process=False) as group:
         together(*(worker.step for worker in group))
-        stuck = manager_of("a")
+        stuck = sidecar_of("a")
         stuck.suspend()
         stuck_at = time.monotonic()
         monkeypatch.setattr(liveness_pipe, "SILENCE_S", 2 * liveness_pipe.SIGN_INTERVAL_S)

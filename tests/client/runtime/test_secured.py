@@ -8,17 +8,15 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import pytest
 from support.bounds import Late, check
 from support.papers import TOKEN, Papers, papers, variables
-from support.running import eventually, steady_address
+from support.running import eventually, sidecar_of, steady_address
 from support.training import Trainer, assert_identical, together
 
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.core.lighthouse_link import DISTRUST_PAUSE_S
 from torchft_svc.errors import TorchFTError, Unauthorized, Unreachable
-from torchft_svc.manager_server.child import SIDECAR
 from torchft_svc.rpc.security import PLAIN, Security
 
 pytestmark = pytest.mark.processes
@@ -55,7 +53,7 @@ def test_groups_train_and_heal(address: str, known: Security, in_process: bool) 
 
 def test_a_sidecars_secret_is_not_on_its_command_line(address: str, known: Security) -> None:
     with Trainer(address, "a", 0, security=known, in_process=False):
-        (manager,) = [child for child in psutil.Process().children() if SIDECAR in child.cmdline()]
+        manager = sidecar_of("a")
         assert TOKEN not in " ".join(manager.cmdline())
         assert manager.environ()["TORCHFT_TOKEN"] == TOKEN
 
