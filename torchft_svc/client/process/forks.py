@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -30,7 +31,8 @@ def drop_after_fork(holder: Holder) -> None:
 
 def _drop_all() -> None:
     for holder in list(_holders):
-        holder.drop_descriptors()
+        with contextlib.suppress(OSError):  # it was closed already; the others have to be, too
+            holder.drop_descriptors()
     _holders.clear()
 
 

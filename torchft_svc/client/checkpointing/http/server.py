@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import secrets
@@ -189,7 +190,8 @@ class CheckpointServer:
         """In a forked child: the parent's connections must close when the parent dies."""
         self._listener.close()
         for wire in list(self._connections):
-            wire.close()
+            with contextlib.suppress(OSError):  # a process group took it for one of its sockets
+                wire.close()
 
 
 def _is_on_same_host(sock: socket.socket) -> bool:
