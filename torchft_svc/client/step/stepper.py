@@ -208,7 +208,10 @@ class Stepper:
 
         It needs no deadline: all waits of the background thread have one.
         """
-        while self._runner is not None and not self._runner.ready.wait(_POLL_S):
+        runner = self._runner
+        if runner is None or runner.ready.is_set():  # called often, and mostly this is so
+            return
+        while not runner.ready.wait(_POLL_S):
             self._deps.pg.tidy()
             if self._task is None or self._task.done:
                 return  # the manager was shut down meanwhile
@@ -471,10 +474,13 @@ class Stepper:
             self._deps.leave_members(error)
 
     def _wait_for_task(self) -> None:
-        while self._task is not None and not self._task.wait(_POLL_S):
+        task = self._task
+        if task is None:
+            return
+        while not task.done and not task.wait(_POLL_S):
             self._deps.pg.tidy()
-        if self._task is not None and self._task.error is not None:
-            raise self._task.error
+        if task.error is not None:
+            raise task.error
 
     def _can_reduce(self) -> bool:
         """See `Round.may_reduce`; broken connections are an error of the step."""
