@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -122,3 +126,32 @@ def test_copies_leave_the_gradients_their_own_memory() -> None:
     bucket.memory.fill_(6.0)
     assert one.grad is not None
     assert one.grad.tolist() == [5.0, 5.0]
+
+
+_FAULTS = """
+import resource
+import torch
+from torch import nn
+from torchft_svc.client.gradients.buckets import plan_buckets
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def of_a_pass():
+    before = faults()
+    gradients = [torch.ones(256 * 1024) for _ in range(8)]
+    del gradients
+    return faults() - before
+
+buckets = plan_buckets([nn.Parameter(torch.zeros(256 * 1024)) for _ in range(8)], 4.0)
+print(min(of_a_pass() for _ in range(10)))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is how glibc works")
+def test_memory_of_gradients_is_not_taken_from_the_system_again_in_each_pass() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", _FAULTS], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert int(told.stdout) < 200, "faults; there are 2048 pages"

@@ -18,6 +18,8 @@ from torchft_svc.errors import ConfigError
 # Small, so that the first sum starts early in the backward pass.
 FIRST_BUCKET_BYTES = 1024 * 1024
 _MEGABYTE = 1024 * 1024
+# glibc heeds blocks up to 32 MiB, with their own administration.
+_MAX_HEEDED_BYTES = 32 * _MEGABYTE - 64 * 1024
 
 
 class Bucket:
@@ -129,7 +131,22 @@ def plan_buckets(
             del open_buckets[kind]
             limit = capacity
     cut.extend(members for members, _ in open_buckets.values())
+    _keep_freed_memory([parameter for members in cut for parameter in members])
     return [Bucket(members) for members in cut]
+
+
+def _keep_freed_memory(parameters: list[nn.Parameter]) -> None:
+    """Have glibc keep the memory of gradients from one step to the next.
+
+    Each backward pass allocates all gradients anew, and they are freed when they are in the
+    buckets. What lies free at the end of the heap goes back to the system above a threshold, and
+    comes again page by page: with 8.7 MB of gradients 450 to 730 faults and 0.8 ms a step. glibc
+    raises that threshold to twice the largest block that it got from the system by itself and gave
+    back, so this makes such a block; nothing touches it.
+    """
+    on_cpu = [parameter for parameter in parameters if parameter.device.type == "cpu"]
+    num_bytes = 2 * sum(parameter.numel() * parameter.element_size() for parameter in on_cpu)
+    torch.empty(min(num_bytes, _MAX_HEEDED_BYTES), dtype=torch.uint8, device="cpu")
 
 
 def _allocate(parameters: list[nn.Parameter]) -> tuple[torch.Tensor, list[torch.Tensor]]:
