@@ -26,6 +26,7 @@ from torchft_svc.core.world import (
     AgentLeave,
     AgentState,
     AgentStatus,
+    AgentWelcome,
     Node,
     RunClosed,
     RunSettings,
@@ -192,6 +193,20 @@ def test_a_node_that_was_left_out_opens_another_store() -> None:
     play.does("store_opened", (2001,))
     play.hears(RunWaiting("it goes on"), OpenStore(), Broadcast(WorkerState.PAUSED, ALONE, DOWN))
     play.tells(AgentStatus.WORKING, store_port=0)
+
+
+def test_a_node_that_has_connected_again_and_is_left_out_opens_another_store() -> None:
+    """Also while it waits for another world anyway (rule L7)."""
+    play = working()
+    play.does("store_opened", (2001,))
+    play.hears(AgentWelcome(1.0))
+    play.hears(WorldPaused("few are left"), Broadcast(WorkerState.PAUSED, ALONE, DOWN))
+    play.hears(RunWaiting("it is in no world yet"))
+    play.hears(AgentWelcome(1.0))
+    play.hears(RunWaiting("it is in no world yet"), OpenStore())
+    play.does("store_opened", (2002,))
+    play.hears(RunWaiting("more nodes may join"))
+    play.tells(AgentStatus.WORKING, store_port=2002)
 
 
 def test_hard_restarts_for_each_change_and_uses_no_restart() -> None:

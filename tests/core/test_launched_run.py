@@ -181,6 +181,22 @@ def test_l2_time_in_which_the_lighthouse_stood_still_makes_nobody_silent() -> No
     assert any(isinstance(each, ReportStandstill) for each in launch.reports)
 
 
+def test_l13_agents_that_were_elsewhere_while_the_lighthouse_stood_still_go_on() -> None:
+    launch = started("1:3", "ab")
+    launch.now += 30.0
+    for name in "ab":
+        launch.disconnect(name)
+    launch.start("c")  # a newcomer finds it first
+    launch.passes(1.5)
+    launch.connect("a")
+    launch.connect("b")
+    launch.passes(0.4)
+    assert len(launch.worlds) == 1
+    launch.passes(3.0)
+    assert launch.worlds[1:] == [("a", "b", "c")]
+    assert not any("stop" in agent.names for agent in launch.agents.values())
+
+
 def test_l2_newcomers_that_are_ready_come_along_with_a_loss() -> None:
     launch = started("1:5", "abc")
     launch.start("d")

@@ -24,6 +24,14 @@ def test_small_runs(first: int) -> None:
         assert outcome.fell is None, describe(outcome)
 
 
+# A lighthouse that stood still; a store that was used in a world of which its node did not hear; a
+# member of a world that was taken over, which had left it.
+@pytest.mark.parametrize("seed", [316902, 904092, 985420, 106010, 422056])
+def test_runs_that_fell_once(seed: int) -> None:
+    outcome = run_launch_seed(seed)
+    assert outcome.fell is None, describe(outcome)
+
+
 def test_many_nodes() -> None:
     outcome = run_launch_seed(1, 60)
     assert outcome.fell is None, describe(outcome)

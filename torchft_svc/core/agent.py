@@ -48,6 +48,7 @@ from torchft_svc.core.world import (
     AgentLeave,
     AgentState,
     AgentStatus,
+    AgentWelcome,
     Node,
     RunClosed,
     RunSettings,
@@ -127,6 +128,8 @@ class AgentMachine:
         self._has_workers = False
         self._is_paused = False
         self._expected: World | None = None
+        self._num_welcomes = 0
+        self._is_store_doubtful = False  # a world that it was not told may have used it
         self._is_unheard = False  # the lighthouse has not said yet that it knows of a failure
         self._passed_round = 0  # the highest one that is not to be entered any more
         self._change = WorldChangeEvent.SCALE_UP
@@ -271,7 +274,10 @@ class AgentMachine:
         return orders
 
     def _hear(self, news: WorldNews, now: float) -> None:
-        if isinstance(news, World):
+        if isinstance(news, AgentWelcome):
+            self._num_welcomes += 1
+            self._is_store_doubtful = self._num_welcomes > 1
+        elif isinstance(news, World):
             self._hear_world(news, now)
         elif isinstance(news, WorldReached):
             entered = 0 if self.entered is None else self.entered.round
@@ -287,13 +293,16 @@ class AgentMachine:
             self._hear_of_waiting(news, now)
 
     def _hear_of_waiting(self, news: WorldPaused | RunWaiting | WarmUp, now: float) -> None:
+        is_working = self._is_in_world() and self._step is None
         if not isinstance(news, WorldPaused):
             self._is_unheard = False
+        if isinstance(news, RunWaiting) and (is_working or self._is_store_doubtful):
+            self._is_store_doubtful = False
+            if self._store_port:
+                self._store_port = 0
+                self._orders.append(OpenStore())
         if not isinstance(news, WarmUp):
-            if self._is_in_world() and self._step is None:
-                if isinstance(news, RunWaiting) and self._store_port:
-                    self._store_port = 0  # a world that it was not told may have used that one
-                    self._orders.append(OpenStore())
+            if is_working:
                 self._begin_event(RunEvent.SCALE_DOWN, now)
         elif self._status is AgentStatus.JOINING and self._step is Reaction.RENDEZVOUS:
             self._expected = news.expected

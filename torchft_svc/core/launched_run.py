@@ -36,7 +36,7 @@ from torchft_svc.core.world import (
     WorldReached,
 )
 from torchft_svc.core.world_pace import WorldPace
-from torchft_svc.errors import DeadlineExceeded, RequestRefused
+from torchft_svc.errors import DeadlineExceeded, RequestRefused, Unreachable
 
 # Nodes whose workers start anew are waited for where nobody is left (L1), but not longer than this
 # part of the time that the others wait.
@@ -107,7 +107,7 @@ class LaunchedRun:
         is_new = not self._nodes.knows(node_id)
         agent = self._nodes.agents.get(node_id)
         if agent is not None:
-            newer = RequestRefused(f"node {node_id!r} has opened another stream")
+            newer = Unreachable("agent", node_id, "it has opened another stream")
             orders.append(EndStream(agent.stream, newer))
             agent.node, agent.stream, agent.heard_at, agent.news = hello.node, stream, at, None
         else:
@@ -190,6 +190,12 @@ class LaunchedRun:
         self._why = f"its agents have gone to lighthouse {move.address}"
         ends = map(EndStream, streams)
         return [SendNews(streams, move), *ends, ReportRunMoved(self.name, move.address)]
+
+    def stood_still(self, settle_s: float, at: float) -> None:
+        """Agents may come back from another lighthouse (L13); for ``settle_s`` none begins anew."""
+        self._adopts_until = max(self._adopts_until, at + self._heartbeat_timeout_s)
+        self._begins_at = max(self._begins_at, at + settle_s)
+        self._pace.hold(at + MIN_TAKEOVER_S)
 
     def drain(self, node: str, reason: str, at: float) -> list[Order]:
         """The node with this id, or all nodes of this host, are to end (L36).
@@ -298,7 +304,11 @@ class LaunchedRun:
         self._pace.forget_losses()
         self._published_at = at
         others = self._nodes.streams_of_members(besides=hello.node.node_id)
-        return [SendNews(others, world)] if others else []
+        orders: list[Order] = [SendNews(others, world)] if others else []
+        for each in self._nodes.members_that_left(world):
+            self._lose(each.node.node_id, at)
+            orders += self._step_outside(each, at)
+        return orders
 
     def _take_state(self, agent: Agent, state: AgentState, at: float) -> list[Order]:
         """Where its node is now."""
@@ -313,8 +323,7 @@ class LaunchedRun:
             self._failures.note(agent.node, at, state.num_failures - before.num_failures)
         world = self.world
         if world is not None and node_id in self._nodes.members:
-            is_there = agent.is_working and state.round == world.round
-            if is_there or state.round < world.round:
+            if agent.may_be_in(world):
                 return self._take_state_of_member(agent, world, at)
             self._lose(node_id, at)  # and keeps its seat
             left = ReportNode(self.name, node_id, f"its workers are {state.status.value}")
@@ -433,7 +442,7 @@ class LaunchedRun:
         """Make it, if it is due; else `_why` says what it waits for."""
         self._why = ""
         joiners = self._nodes.joiners()
-        if self._nodes.awaited or self._pace.is_waiting():
+        if self._nodes.awaited or self._pace.is_waiting() or at < self._pace.held_until:
             self._why = "nodes that are missing may come back"
             return []
         if not self._nodes.members:
@@ -472,7 +481,7 @@ class LaunchedRun:
             at = since + WARMING_SHARE * self._join_timeout_s
         else:
             at = max(since + self.settings.join_window_s, self._begins_at)
-        return min(at, *map(self._gives_up_at, joiners))
+        return min((at, *map(self._gives_up_at, joiners)))
 
     def _replace(self, joiners: list[Agent], at: float) -> list[Order]:
         """A world without those that were lost (L2), if enough are left (L9)."""
@@ -499,7 +508,7 @@ class LaunchedRun:
             waits = (each.waits_since for each in joiners if each.waits_since is not None)
             since = min(waits, default=-math.inf)
         at = max(since + self.settings.join_window_s, self._pace.calm_at)
-        return min(at, *map(self._gives_up_at, joiners))
+        return min((at, *map(self._gives_up_at, joiners)))
 
     def _publish(self, cause: Cause, joiners: list[Agent], at: float) -> list[Order]:
         nodes = self._nodes.order(self.world, joiners)
@@ -567,7 +576,7 @@ class LaunchedRun:
 
     def _next_due(self, at: float) -> float:
         """When time alone changes something."""
-        dues = [self._pace.due_at, self._awaited_until if self._nodes.awaited else math.inf]
+        dues = [self._pace.due_at, self._pace.held_until, self._awaited_until]
         if not self._finished_by:
             joiners = self._nodes.joiners()
             if not self._nodes.members and self._enough_since is not None:

@@ -40,6 +40,8 @@ SETTLE_IN_S = 1.0
 EMPTY_RUN_KEPT_S = 60.0
 # In the worlds of all runs: an agent may tell any world, and a thousand nodes take 0.4 MB.
 MAX_NODES_OF_ALL_RUNS = 200_000
+# Agents that have a list of lighthouses stay with a silent one for longer.
+STANDSTILL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +208,13 @@ class Rendezvous:
         """The time of the decisions, which stands still with this process."""
         if not self._streams and self._due_at == math.inf:
             self.clock.skip_to(now)  # nobody was there to be heard
-        return self.clock.now(now)
+        missed_s = self.clock.missed_s
+        at = self.clock.now(now)
+        if self.clock.missed_s - missed_s >= STANDSTILL_S:
+            self._begins_at = at + self.config.settle_in_s
+            for run in self._runs.values():
+                run.stood_still(self.config.settle_in_s, at)
+        return at
 
     def _check_room_for(self, name: str, world: World) -> None:
         """Refuse a world from elsewhere that would fill the memory."""

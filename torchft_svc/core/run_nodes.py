@@ -54,6 +54,12 @@ class Agent:
     def is_working(self) -> bool:
         return self.state.status in (AgentStatus.WORKING, AgentStatus.FINISHED)
 
+    def may_be_in(self, world: World) -> bool:
+        """Its workers work in ``world``, or it has told its state before it heard of it."""
+        return (self.is_working and self.state.round == world.round) or (
+            self.state.round < world.round
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
@@ -104,6 +110,11 @@ class RunNodes:
     def outsiders(self) -> list[Agent]:
         """In the order of their arrival."""
         return [self.agents[key] for key in self.outside]
+
+    def members_that_left(self, world: World) -> list[Agent]:
+        """Those that are here, but not in ``world`` any more."""
+        there = [self.agents[key] for key in sorted(self.members & self.agents.keys())]
+        return [each for each in there if not each.may_be_in(world)]
 
     def enter(self, world: World) -> None:
         """Its nodes are the members now."""

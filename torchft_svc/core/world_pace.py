@@ -21,6 +21,7 @@ class WorldPace:
         self._earliest_at = -math.inf
         self._calm_at = -math.inf
         self._num_in_succession = 0
+        self.held_until = -math.inf  # no world is made before that
 
     @property
     def due_at(self) -> float:
@@ -43,6 +44,14 @@ class WorldPace:
     def act_at(self, at: float) -> None:
         """It was waited for long enough."""
         self._due_at = at
+
+    def hold(self, until: float) -> None:
+        """Who is missing may come back until then; nobody joins before that."""
+        self.held_until = until
+        self._earliest_at = max(self._earliest_at, until)
+        self._calm_at = max(self._calm_at, until)
+        if self.is_waiting():
+            self._due_at = max(self._due_at, until)
 
     def forget_losses(self) -> None:
         """All have come back, or nobody is left to wait for another world."""

@@ -20,6 +20,7 @@ from torchft_svc.core.agent_orders import (
     Tell,
     TellLeave,
 )
+from torchft_svc.core.lighthouse_link import WELCOME_TIMEOUT_S
 from torchft_svc.core.route import LOOK_BACK_S, Backoff, Route
 from torchft_svc.core.world import (
     AgentMessage,
@@ -32,13 +33,15 @@ from torchft_svc.core.world import (
 from torchft_svc.errors import NotLeader, RequestRefused
 from torchft_svc.sim.launch_checks import LaunchChecks, NodeLedger
 from torchft_svc.sim.launch_lighthouse import LaunchLighthouse
-from torchft_svc.sim.network import Network, Reason, Stream, StreamEnd
+from torchft_svc.sim.network import MAX_KEEPALIVE_S, Network, Reason, Stream, StreamEnd
 from torchft_svc.sim.trace import Trace
 from torchft_svc.sim.world import Event, Process, VirtualWorld
 
 # The longest that a worker takes to look at its events, and to end.
 MAX_STEP_S, MAX_STOP_S = 0.5, 1.0
 NOTICE_S = 0.01  # how long an agent takes to hear that a worker has died
+# As the real channels to a list of lighthouses: asked after 2 s, and waited for as long.
+MAX_IMPATIENT_KEEPALIVE_S = 4.0
 STORE_S = 0.05  # the longest that a store takes to open
 
 
@@ -197,6 +200,31 @@ class LaunchAgent:
         self._stream = self._network.connect(end, lighthouse.accept)
         if self._stream is not None:
             self._stream.to_server(self.machine.hello())
+            self.process.after(WELCOME_TIMEOUT_S, self._look_for_welcome, end)
+
+    def _look_for_welcome(self, end: StreamEnd) -> None:
+        if end is self._end and not self._beat_s:
+            self._give_up(end)
+
+    def miss(self, lighthouse: LaunchLighthouse) -> None:
+        """It stands still from now on: the keepalive ends a stream to it, unless it goes on."""
+        end = self._end
+        if end is None or self._lighthouses[self._route.current] is not lighthouse:
+            return
+        is_only_one = len(self._lighthouses) == 1
+        longest_s = MAX_KEEPALIVE_S if is_only_one else MAX_IMPATIENT_KEEPALIVE_S
+        delay_s = self.process.chance.uniform(longest_s / 2, longest_s)
+        self.process.after(delay_s, self._look_for_answer, end, lighthouse, self._universe.now)
+
+    def _look_for_answer(self, end: StreamEnd, lighthouse: LaunchLighthouse, since: float) -> None:
+        process = lighthouse.process
+        if end is self._end and process.is_frozen and process.thawed_at < since:
+            self._give_up(end)
+
+    def _give_up(self, end: StreamEnd) -> None:
+        if self._stream is not None and end.is_open:
+            self._stream.cancel()
+            self._lose(end, "it does not answer")
 
     def _lose(self, end: StreamEnd, reason: Reason) -> None:
         if end is not self._end:
@@ -273,6 +301,11 @@ class Workers:
     @property
     def is_there(self) -> bool:
         return self.process is not None and self.is_whole
+
+    @property
+    def are_failing(self) -> bool:
+        """One of them will die, or has died, and its agent may not know yet."""
+        return self.is_to_fail or not self.is_whole
 
     def start(self, world: World, is_expected: bool) -> None:
         """New ones."""

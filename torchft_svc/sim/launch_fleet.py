@@ -269,19 +269,34 @@ class LaunchFleet:
         agent.stop()
 
     def _lighthouse_crash(self, fault: Fault) -> None:
-        if not self._scenario.is_elected:
-            hosts = list(self.lighthouses.values())
-            hosts[fault.target % len(hosts)].crash(fault.seconds)
-            return
-        leader = self._leader
-        leader.crash(fault.seconds)
-        self._nature.after(LEASE_S, self._elect, leader)
+        lighthouse = self._afflicted(fault)
+        lighthouse.crash(fault.seconds)
+        if self._scenario.is_elected:
+            self._nature.after(LEASE_S, self._elect, lighthouse)
 
     def _lighthouse_freeze(self, fault: Fault) -> None:
-        leader = self._leader
-        leader.process.freeze()
-        self._nature.after(fault.seconds, leader.process.thaw)
-        self._nature.after(LEASE_S, self._elect, leader)
+        lighthouse = self._afflicted(fault)
+        until = max(self._frozen_until.get(lighthouse.name, 0.0), self.world.now + fault.seconds)
+        self._frozen_until[lighthouse.name] = until
+        lighthouse.process.freeze()
+        self._nature.after(fault.seconds, self._thaw_lighthouse, lighthouse)
+        for agent in self._up():
+            agent.miss(lighthouse)
+        if self._scenario.is_elected:
+            self._nature.after(LEASE_S, self._elect, lighthouse)
+        else:
+            self.checks.lighthouse_gone()
+
+    def _thaw_lighthouse(self, lighthouse: LaunchLighthouse) -> None:
+        if self.world.now >= self._frozen_until[lighthouse.name]:
+            lighthouse.process.thaw()
+            if not self._scenario.is_elected:
+                self.checks.lighthouse_gone()
+
+    def _afflicted(self, fault: Fault) -> LaunchLighthouse:
+        """To which a fault of a lighthouse happens."""
+        hosts = list(self.lighthouses.values())
+        return self._leader if self._scenario.is_elected else hosts[fault.target % len(hosts)]
 
     def _change_leader(self, fault: Fault) -> None:
         self._elect(self._leader, is_forced=True)
@@ -313,7 +328,7 @@ class LaunchFleet:
         agents = self._up()
         if not agents:
             return True
-        if any(agent.ledger.has_finished or agent.workers.is_to_fail for agent in agents):
+        if any(agent.ledger.has_finished or agent.workers.are_failing for agent in agents):
             return False
         settings = self._scenario.settings
         wanted = min(len(agents), settings.max_nodes)

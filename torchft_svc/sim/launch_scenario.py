@@ -127,9 +127,11 @@ def draw_launch(seed: int, num_nodes: int | None = None) -> LaunchScenario:
 
 
 def _without_election(scenario: LaunchScenario) -> LaunchScenario:
-    """All faults of lighthouses are crashes: nobody passes over a frozen one where others stay."""
+    """There is no leader that could change."""
     faults = (
-        fault if fault.kind in NODE_FAULTS else dataclasses.replace(fault, kind="lighthouse_crash")
+        dataclasses.replace(fault, kind="lighthouse_crash")
+        if fault.kind == "change_leader"
+        else fault
         for fault in scenario.faults
     )
     return dataclasses.replace(scenario, is_elected=False, faults=tuple(faults))
