@@ -193,12 +193,13 @@ def test_a_lighthouse_that_restarts_does_not_begin_anew_with_newcomers() -> None
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("early_news")
 def test_a_worker_that_was_restarted_is_not_held_to_what_its_group_knew() -> None:
     """Its manager lives on beside it, but the state of that step is lost."""
     with (
         lighthouse_process(bind=steady_address()) as first,
-        manager_process(first.address, "--connect-timeout-ms=20000") as manager,
-        line_to(manager.address) as group,
+        start_manager(first.address, workers=1, connect_timeout=2 * LONG) as manager,
+        line_to(manager.address()) as group,
     ):
         group.ask_manager(step=7, worker_id="w").result()
         first.kill()

@@ -22,7 +22,12 @@ from support.running import (
     manager_process,
 )
 
-from torchft_svc.coordination import ManagerClient, QuorumResult
+from torchft_svc.coordination import (
+    LighthouseServer,
+    ManagerClient,
+    ManagerServer,
+    QuorumResult,
+)
 from torchft_svc.proto import torchft_pb2 as pb
 
 pytestmark = pytest.mark.processes
@@ -171,10 +176,24 @@ def test_the_next_process_takes_over_when_the_line_of_the_one_before_breaks(
         assert after.vote(rank=0, step=5, should_commit=True, worker_id="after").result()
 
 
-def test_the_next_process_takes_over_from_one_without_a_line_that_is_silent(
-    manager: Process, stranger: Line
-) -> None:
-    with line_to(manager.address) as before:
-        first = before.ask_manager(rank=0, worker_id="before").result()
-    answer = stranger.ask_manager(rank=0, worker_id="after", timeout_s=20).result()
-    assert answer.replica_ids != first.replica_ids
+@pytest.mark.usefixtures("early_news")
+def test_the_next_process_takes_over_from_one_without_a_line_that_is_silent() -> None:
+    with (
+        LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse,
+        ManagerServer(
+            replica_id="group",
+            lighthouse_addr=lighthouse.address(),
+            hostname="127.0.0.1",
+            bind="127.0.0.1:0",
+            store_addr="127.0.0.1:1",
+            world_size=1,
+            heartbeat_interval=timedelta(milliseconds=100),
+            connect_timeout=LONG,
+            quorum_retries=0,
+        ) as manager,
+        line_to(manager.address()) as stranger,
+    ):
+        with line_to(manager.address()) as before:
+            first = before.ask_manager(rank=0, worker_id="before").result()
+        answer = stranger.ask_manager(rank=0, worker_id="after", timeout_s=20).result()
+        assert answer.replica_ids != first.replica_ids
