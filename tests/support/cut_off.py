@@ -1,6 +1,7 @@
 """A run on Ray with a worker on each of two nodes, whose network is cut and comes back.
 
-Runs in the first of two network namespaces (its arguments): see tests/trainer/test_ray_cut_off.py.
+Runs in the first of two network namespaces: see tests/trainer/test_ray_namespaces.py. Arguments:
+the namespaces, and the address in each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from support.trained import BATCH_SIZE, model, optimizer, samples
 from torchft_svc.trainer import TrainContext, Trainer
 from torchft_svc.trainer.ray_backend import RayBackend
 
-HOSTS = ("10.213.7.1", "10.213.7.2")
 PORT = 26379
 LONG_S = 150.0
 
@@ -49,11 +49,11 @@ def train_until_both_are_back(context: TrainContext) -> int:
     return context.position.step
 
 
-def main(first: str, second: str) -> None:
-    head = [f"--node-ip-address={HOSTS[0]}", f"--port={PORT}", "--include-dashboard=false"]
+def main(first: str, second: str, *hosts: str) -> None:
+    head = [f"--node-ip-address={hosts[0]}", f"--port={PORT}", "--include-dashboard=false"]
     node(first, "--head", *head)
-    node(second, f"--address={HOSTS[0]}:{PORT}", f"--node-ip-address={HOSTS[1]}")
-    ray.init(f"{HOSTS[0]}:{PORT}", _node_ip_address=HOSTS[0], logging_level=logging.ERROR)
+    node(second, f"--address={hosts[0]}:{PORT}", f"--node-ip-address={hosts[1]}")
+    ray.init(f"{hosts[0]}:{PORT}", _node_ip_address=hosts[0], logging_level=logging.ERROR)
     trainer = Trainer(
         train_until_both_are_back,
         num_workers=2,

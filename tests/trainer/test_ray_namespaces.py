@@ -1,4 +1,4 @@
-"""A worker on Ray whose node is cut off by the network, in network namespaces of this machine."""
+"""Runs on Ray in network namespaces of this machine: a node is cut off, the autoscaler adds one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
-from support.cut_off import HOSTS
 from support.running import TESTS, environment, eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.ray, pytest.mark.timeout(400)]
 
+HOSTS = ("10.213.7.1", "10.213.7.2")
 _IP_S = 10.0
 _RUN_S = 300.0
 
@@ -36,19 +37,8 @@ def namespaces() -> Iterator[list[str]]:
     try:
         for name in names:
             ip("netns", "add", name)
-        ip(
-            "link",
-            "add",
-            "cut",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "cut",
-            "netns",
-            names[1],
-        )
+        near, far = ("cut", "netns", names[0]), ("cut", "netns", names[1])
+        ip("link", "add", *near, "type", "veth", "peer", *far)
         for name, host in zip(names, HOSTS, strict=True):
             ip("-n", name, "addr", "add", f"{host}/24", "dev", "cut")
             for device in ("lo", "cut"):
@@ -76,20 +66,31 @@ def killed(name: str) -> list[str]:
     return found
 
 
+def run(namespace: str, module: str, *arguments: str) -> list[str]:
+    """What a program has told in a namespace."""
+    command = ["ip", "netns", "exec", namespace, sys.executable, "-m", module, *arguments]
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
+        variables = environment(
+            PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+            RAY_AUTH_MODE="disabled",
+            RAY_TMPDIR=folder,  # where Ray notes its address for others; paths of sockets are short
+            RAY_USAGE_STATS_ENABLED="0",
+        )
+        done = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=_RUN_S, check=False
+        )
+    words = ("incident", "retries", "workers")
+    told = [line for line in done.stdout.splitlines() if line.startswith(words)]
+    assert done.returncode == 0, done
+    return told
+
+
 def test_the_run_goes_on_without_the_node_and_grows_when_it_is_back(namespaces: list[str]) -> None:
-    variables = environment(
-        PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-        RAY_AUTH_MODE="disabled",
-        RAY_USAGE_STATS_ENABLED="0",
-    )
-    command = ["ip", "netns", "exec", namespaces[0], sys.executable, "-m", "support.cut_off"]
-    done = subprocess.run(
-        [*command, *namespaces],
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=_RUN_S,
-        check=False,
-    )
-    told = [line for line in done.stdout.splitlines() if line.startswith(("incident", "retries"))]
-    assert told == ["incident restart peer 1 0", "incident growth peer 2 0", "retries 1"], done
+    told = run(namespaces[0], "support.cut_off", *namespaces, *HOSTS)
+    assert told == ["incident restart peer 1 0", "incident growth peer 2 0", "retries 1"]
+
+
+def test_the_autoscaler_makes_room_for_a_missing_worker(namespaces: list[str]) -> None:
+    """In a namespace, because its head has an address that others may use, too."""
+    told = run(namespaces[0], "support.autoscaled")
+    assert told == ["incident growth peer 2 0", "workers 2 retries 0"]
