@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
-import socket
 import statistics
 import sys
 import time
@@ -36,6 +35,14 @@ _CALM_S = (0.5, 1.0)
 # A job that ends is started again, so often.
 _MAX_JOBS = 4
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+# Of the rendezvous of torchrun, as if on a host of its own: no kill hits it.
+_STORE = """
+import time
+from torch.distributed import TCPStore
+store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(1e6)
+"""
 _COLUMNS = (
     Column("launcher", "launcher"),
     Column("killed", "SIGKILL to"),
@@ -107,6 +114,7 @@ class Job:
             "--max-restarts=1000",
             f"--rdzv-backend={backend}",
             f"--rdzv-endpoint={self.endpoint}",
+            *(["--rdzv-conf=is_host=0"] if self.side.module == TORCHRUN else []),
             "--rdzv-id=benchmark",
             "--local-addr=localhost",
             "-m",
@@ -247,9 +255,8 @@ def _job(side: Side, init_s: float) -> Iterator[Job]:
             lighthouse = stack.enter_context(start_lighthouse(min_replicas=1))
             endpoint = lighthouse_address(lighthouse)
         else:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                endpoint = f"localhost:{free.getsockname()[1]}"
+            store = stack.enter_context(Child([sys.executable, "-c", _STORE], _ENVIRONMENT))
+            endpoint = f"localhost:{store.read_line(_PATIENCE_S)}"
         job = Job(side, init_s, stack, endpoint)
         for node in range(NUM_NODES):
             job.begin(node)
