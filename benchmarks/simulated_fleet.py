@@ -22,7 +22,6 @@ from torchft_svc.core.types import NO_QUORUM, Member, QuorumConfig
 from torchft_svc.rpc.codec import quorum_answer
 
 JOB = "fleet"
-_STEP_S = 0.1
 _QUESTION_TIMEOUT_S = 60.0
 
 
@@ -98,14 +97,15 @@ class SimulatedFleet:
             self._note(kind if self.published is before else "quorum", took_s, orders)
 
     def beat(self, seconds: float) -> None:
-        """Everybody beats as often as allowed, in a step of its own."""
+        """Everybody beats as often as allowed, each time in another step."""
         beats = self._core.lighthouse.beat_interval_s(JOB)
         rounds = max(1, round(seconds / beats))
         for _ in range(rounds):
+            self.step += 1
             pause_s = beats / len(self.alive)
             for number in self.alive:
                 self.spend(pause_s)
-                message = Beat(Phase.TRAINING, self.step + int(self.now / _STEP_S), 0.02)
+                message = Beat(Phase.TRAINING, self.step, 0.02)
                 self._feed("beat", lambda now, n=number, m=message: self._core.received(n, m, now))
 
     def kill(self, numbers: Iterable[int], kind: str = "group killed") -> None:
