@@ -102,6 +102,7 @@ def hangs(lighthouse: str) -> None:
 def hangs_with_the_lock(lighthouse: str) -> None:
     """The same, and no thread of it runs."""
     begins_a_step(lighthouse)
+    time.sleep(1.0)  # the thread that tells the phase does so ten times in a second
     take_the_lock()
 
 
