@@ -87,7 +87,9 @@ def test_a_checkpoint_that_torch_cannot_load_is_skipped(
     with creators(processes, checkpoint_dir=folder) as trainer:
         for _ in range(2):
             trainer.train(max_retries=0, checkpoint="auto")
-        newest, before = CheckpointStore(folder).checkpoints()[:2]
+        store = CheckpointStore(folder)
+        eventually(lambda: len(store.checkpoints()) == 2)  # the last one may be under way
+        newest, before = store.checkpoints()
         make_unloadable(newest.path)
         kill_all(processes)
         found = trainer.train(max_retries=1, checkpoint="auto")
@@ -182,9 +184,11 @@ def delete_states(processes: Sharing) -> None:
 def test_a_held_state_was_deleted(
     processes: Sharing, tmp_path: Path, caplog: pytest.LogCaptureFixture, has_checkpoint: bool
 ) -> None:
-    with creators(processes, checkpoint_dir=tmp_path / "checkpoints") as trainer:
+    folder = tmp_path / "checkpoints"
+    with creators(processes, checkpoint_dir=folder) as trainer:
         if has_checkpoint:
             trainer.train(max_retries=0, checkpoint="auto")
+            eventually(lambda: bool(CheckpointStore(folder).checkpoints()))
         trainer.train(max_retries=0)
         delete_states(processes)
         assert trainer.state_dict()["position"]["epoch"] == 1 + has_checkpoint  # of a worker
