@@ -221,7 +221,7 @@ class LaunchChecks:
         world, now = report.world, self._universe.now
         before = max((each for each in self._told if each < world.round), default=0)
         survivors = set(world.node_ids) - set(report.joined)
-        if before and before == max(self._made_at, default=0):
+        if before and before == self._round_made:  # and not by a lighthouse that is gone
             is_reached = survivors & set(self._told[before].node_ids) <= self._reached.get(
                 before, set()
             )
