@@ -265,6 +265,13 @@ class Environment:
         return detail if ours is None else ours
 
     @property
+    def steady_steps(self) -> bool:
+        """``TORCHFT_STEADY_STEPS``: whether a step may begin in the quorum of the step before,
+        without a question (default: yes)."""
+        ours = self._bool("TORCHFT_STEADY_STEPS")
+        return True if ours is None else ours
+
+    @property
     def quorum_retries(self) -> int | None:
         """``TORCHFT_QUORUM_RETRIES``: how often a failed quorum is asked for again."""
         return self._int("TORCHFT_QUORUM_RETRIES", 0)

@@ -19,6 +19,7 @@ from torchft_svc.core.group_orders import (
     StopAsking,
 )
 from torchft_svc.core.session_messages import Leave
+from torchft_svc.core.term import Fate
 from torchft_svc.core.types import WorkerRequest
 from torchft_svc.errors import (
     CommitFailed,
@@ -244,7 +245,7 @@ def test_a_stranger_with_the_rank_of_a_living_worker_is_the_one_refused(
         group.voted(vote(0, yes=False, worker_id="evil"), 13)
     refused = Refused(11, "RequestRefused", f"group rank 0 is taken: {ANOTHER}")
     voted = plain(group.voted(vote(0, worker_id=worker_id), 14))
-    assert voted == [refused, AnswerVote(14, True)]
+    assert voted == [refused, AnswerVote(14, True, Fate.ENDS)]
     group.quorum_requested(request(0, worker_id="evil"), 15)
     asked = plain(group.quorum_requested(request(0, worker_id=worker_id), 16))
     assert asked == [replace(refused, caller=15), asks(2)], "and it is no other incarnation"
@@ -310,7 +311,10 @@ def test_a_rejected_request_leaves_the_state_as_it_was(bad: WorkerRequest, sente
     with pytest.raises(RequestRefused) as refused:
         group.quorum_requested(bad, 21)
     assert str(refused.value) == sentence
-    assert group.voted(vote(1, round=1), 22) == (AnswerVote(20, True), AnswerVote(22, True))
+    assert group.voted(vote(1, round=1), 22) == (
+        AnswerVote(20, True, Fate.ENDS),
+        AnswerVote(22, True, Fate.ENDS),
+    )
 
 
 def test_a_group_without_workers_can_not_be() -> None:
@@ -478,7 +482,7 @@ def test_a_question_whose_answer_was_lost_is_answered_again(fails: bool) -> None
         again = group.quorum_requested(numbered(0, 1), 12)
         assert again == (told(12, numbered(0, 1), 1),)
         assert group.voted(vote(1, worker_id="w1"), 13) == ()
-        both = (AnswerVote(13, True), AnswerVote(14, True))
+        both = tuple(AnswerVote(who, True, Fate.ENDS) for who in (13, 14))
         assert group.voted(vote(0, worker_id="w0"), 14) == both
 
 

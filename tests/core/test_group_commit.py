@@ -10,6 +10,7 @@ from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     AnswerVote,
 )
+from torchft_svc.core.term import Fate
 from torchft_svc.core.types import Vote
 from torchft_svc.errors import RequestRefused
 
@@ -19,7 +20,9 @@ def test_all_vote_yes() -> None:
     assert group.voted(vote(1), 20) == ()
     assert group.voted(vote(0), 21) == ()
     assert group.why() == "group rank 2 of 3 workers has not voted"
-    assert group.voted(vote(2), 22) == tuple(AnswerVote(who, True) for who in (20, 21, 22))
+    assert group.voted(vote(2), 22) == tuple(
+        AnswerVote(who, True, Fate.ENDS) for who in (20, 21, 22)
+    )
 
 
 def test_one_no_decides_at_once_and_for_all() -> None:
@@ -31,8 +34,8 @@ def test_one_no_decides_at_once_and_for_all() -> None:
 
 def test_a_vote_may_name_the_step_of_the_group_or_of_the_quorum() -> None:
     """A group that healed meanwhile is at max_step when it votes."""
-    assert in_round(1).voted(vote(0, step=5), 20) == (AnswerVote(20, True),)
-    assert in_round(1).voted(vote(0, step=7), 20) == (AnswerVote(20, True),)
+    assert in_round(1).voted(vote(0, step=5), 20) == (AnswerVote(20, True, Fate.ENDS),)
+    assert in_round(1).voted(vote(0, step=7), 20) == (AnswerVote(20, True, Fate.ENDS),)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,10 @@ def test_a_refused_vote_leaves_the_state_as_it_was(bad: Vote, sentence: str) -> 
     with pytest.raises(RequestRefused) as refused:
         group.voted(bad, 21)
     assert str(refused.value) == sentence
-    assert group.voted(vote(0, round=3), 22) == (AnswerVote(20, True), AnswerVote(22, True))
+    assert group.voted(vote(0, round=3), 22) == (
+        AnswerVote(20, True, Fate.ENDS),
+        AnswerVote(22, True, Fate.ENDS),
+    )
 
 
 NOTHING = "there is nothing to vote on: no quorum yet, or a new one is due"
@@ -89,8 +95,11 @@ def test_a_repeated_vote_is_answered_once() -> None:
     sentence = "no commit decision: a newer call of group rank 0 has taken the place of this one"
     assert plain(group.voted(vote(0), 21)) == [Refused(20, "CommitFailed", sentence)]
     assert group.withdrawn(20) == ()
-    assert group.voted(vote(1), 22) == (AnswerVote(21, True), AnswerVote(22, True))
-    assert group.voted(vote(1), 23) == (AnswerVote(23, True),)  # its answer was lost
+    assert group.voted(vote(1), 22) == (
+        AnswerVote(21, True, Fate.ENDS),
+        AnswerVote(22, True, Fate.ENDS),
+    )
+    assert group.voted(vote(1), 23) == (AnswerVote(23, True, Fate.ENDS),)  # its answer was lost
 
 
 def test_a_voter_that_gives_up_releases_the_others() -> None:
@@ -133,7 +142,7 @@ def test_i3_a_late_no_is_not_answered_with_a_yes() -> None:
     group.voted(vote(1), 21)
     group.quorum_requested(request(0), 22)
     assert group.voted(vote(1, yes=False), 23) == (AnswerVote(23, False),)
-    assert group.voted(vote(1), 24) == (AnswerVote(24, True),)  # its answer was lost
+    assert group.voted(vote(1), 24) == (AnswerVote(24, True, Fate.ENDS),)  # its answer was lost
 
 
 @pytest.mark.parametrize("step", [4, 6])

@@ -7,7 +7,7 @@ from enum import Enum
 import pytest
 from support.core.scenes import JOB, Scene, config, formed
 
-from torchft_svc.core.lighthouse import MAX_LOSSES_TOLD
+from torchft_svc.core.job import MAX_LOSSES_TOLD
 from torchft_svc.core.lighthouse_orders import ReportLoss
 from torchft_svc.core.session_messages import Leave
 from torchft_svc.errors import RequestRefused

@@ -35,6 +35,7 @@ from torchft_svc.core.link_types import (
 from torchft_svc.core.membership import GATHER_S
 from torchft_svc.core.route import LOOK_BACK_S, MAX_PAUSE_S, MIN_PAUSE_S
 from torchft_svc.core.session_messages import Hello, Leave, Question, Withdrawal
+from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum
 from torchft_svc.errors import (
     DeadlineExceeded,
@@ -234,7 +235,7 @@ def test_a_question_and_its_answer() -> None:
     assert link.ask() == [Question(2, told, 60.0)]
     link.close()
     again = link.until(link.now + MIN_PAUSE_S)
-    assert again == [Connect(2, "a", Hello("g:1", LastQuorum(5, 3)))]
+    assert again == [Connect(2, "a", Hello("g:1", LastQuorum(5, 3), num_groups=2))]
     assert link.open(2) == [Question(3, told, 60.0 - link.now)]
 
 
@@ -516,7 +517,8 @@ def test_f4_who_was_frozen_while_it_asked_looks_back_before_it_takes_the_answer(
     assert link.ask() != []
     link.now *= 3
     assert link.answer(quorum(6), 2, number=2) == [Probe(2, ("a",))]
-    (left,) = link.probed("a", number=2)
+    told, left = link.probed("a", number=2)
+    assert told == TermEnds(5, None, "it goes back to lighthouse a")
     assert isinstance(left, Leave)
     link.close(2)
     (asked,) = link.open(3)

@@ -26,6 +26,7 @@ from torchft_svc.core.manager import (
 )
 from torchft_svc.core.session_messages import Beat, Drain, Kill, Leave, Lost, NoQuorumYet
 from torchft_svc.core.step import Phase
+from torchft_svc.core.term import Fate
 from torchft_svc.core.types import WorkerRequest
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed, RequestRefused
 
@@ -92,7 +93,7 @@ def test_all_votes_are_answered_at_once() -> None:
     made = manager(1)
     made.ask(asks(0), 10.0, 100.0)
     made.outcome(7, QUORUM, "a", 101.0)
-    assert made.vote(vote(0, worker_id="w0"), 5.0, 102.0) == (1, (AnswerVote(1, True),))
+    assert made.vote(vote(0, worker_id="w0"), 5.0, 102.0) == (1, (AnswerVote(1, True, Fate.ENDS),))
 
 
 def test_what_the_barriers_refuse_is_an_answer() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.core.scenes import JOB, Refused, Scene, answer, config, formed, loss, member
 
-from torchft_svc.core.lighthouse import MAX_ANNOUNCED, MAX_ANNOUNCEMENTS
+from torchft_svc.core.job import MAX_ANNOUNCED, MAX_ANNOUNCEMENTS
 from torchft_svc.core.lighthouse_orders import ReportStraggler
 from torchft_svc.core.membership import Membership
 from torchft_svc.core.step import Phase

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from torchft_svc.core.peers import LoseMember, Peers
-from torchft_svc.core.round import (
-    RETRY_S,
+from torchft_svc.core.round import RETRY_S, Round, RoundRequest, WorkerCalls, WorkerRules
+from torchft_svc.core.round_orders import (
     AskDecision,
     AskManager,
     BeginTraining,
@@ -23,13 +23,10 @@ from torchft_svc.core.round import (
     OfferState,
     Order,
     RefuseState,
-    Round,
-    RoundRequest,
     Warn,
-    WorkerCalls,
-    WorkerRules,
 )
 from torchft_svc.core.step import Participation, Phase, StepMachine
+from torchft_svc.core.term import Fate
 from torchft_svc.core.types import Vote, WorkerRequest
 from torchft_svc.errors import (
     CheckpointError,
@@ -54,6 +51,7 @@ class Part:
     """A worker's part in a quorum of groups a and b, as group a's."""
 
     quorum_id: int = 7
+    steady: bool = False
     replica_ids: tuple[str, ...] = ("a:1", "b:1")
     replica_rank: int = 0
     replica_world_size: int = 2
@@ -205,7 +203,7 @@ def test_when_the_quorum_is_waited_for(
 def test_a_step_that_may_not_begin_changes_nothing() -> None:
     round_ = training()
     round_.step.begin_vote()
-    round_.decide(True)
+    round_.decide(Decide(True))
     round_.step.lose_update("it raised")
     asking(round_)
     round_.answered(QUORUM)
@@ -401,7 +399,7 @@ def test_state_is_offered_by_who_is_whole() -> None:
 def test_state_is_refused_by_who_spoiled_it() -> None:
     round_ = training()
     round_.step.begin_vote()
-    round_.decide(True)
+    round_.decide(Decide(True))
     round_.step.lose_update("it raised")
     asking(round_)
     round_.answered(dataclasses.replace(QUORUM, recover_dst_replica_ranks=(1,)))
@@ -460,7 +458,7 @@ def test_a_step_that_is_given_up_leaves_its_members() -> None:
     round_ = training()
     assert kinds(round_.give_up()) == [LeaveMembers]
     round_.step.begin_vote()
-    round_.decide(False)
+    round_.decide(Decide(False))
     assert round_.give_up() == ()
 
 
@@ -519,7 +517,7 @@ def test_who_is_refused_goes_on_only_if_trying_again_may_help() -> None:
 
 
 def test_a_worker_that_is_alone_decides() -> None:
-    assert training().vote(100.0, 10.0) == (Decide(True),)
+    assert training().vote(100.0, 10.0) == (Decide(True, fate=Fate.ENDS),)
     failed = training()
     failed.failed(BROKEN)
     assert failed.vote(100.0, 10.0) == (Decide(False),)
@@ -537,7 +535,7 @@ def voting(*, well: bool) -> Round[Part]:
 @pytest.mark.parametrize("well", [True, False])
 def test_a_decision_and_a_refusal_are_final(well: bool) -> None:
     for committed in (True, False):
-        assert voting(well=well).voted(committed) == (Decide(committed),)
+        assert voting(well=well).voted(committed, Fate.ENDS) == (Decide(committed, fate=Fate.ENDS),)
     gave_up = CommitFailed("group rank 0 gave up")
     assert voting(well=well).vote_failed(gave_up, 101.0) == (Decide(False, gave_up),)
 
@@ -562,5 +560,5 @@ def test_a_manager_that_is_started_anew_is_asked_for_the_decision_again(well: bo
 def test_a_commit_counts_in_the_quorum_of_its_round() -> None:
     round_ = training()
     round_.vote(100.0, 10.0)
-    round_.decide(True)
+    round_.decide(Decide(True))
     assert (round_.step.state.step, round_.step.state.quorum_id) == (4, 7)

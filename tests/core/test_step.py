@@ -304,6 +304,7 @@ def in_phase(phase: Phase) -> StepMachine:
 
 ACTIONS = {
     StepEvent.STARTED: lambda machine: machine.start(),
+    StepEvent.WENT_ON: lambda machine: machine.go_on(),
     StepEvent.QUORUM_FORMED: lambda machine: machine.form(TWO),
     StepEvent.HEAL_PLANNED: lambda machine: machine.form(TWO, heal_to=7),
     StepEvent.QUORUM_FAILED: lambda machine: machine.fail_quorum(OOPS),

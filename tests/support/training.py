@@ -111,15 +111,19 @@ class Trainer:
     def meets(self, num_groups: int) -> bool:
         """Step until a quorum has ``num_groups``; whether that step was committed.
 
-        A group that is new does not hold up those that train, so they may be a few steps ahead.
+        A group that is new does not hold up those that train, so they may be a few steps ahead. A
+        step that went on without a question, and in vain, does not count: the others wait for this
+        group's question.
         """
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             self.backward()
             self.manager.wait_quorum()
             quorum = self.manager.last_quorum()
+            is_in_vain = self.manager._worker.round.goes_on
             committed = self.optimizer.step()
-            if quorum is not None and quorum.replica_world_size == num_groups:
+            is_whole = quorum is not None and quorum.replica_world_size == num_groups
+            if is_whole and (committed or not is_in_vain):
                 return committed
         raise AssertionError(f"{self.name} never met {num_groups} groups")
 

@@ -82,6 +82,8 @@ class Manager:
             ``TORCHFT_TLS_CA``, ``TORCHFT_TOKEN`` or ``TORCHFT_TOKEN_FILE``; default: neither).
         handle_sigterm: let SIGTERM drain the group, unless the program handles it already or this
             is not the main thread. A second SIGTERM ends the process as usual.
+        steady_steps: let steps begin in the quorum of the step before, without a question, while
+            nobody comes, goes or fails (``TORCHFT_STEADY_STEPS``; default: yes).
         flight_recorder: a directory for records of the collectives of each quorum that ended with
             an error (``TORCHFT_FLIGHT_RECORDER``; default: nothing is recorded).
 
@@ -124,6 +126,7 @@ class Manager:
         security: Security | None = None,
         handle_sigterm: bool = True,
         flight_recorder: str | None = None,
+        steady_steps: bool | None = None,
     ) -> None:
         environment = Environment()
         timeouts = resolve_timeouts(
@@ -142,6 +145,7 @@ class Manager:
             use_async_quorum=use_async_quorum,
             init_sync=init_sync,
             checks_collectives=environment.checks_collectives,
+            is_steady=environment.steady_steps if steady_steps is None else steady_steps,
         )
         services = resolve_services(
             environment,
@@ -293,6 +297,12 @@ class Manager:
     def launch_sum(self, tensor: torch.Tensor) -> Reduction | None:
         """Start summing ``tensor`` in place over all groups; None: it failed (latched)."""
         return self._stepper.launch_sum(tensor)
+
+    def _launch_gradients(
+        self, memory: torch.Tensor, carrier: torch.Tensor | None
+    ) -> Reduction | None:
+        """As `launch_sum`, for memory with a place for the wish to ask before the next step."""
+        return self._stepper.launch_sum(memory, carrier)
 
     def register_reducer(self, reducer: Reducing) -> None:
         """Call ``reducer`` before each vote to check that its backward pass was finished.

@@ -14,9 +14,10 @@ import grpc
 from torchft_svc.coordination.outgoing import Outgoing
 from torchft_svc.core.route import AttachEnd, AttachRetry, Reattach
 from torchft_svc.core.step import Phase
+from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import one_line
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import fit_for_logs
+from torchft_svc.rpc.codec import fit_for_logs, term_ends_from_wire
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Listeners:
     known); called again and again, and of all workers of a group that wait only for the first.
     ``on_over``: the manager ends, and there will be no other (the reason). ``on_cut``: the stream
     has ended, so that the group is out of its quorum: its manager is gone, or takes this worker for
-    gone.
+    gone. ``on_term``: the term of a quorum has to end.
     """
 
     on_loss: Callable[[str, str, int], None]
@@ -45,6 +46,7 @@ class Listeners:
     on_no_quorum: Callable[[str], None] = lambda reason: None
     on_over: Callable[[str], None] = lambda reason: None
     on_cut: Callable[[], None] = lambda: None
+    on_term: Callable[[TermEnds], None] = lambda news: None
 
     def receive(self, news: pb.AttachNews) -> None:
         fit_for_logs(news)
@@ -57,6 +59,8 @@ class Listeners:
             self.on_drain(news.drain.reason)
         elif kind == "waiting":
             self.on_waiting(news.waiting.replica_id)
+        elif kind == "term_ends":
+            self.on_term(term_ends_from_wire(news.term_ends))
         elif kind == "no_quorum_yet":
             self.on_no_quorum(news.no_quorum_yet.reason)
         elif kind == "over":

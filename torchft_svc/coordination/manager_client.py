@@ -14,9 +14,11 @@ from torchft_svc.coordination.client import Client
 from torchft_svc.coordination.types import ManagerLocator, QuorumResult
 from torchft_svc.core.round import WorkerCalls
 from torchft_svc.core.step import Phase
+from torchft_svc.core.term import Fate, Wish
 from torchft_svc.core.types import DEFAULT_JOB, Vote, WorkerRequest
 from torchft_svc.errors import QuorumFailed, TorchFTError, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.codec import fate_from_wire
 from torchft_svc.rpc.security import Security
 
 log = logging.getLogger(__name__)
@@ -186,6 +188,8 @@ class ManagerClient(Client):
             question=request.question,
             layout=request.layout,
             step_quorum_id=request.step_quorum_id,
+            steady=request.steady,
+            agreed=request.agreed,
         )
         answer = self._ask_quorum(encoded, timeout)
         if not answer.store_address:
@@ -209,12 +213,13 @@ class ManagerClient(Client):
             DeadlineExceeded: not all have voted within ``timeout``.
             RequestRefused: wrong rank or step, or the round is over.
         """
-        return self.vote(
-            Vote(group_rank=group_rank, step=step, should_commit=should_commit), timeout
-        )
+        vote = Vote(group_rank=group_rank, step=step, should_commit=should_commit)
+        committed, _ = self.vote(vote, timeout)
+        return committed
 
-    def vote(self, vote: Vote, timeout: timedelta) -> bool:
-        """See `should_commit`; what each call repeats is added here."""
+    def vote(self, vote: Vote, timeout: timedelta) -> tuple[bool, Fate]:
+        """See `should_commit`, with how the next step begins; what each call repeats is added
+        here."""
         with self._lock:
             vote = self._calls.ballot(vote)
         request = pb.ShouldCommitRequest(
@@ -223,8 +228,10 @@ class ManagerClient(Client):
             step=vote.step,
             round=vote.round,
             worker_id=vote.worker_id,
+            wishes_none=vote.wish is Wish.NONE,
         )
-        return self._send_vote(request, timeout).should_commit
+        decided = self._send_vote(request, timeout)
+        return decided.should_commit, fate_from_wire(decided.fate)
 
     def kill(self, msg: str, timeout: timedelta = timedelta(seconds=5)) -> None:
         """End the group at once: its workers, its manager, and the trainer that started that."""
@@ -253,5 +260,6 @@ def _result(answer: pb.ManagerQuorumResponse, group_rank: int) -> QuorumResult:
         heal=answer.heal,
         commit_failures=answer.commit_failures,
         replica_ids=list(answer.replica_ids),
+        steady=answer.steady,
         store_prefix=f"torchft/{answer.quorum_id}/{group_rank}",
     )

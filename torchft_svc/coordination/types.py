@@ -44,6 +44,7 @@ class QuorumResult:
     ``max_step``; ``recover_src_*`` say whom to heal from (None and ``""``: nothing to heal), and
     ``recover_dst_replica_ranks`` who heals from here. ``recover_extra_*``: more groups have the
     same state, so a part may come from them. ``store_prefix`` is new for every quorum id.
+    ``steady``: the next steps may belong to this quorum, and ask nobody.
     """
 
     quorum_id: int
@@ -62,6 +63,7 @@ class QuorumResult:
     commit_failures: int
     replica_ids: list[str]
     store_prefix: str
+    steady: bool = False
 
 
 @dataclass(frozen=True, slots=True)

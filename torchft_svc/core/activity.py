@@ -26,6 +26,20 @@ class Activity:
     step: int
     since: float
 
+    def has_begun(self, step: int) -> bool:
+        """Whether ``step`` is under way, or over; a heal is no part of a step."""
+        if self.phase is Phase.HEALING:
+            return True
+        return self.step > step or (self.step == step and self.phase is not Phase.IDLE)
+
+    @property
+    def reached(self) -> int:
+        """The step whose weights are certainly in place. Between two steps an update may still be
+        under way, and a group that heals is not there yet."""
+        if self.phase is Phase.HEALING:
+            return 0
+        return self.step - (self.phase is Phase.IDLE)
+
 
 class WorkerActivities:
     """A group does what its worker does that has stood still for the longest time.
@@ -58,6 +72,12 @@ class WorkerActivities:
     def gone(self, group_rank: int) -> None:
         self._workers.pop(group_rank, None)
         self._held_up.discard(group_rank)
+
+    def reached(self, num_workers: int) -> int:
+        """The step that all ``num_workers`` have reached (0: not all have reported one)."""
+        if len(self._workers) < num_workers:
+            return 0
+        return max(0, min(each.reached for each in self._workers.values()))
 
     def slowest(self) -> Activity | None:
         """None: no worker has reported anything."""

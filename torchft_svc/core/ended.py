@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from torchft_svc.core.term import Fate
 from torchft_svc.core.types import WorkerRequest
 from torchft_svc.errors import TorchFTError
 
@@ -23,7 +24,8 @@ class EndedBarrier:
     round: int
     steps: frozenset[int]
     decision: bool | None
-    reason: str
+    reason: str = ""
+    fate: Fate = Fate.BREAKS_OFF
 
     def concerns(self, round_: int, step: int) -> bool:
         """Whether a vote belongs here; ``round_`` is 0 if the voter does not know rounds."""

@@ -17,9 +17,9 @@ owner is gone, which makes the other its successor, or gives a sign of life.
 from __future__ import annotations
 
 from torchft_svc.core.assignment import assign
-from torchft_svc.core.ended import EndedBarrier, EndedBarriers
+from torchft_svc.core.commit_barrier import CommitBarrier, newer_call
+from torchft_svc.core.ended import EndedBarriers
 from torchft_svc.core.group_orders import (
-    AnswerVote,
     AnswerWorker,
     AskLighthouse,
     AwaitOwner,
@@ -31,7 +31,6 @@ from torchft_svc.core.likeness import group_layout
 from torchft_svc.core.session_messages import Leave
 from torchft_svc.core.types import Quorum, Vote, WorkerRequest
 from torchft_svc.errors import (
-    CommitFailed,
     ConfigError,
     GroupLeft,
     QuorumFailed,
@@ -55,10 +54,7 @@ class Group:
         self._round = first_round - 1
         self._asking = False
         self._requests: dict[int, tuple[WorkerRequest, int]] = {}  # by group rank
-        self._votes: dict[int, tuple[Vote, int]] = {}
-        self._steps: frozenset[int] = frozenset()  # that a vote in this round may name
-        self._decision: bool | None = None
-        self._ended: EndedBarrier | None = None  # no worker has received another quorum since
+        self._commits = CommitBarrier(world_size, first_round)
         self._formed: tuple[Quorum, str] | None = None  # sent last, and the group's id in it
         self._over = EndedBarriers()
         self._workers: dict[int, str] = {}
@@ -105,7 +101,7 @@ class Group:
         orders += self._end_the_rest()
         if self._is_missed(group_rank, worker_id):
             orders += self._fail_barrier(QuorumFailed(gone))
-        orders += self._drop_votes(gone)
+        orders += self._commits.drop(gone)
         if not self._attached:
             self._drain_reason = None  # the reason was for the workers that have ended
         orders.append(Leave(gone, ends=ends))
@@ -133,8 +129,7 @@ class Group:
         """Another worker asks with a rank that is taken: while it is not known whether the owner
         lives, it may be its successor."""
         rank = request.group_rank
-        is_waiting = rank in self._requests or (rank in self._votes and self._decision is None)
-        if is_waiting:
+        if rank in self._requests or self._commits.waits(rank):
             raise self._taken(rank, "already waits")
         held = self._heirs.get(rank)
         if held and held[0].worker_id != request.worker_id:
@@ -142,7 +137,7 @@ class Group:
         self._heirs[rank] = (request, caller)
         orders: list[Order] = []
         if held:
-            orders.append(RefuseWorker(held[1], QuorumFailed(_newer(rank))))
+            orders.append(RefuseWorker(held[1], QuorumFailed(newer_call(rank))))
         if rank not in self._attached and self._owners[rank] and rank not in self._suspects:
             self._suspects[rank] = caller
             orders.append(AwaitOwner(rank, caller))
@@ -230,7 +225,8 @@ class Group:
         late = self._answer_late_question(request, caller)
         if late is not None:
             return (late,)
-        orders = self._end_inherited_votes(request) or self._drop_votes(
+        orders: list[Order] = []
+        orders += self._commits.end_inherited(request) or self._commits.drop(
             f"group rank {request.group_rank} asked for a new quorum instead of voting"
         )
         if waiting and request.question > waiting[0].question > 0:
@@ -239,7 +235,7 @@ class Group:
             waiting = None
         if waiting:
             # The same worker asks again: its first call was lost on the way back.
-            orders.append(RefuseWorker(waiting[1], QuorumFailed(_newer(request.group_rank))))
+            orders.append(RefuseWorker(waiting[1], QuorumFailed(newer_call(request.group_rank))))
         self._requests[request.group_rank] = (request, caller)
         if self._asking:
             if waiting and request == waiting[0]:
@@ -275,9 +271,8 @@ class Group:
         self._over.note([request for request, _ in self._requests.values()], None)
         newest = max(life for _, life in self._lives.values())
         self._lives = {rank: (each.worker_id, newest) for rank, (each, _) in self._requests.items()}
-        self._steps = frozenset({*steps, quorum.max_step})
+        self._commits.open(round_, {*steps, quorum.max_step})
         self._formed = quorum, replica_id
-        self._ended = None
         self._asking = False
         self._requests = {}
         return tuple(answers)
@@ -309,22 +304,12 @@ class Group:
         if held_rank is not None:
             del self._heirs[held_rank]
             return ()
-        for rank, (_, waiting) in list(self._votes.items()):
-            if waiting == caller and self._decision is None:
-                del self._votes[rank]
-                return tuple(self._drop_votes(f"group rank {rank} gave up waiting"))
-        return ()
+        return tuple(self._commits.withdrawn(caller))
 
     # -- the commit barrier ----------------------------------------------------------------------
 
     def voted(self, vote: Vote, caller: int) -> tuple[Order, ...]:
-        """A worker votes. One no decides at once, a yes needs all.
-
-        After a no its voter may ask again before the others vote: they receive the decision.
-
-        A vote in a round of an earlier manager, which died, is accepted: the step that other
-        workers ask for by now shows what they were told, and if they were told nothing they vote
-        again, too.
+        """A worker votes, see `CommitBarrier.count`.
 
         Raises: RequestRefused: the rank does not exist or is taken by another worker, or the vote
         belongs to another round.
@@ -332,39 +317,9 @@ class Group:
         self._check_rank(vote.group_rank)
         if not self.belongs_to(vote.group_rank, vote.worker_id):
             raise self._taken(vote.group_rank, "is there")
-        orders = self._count(vote, caller)
+        asking = [request for request, _ in self._requests.values()]
+        orders = self._commits.count(vote, caller, asking)
         return (*self._refuse_heir(vote.group_rank), *orders)
-
-    def _count(self, vote: Vote, caller: int) -> tuple[Order, ...]:
-        if not self._is_inherited(vote):
-            if self._ended is not None and self._is_late(vote, self._ended):
-                return (_answer_late(vote, caller, self._ended),)
-            self._check_round(vote)
-        elif self._requests:
-            told = any(_shows_commit(asked, vote) for asked, _ in self._requests.values())
-            return (AnswerVote(caller, told),)
-        earlier = self._votes.get(vote.group_rank)
-        if earlier and (earlier[0].worker_id, earlier[0].should_commit) != (
-            vote.worker_id,
-            vote.should_commit,
-        ):
-            raise RequestRefused(
-                f"group rank {vote.group_rank} has already voted in round {self._round}"
-            )
-        if self._decision is not None:
-            self._votes[vote.group_rank] = (vote, caller)
-            return (AnswerVote(caller, self._decision),)
-        orders: list[Order] = []
-        if earlier:
-            orders.append(RefuseWorker(earlier[1], CommitFailed(_newer(vote.group_rank))))
-        self._votes[vote.group_rank] = (vote, caller)
-        if not vote.should_commit:
-            self._decision = False
-        elif len(self._votes) == self.world_size:
-            self._decision = True
-        if self._decision is not None:
-            orders += [AnswerVote(who, self._decision) for _, who in self._votes.values()]
-        return tuple(orders)
 
     # -- questions -------------------------------------------------------------------------------
 
@@ -401,8 +356,9 @@ class Group:
             return f"group rank {held_rank} belongs to another worker, which may be alive"
         if self._asking:
             return "the lighthouse has not answered yet"
+        voters = self._commits.voters()
         waiting, barrier = (
-            (self._votes, "voted") if self._votes else (self._requests, "asked for a quorum")
+            (voters, "voted") if voters else (self._requests.keys(), "asked for a quorum")
         )
         missing = [rank for rank in range(self.world_size) if rank not in waiting]
         shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
@@ -415,34 +371,6 @@ class Group:
             raise RequestRefused(
                 f"group rank {group_rank} is outside this group of {self.world_size} workers"
             )
-
-    def _check_round(self, vote: Vote) -> None:
-        if not self._steps:
-            raise RequestRefused("there is nothing to vote on: no quorum yet, or a new one is due")
-        if vote.round not in (0, self._round):
-            raise RequestRefused(
-                f"the vote belongs to round {vote.round}, this is round {self._round}"
-            )
-        if vote.step not in self._steps:
-            expected = " or ".join(map(str, sorted(self._steps)))
-            raise RequestRefused(
-                f"the vote is for step {vote.step}, the group is at step {expected}"
-            )
-
-    def _is_late(self, vote: Vote, ended: EndedBarrier) -> bool:
-        """Whether it belongs to the last barrier, from a worker that has not asked again."""
-        return vote.group_rank not in self._requests and ended.concerns(vote.round, vote.step)
-
-    def _is_inherited(self, vote: Vote) -> bool:
-        """Whether it belongs to a round of an earlier manager."""
-        return self._round < self._first_round and vote.round > 0
-
-    def _end_inherited_votes(self, asked: WorkerRequest) -> list[Order]:
-        """A worker that asks had an answer to its vote; the others get the same."""
-        if self._round >= self._first_round or self._decision is not None:
-            return []
-        votes, self._votes = self._votes, {}
-        return [AnswerVote(who, _shows_commit(asked, vote)) for vote, who in votes.values()]
 
     def _meet(self, request: WorkerRequest) -> None:
         """Note the worker; another one at a known rank makes this another incarnation."""
@@ -474,6 +402,8 @@ class Group:
             has_history=all(request.last_quorum_id for request in requests),
             layout=group_layout([layouts[rank] for rank in sorted(layouts)]),
             step_quorum_id=min(request.step_quorum_id for request in requests),
+            steady=all(request.steady for request in requests),
+            agreed=all(request.agreed for request in requests),
         )
         self._restarted = False
         return ask
@@ -518,19 +448,6 @@ class Group:
         self._requests = {}
         return refused
 
-    def _drop_votes(self, reason: str) -> list[Order]:
-        """End the commit barrier; workers that still wait for a decision get the reason."""
-        undecided = self._decision is None
-        dropped: list[Order] = [
-            RefuseWorker(who, CommitFailed(reason)) for _, who in self._votes.values() if undecided
-        ]
-        if self._steps:
-            self._ended = EndedBarrier(self._round, self._steps, self._decision, reason)
-        self._votes = {}
-        self._steps = frozenset()
-        self._decision = None
-        return dropped
-
     def _taken(self, group_rank: int, what: str) -> RequestRefused:
         return RequestRefused(
             f"group rank {group_rank} is taken: another worker with this rank {what}; "
@@ -548,27 +465,7 @@ def _answer_worker(
     return AnswerWorker(caller, request, part, round_)
 
 
-def _answer_late(vote: Vote, caller: int, ended: EndedBarrier) -> AnswerVote | RefuseWorker:
-    """A worker that votes no was not in a barrier that said yes: it is new, and had no quorum."""
-    if ended.decision is None:
-        return RefuseWorker(caller, CommitFailed(ended.reason))
-    return AnswerVote(caller, ended.decision and vote.should_commit)
-
-
 def _different_steps(requests: dict[int, tuple[WorkerRequest, int]]) -> RequestRefused:
     named = sorted((request.group_rank, request.step) for request, _ in requests.values())
     steps = ", ".join(f"rank {rank} at step {step}" for rank, step in named)
     return RequestRefused(f"the workers of this group are at different steps: {steps}")
-
-
-def _shows_commit(asked: WorkerRequest, vote: Vote) -> bool:
-    """Whether a worker's next request shows that the step of ``vote`` was committed.
-
-    Its step also grows with a heal. But a worker that could not heal at the same time has voted no,
-    and one no is enough.
-    """
-    return vote.should_commit and asked.step > vote.step
-
-
-def _newer(group_rank: int) -> str:
-    return f"a newer call of group rank {group_rank} has taken the place of this one"

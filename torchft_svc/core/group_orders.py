@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torchft_svc.core.assignment import Assignment
 from torchft_svc.core.session_messages import Leave
+from torchft_svc.core.term import Fate
 from torchft_svc.core.types import WorkerRequest
 from torchft_svc.errors import TorchFTError
 
@@ -15,8 +16,8 @@ class AskLighthouse:
     """Ask for a quorum on behalf of the whole group, for ``round``.
 
     ``new_incarnation``: a worker was restarted, so to the others this is another group now.
-    ``has_history``: all workers have received a quorum. The other fields combine those of the
-    `WorkerRequest` s.
+    ``has_history``: all workers have received a quorum. ``steady``: all can begin steps without a
+    question; ``agreed``: all say so. The other fields combine those of the `WorkerRequest` s.
     """
 
     round: int
@@ -29,6 +30,8 @@ class AskLighthouse:
     has_history: bool = False
     layout: str = ""
     step_quorum_id: int = 0
+    steady: bool = False
+    agreed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class AnswerWorker:
 class AnswerVote:
     caller: int
     should_commit: bool
+    fate: Fate = Fate.BREAKS_OFF
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from torchft_svc.core.activity import Activity, HangWatch
 from torchft_svc.core.ids import QuorumIds
+from torchft_svc.core.job import Announcements, EndedJob, Job
 from torchft_svc.core.lighthouse_orders import (
     AnswerQuorum,
     Order,
@@ -22,11 +22,12 @@ from torchft_svc.core.lighthouse_orders import (
     ReportLeftHealing,
     ReportLoss,
     ReportStraggler,
+    ReportTermEnds,
     ReportWaiting,
 )
-from torchft_svc.core.likeness import Likeness, why_unlike
+from torchft_svc.core.likeness import why_unlike
 from torchft_svc.core.membership import GroupState, Membership
-from torchft_svc.core.overview import GoneGroup, History, JobStatus, Pause, describe
+from torchft_svc.core.overview import GoneGroup, History, JobStatus, Pause, describe, name_some
 from torchft_svc.core.quorum import (
     Formed,
     Waiting,
@@ -38,8 +39,9 @@ from torchft_svc.core.quorum import (
     look_at,
     to_evict,
 )
-from torchft_svc.core.session_messages import Leave
+from torchft_svc.core.session_messages import Leave, NewcomerWaits
 from torchft_svc.core.step import Phase
+from torchft_svc.core.term import RunningTerm, TermEnds
 from torchft_svc.core.types import (
     MAX_NAME_LENGTH,
     NO_QUORUM,
@@ -57,89 +59,6 @@ MAX_BEATS_PER_SECOND = 500.0
 MIN_BEATS_PER_TIMEOUT = 3.0
 
 MAX_ENDED_SHOWN = 20  # of the jobs that have ended, if none is named
-# A member needs to know that groups wait, and about how many. One loss makes it discard its step;
-# the further ones are for members whose session broke just then. A thousand groups that come or die
-# at once must not cause a million messages.
-MAX_ANNOUNCED, MAX_ANNOUNCEMENTS = 100, 10_000
-MAX_LOSSES_TOLD = 4
-
-
-class Announcements:
-    """How much the members of one quorum are told about newcomers and losses (rule Q22)."""
-
-    def __init__(self) -> None:
-        self._newcomers: set[str] = set()
-        self._num_losses = 0
-
-    def of_newcomers(self, waiting: Iterable[str], num_members: int) -> list[str]:
-        """The newcomers to announce to ``num_members`` members: each once, and only the first
-        ones of a crowd."""
-        fresh = [key for key in waiting if key not in self._newcomers]
-        limit = min(MAX_ANNOUNCED, max(1, MAX_ANNOUNCEMENTS // num_members))
-        del fresh[max(0, limit - len(self._newcomers)) :]
-        self._newcomers.update(fresh)
-        return fresh
-
-    def of_a_loss(self) -> bool:
-        """Whether another loss is announced."""
-        self._num_losses += 1
-        return self._num_losses <= MAX_LOSSES_TOLD
-
-    def gone(self, replica_id: str) -> None:
-        self._newcomers.discard(replica_id)
-
-
-@dataclass(slots=True)
-class _Job:
-    members: Membership
-    hangs: HangWatch
-    history: History
-    last_id: int
-    likeness: Likeness = field(default_factory=Likeness)
-    heard_id: int = 0  # the highest that a group reported, maybe from another lighthouse
-    spent_id: int = 0  # a quorum that members were told to leave
-    killed: dict[str, str] = field(default_factory=dict)  # living groups, and why they end
-    # Requests of groups whose name is still held by an earlier incarnation.
-    held: dict[str, tuple[Member, int]] = field(default_factory=dict)
-    announcements: Announcements = field(default_factory=Announcements)
-
-    def forget(self, replica_id: str) -> int | None:
-        """The group is gone; returns the caller that waited for it, if any."""
-        self.hangs.gone(replica_id)
-        self.announcements.gone(replica_id)
-        return self.members.gone(replica_id)
-
-    def loss_recipients(self, replica_id: str) -> tuple[str, ...]:
-        """The groups to inform of this loss, if it was in the last quorum: itself and, unless
-        they were told of enough others, its living peers there."""
-        if replica_id not in self.members.previous_ids:
-            return ()
-        if not self.announcements.of_a_loss():
-            return (replica_id,)
-        return (replica_id, *(key for key in self.members.quorum_left() if key != replica_id))
-
-    def announce(self, asked: Iterable[str]) -> list[str]:
-        """The groups of ``asked`` that still wait to join the last quorum, and were not
-        announced to it."""
-        if self.members.previous is None:
-            return []
-        waiting = [key for key in asked if self.members.state(key) is GroupState.JOINING]
-        return self.announcements.of_newcomers(waiting, len(self.members.previous_ids))
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """A job without a living group, since ``at``: so a restart is told from a start.
-
-    ``is_finished``: every group of its last quorum ended on purpose, so the next run is another
-    one.
-    """
-
-    last: LastQuorum
-    last_id: int  # the highest that was issued, or reported
-    history: History
-    at: float
-    is_finished: bool = False
 
 
 class Lighthouse:
@@ -156,14 +75,16 @@ class Lighthouse:
     ) -> None:
         self._config = config
         self._ids = QuorumIds(first_id, id_stride, ids_per_s, now)
-        self._jobs: dict[str, _Job] = {}
-        self._ended: OrderedDict[str, _Ended] = OrderedDict()
+        self._jobs: dict[str, Job] = {}
+        self._ended: OrderedDict[str, EndedJob] = OrderedDict()
         self._wake_at: float | None = None
 
     # -- inputs ----------------------------------------------------------------------------------
 
-    def request(self, job: str, member: Member, caller: int, now: float) -> tuple[Order, ...]:
-        """``caller`` waits for a quorum that contains ``member``."""
+    def request(
+        self, job: str, member: Member, caller: int, now: float, *, agreed: bool = False
+    ) -> tuple[Order, ...]:
+        """``caller`` waits for a quorum that contains ``member``; ``agreed``: see `Question`."""
         member.check()
         self._check_weight(job, member)
         state = self._job(job, member.replica_id, now, member.seen_quorum_id)
@@ -171,6 +92,9 @@ class Lighthouse:
         orders = self._sign_of_life(state, member.replica_id, now)
         orders += _turn_away(state, misfits, member, now)
         state.members.seen(member.replica_id, now)
+        if member.replica_id in state.members.previous_ids:
+            state.note_progress()
+            state.term.is_noted = True
         state.hangs.reported(member.replica_id, Activity(Phase.QUORUM, member.step, now), now)
         if not state.members.names.is_free_for(member.replica_id):
             held_before = state.held.pop(member.replica_id, None)
@@ -182,6 +106,10 @@ class Lighthouse:
             replaced = state.members.asked(member, caller, now)
             if replaced is not None:
                 orders.append(_superseded(replaced, member.replica_id))
+            if told := state.break_off(member, agreed=agreed):
+                why = f"{member.replica_id} asks for a quorum at step {member.step}"
+                ends = TermEnds(state.members.last.quorum_id, member.step, why)
+                orders.append(ReportTermEnds(job, ends, told))
         orders += self._heed_hangs(job, state, now, (member.replica_id,))
         return self._settle(job, state, orders, now, asked=[member.replica_id])
 
@@ -217,6 +145,11 @@ class Lighthouse:
         if activity is not None:
             state.hangs.reported(replica_id, activity, now)
             is_new |= state.members.does(replica_id, activity, now)
+            if replica_id in state.members.previous_ids:
+                state.history.heard(activity.reached, now)
+                if activity.phase is Phase.QUORUM:
+                    state.term.waits(activity.since, self._config.join_timeout_s, now)
+                    self._wake(state.term.look_at)
             orders += self._heed_hangs(job, state, now, (replica_id,))
             self._wake(state.hangs.look_at())
         if is_new or orders:
@@ -262,6 +195,7 @@ class Lighthouse:
             for replica_id in state.members.dead(now):
                 orders += self._remove(name, state, replica_id, silent, now)
             orders += self._heed_hangs(name, state, now)
+            orders += self._end_stalled_term(name, state, now)
             orders += self._settle(name, state, [], now)
         return tuple(orders)
 
@@ -307,6 +241,7 @@ class Lighthouse:
             )
             return ended.history.add_to(status, now)
         state, why = self._jobs[job], self.why(job, now)
+        state.note_progress()
         held = [member for member, _ in state.held.values()]
         status = describe(job, state.members, state.hangs, held, why, now)
         return state.history.add_to(status, now)
@@ -342,6 +277,24 @@ class Lighthouse:
                 f"job {job!r} has {len(state.members)} groups, the limit of this lighthouse"
             )
 
+    def missed_news(
+        self, job: str, replica_id: str, last: LastQuorum, num_groups: int
+    ) -> list[NewcomerWaits | TermEnds]:
+        """What a member of the last quorum may not have heard, because it had no session."""
+        state = self._jobs[job]
+        members, quorum_id = state.members, state.members.last.quorum_id
+        if replica_id not in members.previous_ids or last.quorum_id != quorum_id:
+            return []
+        news: list[NewcomerWaits | TermEnds] = [
+            NewcomerWaits(each) for each in sorted(members.groups[GroupState.JOINING])[:1]
+        ]
+        if 0 < num_groups < self._config.min_replicas:
+            needed = f"this lighthouse needs {self._config.min_replicas} groups (--min-replicas)"
+            news.append(TermEnds(quorum_id, None, needed))
+        if state.term.over_from is not None:
+            news.append(TermEnds(quorum_id, state.term.over_from, "another member has asked"))
+        return news
+
     def is_past(self, job: str, replica_id: str, last: LastQuorum) -> bool:
         """Whether the others continued without a group that is back, and was in quorum ``last``."""
         state = self._jobs.get(job)
@@ -366,19 +319,19 @@ class Lighthouse:
 
     # -- the rules -------------------------------------------------------------------------------
 
-    def _job(self, name: str, replica_id: str, now: float, told_id: int = 0) -> _Job:
+    def _job(self, name: str, replica_id: str, now: float, told_id: int = 0) -> Job:
         state = self._jobs.get(name)
         self._check_told(name, state, told_id, now)
         if state is None or not state.members.knows(replica_id):
             self.check_room(name)
         if state is None:
-            new = _Ended(NO_QUORUM, self._ids.first, History(now), now)
+            new = EndedJob(NO_QUORUM, self._ids.first, History(now), now)
             ended = self._ended.pop(name, new)
             history = History(now) if ended.is_finished else ended.history
             last = ended.last if ended.last.max_step else NO_QUORUM  # there is nothing to lose
             members = Membership(self._config, last, is_finished=ended.is_finished)
             hangs = HangWatch(self._config.hang_timeout_s)
-            state = _Job(members, hangs, history, max(self._ids.first, ended.last_id))
+            state = Job(members, hangs, history, max(self._ids.first, ended.last_id))
             self._jobs[name] = state
         state.heard_id = max(state.heard_id, told_id)
         return state
@@ -399,13 +352,13 @@ class Lighthouse:
                 f"{self._config.max_quorum_bytes} (--max-quorum-bytes)"
             )
 
-    def _check_told(self, name: str, state: _Job | None, told_id: int, now: float) -> None:
+    def _check_told(self, name: str, state: Job | None, told_id: int, now: float) -> None:
         """Refuse an id that cannot have been given out."""
         known = state or self._ended.get(name)
         is_running = state is not None and state.members.previous is not None
         self._ids.check_told(told_id, known.last_id if known else 0, now, is_running=is_running)
 
-    def _sign_of_life(self, state: _Job, replica_id: str, now: float) -> list[Order]:
+    def _sign_of_life(self, state: Job, replica_id: str, now: float) -> list[Order]:
         """A living incarnation keeps its name: later ones that wait for it are refused."""
         orders: list[Order] = []
         for rival in state.members.names.later(replica_id) if state.held else ():
@@ -420,12 +373,13 @@ class Lighthouse:
             orders.append(RefuseRequest(caller, RequestRefused(reason)))
         return orders
 
-    def _remove(
-        self, job: str, state: _Job, replica_id: str, how: Leave, now: float
-    ) -> list[Order]:
+    def _remove(self, job: str, state: Job, replica_id: str, how: Leave, now: float) -> list[Order]:
         if replica_id in state.killed:
             how = Leave(state.killed.pop(replica_id), how.between_steps, ends=True)
         quorum_id = state.members.last.quorum_id
+        if replica_id in state.members.previous_ids:
+            state.note_progress()
+            state.term.is_noted = True
         # The news would make its peers give up a step that it has finished.
         told = () if how.between_steps else state.loss_recipients(replica_id)
         orders: list[Order] = [
@@ -445,7 +399,7 @@ class Lighthouse:
         return orders
 
     def _heed_hangs(
-        self, job: str, state: _Job, now: float, told: Sequence[str] = ()
+        self, job: str, state: Job, now: float, told: Sequence[str] = ()
     ) -> list[Order]:
         """Report hanging groups, and evict those that others wait for, maybe since ``told`` do."""
         kill = self._config.on_hang == "kill"
@@ -466,8 +420,20 @@ class Lighthouse:
             orders.append(ReportEviction(job, each, why, quorum_id, told))
         return orders
 
+    def _end_stalled_term(self, job: str, state: Job, now: float) -> list[Order]:
+        """Groups that have not begun a step in time keep the others waiting in it no longer."""
+        step, late = state.late_in_term(now, self._config.join_timeout_s)
+        if not late:
+            return []
+        state.note_progress()
+        state.members.left_out(late)
+        state.term.over_from, state.spent_id = step, state.last_id
+        why = f"{name_some(late)} did not begin step {step} in time"
+        ends = TermEnds(state.members.last.quorum_id, step, why)
+        return [ReportTermEnds(job, ends, tuple(state.members.quorum_left()))]
+
     def _settle(
-        self, job: str, state: _Job, orders: list[Order], now: float, asked: Sequence[str] = ()
+        self, job: str, state: Job, orders: list[Order], now: float, asked: Sequence[str] = ()
     ) -> tuple[Order, ...]:
         """Draw all conclusions for one job, after ``asked`` have asked."""
         newcomers = list(asked)
@@ -490,6 +456,8 @@ class Lighthouse:
         else:
             self._wake(state.members.next_death())
             self._wake(state.hangs.look_at())
+            if state.term.look_at < math.inf and state.term.over_from is None:
+                self._wake(state.term.look_at)
             if now < look < math.inf:
                 self._wake(look)
             gathers_until = state.members.gathers_until
@@ -497,7 +465,7 @@ class Lighthouse:
                 self._wake(gathers_until)
         return tuple(orders)
 
-    def _decide(self, job: str, state: _Job, orders: list[Order], now: float) -> Formed | Waiting:
+    def _decide(self, job: str, state: Job, orders: list[Order], now: float) -> Formed | Waiting:
         """Whether there is a quorum now. Groups that are out of time are stragglers from here
         on."""
         view = state.members.view()
@@ -508,7 +476,7 @@ class Lighthouse:
             orders.append(ReportLeftHealing(job, replica_id, now - since))
         return decide(view, self._config, now)
 
-    def _publish(self, job: str, state: _Job, formed: Formed, now: float) -> AnswerQuorum:
+    def _publish(self, job: str, state: Job, formed: Formed, now: float) -> AnswerQuorum:
         previous = state.members.previous
         may_keep_id = (
             previous is not None
@@ -527,17 +495,22 @@ class Lighthouse:
         begins_anew = state.members.is_finished and formed.lost_from is not None
         callers = state.members.publish(quorum)
         state.announcements = Announcements()
+        may_go_on = len(quorum.up_to_date) == len(quorum.participants) > 1
+        may_go_on &= all(member.steady for member in quorum.participants)
+        state.term = RunningTerm(may_go_on=may_go_on, began_at=quorum.max_step)
         if formed.lost_from is not None:
             state.history.went_back()
         state.history.published(quorum, now)
         return AnswerQuorum(job, callers, quorum, formed.lost_from, begins_anew)
 
-    def _end(self, job: str, state: _Job, now: float) -> None:
+    def _end(self, job: str, state: Job, now: float) -> None:
         del self._jobs[job]
         last_id = max(state.last_id, state.heard_id)
         if state.members.last.quorum_id or last_id > self._ids.first:
             is_finished = state.history.end() or state.members.is_finished
-            self._ended[job] = _Ended(state.members.last, last_id, state.history, now, is_finished)
+            self._ended[job] = EndedJob(
+                state.members.last, last_id, state.history, now, is_finished
+            )
         while len(self._ended) > self._config.max_jobs:
             _, forgotten = self._ended.popitem(last=False)
             self._ids.forget(forgotten.last_id, now)
@@ -547,7 +520,7 @@ class Lighthouse:
             self._wake_at = at
 
 
-def _turn_away(state: _Job, misfits: list[Member], trains: Member, now: float) -> list[Order]:
+def _turn_away(state: Job, misfits: list[Member], trains: Member, now: float) -> list[Order]:
     """Refuse waiting groups that are not like one that ``trains``."""
     orders: list[Order] = []
     for misfit in misfits:
@@ -558,7 +531,7 @@ def _turn_away(state: _Job, misfits: list[Member], trains: Member, now: float) -
     return orders
 
 
-def _leave_behind(job: str, state: _Job) -> list[Order]:
+def _leave_behind(job: str, state: Job) -> list[Order]:
     """Tell the stragglers of the last quorum that the next one is formed without them (rule Q4)."""
     # One that heals is not in a collective, and joins with what it has by then.
     activities = {key: state.hangs.activity(key) for key in state.members.stragglers()}

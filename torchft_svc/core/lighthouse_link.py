@@ -32,6 +32,7 @@ from torchft_svc.core.link_types import (
 )
 from torchft_svc.core.route import LOOK_BACK_S, MIN_PAUSE_S, Backoff, Route
 from torchft_svc.core.session_messages import Hello, Leave, Question, Withdrawal
+from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, one_line
 from torchft_svc.errors import (
     DeadlineExceeded,
@@ -69,13 +70,14 @@ _LEFT = "this group has left the lighthouse"
 class LinkMachine:
     """``new_replica_id`` names an incarnation, ``draw`` gives numbers from 0 to 1.
 
-    ``address`` is where others reach this manager, to be set before `start`. Inputs about a
-    connection that is over are ignored.
+    ``reached`` tells the step that all workers have reached. ``address`` is where others reach this
+    manager, to be set before `start`. Inputs about a connection that is over are ignored.
     """
 
     config: LinkConfig
     new_replica_id: Callable[[], str]
     draw: Callable[[], float]
+    reached: Callable[[], int] = int
     address: str = ""
     seen_quorum_id: int = 0  # of the newest quorum that the group has received (0: none)
     state: LinkState = LinkState.PAUSED
@@ -314,7 +316,8 @@ class LinkMachine:
             self._num_connections, address, closes_at=now + WELCOME_TIMEOUT_S
         )
         self.state = LinkState.OPENING
-        hello = Hello(self._me.replica_id, self._last)
+        last, num_groups = self._last.reached(self.reached()), self._last_num_groups
+        hello = Hello(self._me.replica_id, last, num_groups if last.quorum_id else 0)
         self._orders.append(Connect(connection.number, address, hello))
 
     def _opened(self, connection: LinkConnection, now: float) -> None:
@@ -408,6 +411,9 @@ class LinkMachine:
         is_asking = self._question is not None and self._question.number > 0
         self._route.go_back(address)
         leave = Leave(f"it goes back to lighthouse {address}", between_steps=not is_asking)
+        # The others know this group by its old name, and would not hear of its loss.
+        if self._last.quorum_id:
+            self._orders.append(TermEnds(self._last.quorum_id, None, leave.reason))
         self._begin_again(leave, now)
 
     # -- looking at other lighthouses ------------------------------------------------------------
@@ -508,8 +514,10 @@ class LinkMachine:
             has_history=ask.has_history,
             layout=ask.layout,
             step_quorum_id=ask.step_quorum_id,
+            steady=ask.steady and not connection.is_unary,
         )
-        self._orders.append(Question(question.number, question.member, question.timeout_s))
+        number, timeout_s = question.number, question.timeout_s
+        self._orders.append(Question(number, question.member, timeout_s, ask.agreed))
 
     def _conclude(self, question: LinkQuestion, outcome: Quorum | TorchFTError, now: float) -> None:
         """The lighthouse has answered; it does not hold the question any more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torchft_svc.core.step import Phase
+from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import Quorum
 from torchft_svc.errors import TorchFTError
 
@@ -107,6 +108,15 @@ class ReportWaiting:
     replica_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class ReportTermEnds:
+    """``recipients`` are members of a quorum whose steps ask nobody, and are told ``news``."""
+
+    job: str
+    news: TermEnds
+    recipients: tuple[str, ...]
+
+
 Order = (
     AnswerQuorum
     | RefuseRequest
@@ -116,4 +126,5 @@ Order = (
     | ReportStraggler
     | ReportLeftHealing
     | ReportWaiting
+    | ReportTermEnds
 )

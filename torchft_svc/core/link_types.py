@@ -10,6 +10,7 @@ from typing import Literal
 from torchft_svc.core.group_orders import AskLighthouse
 from torchft_svc.core.route import LOOK_BACK_S, Backoff
 from torchft_svc.core.session_messages import Hello, Leave, Question, Withdrawal
+from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import TorchFTError, Unauthorized
 
@@ -156,4 +157,5 @@ class Log:
 
 
 Message = Question | Withdrawal | SendBeat | Leave
-Order = Connect | Message | Close | Probe | AnswerAsker | ConfirmLeft | Log
+# `TermEnds`: tell it to the workers.
+Order = Connect | Message | Close | Probe | AnswerAsker | ConfirmLeft | TermEnds | Log

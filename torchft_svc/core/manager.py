@@ -26,8 +26,17 @@ from torchft_svc.core.group_orders import (
     StopAsking,
 )
 from torchft_svc.core.pausable_clock import MAX_LOOK_S, PausableClock
-from torchft_svc.core.session_messages import Beat, Drain, Kill, Leave, Lost, NoQuorumYet
+from torchft_svc.core.session_messages import (
+    Beat,
+    Drain,
+    Kill,
+    Leave,
+    Lost,
+    NewcomerWaits,
+    NoQuorumYet,
+)
 from torchft_svc.core.step import Phase
+from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import Quorum, Vote, WorkerRequest
 from torchft_svc.errors import DeadlineExceeded, TorchFTError
 
@@ -59,7 +68,8 @@ class ManagerOver:
 
 
 # Bytes: news from a lighthouse, as it has encoded them.
-WorkerNews = Lost | NoQuorumYet | Kill | Drain | OwnGroupLost | ManagerOver | bytes
+LighthouseNews = Lost | NewcomerWaits | TermEnds | NoQuorumYet | Kill | Drain
+WorkerNews = LighthouseNews | OwnGroupLost | ManagerOver | bytes
 
 
 # -- orders ----------------------------------------------------------------------------------------
@@ -124,6 +134,7 @@ class GroupManager:
         self._num_asking: collections.Counter[int] = collections.Counter()  # by group rank
         self._asked_at = 0.0  # since when some worker waits for a quorum, if one does
         self._last_command: WorkerNews | None = None
+        self._pending: dict[str, WorkerNews] = {}  # why a term has to end, by its kind
         self._leader_ends = False  # group rank 0 has ended on purpose
 
     # -- calls -----------------------------------------------------------------------------------
@@ -190,9 +201,8 @@ class GroupManager:
         """
         self.group.attached(group_rank, worker_id)
         self._attached.add(group_rank)
-        if self._last_command is None:
-            return ()
-        return (TellWorkers((group_rank,), self._last_command),)
+        news = [*([] if self._last_command is None else [self._last_command])]
+        return tuple(TellWorkers((group_rank,), each) for each in (*news, *self._pending.values()))
 
     def detach(
         self, group_rank: int, worker_id: str, reason: str, now: float, *, ends: bool = False
@@ -221,11 +231,21 @@ class GroupManager:
         doing, at = self._activities.slowest(), self._clock.now(now)
         return Beat() if doing is None else Beat(doing.phase, doing.step, at - doing.since)
 
+    def reached(self) -> int:
+        """The step that all workers have reached (0: not all have reported one)."""
+        return self._activities.reached(self.group.world_size)
+
     # -- news ------------------------------------------------------------------------------------
 
     def tell(self, news: WorkerNews) -> Orders:
         """To every attached worker."""
         return (TellWorkers(tuple(sorted(self._attached)), news),) if self._attached else ()
+
+    def tell_until_asked(self, kind: str, news: WorkerNews) -> Orders:
+        """To every attached worker, and until the group asks for the next quorum also to one that
+        attaches later: a newcomer waits, or the term ends. The last one of a ``kind`` counts."""
+        self._pending[kind] = news
+        return self.tell(news)
 
     def kill(self, reason: str, told: WorkerNews | None = None) -> Orders:
         """The group has to end at once: every worker is ``told``, also one that attaches later."""
@@ -286,6 +306,7 @@ class GroupManager:
         completed: list[Order] = []
         for order in orders:
             if isinstance(order, AskLighthouse):
+                self._pending.clear()
                 deadline = min(self._calls[caller].deadline for caller in self.group.askers())
                 completed.append(AskLink(order, deadline - now - ANSWER_MARGIN_S))
             elif isinstance(order, AwaitOwner):

@@ -151,8 +151,9 @@ class JobView:
     """All that a decision depends on; except for ``previous``, all ids are of groups in ``living``.
 
     ``groups``: the living groups by state. ``previous``: the members of the last quorum; before the
-    first one, the groups that report the newest quorum. ``first``: the time of the first request,
-    and of the first heal that ended. ``heals``: of groups that have not asked since.
+    first one, the groups that report the newest quorum; ``last_quorum_id`` is its id. ``first``:
+    the time of the first request, and of the first heal that ended. ``heals``: of groups that have
+    not asked since.
     ``num_veterans``: living groups that took part in a quorum of the job.
     ``requested_min_replicas``: the largest of the requests (0: none). ``loss_accepted``: an
     operator gave up the steps that the groups that ask do not have. ``is_finished``: the last run
@@ -172,6 +173,7 @@ class JobView:
     loss_accepted: bool = False
     is_finished: bool = False
     ahead: Set[str] = frozenset()
+    last_quorum_id: int = 0
     gathering: Gathering = NOBODY_IS_TO_COME
 
 
@@ -465,6 +467,7 @@ class Membership:
             loss_accepted=self._loss_accepted,
             is_finished=self.is_finished,
             ahead=self._believed_ahead() if self._ahead else self._ahead,
+            last_quorum_id=self.last.quorum_id,
             gathering=self._gathering,
         )
 

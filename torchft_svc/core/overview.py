@@ -190,8 +190,12 @@ class History:
             up_to_date = {member.replica_id for member in quorum.up_to_date}
             self._behind = self._remaining - up_to_date
         self._num_expected = max(self._num_expected, len(self._remaining))
-        if quorum.max_step > self._highest:
-            self._highest, self._moved_at = quorum.max_step, now
+        self.heard(quorum.max_step, now)
+
+    def heard(self, step: int, now: float) -> None:
+        """A group of the last quorum has reached ``step``."""
+        if step > self._highest:
+            self._highest, self._moved_at = step, now
 
     def gone(self, group: GoneGroup, *, ends: bool, now: float) -> None:
         """``ends``: for good, and on purpose."""

@@ -219,7 +219,7 @@ def _doubted(view: JobView, config: QuorumConfig, candidates: list[Member]) -> d
     is wrong, unless it was in a newer quorum elsewhere. A lighthouse that has published no quorum
     yet knows the last one only if all its groups are here.
     """
-    limit = view.committed_step + 1
+    limit = _step_of_the_term(view) + 1
     jumps = {member.replica_id: member.step for member in candidates if member.step > limit}
     if not jumps or config.on_step_jump == "follow":
         return {}
@@ -230,6 +230,18 @@ def _doubted(view: JobView, config: QuorumConfig, candidates: list[Member]) -> d
         return {}
     elsewhere = max((jumps[key] for key in jumps if key in view.ahead), default=limit)
     return {key: step for key, step in jumps.items() if step > elsewhere and key not in view.ahead}
+
+
+def _step_of_the_term(view: JobView) -> int:
+    """How far the job has come in its last quorum (rule E5): what the lighthouse knows, or the
+    members that committed their step in it. No two of them can be more than a step apart."""
+    told = [
+        waiter.member.step
+        for key, waiter in view.waiting.items()
+        if key in view.previous and 0 < waiter.member.step_quorum_id == view.last_quorum_id
+    ]
+    since = [step for step in told if step >= view.committed_step - 1]
+    return max(view.committed_step, min(since, default=0))
 
 
 def _with_doubt(member: Member, *, is_doubted: bool) -> Member:

@@ -1,6 +1,7 @@
 """Decides a worker's round: ask for the quorum, meet its members, offer or fetch state, vote.
 
     begin ─> ask ─> [unanswered] ─> answered ─> [entered] ─> met ─> [fetched] ─> vote ─> voted
+      └─ goes on in the same quorum (rule E1) ─> summed ─────────────────────────────^
 
 Each input returns orders, to be carried out one after the other; what comes of one is the next
 input. Whatever fails on the way to the vote is `failed`, and becomes an input of the step machine:
@@ -12,8 +13,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Generic
 
-from torchft_svc.core.peers import Part, Peers
+from torchft_svc.core.peers import LoseMember, Part, Peers
+from torchft_svc.core.round_orders import (
+    AskDecision,
+    AskManager,
+    BeginTraining,
+    Decide,
+    EnterQuorum,
+    ExpectNoState,
+    FetchState,
+    LeaveMembers,
+    LoseDecision,
+    MeetMembers,
+    OfferState,
+    Order,
+    RefuseState,
+    Warn,
+)
 from torchft_svc.core.step import Phase, StepMachine, participation
+from torchft_svc.core.term import Fate, TermEnds, Wish, fate
 from torchft_svc.core.types import Vote, WorkerRequest
 from torchft_svc.errors import (
     CommitFailed,
@@ -43,7 +61,8 @@ class WorkerRules:
     """The settings that are the same in all rounds of a worker.
 
     ``num_wanted``: how many groups contribute at most (None: all). ``patience_s``: a manager that
-    cannot be reached for so long is gone for good.
+    cannot be reached for so long is gone for good. ``is_steady``: steps may begin without a
+    question, if all groups can do that.
     """
 
     group_rank: int = 0
@@ -52,6 +71,7 @@ class WorkerRules:
     init_sync: bool = True
     num_wanted: int | None = None
     patience_s: float = MANAGER_PATIENCE_S
+    is_steady: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,127 +84,13 @@ class RoundRequest:
     layout: str = ""
 
 
-# -- orders ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class AskManager:
-    """After ``pause_s`` send `Round.question` to the manager, and wait until ``deadline``; then
-    `Round.answered`, or `Round.unanswered`."""
-
-    pause_s: float
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class EnterQuorum:
-    """The quorum has other members, or other connections, than the one before, see
-    `Peers.change`. Tell the manager that this worker waits for others; then call
-    `Round.entered`."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeetMembers:
-    """Connect with the members of the quorum, ``anew`` or, if not, check that the connections
-    still exist; then call `Round.met`."""
-
-    anew: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveMembers:
-    """Close the connections at once, because of ``reason``, so that others do not wait."""
-
-    reason: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectNoState:
-    """No state comes: what was prepared for a heal is not needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class BeginTraining:
-    """The members are known, and connected if possible; the program may continue."""
-
-
-@dataclass(frozen=True, slots=True)
-class OfferState:
-    """Serve the state to replica ranks that heal from here, or take a part of it from here.
-
-    ``at_once``: as it was when the step began; otherwise what the step changes follows at its end.
-    """
-
-    receivers: tuple[int, ...]
-    extras: tuple[int, ...]
-    at_once: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RefuseState:
-    """The groups that would heal from here must not wait, because of ``reason``."""
-
-    receivers: tuple[int, ...]
-    reason: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class FetchState:
-    """Get the state that the quorum assigns; then `Round.fetched`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Warn:
-    what: str
-
-
-@dataclass(frozen=True, slots=True)
-class AskDecision:
-    """After ``pause_s`` send `Round.ballot` to the manager, and wait until ``deadline``; then
-    `Round.voted`, or `Round.vote_failed`."""
-
-    pause_s: float
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class Decide:
-    """The group's decision; with ``error``, there is none, which counts as no."""
-
-    committed: bool
-    error: TorchFTError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LoseDecision:
-    """There is, or may be, a decision that did not arrive: this worker cannot continue."""
-
-    error: TorchFTError
-
-
-Order = (
-    AskManager
-    | EnterQuorum
-    | MeetMembers
-    | LeaveMembers
-    | ExpectNoState
-    | BeginTraining
-    | OfferState
-    | RefuseState
-    | FetchState
-    | Warn
-    | AskDecision
-    | Decide
-    | LoseDecision
-)
-
-
 class Round(Generic[Part]):
     """A worker's rounds, one after the other, with its ``step`` and its ``peers``.
 
     ``quorum``, ``error`` (why there is no quorum), ``has_connected`` (the members are not those of
-    the round before) and ``waits_for_heal`` (a healed state is loaded before the step begins)
-    belong to the present round. ``drain_reason`` is set once, for good.
+    the round before), ``waits_for_heal`` (a healed state is loaded before the step begins) and
+    ``goes_on`` (the quorum is that of the step before, and nobody is asked) belong to the present
+    round. ``drain_reason`` is set once, for good.
     """
 
     def __init__(self, rules: WorkerRules, step: StepMachine) -> None:
@@ -200,24 +106,98 @@ class Round(Generic[Part]):
         self._leaves_for: str | None = None  # why this worker has to end, if it has said so
         self._retries = _Retries(0.0, 0.0)
         self._vote = False
+        self.goes_on = False
+        self._fate = Fate.BREAKS_OFF  # of the last step
+        self._step_due = 0  # after the last one, if that was committed
+        self._agreed = False  # all members of the last quorum ask before this step
+        self._wishes: float | None = None  # their sum in this step
+        self._is_asked_for = False  # the next question
+        self._term_ends: TermEnds | None = None  # the last news that one is over
 
     # -- the quorum ------------------------------------------------------------------------------
 
-    def begin(self, request: RoundRequest) -> int:
-        """A step begins, and its quorum is to be asked for; returns its epoch.
+    def begin(self, request: RoundRequest, broken: Exception | None = None) -> int:
+        """A step begins; returns its epoch. Its quorum is to be asked for, unless it `goes_on`.
+
+        ``broken``: why the connections with the members do not work, if they do not.
 
         Raises: RequestRefused: this worker may begin none; nothing has changed.
         """
-        waits_for_heal = self.will_wait_for_heal(request.allow_heal)
-        epoch = self.step.start()
-        self._request, self.waits_for_heal = request, waits_for_heal
-        self.quorum = self.error = self._leaves_for = None
+        why_not = self._why_not_on(request, broken)
+        is_alone = self._rules.group_world_size == 1
+        goes_on = self._fate is Fate.GOES_ON and not (is_alone and why_not)
+        waits_for_heal = not goes_on and self.will_wait_for_heal(request.allow_heal)
+        epoch = self.step.go_on() if goes_on else self.step.start()
+        self._agreed = self._fate is Fate.ENDS
+        self._fate, self._wishes = Fate.BREAKS_OFF, None
+        self._request, self.waits_for_heal, self.goes_on = request, waits_for_heal, goes_on
+        self.error = self._leaves_for = None
         self.has_connected = False
+        if not goes_on:
+            self.quorum = None
+            self._is_asked_for = False
+        elif why_not is not None:
+            self.step.latch(why_not)
         return epoch
+
+    def go_on(self) -> tuple[Order, ...]:
+        """Instead of `ask`, if this step `goes_on`."""
+        error = self.step.state.error
+        leave = () if error is None else (LeaveMembers(error),)
+        return (*leave, BeginTraining())
+
+    def _why_not_on(self, request: RoundRequest, broken: Exception | None) -> Exception | None:
+        """Why this worker cannot take part in another step of its quorum.
+
+        One of several workers goes on nevertheless, as the group has decided, and votes no: the
+        others would wait for it in a collective of the group, and it for them in the next quorum.
+        """
+        if self._fate is not Fate.GOES_ON:
+            return None
+        quorum, state = self.quorum, self.step.state
+        assert quorum is not None
+        if broken is None:
+            try:
+                self.peers.check_losses(quorum)
+                self._check_term(quorum)
+            except QuorumFailed as error:
+                broken = error
+        if broken is None and (state.step != self._step_due or state.unhealed or state.spoiled):
+            broken = QuorumFailed("the weights of this worker are not those of the last step")
+        if broken is None and request.layout != self._request.layout:
+            broken = QuorumFailed("what this worker sums has changed")
+        return broken
+
+    def _check_term(self, quorum: Part) -> None:
+        """Raise `QuorumFailed` if the term of ``quorum`` is over."""
+        ends = self._term_ends
+        if ends is not None and ends.is_over_at(quorum.quorum_id, self.step.state.step):
+            raise QuorumFailed(ends.reason)
 
     def will_wait_for_heal(self, allow_heal: bool) -> bool:
         """Whether a step that begins now waits for the state if this worker has to heal."""
         return allow_heal and (self._is_fresh or not self._rules.use_async_quorum)
+
+    @property
+    def wants_question(self) -> bool:
+        """Whether this worker wants all members to ask before the next step: its part in the sum of
+        wishes. A spare, or a group that heals, may want it, too."""
+        is_news = self._is_asked_for or self.peers.num_waiting > 0
+        return is_news or self.drain_reason is not None
+
+    def want_question(self) -> None:
+        """The program wants all members to ask before the next step."""
+        self._is_asked_for = True
+
+    def summed(self, wishes: float) -> None:
+        """A sum of all members' wishes in this step is there; a step may have several."""
+        self._wishes = wishes + (self._wishes or 0.0)
+
+    @property
+    def wish(self) -> Wish:
+        """What this worker has seen of the wishes in this step."""
+        is_steady = self.quorum is not None and self.quorum.steady
+        return Wish.NONE if is_steady and self._wishes == 0.0 else Wish.SOME
 
     @property
     def waits_for_quorum(self) -> bool:
@@ -269,6 +249,8 @@ class Round(Generic[Part]):
             question=state.epoch,
             layout=request.layout,
             step_quorum_id=state.quorum_id,
+            steady=self._rules.is_steady,
+            agreed=self._agreed,
         )
 
     def unanswered(
@@ -295,6 +277,7 @@ class Round(Generic[Part]):
         assert self.quorum is not None
         try:
             self.peers.check_losses(self.quorum)
+            self._check_term(self.quorum)
         except QuorumFailed as error:
             return self.met(error)
         return (MeetMembers(anew=True),)
@@ -450,25 +433,43 @@ class Round(Generic[Part]):
         self.drain_reason = self.drain_reason or reason
         return is_news
 
+    def term_ends(self, news: TermEnds) -> LoseMember | None:
+        """The term of a quorum is to end, or is over (rule E4); returns what to give up, if a step
+        under way is in vain."""
+        quorum = self.peers.quorum
+        if news.step is None:
+            self._is_asked_for |= quorum is not None and quorum.quorum_id == news.quorum_id
+            return None
+        known = self._term_ends
+        is_known = known is not None and known.is_over_at(news.quorum_id, news.step)
+        self._term_ends = known if is_known else news
+        state = self.step.state
+        if quorum is None or state.phase not in UNDER_WAY:
+            return None
+        if not news.is_over_at(quorum.quorum_id, state.step):
+            return None
+        return LoseMember(quorum.quorum_id, news.reason)
+
     # -- the vote --------------------------------------------------------------------------------
 
     def vote(self, now: float, timeout_s: float) -> tuple[Order, ...]:
         """The step is over; a group of one worker decides alone."""
         self._vote = self.step.begin_vote()
         if self._rules.group_world_size == 1:
-            return (Decide(self._vote),)
+            return (Decide(self._vote, fate=fate(self._vote, (self.wish,))),)
         self._retries = _Retries(now + timeout_s, self._rules.patience_s)
         return (AskDecision(0.0, self._retries.deadline),)
 
     def ballot(self) -> Vote:
         return Vote(
             group_rank=self._rules.group_rank,
-            step=self.step.state.step,
+            step=self._number,
             should_commit=self._vote,
+            wish=self.wish,
         )
 
-    def voted(self, committed: bool) -> tuple[Order, ...]:
-        return (Decide(committed),)
+    def voted(self, committed: bool, fate: Fate) -> tuple[Order, ...]:
+        return (Decide(committed, fate=fate),)
 
     def vote_failed(
         self, error: TorchFTError, now: float, *, is_manager_over: bool = False
@@ -485,9 +486,15 @@ class Round(Generic[Part]):
             return (AskDecision(pause_s, self._retries.deadline),)
         return (LoseDecision(error),) if self._vote else (Decide(False, error),)
 
-    def decide(self, committed: bool) -> None:
+    @property
+    def _number(self) -> int:
+        """The step that the group is in; one of several workers may have lost the last update."""
+        return self._step_due if self.goes_on else self.step.state.step
+
+    def decide(self, decided: Decide) -> None:
         """See `StepMachine.decide`."""
-        self.step.decide(committed, self.quorum.quorum_id if self.quorum else 0)
+        self._fate, self._step_due = decided.fate, self._number + 1
+        self.step.decide(decided.committed, self.quorum.quorum_id if self.quorum else 0)
 
 
 class WorkerCalls:

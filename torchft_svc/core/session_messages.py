@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchft_svc.core.step import Phase
+from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import MAX_REASON_LENGTH, LastQuorum, Member, check_text
 from torchft_svc.errors import TorchFTError
 
@@ -13,10 +14,12 @@ from torchft_svc.errors import TorchFTError
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message: which group it is, and the ``last`` quorum that it was in."""
+    """The first message: which group it is, and the ``last`` quorum that it was in, of
+    ``num_groups`` (0: none, or not known)."""
 
     replica_id: str
     last: LastQuorum
+    num_groups: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,15 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Ask for a quorum with ``member`` within ``timeout_s``; it withdraws the question before."""
+    """Ask for a quorum with ``member`` within ``timeout_s``; it withdraws the question before.
+
+    ``agreed``: the other members of its last quorum know that they have to ask now, too.
+    """
 
     number: int
     member: Member
     timeout_s: float
+    agreed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,4 +131,4 @@ class Drain:
     reason: str
 
 
-News = Welcome | Refusal | Lost | NewcomerWaits | NoQuorumYet | Kill | Drain
+News = Welcome | Refusal | Lost | NewcomerWaits | TermEnds | NoQuorumYet | Kill | Drain

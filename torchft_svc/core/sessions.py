@@ -23,6 +23,8 @@ from torchft_svc.core.lighthouse_orders import (
     ReportLeftHealing,
     ReportLoss,
     ReportStraggler,
+    ReportTermEnds,
+    ReportWaiting,
 )
 from torchft_svc.core.lighthouse_orders import Order as Decided
 from torchft_svc.core.overview import JobStatus
@@ -171,6 +173,8 @@ class LighthouseSessions:
         if is_past:
             lost = Lost(replica_id, "its session had ended", last.quorum_id)
             orders.append(Send((stream,), lost))
+        missed = self.lighthouse.missed_news(job, replica_id, last, hello.num_groups)
+        orders += [Send((stream,), news) for news in missed]
         return self._finish(orders)
 
     def _end_most_silent(self, key: _Key, at: float) -> list[Order]:
@@ -227,7 +231,7 @@ class LighthouseSessions:
         session.number = question.number
         asked = _Asked(session.job, question.timeout_s, at + question.timeout_s, session)
         session.caller = self._open(asked, at)
-        return orders + self._request(session.caller, asked, member, at)
+        return orders + self._request(session.caller, asked, member, at, agreed=question.agreed)
 
     def _leave(self, session: _Session, leave: Leave, at: float) -> list[Order]:
         """The group is out before its stream ends; its question gets an answer or an error."""
@@ -408,9 +412,12 @@ class LighthouseSessions:
             del self._pauses[asked.job]
         return asked
 
-    def _request(self, caller: int, asked: _Asked, member: Member, at: float) -> list[Order]:
+    def _request(
+        self, caller: int, asked: _Asked, member: Member, at: float, *, agreed: bool = False
+    ) -> list[Order]:
         try:
-            return self._translate(self.lighthouse.request(asked.job, member, caller, at))
+            decided = self.lighthouse.request(asked.job, member, caller, at, agreed=agreed)
+            return self._translate(decided)
         except RequestRefused as error:
             return self._refuse(caller, error)
 
@@ -476,10 +483,7 @@ class LighthouseSessions:
             elif isinstance(each, RefuseRequest):
                 orders += self._refuse(each.caller, each.error)
             elif isinstance(each, ReportLoss | ReportEviction | ReportStraggler):
-                orders.append(each)
-                if not (isinstance(each, ReportLoss) and each.between_steps):
-                    lost = Lost(each.replica_id, each.reason, each.quorum_id)
-                    orders += self._tell(each.job, each.recipients, lost)
+                orders += self._report_loss(each)
             elif isinstance(each, ReportHang):
                 orders.append(each)
                 if each.kill:
@@ -487,10 +491,18 @@ class LighthouseSessions:
                     orders += self._tell(each.job, (each.replica_id,), Kill(f"it hangs: {hang}"))
             elif isinstance(each, ReportLeftHealing):
                 orders.append(each)
-            else:
+            elif isinstance(each, ReportTermEnds):
+                orders += self._tell(each.job, each.recipients, each.news)
+            elif isinstance(each, ReportWaiting):
                 told = self.lighthouse.quorum_left(each.job)
                 orders += self._tell(each.job, told, NewcomerWaits(each.replica_id))
         return orders
+
+    def _report_loss(self, out: ReportLoss | ReportEviction | ReportStraggler) -> list[Order]:
+        if isinstance(out, ReportLoss) and out.between_steps:
+            return [out]
+        lost = Lost(out.replica_id, out.reason, out.quorum_id)
+        return [out, *self._tell(out.job, out.recipients, lost)]
 
     def _publish(self, decided: AnswerQuorum) -> Publish:
         answers, calls = [], []

@@ -1,8 +1,9 @@
 """Decides what a trainer's step may do next: its phases, its counters, its pending heal (rule T3).
 
     idle ── start ──> quorum ── formed ──> training ── vote ──> voting ── discarded ──> idle
-                        │                   ^  │                  └─ committed ─> applying ─> idle
-                        └─ heal planned ─> healing └─ start (the step was given up) ─> quorum
+     │                  │                   ^  │                  └─ committed ─> applying ─> idle
+     │                  └─ heal planned ─> healing └─ start (the step was given up) ─> quorum
+     └─ go on (the quorum is still in force) ─> training
 
 A step number advances in two places only: by one with a commit, and to the healed step at the
 moment the healed weights are in place. It goes back in one: by one, if the update of that commit
@@ -46,6 +47,7 @@ class StepEvent(enum.Enum):
     """What can happen to a step."""
 
     STARTED = "started"
+    WENT_ON = "went on"
     QUORUM_FORMED = "quorum formed"
     HEAL_PLANNED = "heal planned"
     QUORUM_FAILED = "quorum failed"
@@ -63,6 +65,7 @@ class StepEvent(enum.Enum):
 # What may happen when, and where it leads; what is not here is refused and changes nothing.
 TRANSITIONS: dict[tuple[Phase, StepEvent], Phase] = {
     (Phase.IDLE, StepEvent.STARTED): Phase.QUORUM,
+    (Phase.IDLE, StepEvent.WENT_ON): Phase.TRAINING,
     (Phase.IDLE, StepEvent.RESTORED): Phase.IDLE,
     (Phase.APPLYING, StepEvent.RESTORED): Phase.IDLE,
     (Phase.QUORUM, StepEvent.QUORUM_FORMED): Phase.TRAINING,
@@ -183,6 +186,13 @@ class StepMachine:
             error=None,
             pending_heal=None,
             participation=Participation(),
+        ).epoch
+
+    def go_on(self) -> int:
+        """A step begins in the quorum of the one before, without a question; returns the new epoch.
+        The group participates as before."""
+        return self._move(
+            StepEvent.WENT_ON, epoch=self.state.epoch + 1, error=None, pending_heal=None
         ).epoch
 
     def check_whole(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+from torchft_svc.core.term import Wish
 from torchft_svc.errors import ConfigError, RequestRefused
 
 # Replica ids and job names are shown in logs and tables and kept in maps.
@@ -53,7 +54,8 @@ class Member:
     reduces, and how; it must be equal in all groups (empty: not known). ``doubted_step``: in a
     quorum, the reported step if it is not believed (else 0); its ``step`` is 0 then.
     ``step_quorum_id``: the quorum in which ``step`` was committed, also before a checkpoint that
-    was restored (0: not known). ``unknown``: encoded fields of a newer client, which its peers
+    was restored (0: not known). ``steady``: it can begin steps without a question (rule E1).
+    ``unknown``: encoded fields of a newer client, which its peers
     receive unchanged.
     """
 
@@ -73,6 +75,7 @@ class Member:
     layout: str = ""
     doubted_step: int = 0
     step_quorum_id: int = 0
+    steady: bool = False
     unknown: bytes = b""
 
     def check(self) -> None:
@@ -156,6 +159,12 @@ class LastQuorum:
         check_quorum_id("last_quorum_id", self.quorum_id)
         check_step(self.max_step)
 
+    def reached(self, step: int) -> LastQuorum:
+        """The same, when all its members have reached ``step`` in it."""
+        if not self.quorum_id or step <= self.max_step:
+            return self
+        return LastQuorum(self.quorum_id, step)
+
 
 NO_QUORUM = LastQuorum()
 
@@ -168,7 +177,8 @@ class WorkerRequest:
     asked (empty: it has not to). ``unhealed``: its last heal has failed. ``last_quorum_id``: the
     highest that it has received (0: none), maybe from an earlier manager. ``question`` counts this
     worker's questions; a question is repeated with the same number if its answer was lost (0: the
-    worker does not count). ``layout``, ``step_quorum_id``: see `Member`.
+    worker does not count). ``layout``, ``step_quorum_id``, ``steady``: see `Member`. ``agreed``:
+    the other members of its last quorum know that they have to ask now, too (rule E4).
     """
 
     group_rank: int
@@ -183,6 +193,8 @@ class WorkerRequest:
     last_quorum_id: int = 0
     layout: str = ""
     step_quorum_id: int = 0
+    steady: bool = False
+    agreed: bool = False
     question: int = 0
 
     def check(self) -> None:
@@ -200,13 +212,14 @@ class WorkerRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """``round`` is 0 if the worker does not know rounds."""
+    """``round`` is 0 if the worker does not know rounds; ``wish``: see `Wish`."""
 
     group_rank: int
     step: int
     should_commit: bool
     round: int = 0
     worker_id: str = ""
+    wish: Wish = Wish.SOME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

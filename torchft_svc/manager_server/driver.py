@@ -25,12 +25,13 @@ from torchft_svc.core.manager import (
     WorkerNews,
 )
 from torchft_svc.core.session_messages import Beat, Leave, Lost
+from torchft_svc.core.term import TermEnds
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.core.types import Quorum, Vote, WorkerRequest, check_step
 from torchft_svc.errors import TorchFTError
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import phase_from_wire, worker_answer
+from torchft_svc.rpc.codec import decision_to_wire, phase_from_wire, worker_answer
 from torchft_svc.rpc.codec_session import session_news_to_wire
 from torchft_svc.rpc.outbox import Outbox
 from torchft_svc.rpc.tasks import Tasks, call_later
@@ -47,7 +48,8 @@ class ManagerDriver:
     def __init__(self, group: Group, link: LighthouseLink, tasks: Tasks) -> None:
         self._core = GroupManager(group, time.monotonic())
         self._link = link
-        link.on_news, link.on_outcome, link.beat = self.receive, self._told, self.beat
+        link.on_news, link.on_term, link.on_outcome = self.receive, self._term_ends, self._told
+        link.beat, link.reached = self.beat, self._core.reached
         self._tasks = tasks
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._outboxes: dict[int, Outbox] = {}  # by group rank
@@ -149,8 +151,11 @@ class ManagerDriver:
             else:
                 log.info("group lost replica=%s: %s", lost.replica_id, lost.reason)
             self._carry_out(self._core.tell(encoded))
-        elif kind == "waiting":
-            self._carry_out(self._core.tell(encoded))
+        elif kind in ("waiting", "term_ends"):
+            self._carry_out(self._core.tell_until_asked(kind, encoded))
+
+    def _term_ends(self, news: TermEnds) -> None:
+        self._carry_out(self._core.tell_until_asked("term_ends", news))
 
     def kill(self, reason: str, told: bytes | None = None) -> None:
         """The group has to end at once: every worker is told, then ``killed`` is set."""
@@ -210,8 +215,7 @@ class ManagerDriver:
         if isinstance(order, RefuseWorker):
             answer.set_exception(order.error)
         elif isinstance(order, AnswerVote):
-            decision = pb.ShouldCommitResponse(should_commit=order.should_commit)
-            answer.set_result(decision.SerializeToString())
+            answer.set_result(decision_to_wire(order).SerializeToString())
         else:
             answer.set_result(worker_answer(order))
 

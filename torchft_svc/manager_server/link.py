@@ -22,6 +22,7 @@ from torchft_svc.core.link_types import (
     Probe,
 )
 from torchft_svc.core.session_messages import Beat, Leave
+from torchft_svc.core.term import TermEnds
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.core.types import Quorum
 from torchft_svc.errors import TorchFTError, Unreachable
@@ -42,14 +43,17 @@ Input = Callable[[LinkMachine, float], object]
 class LighthouseLink:
     """To be used on one event loop.
 
-    ``on_news`` receives losses, newcomers and commands, ``on_outcome`` the outcome of each
-    question, by its round; ``beat`` tells what the group does. They and ``machine.address`` are set
-    before `start`. ``draw`` is for pauses.
+    ``on_news`` receives losses, newcomers and commands, ``on_term`` that the term of a quorum has
+    to end, ``on_outcome`` the outcome of each question, by its round; ``beat`` tells what the group
+    does, and ``reached`` how far its workers are. They and ``machine.address`` are set before
+    `start`. ``draw`` is for pauses.
     """
 
     on_news: Callable[[pb.SessionNews], None]
+    on_term: Callable[[TermEnds], None]
     on_outcome: Callable[[int, Quorum | TorchFTError], None]
     beat: Callable[[], Beat]
+    reached: Callable[[], int]
 
     def __init__(
         self, config: ManagerConfig, tasks: Tasks, draw: Callable[[], float] = random.random
@@ -65,7 +69,7 @@ class LighthouseLink:
             quorum_retries=config.quorum_retries,
             min_replicas=config.min_replicas,
         )
-        self.machine = LinkMachine(settings, self._new_replica_id, draw)
+        self.machine = LinkMachine(settings, self._new_replica_id, draw, lambda: self.reached())
         self._number = 0  # of the connection that messages go over
         self._transports: dict[int, Transport] = {}
         self._holding: dict[int, asyncio.Task[None]] = {}
@@ -120,6 +124,8 @@ class LighthouseLink:
             self._tasks.start(self._probe(order), "look at other lighthouses")
         elif isinstance(order, AnswerAsker):
             self.on_outcome(order.round, order.outcome)
+        elif isinstance(order, TermEnds):
+            self.on_term(order)
         elif isinstance(order, ConfirmLeft):
             self._left.set()
         elif isinstance(order, Log):

@@ -147,7 +147,7 @@ class SessionTransport:
                 self._answered(news.answers, quorum_from_wire(news.quorum))
             except QuorumFailed as error:
                 self._answered(news.answers, error)
-        elif kind in ("lost", "kill", "drain", "waiting", "no_quorum_yet"):
+        elif kind in ("lost", "kill", "drain", "waiting", "term_ends", "no_quorum_yet"):
             self._contact.on_news(self._contact.number, news)
 
     def _welcomed(self, welcome: pb.SessionWelcome) -> None:

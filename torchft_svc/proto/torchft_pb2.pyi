@@ -25,6 +25,13 @@ class AgentStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     AGENT_READY: _ClassVar[AgentStatus]
     AGENT_WORKING: _ClassVar[AgentStatus]
     AGENT_FINISHED: _ClassVar[AgentStatus]
+
+class Fate(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FATE_UNKNOWN: _ClassVar[Fate]
+    FATE_GOES_ON: _ClassVar[Fate]
+    FATE_ENDS: _ClassVar[Fate]
+    FATE_BREAKS_OFF: _ClassVar[Fate]
 PHASE_UNKNOWN: Phase
 PHASE_IDLE: Phase
 PHASE_WAITING: Phase
@@ -37,9 +44,13 @@ AGENT_WARMING: AgentStatus
 AGENT_READY: AgentStatus
 AGENT_WORKING: AgentStatus
 AGENT_FINISHED: AgentStatus
+FATE_UNKNOWN: Fate
+FATE_GOES_ON: Fate
+FATE_ENDS: Fate
+FATE_BREAKS_OFF: Fate
 
 class QuorumMember(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "seen_quorum_id", "joining", "min_replicas", "last_num_groups", "has_history", "layout", "doubted_step", "step_quorum_id")
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "seen_quorum_id", "joining", "min_replicas", "last_num_groups", "has_history", "layout", "doubted_step", "step_quorum_id", "steady")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +67,7 @@ class QuorumMember(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     DOUBTED_STEP_FIELD_NUMBER: _ClassVar[int]
     STEP_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    STEADY_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -72,7 +84,8 @@ class QuorumMember(_message.Message):
     layout: str
     doubted_step: int
     step_quorum_id: int
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., seen_quorum_id: _Optional[int] = ..., joining: bool = ..., min_replicas: _Optional[int] = ..., last_num_groups: _Optional[int] = ..., has_history: bool = ..., layout: _Optional[str] = ..., doubted_step: _Optional[int] = ..., step_quorum_id: _Optional[int] = ...) -> None: ...
+    steady: bool
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., seen_quorum_id: _Optional[int] = ..., joining: bool = ..., min_replicas: _Optional[int] = ..., last_num_groups: _Optional[int] = ..., has_history: bool = ..., layout: _Optional[str] = ..., doubted_step: _Optional[int] = ..., step_quorum_id: _Optional[int] = ..., steady: bool = ...) -> None: ...
 
 class Quorum(_message.Message):
     __slots__ = ("quorum_id", "participants", "created")
@@ -147,14 +160,16 @@ class SessionRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., beat: _Optional[_Union[SessionBeat, _Mapping]] = ..., question: _Optional[_Union[SessionQuestion, _Mapping]] = ..., leave: _Optional[_Union[SessionLeave, _Mapping]] = ..., withdrawal: _Optional[_Union[SessionWithdrawal, _Mapping]] = ...) -> None: ...
 
 class SessionHello(_message.Message):
-    __slots__ = ("replica_id", "last_quorum_id", "last_max_step")
+    __slots__ = ("replica_id", "last_quorum_id", "last_max_step", "last_num_groups")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_MAX_STEP_FIELD_NUMBER: _ClassVar[int]
+    LAST_NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     last_quorum_id: int
     last_max_step: int
-    def __init__(self, replica_id: _Optional[str] = ..., last_quorum_id: _Optional[int] = ..., last_max_step: _Optional[int] = ...) -> None: ...
+    last_num_groups: int
+    def __init__(self, replica_id: _Optional[str] = ..., last_quorum_id: _Optional[int] = ..., last_max_step: _Optional[int] = ..., last_num_groups: _Optional[int] = ...) -> None: ...
 
 class SessionBeat(_message.Message):
     __slots__ = ("phase", "step", "phase_ms")
@@ -183,17 +198,19 @@ class SessionLeave(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., between_steps: bool = ..., ends: bool = ...) -> None: ...
 
 class SessionQuestion(_message.Message):
-    __slots__ = ("requester", "number", "timeout_ms")
+    __slots__ = ("requester", "number", "timeout_ms", "agreed")
     REQUESTER_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    AGREED_FIELD_NUMBER: _ClassVar[int]
     requester: QuorumMember
     number: int
     timeout_ms: int
-    def __init__(self, requester: _Optional[_Union[QuorumMember, _Mapping]] = ..., number: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    agreed: bool
+    def __init__(self, requester: _Optional[_Union[QuorumMember, _Mapping]] = ..., number: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., agreed: bool = ...) -> None: ...
 
 class SessionNews(_message.Message):
-    __slots__ = ("quorum", "welcome", "refusal", "lost", "kill", "drain", "waiting", "no_quorum_yet", "answers")
+    __slots__ = ("quorum", "welcome", "refusal", "lost", "kill", "drain", "waiting", "term_ends", "no_quorum_yet", "answers")
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +218,7 @@ class SessionNews(_message.Message):
     KILL_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    TERM_ENDS_FIELD_NUMBER: _ClassVar[int]
     NO_QUORUM_YET_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     quorum: Quorum
@@ -210,9 +228,10 @@ class SessionNews(_message.Message):
     kill: Kill
     drain: Drain
     waiting: MemberWaiting
+    term_ends: TermEnds
     no_quorum_yet: NoQuorumYet
     answers: int
-    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., welcome: _Optional[_Union[SessionWelcome, _Mapping]] = ..., refusal: _Optional[_Union[SessionRefusal, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ..., no_quorum_yet: _Optional[_Union[NoQuorumYet, _Mapping]] = ..., answers: _Optional[int] = ...) -> None: ...
+    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., welcome: _Optional[_Union[SessionWelcome, _Mapping]] = ..., refusal: _Optional[_Union[SessionRefusal, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ..., term_ends: _Optional[_Union[TermEnds, _Mapping]] = ..., no_quorum_yet: _Optional[_Union[NoQuorumYet, _Mapping]] = ..., answers: _Optional[int] = ...) -> None: ...
 
 class SessionWelcome(_message.Message):
     __slots__ = ("min_interval_ms",)
@@ -239,6 +258,16 @@ class MemberLost(_message.Message):
     reason: str
     quorum_id: int
     def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., quorum_id: _Optional[int] = ...) -> None: ...
+
+class TermEnds(_message.Message):
+    __slots__ = ("quorum_id", "step", "reason")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    step: int
+    reason: str
+    def __init__(self, quorum_id: _Optional[int] = ..., step: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class MemberWaiting(_message.Message):
     __slots__ = ("replica_id",)
@@ -591,7 +620,7 @@ class LighthouseDrainResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ManagerQuorumRequest(_message.Message):
-    __slots__ = ("rank", "step", "checkpoint_server_addr", "shrink_only", "commit_failures", "init_sync", "worker_id", "draining", "drain_reason", "unhealed", "last_quorum_id", "layout", "step_quorum_id", "question")
+    __slots__ = ("rank", "step", "checkpoint_server_addr", "shrink_only", "commit_failures", "init_sync", "worker_id", "draining", "drain_reason", "unhealed", "last_quorum_id", "layout", "step_quorum_id", "steady", "agreed", "question")
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_SERVER_ADDR_FIELD_NUMBER: _ClassVar[int]
@@ -605,6 +634,8 @@ class ManagerQuorumRequest(_message.Message):
     LAST_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     STEP_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    STEADY_FIELD_NUMBER: _ClassVar[int]
+    AGREED_FIELD_NUMBER: _ClassVar[int]
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     rank: int
     step: int
@@ -619,11 +650,13 @@ class ManagerQuorumRequest(_message.Message):
     last_quorum_id: int
     layout: str
     step_quorum_id: int
+    steady: bool
+    agreed: bool
     question: int
-    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_server_addr: _Optional[str] = ..., shrink_only: bool = ..., commit_failures: _Optional[int] = ..., init_sync: bool = ..., worker_id: _Optional[str] = ..., draining: bool = ..., drain_reason: _Optional[str] = ..., unhealed: bool = ..., last_quorum_id: _Optional[int] = ..., layout: _Optional[str] = ..., step_quorum_id: _Optional[int] = ..., question: _Optional[int] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_server_addr: _Optional[str] = ..., shrink_only: bool = ..., commit_failures: _Optional[int] = ..., init_sync: bool = ..., worker_id: _Optional[str] = ..., draining: bool = ..., drain_reason: _Optional[str] = ..., unhealed: bool = ..., last_quorum_id: _Optional[int] = ..., layout: _Optional[str] = ..., step_quorum_id: _Optional[int] = ..., steady: bool = ..., agreed: bool = ..., question: _Optional[int] = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
-    __slots__ = ("quorum_id", "recover_src_manager_address", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "recover_src_replica_rank", "recover_dst_replica_ranks", "commit_failures", "replica_ids", "round", "recover_extra_src_manager_addresses", "recover_extra_dst_replica_ranks")
+    __slots__ = ("quorum_id", "recover_src_manager_address", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "recover_src_replica_rank", "recover_dst_replica_ranks", "commit_failures", "replica_ids", "round", "recover_extra_src_manager_addresses", "recover_extra_dst_replica_ranks", "steady")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     RECOVER_SRC_MANAGER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -640,6 +673,7 @@ class ManagerQuorumResponse(_message.Message):
     ROUND_FIELD_NUMBER: _ClassVar[int]
     RECOVER_EXTRA_SRC_MANAGER_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     RECOVER_EXTRA_DST_REPLICA_RANKS_FIELD_NUMBER: _ClassVar[int]
+    STEADY_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     recover_src_manager_address: str
     store_address: str
@@ -656,7 +690,8 @@ class ManagerQuorumResponse(_message.Message):
     round: int
     recover_extra_src_manager_addresses: _containers.RepeatedScalarFieldContainer[str]
     recover_extra_dst_replica_ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., round: _Optional[int] = ..., recover_extra_src_manager_addresses: _Optional[_Iterable[str]] = ..., recover_extra_dst_replica_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    steady: bool
+    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., round: _Optional[int] = ..., recover_extra_src_manager_addresses: _Optional[_Iterable[str]] = ..., recover_extra_dst_replica_ranks: _Optional[_Iterable[int]] = ..., steady: bool = ...) -> None: ...
 
 class CheckpointAddressRequest(_message.Message):
     __slots__ = ("rank",)
@@ -671,24 +706,28 @@ class CheckpointAddressResponse(_message.Message):
     def __init__(self, checkpoint_server_address: _Optional[str] = ...) -> None: ...
 
 class ShouldCommitRequest(_message.Message):
-    __slots__ = ("should_commit", "rank", "step", "round", "worker_id")
+    __slots__ = ("should_commit", "rank", "step", "round", "worker_id", "wishes_none")
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    WISHES_NONE_FIELD_NUMBER: _ClassVar[int]
     should_commit: bool
     rank: int
     step: int
     round: int
     worker_id: str
-    def __init__(self, should_commit: bool = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., worker_id: _Optional[str] = ...) -> None: ...
+    wishes_none: bool
+    def __init__(self, should_commit: bool = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., worker_id: _Optional[str] = ..., wishes_none: bool = ...) -> None: ...
 
 class ShouldCommitResponse(_message.Message):
-    __slots__ = ("should_commit",)
+    __slots__ = ("should_commit", "fate")
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
+    FATE_FIELD_NUMBER: _ClassVar[int]
     should_commit: bool
-    def __init__(self, should_commit: bool = ...) -> None: ...
+    fate: Fate
+    def __init__(self, should_commit: bool = ..., fate: _Optional[_Union[Fate, str]] = ...) -> None: ...
 
 class KillRequest(_message.Message):
     __slots__ = ("msg",)
@@ -743,13 +782,14 @@ class AttachPhase(_message.Message):
     def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ...) -> None: ...
 
 class AttachNews(_message.Message):
-    __slots__ = ("welcome", "lost", "kill", "drain", "waiting", "over", "no_quorum_yet")
+    __slots__ = ("welcome", "lost", "kill", "drain", "waiting", "over", "term_ends", "no_quorum_yet")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     KILL_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
+    TERM_ENDS_FIELD_NUMBER: _ClassVar[int]
     NO_QUORUM_YET_FIELD_NUMBER: _ClassVar[int]
     welcome: AttachWelcome
     lost: MemberLost
@@ -757,8 +797,9 @@ class AttachNews(_message.Message):
     drain: Drain
     waiting: MemberWaiting
     over: AttachOver
+    term_ends: TermEnds
     no_quorum_yet: NoQuorumYet
-    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ..., over: _Optional[_Union[AttachOver, _Mapping]] = ..., no_quorum_yet: _Optional[_Union[NoQuorumYet, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ..., over: _Optional[_Union[AttachOver, _Mapping]] = ..., term_ends: _Optional[_Union[TermEnds, _Mapping]] = ..., no_quorum_yet: _Optional[_Union[NoQuorumYet, _Mapping]] = ...) -> None: ...
 
 class AttachWelcome(_message.Message):
     __slots__ = ()

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from torchft_svc.core.group_orders import AnswerWorker
+from torchft_svc.core.group_orders import AnswerVote, AnswerWorker
 from torchft_svc.core.step import Phase
+from torchft_svc.core.term import Fate, TermEnds, Wish
 from torchft_svc.core.types import (
     MAX_NAME_LENGTH,
     Member,
@@ -41,6 +42,7 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         layout=message.layout,
         doubted_step=message.doubted_step,
         step_quorum_id=message.step_quorum_id,
+        steady=message.steady,
         unknown=_unknown_fields(message),
     )
 
@@ -74,6 +76,7 @@ def member_to_wire(member: Member) -> pb.QuorumMember:
         layout=member.layout,
         doubted_step=member.doubted_step,
         step_quorum_id=member.step_quorum_id,
+        steady=member.steady,
     )
     if member.unknown:
         message.MergeFromString(member.unknown)
@@ -174,6 +177,8 @@ def worker_request_from_wire(message: pb.ManagerQuorumRequest) -> WorkerRequest:
         last_quorum_id=message.last_quorum_id,
         layout=message.layout,
         step_quorum_id=message.step_quorum_id,
+        steady=message.steady,
+        agreed=message.agreed,
         question=message.question,
     )
 
@@ -185,7 +190,30 @@ def vote_from_wire(message: pb.ShouldCommitRequest) -> Vote:
         should_commit=message.should_commit,
         round=message.round,
         worker_id=message.worker_id,
+        wish=Wish.NONE if message.wishes_none else Wish.SOME,
     )
+
+
+_FATES: dict[Fate, pb.Fate] = {
+    Fate.GOES_ON: pb.FATE_GOES_ON,
+    Fate.ENDS: pb.FATE_ENDS,
+    Fate.BREAKS_OFF: pb.FATE_BREAKS_OFF,
+}
+_FATES_OF_WIRE = {number: fate for fate, number in _FATES.items()}
+
+
+def decision_to_wire(decided: AnswerVote) -> pb.ShouldCommitResponse:
+    return pb.ShouldCommitResponse(should_commit=decided.should_commit, fate=_FATES[decided.fate])
+
+
+def fate_from_wire(number: pb.Fate) -> Fate:
+    """A manager of an older version does not tell it, and knows no quorum that goes on."""
+    return _FATES_OF_WIRE.get(number, Fate.BREAKS_OFF)
+
+
+def term_ends_from_wire(message: pb.TermEnds) -> TermEnds:
+    step = message.step if message.HasField("step") else None
+    return TermEnds(message.quorum_id, step, message.reason)
 
 
 def worker_answer(answer: AnswerWorker) -> bytes:

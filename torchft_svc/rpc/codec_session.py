@@ -17,6 +17,7 @@ from torchft_svc.core.session_messages import (
     Welcome,
     Withdrawal,
 )
+from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import MAX_DURATION_MS, LastQuorum, check_step, one_line
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
@@ -42,7 +43,8 @@ def hello_from_wire(request: pb.SessionRequest | None) -> Hello:
     if request.WhichOneof("kind") != "hello":
         raise RequestRefused("a session begins with a hello")
     hello = request.hello
-    return Hello(hello.replica_id, LastQuorum(hello.last_quorum_id, hello.last_max_step))
+    last = LastQuorum(hello.last_quorum_id, hello.last_max_step)
+    return Hello(hello.replica_id, last, hello.last_num_groups)
 
 
 def session_message_to_wire(message: Hello | SessionMessage) -> pb.SessionRequest:
@@ -57,6 +59,7 @@ def session_message_to_wire(message: Hello | SessionMessage) -> pb.SessionReques
             requester=member_to_wire(message.member),
             number=message.number,
             timeout_ms=max(1, int(message.timeout_s * 1000)),
+            agreed=message.agreed,
         )
         return pb.SessionRequest(question=question)
     if isinstance(message, Withdrawal):
@@ -67,6 +70,7 @@ def session_message_to_wire(message: Hello | SessionMessage) -> pb.SessionReques
             replica_id=message.replica_id,
             last_quorum_id=last.quorum_id,
             last_max_step=last.max_step,
+            last_num_groups=message.num_groups,
         )
         return pb.SessionRequest(hello=hello)
     leave = pb.SessionLeave(
@@ -87,7 +91,8 @@ def session_message_from_wire(request: pb.SessionRequest) -> SessionMessage | No
     if kind == "question":
         question = request.question
         timeout_s = min(max(question.timeout_ms, 0) / 1000, MAX_WAIT_S)
-        return Question(question.number, member_from_wire(question.requester), timeout_s)
+        member = member_from_wire(question.requester)
+        return Question(question.number, member, timeout_s, question.agreed)
     if kind == "withdrawal":
         return Withdrawal(request.withdrawal.number)
     if kind == "leave":
@@ -126,6 +131,9 @@ def session_news_to_wire(news: News) -> bytes:
         message = pb.SessionNews(welcome=pb.SessionWelcome(min_interval_ms=interval_ms))
     elif isinstance(news, NewcomerWaits):
         message = pb.SessionNews(waiting=pb.MemberWaiting(replica_id=news.replica_id))
+    elif isinstance(news, TermEnds):
+        ends = pb.TermEnds(quorum_id=news.quorum_id, step=news.step, reason=one_line(news.reason))
+        message = pb.SessionNews(term_ends=ends)
     else:
         name, text = error_to_wire(news.error)
         refusal = pb.SessionRefusal(number=news.number, error=name, reason=text)

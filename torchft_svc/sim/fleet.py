@@ -19,6 +19,7 @@ from torchft_svc.sim.scenario import Fault, Scenario
 from torchft_svc.sim.shared import Shared
 from torchft_svc.sim.site import Saved, Site
 from torchft_svc.sim.sums import Sums
+from torchft_svc.sim.terms import Terms
 from torchft_svc.sim.trace import Trace
 from torchft_svc.sim.trainer_actor import WorkerActor
 from torchft_svc.sim.world import VirtualWorld
@@ -64,7 +65,9 @@ class Fleet:
             self.world, self.network, scenario, self.invariants, self.trace
         )
         sums = Sums(self.network, self.invariants)
-        self.shared = Shared(self.network, sums, self.invariants, self.trace)
+        has_one = scenario.num_lighthouses == 1 or scenario.is_elected
+        terms = Terms(are_ids_ordered=scenario.is_clock_honest and has_one)
+        self.shared = Shared(self.network, sums, self.invariants, terms, self.trace)
         self.checkpoints: dict[str, Saved] = {}
         self.sites = [
             Site(number, self.world, self.lighthouses, self.shared, scenario, self.checkpoints)

@@ -56,6 +56,7 @@ def must(holds: bool, name: str, what: Callable[[], str] | str) -> None:
 
 
 Places = tuple[tuple[str, str, str], ...]
+Barrier = tuple[int, int]  # round and step
 
 
 class Ids:
@@ -164,8 +165,8 @@ class Identity:
 
     def __init__(self) -> None:
         self._committed: dict[tuple[Any, ...], tuple[str, int]] = {}
-        self._yes: dict[tuple[str, int], set[int]] = {}
-        self._fates: dict[tuple[str, int], list[tuple[Process, bool]]] = {}
+        self._yes: dict[tuple[str, Barrier], set[int]] = {}
+        self._fates: dict[tuple[str, int, int], list[tuple[Process, bool]]] = {}
 
     def contributed(self, where: str, states: dict[str, tuple[int, int]]) -> None:
         """``states``: step and weights of each worker that contributes to one sum."""
@@ -182,21 +183,21 @@ class Identity:
         if len(self._committed) > self.MAX_REMEMBERED:
             del self._committed[next(iter(self._committed))]
 
-    def voted_yes(self, group: str, round_: int, group_rank: int) -> None:
-        self._yes.setdefault((group, round_), set()).add(group_rank)
+    def voted_yes(self, group: str, barrier: Barrier, group_rank: int) -> None:
+        self._yes.setdefault((group, barrier), set()).add(group_rank)
         if len(self._yes) > self.MAX_REMEMBERED:
             del self._yes[next(iter(self._yes))]
 
-    def decided(self, group: str, round_: int, group_world_size: int) -> None:
+    def decided(self, group: str, barrier: Barrier, group_world_size: int) -> None:
         """A group commits as a whole, or not at all."""
-        yes = self._yes.get((group, round_), set())
+        yes = self._yes.get((group, barrier), set())
         must(
             len(yes) == group_world_size,
             "I3",
-            f"{group} commits in round {round_}, where only ranks {sorted(yes)} said yes",
+            f"{group} commits in {barrier}, where only ranks {sorted(yes)} said yes",
         )
 
-    def shared_fate(self, barrier: tuple[str, int], worker: Process, committed: bool) -> None:
+    def shared_fate(self, barrier: tuple[str, int, int], worker: Process, committed: bool) -> None:
         """All living workers of a group commit a step, or all discard it."""
         fates = self._fates.setdefault(barrier, [])
         for other, theirs in fates:
@@ -228,6 +229,8 @@ class Progress:
         # ended on purpose.
         self._remaining: dict[tuple[object, str], set[str]] = {}
         self._members: dict[str, set[str]] = {}  # of the last quorum
+        # How far they have told to be in it, until one of them asks or is gone.
+        self._reached: dict[str, dict[str, int]] = {}
 
     def opened(self, job: str, replica_id: str, last: LastQuorum) -> None:
         """A session begins, with what the group knew when it connected: if the lighthouse was
@@ -242,13 +245,28 @@ class Progress:
     def asked(self, job: str, member: Member, has_rival: Callable[[], bool]) -> None:
         """A group asks, maybe as another incarnation; it is not let in while a rival with its
         name lives."""
+        self._note_progress(job, member.replica_id)
         took_part = self._took_part.setdefault(job, {})
         if member.has_history and member.replica_id not in took_part and not has_rival():
             took_part[member.replica_id] = member.seen_quorum_id, member.step
 
     def gone(self, job: str, replica_id: str) -> None:
         """A group has left; that is reported as a loss only if it was let in."""
+        self._note_progress(job, replica_id)
         self._took_part.get(job, {}).pop(replica_id, None)
+
+    def reached(self, job: str, replica_id: str, step: int) -> None:
+        """A group has told with a beat how far it is."""
+        if job in self._reached:
+            self._reached[job][replica_id] = step
+
+    def _note_progress(self, job: str, replica_id: str) -> None:
+        """A member of the last quorum asks, or is gone: no step follows in its term."""
+        members = self._members.get(job, set())
+        if replica_id in members and job in self._reached:
+            reached = self._reached.pop(job)
+            lowest = min(reached.get(each, 0) for each in members)
+            self._committed[job] = max(self._committed.get(job, 0), lowest)
 
     def accepted(self, job: str) -> None:
         self._accepted.add(job)
@@ -259,9 +277,11 @@ class Progress:
         self._accepted.clear()
         self._took_part.clear()
         self._members.clear()
+        self._reached.clear()
 
     def lost(self, order: ReportLoss, by: object) -> None:
         """``by``: what stands for one life of one lighthouse, which knows what it has published."""
+        self._note_progress(order.job, order.replica_id)
         self._took_part.get(order.job, {}).pop(order.replica_id, None)
         if order.is_orderly:
             self._remaining.get((by, order.job), set()).discard(order.replica_id)
@@ -291,6 +311,7 @@ class Progress:
             must(is_true, "I4", f"a loss of {order.lost_from} is told, but {step} follows {newest}")
         self._check_jump(order)
         self._committed[order.job] = step
+        self._reached[order.job] = {}
         self._last_ids[order.job] = order.quorum.quorum_id
         self._accepted.discard(order.job)
         self._members[order.job] = {member.replica_id for member in order.quorum.participants}
@@ -302,10 +323,16 @@ class Progress:
         """A job follows a group that is far ahead only if that was in a newer quorum elsewhere."""
         if order.job not in self._committed or order.job not in self._members:
             return
-        limit = self._committed[order.job] + 1
+        last_id = self._last_ids[order.job]
+        in_term = [
+            each.step
+            for each in order.quorum.participants
+            if each.replica_id in self._members[order.job] and each.step_quorum_id == last_id
+        ]
+        limit = max(self._committed[order.job], min(in_term, default=0)) + 1
         believed = [each for each in order.quorum.participants if not each.doubted_step]
         ahead = [each for each in believed if each.step > limit]
-        is_newer = any(each.seen_quorum_id > self._last_ids[order.job] for each in ahead)
+        is_newer = any(each.seen_quorum_id > last_id for each in ahead)
         if ahead and not is_newer:
             stay = [each.replica_id for each in believed if each.step <= limit]
             stay = [each for each in stay if each in self._members[order.job]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from torchft_svc.core.group_orders import AnswerWorker
+from torchft_svc.core.group_orders import AnswerVote, AnswerWorker
 from torchft_svc.core.manager import WorkerNews
 from torchft_svc.core.round import WorkerCalls
 from torchft_svc.core.route import AttachEnd, AttachRetry
@@ -89,7 +89,7 @@ class LineActor:
         signed = self._calls.question(request)
 
         def answered(answer: WorkerAnswer) -> None:
-            assert not isinstance(answer, bool)
+            assert not isinstance(answer, AnswerVote)
             if isinstance(answer, AnswerWorker):
                 self._calls.answered(answer.assignment.quorum_id, answer.round)
             done(answer)
@@ -103,7 +103,7 @@ class LineActor:
         self,
         vote: Vote,
         timeout_s: float,
-        done: Callable[[bool | TorchFTError], None],
+        done: Callable[[AnswerVote | TorchFTError], None],
         stalls_s: float = 0.0,
     ) -> None:
         """Wait for the decision; ``stalls_s``: how much longer the vote is on its way."""

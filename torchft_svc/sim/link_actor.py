@@ -27,11 +27,13 @@ from torchft_svc.core.session_messages import (
     Kill,
     Leave,
     Lost,
+    NewcomerWaits,
     News,
     Question,
     Refusal,
     Welcome,
 )
+from torchft_svc.core.term import TermEnds
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.core.types import Quorum
 from torchft_svc.errors import TorchFTError, Unreachable
@@ -74,9 +76,10 @@ class LinkActor:
         process: Process,
         site: LinkSite,
         config: LinkConfig,
-        on_news: Callable[[Lost | Kill | Drain], None],
+        on_news: Callable[[Lost | Kill | Drain | NewcomerWaits | TermEnds], None],
         on_outcome: Callable[[int, Outcome], None],
         make_beat: Callable[[], Beat],
+        reached: Callable[[], int],
     ) -> None:
         self._process = process
         self._network = site.network
@@ -91,7 +94,7 @@ class LinkActor:
         self._host = ""  # that it is connected to
         self._is_newcomer = True  # as of its last question
         draw = process.chance.random
-        self.machine = LinkMachine(config, self._new_replica_id, draw, address=process.name)
+        self.machine = LinkMachine(config, self._new_replica_id, draw, reached, process.name)
         self._tell(lambda machine, now: machine.start(now))
 
     def _new_replica_id(self) -> str:
@@ -130,11 +133,9 @@ class LinkActor:
         elif isinstance(order, Probe):
             self._probe(order)
         elif isinstance(order, AnswerAsker):
-            if isinstance(order.outcome, Quorum):
-                site = self._site
-                took = site.lighthouses.splits.took
-                took(site.job, site.name, self._host, order.outcome, self._is_newcomer)
-            self._on_outcome(order.round, order.outcome)
+            self._answer(order)
+        elif isinstance(order, TermEnds):
+            self._process.after(0.0, self._on_news, order)
         elif isinstance(order, SendBeat):
             self._beat(self._contacts[self._number])
         elif not isinstance(order, ConfirmLeft | Log):
@@ -142,6 +143,13 @@ class LinkActor:
                 member = order.member
                 self._is_newcomer = not (member.has_history or member.last_num_groups)
             self._contacts[self._number].stream.to_server(order)
+
+    def _answer(self, order: AnswerAsker) -> None:
+        site = self._site
+        if isinstance(order.outcome, Quorum):
+            took = site.lighthouses.splits.took
+            took(site.job, site.name, self._host, order.outcome, self._is_newcomer)
+        self._on_outcome(order.round, order.outcome)
 
     def _connect(self, order: Connect) -> None:
         self._number = number = order.connection
@@ -217,7 +225,9 @@ class LinkActor:
             self._tell(lambda machine, now: machine.answered(number, *news, now))
         elif isinstance(news, Refusal):
             self._tell(lambda machine, now: machine.answered(number, news.number, news.error, now))
-        elif isinstance(news, Lost | Kill | Drain) and self.machine.news(number):
+        elif isinstance(news, Lost | Kill | Drain | NewcomerWaits | TermEnds) and self.machine.news(
+            number
+        ):
             self._on_news(news)
 
     def _ended(self, order: Connect, reason: str | TorchFTError) -> None:

@@ -23,8 +23,9 @@ from torchft_svc.core.manager import (
     TellWorkers,
     WorkerNews,
 )
-from torchft_svc.core.session_messages import Drain, Kill, Leave, Lost
+from torchft_svc.core.session_messages import Drain, Kill, Leave, Lost, NewcomerWaits
 from torchft_svc.core.step import Phase
+from torchft_svc.core.term import TermEnds
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.core.types import Quorum, Vote, WorkerRequest
 from torchft_svc.errors import CommitFailed, TorchFTError
@@ -36,7 +37,7 @@ from torchft_svc.sim.world import Process
 FIRST_ROUND = 1 << 40
 
 
-WorkerAnswer = AnswerWorker | bool | TorchFTError
+WorkerAnswer = AnswerWorker | AnswerVote | TorchFTError
 Reply = Callable[[WorkerAnswer], None]
 OnNews = Callable[[WorkerNews], None]
 # How long the workers have to end by themselves when they are told to.
@@ -66,9 +67,11 @@ class ManagerActor:
         group = Group(config.group_world_size, FIRST_ROUND - int(now * 1000))
         self.core = GroupManager(group, now, look_s=math.inf)
         beat = lambda: self.core.beat(process.world.now)  # noqa: E731
-        self.link = LinkActor(process, site, config, self._receive, self._told, beat)
+        self.link = LinkActor(
+            process, site, config, self._receive, self._told, beat, self.core.reached
+        )
         self._replies: dict[int, Reply] = {}
-        self._rounds: dict[int, int] = {}  # by the callers that vote
+        self._barriers: dict[int, tuple[int, int]] = {}  # round and step, by the callers that vote
         self._askers: dict[int, str] = {}  # the workers that ask, by caller
         self._workers: dict[int, tuple[str, OnNews]] = {}  # by group rank
         self._formed: Quorum | None = None  # the last one
@@ -116,9 +119,10 @@ class ManagerActor:
 
     def vote(self, vote: Vote, timeout_s: float, reply: Reply) -> int:
         if vote.should_commit:
-            self._invariants.identity.voted_yes(self._group, vote.round, vote.group_rank)
+            barrier = vote.round, vote.step
+            self._invariants.identity.voted_yes(self._group, barrier, vote.group_rank)
         caller, orders = self.core.vote(vote, timeout_s, self.process.world.now)
-        self._rounds[caller] = vote.round
+        self._barriers[caller] = vote.round, vote.step
         self._wait(caller, "commit vote", timeout_s, reply)
         self._carry_out(orders)
         return caller
@@ -135,12 +139,13 @@ class ManagerActor:
     def _end(self, caller: int, answer: WorkerAnswer) -> None:
         self._invariants.waits.answered((self, caller), "a manager answers a worker")
         self._askers.pop(caller, None)
-        round_ = self._rounds.pop(caller, 0)
-        if answer is True:
+        barrier = self._barriers.pop(caller, (0, 0))
+        is_yes = isinstance(answer, AnswerVote) and answer.should_commit
+        if is_yes:
             size = self.core.group.world_size
-            self._invariants.identity.decided(self._group, round_, size)
+            self._invariants.identity.decided(self._group, barrier, size)
         self._replies.pop(caller)(answer)
-        if answer is True and self.on_yes is not None:
+        if is_yes and self.on_yes is not None:
             self.on_yes()
 
     # -- orders ----------------------------------------------------------------------------------
@@ -158,7 +163,7 @@ class ManagerActor:
             elif isinstance(order, AnswerWorker):
                 self._answer_worker(order)
             elif isinstance(order, AnswerVote):
-                self._end(order.caller, order.should_commit)
+                self._end(order.caller, order)
             elif isinstance(order, RefuseWorker):
                 self._end(order.caller, order.error)
             elif isinstance(order, TellWorkers):
@@ -192,11 +197,13 @@ class ManagerActor:
 
     # -- news ------------------------------------------------------------------------------------
 
-    def _receive(self, news: Lost | Kill | Drain) -> None:
+    def _receive(self, news: Lost | Kill | Drain | NewcomerWaits | TermEnds) -> None:
         if isinstance(news, Drain):
             self.drain(news.reason)
         elif isinstance(news, Kill):
             self._carry_out(self.core.kill(news.reason))
+        elif isinstance(news, NewcomerWaits | TermEnds):
+            self._carry_out(self.core.tell_until_asked(type(news).__name__, news))
         else:
             self._carry_out(self.core.tell(news))
 

@@ -57,6 +57,7 @@ LONG_RESTART_S = 7.0  # of a manager: longer than its workers wait for another o
 LIST_RATE = 0.35  # of runs with several lighthouses
 MIN_JOIN_TIMEOUT_S = 5.0  # there: far more than a look back
 MAX_SKEW_S = 50.0
+STEADY_RATE = 0.75  # of runs whose workers can go on without a question
 LARGE = 200  # above this many groups, a run is about the number
 
 
@@ -73,6 +74,7 @@ class TrainerRules:
     shrink_only_rate: float
     tells_phases: bool
     mean_copy_s: float
+    is_steady: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +174,7 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
         shrink_only_rate=chance.choice([0.0, 0.0, 0.0, 0.2 / groups]),
         tells_phases=config.hang_timeout_s is not None,
         mean_copy_s=MEAN_COPY_S,
+        is_steady=random.Random(~seed).random() < STEADY_RATE,  # noqa: S311 - so are these
     )
     scenario = Scenario(
         seed=seed,

@@ -26,7 +26,15 @@ class State:
     weights: int
 
 
-Result = int | PeerError
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Of all members' states, as a ``digest``, and of their ``wishes`` to end the term."""
+
+    digest: int
+    wishes: float
+
+
+Result = Sum | PeerError
 Done = Callable[[Result], None]
 Key = tuple[str, str, int, int]  # job, store, quorum id, group rank
 
@@ -133,19 +141,20 @@ class Ring:
         self.members = frozenset(members)
         self.seats: dict[str, Seat] = {}
         self.is_broken = False
-        self._arrived: dict[int, dict[str, tuple[State | None, Done]]] = {}
+        self._arrived: dict[int, dict[str, tuple[State | None, float, Done]]] = {}
 
-    def arrive(self, number: int, seat: Seat, state: State | None, done: Done) -> None:
+    def arrive(self, number: int, seat: Seat, state: State | None, wish: float, done: Done) -> None:
         """``state`` is None for a seat that contributes zeros."""
         arrived = self._arrived.setdefault(number, {})
-        arrived[seat.me] = (state, done)
+        arrived[seat.me] = (state, wish, done)
         if len(arrived) < len(self.members) or self.is_broken:
             return
         del self._arrived[number]
-        states = {who: (each.step, each.weights) for who, (each, _) in arrived.items() if each}
+        states = {who: (each.step, each.weights) for who, (each, _, _) in arrived.items() if each}
         self.sums.invariants.identity.contributed(str(self.key), states)
-        result = hash(tuple(states[who] for who in sorted(states)))
-        for who, (_, tell) in arrived.items():
+        digest = hash(tuple(states[who] for who in sorted(states)))
+        result = Sum(digest, sum(wish for _, wish, _ in arrived.values()))
+        for who, (_, _, tell) in arrived.items():
             other = self.seats[who]
             delay_s = self.sums.network.latency(other.process)
             other.result_at = self.sums.network.world.now + delay_s
@@ -179,12 +188,12 @@ class Seat:
     def quorum_id(self) -> int:
         return self._ring.key[2]
 
-    def reduce(self, state: State | None, done: Done) -> None:
+    def reduce(self, state: State | None, wish: float, done: Done) -> None:
         self._num_begun += 1
         self._pending = done
-        self._when_connected(self._ring.arrive, self._num_begun, self, state, done)
+        self._when_connected(self._ring.arrive, self._num_begun, self, state, wish, done)
 
-    def receive(self, number: int, result: int, done: Done) -> None:
+    def receive(self, number: int, result: Sum, done: Done) -> None:
         if self._pending is done and number == self._num_begun:
             self._when_connected(self._finish, result)
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchft_svc.core.assignment import Assignment
-from torchft_svc.core.group_orders import AnswerWorker
+from torchft_svc.core.group_orders import AnswerVote, AnswerWorker
 from torchft_svc.core.manager import WorkerNews
 from torchft_svc.core.peers import LoseMember
-from torchft_svc.core.round import (
-    MANAGER_PATIENCE_S,
-    RETRY_S,
+from torchft_svc.core.round import MANAGER_PATIENCE_S, RETRY_S, Round, RoundRequest, WorkerRules
+from torchft_svc.core.round_orders import (
     AskDecision,
     AskManager,
     BeginTraining,
@@ -27,13 +26,11 @@ from torchft_svc.core.round import (
     MeetMembers,
     OfferState,
     Order,
-    Round,
-    RoundRequest,
     Warn,
-    WorkerRules,
 )
-from torchft_svc.core.session_messages import Drain, Kill, Lost
+from torchft_svc.core.session_messages import Drain, Kill, Lost, NewcomerWaits
 from torchft_svc.core.step import Phase, StepMachine, StepState
+from torchft_svc.core.term import TermEnds
 from torchft_svc.errors import (
     Drained,
     PeerError,
@@ -48,6 +45,7 @@ from torchft_svc.sim.offers import Fetched, Offers
 from torchft_svc.sim.scenario import MEAN_COPY_S, TrainerRules
 from torchft_svc.sim.shared import Home, Shared
 from torchft_svc.sim.sums import Result, Seat, State
+from torchft_svc.sim.terms import CommittedStep, NewcomerPatience
 from torchft_svc.sim.world import Event, Process
 
 # A user's loop that catches a failed quorum tries again after a moment.
@@ -74,6 +72,7 @@ class WorkerActor:
                 group_world_size=home.group_world_size,
                 use_async_quorum=rules.use_async_quorum,
                 num_wanted=rules.num_wanted,
+                is_steady=rules.is_steady,
             ),
             self.machine,
         )
@@ -87,6 +86,7 @@ class WorkerActor:
         self.puts_heals_off_until = 0.0  # `start_quorum(allow_heal=False)`
         self.loses_update: str | None = None  # the next one ends by an exception, or by what spoils
         self._num_commits_draining = 0
+        self._newcomers = NewcomerPatience()
         self.line = LineActor(process, home, group_rank, shared.network, self._receive, self._cut)
         self._seat: Seat | None = None  # its process group
         self._step = _Step(epoch=0)
@@ -100,7 +100,7 @@ class WorkerActor:
             FetchState: lambda step, order: self._fetch(step),
             Warn: lambda step, order: shared.trace.record(process.name, order.what),
             AskDecision: self._soon(self._ask_decision),
-            Decide: lambda step, order: self._decided(step, order.committed),
+            Decide: self._decided,
             LoseDecision: self._lose_decision,
         }
 
@@ -121,8 +121,9 @@ class WorkerActor:
             shrink_only=self.process.chance.random() < self._rules.shrink_only_rate,
             timeout_s=self._rules.quorum_s,
         )
+        broken = self._seat.error if self._seat is not None else None
         try:
-            epoch = self.round.begin(request)
+            epoch = self.round.begin(request, broken)
         except RequestRefused as error:  # its weights are those of no step
             self._end(error)
             return
@@ -130,7 +131,17 @@ class WorkerActor:
         if not (state.spoiled and state.unhealed):
             name = self.process.name
             self._shared.invariants.discards.began(name, state.step, self._step_of_weights)
+        goes_on = self.round.goes_on
+        self._newcomers.began(self.process.name, goes_on=goes_on)
+        if goes_on:
+            step = _Step(epoch=epoch, part=self._step.part, round=self._step.round)
+            step.began_at, step.goes_on = now, True
+            self._step = step
+            self._carry_out(step, self.round.go_on())
+            self._go_forward(step)
+            return
         step = self._step = _Step(epoch=epoch, is_sync=self.round.waits_for_quorum)
+        step.began_at = now
         if self.home.collective is not None:
             self.home.collective.asks(self.process)
         self._carry_out(step, self.round.ask(now))
@@ -168,7 +179,7 @@ class WorkerActor:
         self.offers.offer(step.part.max_step, self._to_offer())
 
     def _lose_decision(self, step: _Step, order: LoseDecision) -> None:
-        self._decided(step, False)
+        self._decided(step, Decide(False))
         self._end(order.error)
 
     def _soon(self, action: Callable[..., None]) -> Callable[[_Step, Any], None]:
@@ -199,6 +210,7 @@ class WorkerActor:
         else:
             step.part, step.round = answer.assignment, answer.round
             orders = self.round.answered(answer.assignment)
+            self._newcomers.met(answer.assignment.replica_ids)
         if any(isinstance(order, AskManager) for order in orders):
             self._carry_out(step, orders)
             return
@@ -307,7 +319,8 @@ class WorkerActor:
         contributes = self.machine.state.participation.participating_rank is not None
         step.expiry = self.process.after(self._rules.collective_s, self._reduce_expired, step, seat)
         state = self._state() if contributes else None
-        seat.reduce(state, lambda result: self._reduced(step, result))
+        wish = float(self.round.wants_question)
+        seat.reduce(state, wish, lambda result: self._reduced(step, result))
 
     def _reduce_expired(self, step: _Step, seat: Seat) -> None:
         if step is self._step and step.is_reducing:
@@ -323,7 +336,8 @@ class WorkerActor:
         if isinstance(result, PeerError):
             self._latch_error(result, step)
         else:
-            step.result = result
+            step.result = result.digest
+            self.round.summed(result.wishes)
         if not step.is_fetching:
             self.process.after(0.0, self._end_backward, step)
 
@@ -352,6 +366,11 @@ class WorkerActor:
     def _receive(self, news: WorkerNews) -> None:
         if isinstance(news, Lost):
             self._lose(self.round.peers.lost(news.replica_id, news.reason, news.quorum_id))
+        elif isinstance(news, NewcomerWaits):
+            self.round.peers.waits(news.replica_id)
+            self._newcomers.heard(news.replica_id)
+        elif isinstance(news, TermEnds):
+            self._lose(self.round.term_ends(news))
         elif isinstance(news, Drain):
             self.round.drain(news.reason)
         elif isinstance(news, Kill):
@@ -377,24 +396,24 @@ class WorkerActor:
         ballot = self.round.ballot()
         self.line.vote(ballot, timeout_s, lambda answer: self._on_decision(step, answer), stalls_s)
 
-    def _on_decision(self, step: _Step, answer: bool | TorchFTError) -> None:
+    def _on_decision(self, step: _Step, answer: AnswerVote | TorchFTError) -> None:
         if isinstance(answer, TorchFTError):
             is_over = self.home.is_manager_over()
             orders = self.round.vote_failed(answer, self.process.world.now, is_manager_over=is_over)
             self._check_patience(step, answer, orders)
         else:
-            orders = self.round.voted(answer)
+            orders = self.round.voted(answer.should_commit, answer.fate)
         for order in orders:
             if isinstance(order, Decide):
                 assert step.part is not None or not order.committed
-                barrier = (self.line.manager_name(), step.round)
+                barrier = (self.line.manager_name(), step.round, self.round.ballot().step)
                 shared_fate = self._shared.invariants.identity.shared_fate
                 shared_fate(barrier, self.process, order.committed)
         self._carry_out(step, orders)
 
-    def _decided(self, step: _Step, committed: bool) -> None:
-        before = self.machine.state
-        self.round.decide(committed)
+    def _decided(self, step: _Step, order: Decide) -> None:
+        before, committed = self.machine.state, order.committed
+        self.round.decide(order)
         after = self.machine.state
         self._shared.invariants.discards.decided(self.process.name, before, after, committed)
         if committed:
@@ -410,7 +429,8 @@ class WorkerActor:
     def _commit(self, step: _Step, before: StepState) -> None:
         assert step.part is not None
         name, discards = self.process.name, self._shared.invariants.discards
-        discards.updates(name, before.step, self._step_of_weights, step.part.max_step)
+        due = before.step if step.goes_on else step.part.max_step
+        discards.updates(name, before.step, self._step_of_weights, due)
         spoiled_by, self.loses_update = self.loses_update, None
         if spoiled_by is not None:
             self.machine.lose_update(spoiled_by)
@@ -427,6 +447,17 @@ class WorkerActor:
         part = step.part
         key = (self.home.job, self.group_rank, part.quorum_id, part.replica_ids, before.step)
         self._shared.invariants.identity.committed(key, name, self.weights)
+        committed = CommittedStep(
+            job=self.home.job,
+            me=part.replica_ids[part.replica_rank],
+            group_rank=self.group_rank,
+            quorum_id=part.quorum_id,
+            members=part.replica_ids,
+            step=before.step,
+            began_at=step.began_at,
+            goes_on=step.goes_on,
+        )
+        self._shared.terms.committed(committed, self.process.world.now)
         self._shared.count_commit(self.home.job, step.part.quorum_id, before.step)
         self.home.save(self.group_rank, self._to_offer())
 
@@ -447,7 +478,7 @@ class WorkerActor:
         return Fetched(self._state(), state.batches_committed, state.quorum_id)
 
     def _tell_phase(self, phase: Phase | None = None) -> None:
-        if self._rules.tells_phases:
+        if self._rules.tells_phases or self._rules.is_steady:
             state = self.machine.state
             self.line.tell_phase(phase or state.phase, state.step)
 
@@ -479,6 +510,8 @@ class _Step:
     """What a step has come to."""
 
     epoch: int
+    began_at: float = 0.0
+    goes_on: bool = False
     is_sync: bool = False
     is_ready: bool = False
     is_forward_done: bool = False

@@ -78,7 +78,8 @@ def test_a_straggler_gives_its_step_up_when_the_others_go_on_without_it() -> Non
         in_step(2, a, b)
         stuck.is_stuck = True
         began = time.monotonic()
-        together(lambda: a.steps(2), b.backward)
+        # The second one goes on, and waits for the other group.
+        together(lambda: a.steps(3), b.backward)
         stuck.is_stuck = False
         assert time.monotonic() - began < TIMEOUT.total_seconds() / 2
         assert not b.optimizer.step()

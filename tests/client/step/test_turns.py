@@ -100,7 +100,7 @@ def ending(step: Callable[[], bool]) -> str:
 def test_a_group_that_joins_at_the_other_turn_ends_and_the_others_go_on(
     use_async_quorum: bool,
 ) -> None:
-    options = {"use_async_quorum": use_async_quorum, "min_replica_size": 2}
+    options = {"use_async_quorum": use_async_quorum, "min_replica_size": 2, "steady_steps": False}
     with lighthouse() as address, adversaries(address, "ab", **options) as (a, b):
         while not all(together(a.step, b.step)):
             pass

@@ -23,15 +23,26 @@ _MAX_HEEDED_BYTES = 32 * _MEGABYTE - 64 * 1024
 
 
 class Bucket:
-    """Gradients of one dtype and device, contiguous in ``memory``, with a view for each."""
+    """Gradients of one dtype and device, contiguous in ``memory``, with a view for each.
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    ``carries_wish``: one more number at the end, see `wish`.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], *, carries_wish: bool = False) -> None:
         self.parameters = parameters
-        self.memory, self.views = _allocate(parameters)
+        self._num_more = int(carries_wish)
+        self.memory, self.views = _allocate(parameters, self._num_more)
+
+    @property
+    def wish(self) -> torch.Tensor | None:
+        """Of shape (1,), summed with the gradients: the place for the wish of a question before the
+        next step (rule E2)."""
+        return self.memory[-1:] if self._num_more else None
 
     def renew(self) -> None:
         """Allocate new memory, because an abandoned operation may write to the present one."""
-        old, (self.memory, self.views) = self.views, _allocate(self.parameters)
+        old = self.views
+        self.memory, self.views = _allocate(self.parameters, self._num_more)
         for parameter, view in zip(self.parameters, old, strict=True):
             if parameter.grad is not None and _same_memory(parameter.grad, view):
                 parameter.grad = torch.zeros_like(parameter)
@@ -87,7 +98,7 @@ def describe_tensors(parts: Sequence[Sequence[torch.Tensor]]) -> str:
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
     num_turned = sum(not tensor.is_contiguous() for tensor in tensors)
     turned = f", {num_turned} not contiguous" if num_turned else ""
-    digest = hashlib.sha256(repr(places).encode()).hexdigest()[:DIGEST_LENGTH]
+    digest = hashlib.sha256(repr((places, "wish")).encode()).hexdigest()[:DIGEST_LENGTH]
     num_elements = sum(tensor.numel() for tensor in tensors)
     return (
         f"{len(tensors)} parameters with {num_elements} elements of {', '.join(dtypes)}{turned}, "
@@ -109,7 +120,7 @@ def plan_buckets(
     """Split ``parameters`` into buckets of at most ``capacity_mb`` MiB; the first one is smaller.
 
     In reverse order, which is about the order of a backward pass. A parameter that is larger than
-    the capacity gets its own bucket.
+    the capacity gets its own bucket. The first bucket carries the wish.
 
     Raises:
         ConfigError: the capacity is not above 0.
@@ -132,7 +143,7 @@ def plan_buckets(
             limit = capacity
     cut.extend(members for members, _ in open_buckets.values())
     _keep_freed_memory([parameter for members in cut for parameter in members])
-    return [Bucket(members) for members in cut]
+    return [Bucket(members, carries_wish=i == 0) for i, members in enumerate(cut)]
 
 
 def _keep_freed_memory(parameters: list[nn.Parameter]) -> None:
@@ -149,9 +160,12 @@ def _keep_freed_memory(parameters: list[nn.Parameter]) -> None:
     torch.empty(min(num_bytes, _MAX_HEEDED_BYTES), dtype=torch.uint8, device="cpu")
 
 
-def _allocate(parameters: list[nn.Parameter]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _allocate(
+    parameters: list[nn.Parameter], num_more: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The memory of a bucket, with ``num_more`` elements at its end, and the parameters' views."""
     first = parameters[0]
-    numel = sum(parameter.numel() for parameter in parameters)
+    numel = sum(parameter.numel() for parameter in parameters) + num_more
     memory = torch.zeros(numel, dtype=first.dtype, device=first.device)
     views = []
     offset = 0

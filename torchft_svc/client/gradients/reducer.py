@@ -222,7 +222,7 @@ class Reducer:
         # In a backward pass it is off already, unless the pass makes a graph.
         with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
             bucket.fill(scale)
-        reduction = self._manager.launch_sum(bucket.memory)
+        reduction = self._manager._launch_gradients(bucket.memory, bucket.wish)
         if reduction is None:
             self._failed = True
             bucket.renew()

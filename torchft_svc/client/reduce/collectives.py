@@ -48,7 +48,9 @@ class Collectives:
 
     ``latch(error, epoch)`` is called at most once for every operation; ``on_wait`` is called when a
     wait becomes long (True), and at its end (False). ``order`` holds the operations that all groups
-    are known to launch; ``checks_all``: compare every operation nevertheless.
+    are known to launch; ``checks_all``: compare every operation nevertheless. ``wish`` tells
+    whether this group wants a question before the next step, and is summed with the first operation
+    of each step whose groups may go on without one (rule E2).
     """
 
     def __init__(
@@ -61,8 +63,11 @@ class Collectives:
         *,
         order: LaunchOrder,
         checks_all: bool = False,
+        wish: Callable[[], bool] | None = None,
     ) -> None:
         self._order = order
+        self._wish = wish
+        self._carriers: list[torch.Tensor] = []  # of the wishes in this step
         self._checks_all = checks_all
         self._num_launched = 0
         self._num_agreed = 0  # position up to which all groups have the same operations
@@ -86,6 +91,7 @@ class Collectives:
         self._epoch = epoch
         self.launched = False
         self._num_launched = self._num_agreed = 0
+        self._carriers = []
         self._device = None
         self._end = None
         self._unread = []
@@ -137,11 +143,13 @@ class Collectives:
         op: ReduceOp.RedOpType = ReduceOp.SUM,
         kind: Kind = Kind.GRADIENTS,
         called: ReduceOp.RedOpType | None = None,
+        carrier: torch.Tensor | None = None,
     ) -> Reduction | None:
         """Start reducing ``tensor`` in place; None if that failed, and the error was latched.
 
         The tensor's memory must belong to the operation only (see `Reduction`). ``called``: the
-        operation that the program requested, if it is not ``op``.
+        operation that the program requested, if it is not ``op``. ``carrier``: the part of the
+        tensor that carries the wish, shape (1,), if it has one.
         """
         self.launched = True  # first: an interrupt from here on counts as after the launch
         self._num_launched += 1
@@ -151,8 +159,32 @@ class Collectives:
             operation = Operation.of(self._num_launched, tensor, called or op, kind)
             if not self._admit(operation, tensor.device):
                 return None
+        if self._wish is not None and not self._carry(tensor.device, carrier):
+            return None
+        return self._sum(tensor, op)
+
+    def _sum(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Reduction | None:
         options = _SUM if op is ReduceOp.SUM else _options(op)
         return self._launch(tensor, lambda: self._pg.allreduce([tensor], options))
+
+    def _carry(self, device: torch.device, carrier: torch.Tensor | None) -> bool:
+        """Have the wish summed with the next operation, if that is the first one or has a place for
+        it; False if that failed, and the error was latched."""
+        assert self._wish is not None
+        if carrier is not None:
+            carrier.fill_(float(self._wish()))
+            self._carriers.append(carrier)
+        elif self._num_launched == 1 and self._pg.size() > 1:
+            wish = torch.full((1,), float(self._wish()), device=device)
+            self._carriers.append(wish)
+            return self._sum(wish, ReduceOp.SUM) is not None
+        return True
+
+    def wishes(self) -> float | None:
+        """The sum of the groups' wishes in this step, after `finish` (None: nothing was summed)."""
+        if not self._carriers or self._pg.errored() is not None:
+            return None
+        return sum(abs(carrier.item()) for carrier in self._carriers)
 
     def agree(self, tensor: torch.Tensor, wrapper: int) -> None:
         """Check that all groups begin a pass of ``wrapper`` with the sum of ``tensor``; if not, the

@@ -151,6 +151,7 @@ def start_runtime(
             on_waiting=worker.receive_newcomer,
             on_no_quorum=worker.receive_no_quorum,
             on_cut=worker.cut,
+            on_term=worker.term_ends,
         )
         client.attach(rules.place.group_rank, listeners)
         runtime = Runtime(

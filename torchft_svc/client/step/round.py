@@ -25,7 +25,8 @@ from torchft_svc.client.step.shared_round import Orders, SharedRound
 from torchft_svc.client.step.state import EarlyTensors, StateRegistry, readable_size
 from torchft_svc.coordination import QuorumResult
 from torchft_svc.core.names import stable_name
-from torchft_svc.core.round import (
+from torchft_svc.core.round import WorkerRules
+from torchft_svc.core.round_orders import (
     AskDecision,
     AskManager,
     BeginTraining,
@@ -39,7 +40,6 @@ from torchft_svc.core.round import (
     OfferState,
     RefuseState,
     Warn,
-    WorkerRules,
 )
 from torchft_svc.core.step import Phase
 from torchft_svc.errors import (
@@ -85,6 +85,7 @@ class RoundRules:
     use_async_quorum: bool
     init_sync: bool
     checks_collectives: bool = False
+    is_steady: bool = True
 
     def for_worker(self, patience_s: float) -> WorkerRules:
         """The part for the core; ``patience_s``: how long to wait for a restarted manager."""
@@ -96,6 +97,7 @@ class RoundRules:
             init_sync=self.init_sync,
             num_wanted=self.min_replica_size if has_spares else None,
             patience_s=patience_s,
+            is_steady=self.is_steady,
         )
 
     def common(self) -> str:
@@ -142,6 +144,12 @@ class RoundRunner:
         with self._worker.changing() as round_:
             round_.withdraw(error)
         self.ready.set()
+
+    def go_on(self) -> None:
+        """The step belongs to the quorum of the step before: nobody is asked."""
+        with self._worker.changing() as round_:
+            self.quorum, orders = round_.quorum, round_.go_on()
+        self._carry_out(orders)
 
     def run(self, allow_heal: bool) -> None:
         """Run the round; raises nothing."""
@@ -366,8 +374,8 @@ _ACTIONS: dict[type, Callable[[RoundRunner, Any], Orders | None]] = {
 }
 
 
-def ask_decision(client: ManagerClient, worker: SharedRound, orders: Orders) -> bool:
-    """Whether the group commits the step; ``orders`` are those of `Round.vote`.
+def ask_decision(client: ManagerClient, worker: SharedRound, orders: Orders) -> Decide:
+    """The group's decision on the step; ``orders`` are those of `Round.vote`.
 
     Raises:
         PeerError: a decision was made, or may have been made, and did not arrive here.
@@ -379,7 +387,7 @@ def ask_decision(client: ManagerClient, worker: SharedRound, orders: Orders) -> 
             ballot = round_.ballot()
         timeout = timedelta(seconds=max(0.001, order.deadline - time.monotonic()))
         try:
-            committed = client.vote(ballot, timeout)
+            committed, fate = client.vote(ballot, timeout)
         except TorchFTError as error:
             is_over = client.is_over(error)
             with worker.changing() as round_:
@@ -387,13 +395,13 @@ def ask_decision(client: ManagerClient, worker: SharedRound, orders: Orders) -> 
                 (order,) = round_.vote_failed(error, now, is_manager_over=is_over)
         else:
             with worker.changing() as round_:
-                (order,) = round_.voted(committed)
+                (order,) = round_.voted(committed, fate)
     if isinstance(order, LoseDecision):
         raise order.error
     assert isinstance(order, Decide)
     if order.error is not None:
         _log_no_answer(worker.state.step, order.error)
-    return order.committed
+    return order
 
 
 def _log_no_answer(step: int, error: TorchFTError) -> None:

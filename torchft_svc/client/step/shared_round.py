@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.coordination import QuorumResult
 from torchft_svc.core.peers import LoseMember
-from torchft_svc.core.round import Order, Round, WorkerRules
+from torchft_svc.core.round import Round, WorkerRules
+from torchft_svc.core.round_orders import Order
 from torchft_svc.core.step import Phase, StepMachine, StepState
+from torchft_svc.core.term import TermEnds
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +72,12 @@ class SharedRound:
         """A member of quorum ``quorum_id`` is gone."""
         with self._lock:
             order = self.round.peers.lost(replica_id, reason, quorum_id)
+        self._lose(order)
+
+    def term_ends(self, news: TermEnds) -> None:
+        """The term of a quorum is to end, or is over."""
+        with self._lock:
+            order = self.round.term_ends(news)
         self._lose(order)
 
     def cut(self) -> None:

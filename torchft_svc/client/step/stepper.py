@@ -27,7 +27,8 @@ from torchft_svc.client.step.round import (
 )
 from torchft_svc.client.step.shared_round import Orders, SharedRound
 from torchft_svc.client.step.state import MANAGER_KEY
-from torchft_svc.core.round import UNDER_WAY, LeaveMembers, RoundRequest
+from torchft_svc.core.round import UNDER_WAY, RoundRequest
+from torchft_svc.core.round_orders import LeaveMembers
 from torchft_svc.core.step import Phase, StepState
 from torchft_svc.core.types import MAX_LAYOUT_LENGTH
 from torchft_svc.errors import QuorumFailed, RequestRefused, TornState
@@ -78,7 +79,8 @@ class Stepper:
         self._thread = thread
         self._order = LaunchOrder(lambda: self.state.settled)
         timeout_s = rules.timeouts.collective_s
-        self._collectives = self._make_collectives(timeout_s, self.latch_error)
+        wish = self._wants_question
+        self._collectives = self._make_collectives(timeout_s, self.latch_error, wish)
         # For reductions between two steps, whose errors fail no step.
         limit_s = min(timeout_s, _BETWEEN_STEPS_S)
         self._reports = self._make_collectives(limit_s, self._latch_report_error)
@@ -94,7 +96,10 @@ class Stepper:
         self._ends_update = False  # whether the caller reports the outcome of an update
 
     def _make_collectives(
-        self, timeout_s: float, latch: Callable[[Exception, int], None]
+        self,
+        timeout_s: float,
+        latch: Callable[[Exception, int], None],
+        wish: Callable[[], bool] | None = None,
     ) -> Collectives:
         return Collectives(
             self._deps.pg,
@@ -104,6 +109,7 @@ class Stepper:
             self._deps.watchdog,
             order=self._order,
             checks_all=self._rules.checks_collectives,
+            wish=wish,
         )
 
     @property
@@ -126,16 +132,22 @@ class Stepper:
             self.weights_version += 1
         runner = RoundRunner(self._deps, self._rules, self._worker)
         task = Task(partial(runner.run, request.allow_heal))
+        broken = self._deps.pg.errored()
         try:
             self._runner, self._task = runner, task
             self._thread_of_step = threading.get_ident()
             with self._worker.changing() as round_:
                 waits = round_.waits_for_quorum
-                epoch = round_.begin(request)
+                epoch = round_.begin(request, broken)
+                goes_on = round_.goes_on
             self._order.begin(lambda: self._worker.round.has_connected)
             self._collectives.begin(epoch)
             self._reports.begin(epoch)
             self._deps.registry.gate.open()
+            if goes_on:
+                self._task = None
+                runner.go_on()
+                return
             self._thread.submit(task)
             if task.done and task.error is not None:
                 raise task.error
@@ -258,9 +270,14 @@ class Stepper:
             return 0.0
         return 1.0 / participation.num_participants
 
-    def launch_sum(self, tensor: torch.Tensor) -> Reduction | None:
-        """See `Manager.launch_sum`."""
-        return self._collectives.launch(tensor)
+    def launch_sum(
+        self, tensor: torch.Tensor, carrier: torch.Tensor | None = None
+    ) -> Reduction | None:
+        """See `Manager.launch_sum`; ``carrier``: see `Collectives.launch`."""
+        return self._collectives.launch(tensor, carrier=carrier)
+
+    def _wants_question(self) -> bool:
+        return self._worker.round.wants_question
 
     def take_turn(self, reducer: Launching, *, is_last: bool) -> bool:
         """Whether ``reducer`` may launch the sums of its pass now, or has to wait for another one.
@@ -382,6 +399,7 @@ class Stepper:
         self._wait_for_task()
         self._check_left()
         self._collectives.finish()
+        wishes = self._collectives.wishes()
         runner.offer_rest()
         swallowed = self._deps.pg.failure()  # an error that the group did not raise
         if swallowed is not None and self.state.error is None:
@@ -389,15 +407,17 @@ class Stepper:
         self._apply_heal()
         self._protect_state()
         with self._worker.changing() as round_:
+            if wishes is not None:
+                round_.summed(wishes)
             orders = round_.vote(time.monotonic(), timeout_s)
             vote = round_.ballot().should_commit
         state = self.state
-        committed = ask_decision(self._deps.client, self._worker, orders)
-        if not committed:
+        decided = ask_decision(self._deps.client, self._worker, orders)
+        if not decided.committed:
             self._log_discarded(state, self._why_not(vote))
         with self._worker.changing() as round_:
-            round_.decide(committed)
-        if committed:
+            round_.decide(decided)
+        if decided.committed:
             return True
         self._deps.registry.gate.open()
         with self._worker.changing() as round_:

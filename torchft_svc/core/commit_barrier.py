@@ -1,0 +1,215 @@
+"""The commit barrier of a replica group: all its workers vote, and all get the same decision.
+
+One no decides at once, a yes needs all. While a quorum stays in force (rule E1), the barriers of
+its steps follow one another in one round; the decision on a step says whether the next one belongs
+to the same quorum (rule E2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from torchft_svc.core.ended import EndedBarrier
+from torchft_svc.core.group_orders import AnswerVote, RefuseWorker
+from torchft_svc.core.term import Fate, fate
+from torchft_svc.core.types import Vote, WorkerRequest
+from torchft_svc.errors import CommitFailed, RequestRefused
+
+VoteOrder = AnswerVote | RefuseWorker
+
+
+class CommitBarrier:
+    """One barrier after the other, for ``world_size`` workers.
+
+    Rounds below ``first_round`` are those of an earlier manager, which died: workers may still vote
+    in one, until the first quorum here.
+    """
+
+    def __init__(self, world_size: int, first_round: int) -> None:
+        self._world_size = world_size
+        self._first_round = first_round
+        self._round = first_round - 1
+        self._votes: dict[int, tuple[Vote, int]] = {}  # by group rank, with their callers
+        self._steps: frozenset[int] = frozenset()  # that a vote in this round may name
+        self._decision: bool | None = None
+        self._fate = Fate.BREAKS_OFF
+        # The last barriers that are over; no worker has received another quorum since.
+        self._ended: tuple[EndedBarrier, ...] = ()
+
+    def open(self, round_: int, steps: Iterable[int]) -> None:
+        """The workers have received the quorum of ``round_``, at one of these ``steps``."""
+        self._round, self._steps = round_, frozenset(steps)
+        self._ended = ()
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def voters(self) -> Collection[int]:
+        """The group ranks that have voted."""
+        return self._votes.keys()
+
+    def waits(self, group_rank: int) -> bool:
+        """Whether this worker waits for the decision."""
+        return group_rank in self._votes and self._decision is None
+
+    # -- votes -----------------------------------------------------------------------------------
+
+    def count(self, vote: Vote, caller: int, asking: Collection[WorkerRequest]) -> list[VoteOrder]:
+        """A worker votes; ``asking``: the requests of those that ask for the next quorum.
+
+        After a no its voter may ask again before the others vote: they receive the decision.
+
+        A vote in a round of an earlier manager is accepted: the step that other workers ask for by
+        now, or vote on, shows what they were told, and if they were told nothing they vote again,
+        too.
+
+        Raises: RequestRefused: the vote belongs to another round, or contradicts an earlier one.
+        """
+        ended = self._find_ended(vote, asking)
+        if ended is not None:
+            return [_answer_late(vote, caller, ended)]
+        orders = self._go_on_to(vote)
+        if not self._is_inherited(vote):
+            self._check_round(vote)
+        elif asking:
+            told = any(_shows_commit(each, vote) for each in asking)
+            return [AnswerVote(caller, told)]
+        earlier = self._votes.get(vote.group_rank)
+        if earlier and (earlier[0].worker_id, earlier[0].should_commit) != (
+            vote.worker_id,
+            vote.should_commit,
+        ):
+            raise RequestRefused(
+                f"group rank {vote.group_rank} has already voted in round {self._round}"
+            )
+        if self._decision is not None:
+            self._votes[vote.group_rank] = (vote, caller)
+            return [*orders, AnswerVote(caller, self._decision, self._fate)]
+        if earlier:
+            orders.append(RefuseWorker(earlier[1], CommitFailed(newer_call(vote.group_rank))))
+        self._votes[vote.group_rank] = (vote, caller)
+        if not vote.should_commit:
+            self._decide(False)
+        elif len(self._votes) == self._world_size:
+            self._decide(True)
+        if self._decision is not None:
+            orders += self._answers()
+        return orders
+
+    def drop(self, reason: str) -> list[VoteOrder]:
+        """End the barrier, or that of the next step if the group has gone on with it; workers that
+        still wait for a decision get the ``reason``."""
+        self._begin_next_step()
+        undecided = self._decision is None
+        dropped: list[VoteOrder] = [
+            RefuseWorker(who, CommitFailed(reason)) for _, who in self._votes.values() if undecided
+        ]
+        self._end(reason)
+        return dropped
+
+    def withdrawn(self, caller: int) -> list[VoteOrder]:
+        """A worker gave up waiting for the decision; the others must not wait for it."""
+        for rank, (_, waiting) in list(self._votes.items()):
+            if waiting == caller and self._decision is None:
+                del self._votes[rank]
+                return self.drop(f"group rank {rank} gave up waiting")
+        return []
+
+    def end_inherited(self, asked: WorkerRequest) -> list[VoteOrder]:
+        """A worker that asks had an answer to its vote in a round of an earlier manager; the others
+        get the same."""
+        if self._round >= self._first_round or self._decision is not None:
+            return []
+        votes, self._votes = self._votes, {}
+        return [AnswerVote(who, _shows_commit(asked, vote)) for vote, who in votes.values()]
+
+    # -- the rules -------------------------------------------------------------------------------
+
+    def _find_ended(self, vote: Vote, asking: Collection[WorkerRequest]) -> EndedBarrier | None:
+        """The barrier that is over and that ``vote`` belongs to, of a worker that has not asked
+        again."""
+        if any(each.group_rank == vote.group_rank for each in asking):
+            return None
+        late = (each for each in self._ended if each.concerns(vote.round, vote.step))
+        return next(late, None)
+
+    def _decide(self, decision: bool) -> None:
+        self._decision = decision
+        self._fate = fate(decision, [vote.wish for vote, _ in self._votes.values()])
+
+    def _answers(self) -> list[VoteOrder]:
+        assert self._decision is not None
+        return [AnswerVote(who, self._decision, self._fate) for _, who in self._votes.values()]
+
+    def _go_on_to(self, vote: Vote) -> list[VoteOrder]:
+        """Begin the barrier that ``vote`` is about, if it is that of the next step.
+
+        In a round of an earlier manager, the vote shows what that had decided about the step
+        before; workers whose answer was lost may still vote on that.
+        """
+        steps = {each.step for each, _ in self._votes.values()}
+        if vote.step - 1 not in steps:
+            return []
+        orders: list[VoteOrder] = []
+        if self._decision is None and self._is_inherited(vote):
+            self._decision, self._fate = True, Fate.GOES_ON
+            orders = self._answers()
+        self._begin_next_step()
+        return orders
+
+    def _begin_next_step(self) -> None:
+        if not (self._decision and self._fate is Fate.GOES_ON):
+            return
+        step = max(vote.step for vote, _ in self._votes.values())
+        self._end()
+        if self._round >= self._first_round:
+            self._steps = frozenset({step + 1})
+
+    def _end(self, reason: str = "") -> None:
+        """The barrier is over; a late vote learns how it ended."""
+        voted = [vote for vote, _ in self._votes.values()]
+        steps = self._steps or frozenset(vote.step for vote in voted if self._decision)
+        if steps:
+            is_inherited = bool(voted) and self._round < self._first_round
+            round_ = voted[0].round if is_inherited else self._round
+            ended = EndedBarrier(round_, steps, self._decision, reason, self._fate)
+            self._ended = (*self._ended[-1:], ended)
+        self._votes, self._steps = {}, frozenset()
+        self._decision, self._fate = None, Fate.BREAKS_OFF
+
+    def _check_round(self, vote: Vote) -> None:
+        if not self._steps:
+            raise RequestRefused("there is nothing to vote on: no quorum yet, or a new one is due")
+        if vote.round not in (0, self._round):
+            raise RequestRefused(
+                f"the vote belongs to round {vote.round}, this is round {self._round}"
+            )
+        if vote.step not in self._steps:
+            expected = " or ".join(map(str, sorted(self._steps)))
+            raise RequestRefused(
+                f"the vote is for step {vote.step}, the group is at step {expected}"
+            )
+
+    def _is_inherited(self, vote: Vote) -> bool:
+        """Whether it belongs to a round of an earlier manager."""
+        return self._round < self._first_round and vote.round > 0
+
+
+def newer_call(group_rank: int) -> str:
+    return f"a newer call of group rank {group_rank} has taken the place of this one"
+
+
+def _answer_late(vote: Vote, caller: int, ended: EndedBarrier) -> VoteOrder:
+    """A worker that votes no was not in a barrier that said yes: it is new, and had no quorum."""
+    if ended.decision is None:
+        return RefuseWorker(caller, CommitFailed(ended.reason))
+    committed = ended.decision and vote.should_commit
+    return AnswerVote(caller, committed, ended.fate if committed else Fate.BREAKS_OFF)
+
+
+def _shows_commit(asked: WorkerRequest, vote: Vote) -> bool:
+    """Whether a worker's next request shows that the step of ``vote`` was committed.
+
+    Its step also grows with a heal. But a worker that could not heal at the same time has voted no,
+    and one no is enough.
+    """
+    return vote.should_commit and asked.step > vote.step

@@ -1,0 +1,102 @@
+"""A quorum is a term: it stays in force, step after step, until somebody has a reason to end it.
+
+In a term no step asks anybody (rule E1). Each worker adds its *wish* to end the term to a sum that
+the step has anyway, so all members of the quorum learn alike how the next step begins (rule E2):
+
+    committed, and nobody wishes  ->  the next step belongs to this quorum, too
+    committed, and somebody does  ->  everyone asks for the next step
+    discarded                     ->  this group asks, and the lighthouse tells the others (rule E4)
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+# How often a lighthouse looks for members that keep others waiting: each look is at all of them.
+LOOK_S = 1.0
+
+
+class Wish(enum.Enum):
+    """What a worker has seen in the sum of the wishes of its step."""
+
+    NONE = "nobody wants to end the term"
+    SOME = "somebody wants to end it, or nothing was summed that could tell"
+
+
+class Fate(enum.Enum):
+    """How the next step of a group begins."""
+
+    GOES_ON = "in the same quorum, without a question"
+    ENDS = "all members of the quorum ask for the next one"
+    BREAKS_OFF = "this group asks, and the others may have gone on"
+
+
+def fate(committed: bool, wishes: Collection[Wish]) -> Fate:
+    """How the next step begins, after a step of a term; ``wishes``: as each worker of the group saw
+    them. Worker r of each group saw the same as its counterparts, so all groups decide alike."""
+    if not committed:
+        return Fate.BREAKS_OFF
+    return Fate.ENDS if Wish.SOME in wishes else Fate.GOES_ON
+
+
+@dataclass(frozen=True, slots=True)
+class TermEnds:
+    """News about the term of quorum ``quorum_id``, because of ``reason``.
+
+    ``step`` is None: it is to end, which the members have to agree on. Otherwise it is over: no
+    step from ``step`` on can be committed in it, because a member does not take part any more.
+    """
+
+    quorum_id: int
+    step: int | None
+    reason: str
+
+    def is_over_at(self, quorum_id: int, step: int) -> bool:
+        """Whether a step of quorum ``quorum_id`` that begins at ``step`` is in vain."""
+        return self.quorum_id == quorum_id and self.step is not None and step >= self.step
+
+
+@dataclass(slots=True)
+class RunningTerm:
+    """What a lighthouse knows of the term of a job's last quorum.
+
+    ``may_go_on``: its steps may ask nobody; so may those of a quorum that groups report to a
+    lighthouse that is new to the job. ``began_at``: its step (-1: not known). ``over_from``: the
+    first step that not all members take part in (None: there is none). ``is_noted``: a member has
+    asked since, or is gone, so that no more steps are committed in it. ``look_at``: when a member
+    will have waited for others in a step for too long (inf: none waits); ``looked_at``: when that
+    was looked at last.
+    """
+
+    may_go_on: bool = True
+    began_at: int = -1
+    over_from: int | None = None
+    is_noted: bool = False
+    look_at: float = math.inf
+    looked_at: float = -math.inf
+
+    def waits(self, since: float, patience_s: float, now: float) -> None:
+        """A member waits for others in a step."""
+        if self.may_go_on and self.over_from is None:
+            self.look_at = min(self.look_at, max(since + patience_s, self.looked_at + LOOK_S, now))
+
+    def is_due(self, now: float) -> bool:
+        """Whether to look for members that keep others waiting; not again within a second."""
+        if now < self.look_at or self.over_from is not None:
+            return False
+        self.looked_at, self.look_at = now, now + LOOK_S
+        return True
+
+    def ends_with(self, step: int, *, agreed: bool) -> bool:
+        """A member asks for a quorum at ``step``; whether that is news for the others.
+
+        It is not if all members know already (``agreed``), unless that was before this term.
+        """
+        is_known = self.over_from is not None and self.over_from <= step
+        if not self.may_go_on or is_known or (agreed and step > self.began_at):
+            return False
+        self.over_from = step
+        return True
