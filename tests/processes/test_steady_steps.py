@@ -1,0 +1,79 @@
+"""The lighthouse is away for long: training goes on without it, and a loss is noticed meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from support.bounds import check
+from support.running import lighthouse_process, steady_address
+
+from chaos.bounds import LIGHTHOUSE_BACK_S
+from chaos.fleet import Fleet
+from demo.events import Committed, Discarded
+from torchft_svc.core.membership import GATHER_S
+
+pytestmark = pytest.mark.processes
+
+GROUPS = {0, 1, 2}
+AWAY_S = 3.0
+
+
+def commits_in(fleet: Fleet, since: float) -> list[int]:
+    fleet.read()
+    return [len(fleet.of(group, Committed, since=since)) for group in sorted(GROUPS)]
+
+
+def settle(fleet: Fleet) -> None:
+    """Wait until all groups commit steps that ask nobody."""
+    fleet.all_meet(GROUPS)
+    since = time.monotonic()
+    for _ in range(3):
+        since = fleet.await_commits(GROUPS, 30.0, since=since, num_members=len(GROUPS))
+
+
+def test_no_step_is_lost_without_the_lighthouse_and_a_loss_is_noticed(
+    make_fleet: Callable[..., Fleet],
+) -> None:
+    address = steady_address()
+    with lighthouse_process("--min-replicas=1", bind=address) as first:
+        fleet = make_fleet(address)
+        workers = [fleet.start(group)[0] for group in sorted(GROUPS)]
+        settle(fleet)
+        first.kill()
+        killed_at = time.monotonic()
+        time.sleep(AWAY_S)
+        commits = commits_in(fleet, killed_at)
+        discards = [fleet.of(group, Discarded, since=killed_at) for group in GROUPS]
+        assert min(commits) >= 10, f"{commits} commits in {AWAY_S} s"
+        assert not any(discards), discards
+        fleet.kill(workers[2])
+        time.sleep(AWAY_S / 2)
+        fleet.read()
+        (lost,) = {event.members for event in fleet.of(0, Committed)[-1:]}
+        lost_at = max(event.at for event in fleet.of(0, Committed))
+        assert time.monotonic() - lost_at > AWAY_S / 4, f"{lost} go on without the killed one"
+        with lighthouse_process("--min-replicas=1", bind=address):
+            back_at = time.monotonic()
+            again_at = fleet.await_commits({0, 1}, 30.0, since=back_at, num_members=2)
+            check("the lighthouse is back", again_at - back_at, LIGHTHOUSE_BACK_S + GATHER_S)
+
+
+def test_a_lighthouse_that_is_back_continues_the_term(make_fleet: Callable[..., Fleet]) -> None:
+    address = steady_address()
+    with lighthouse_process("--min-replicas=1", bind=address) as first:
+        fleet = make_fleet(address)
+        for group in (0, 1):
+            fleet.start(group)
+        fleet.all_meet({0, 1})
+        since = fleet.await_commits({0, 1}, 30.0, since=time.monotonic(), num_members=2)
+        first.kill()
+    with lighthouse_process("--min-replicas=1", bind=address):
+        time.sleep(1.0)
+        fleet.start(2)
+        fleet.all_meet(GROUPS)
+        fleet.read()
+        steps = [event.step for event in fleet.of(0, Committed, since=since)]
+        assert steps == list(range(steps[0], steps[0] + len(steps))), "none is lost or repeated"
+        assert not fleet.of(0, Discarded, since=since)
