@@ -233,8 +233,10 @@ def test_reentrant_checkpoints(
     a, b = make(build, **SMALL)
     launched = []
     for group in (a, b):
-        launch = group.manager.launch_sum
-        group.manager.launch_sum = lambda t, run=launch: launched.append(t) or run(t)  # type: ignore
+        launch = group.manager._launch_gradients
+        group.manager._launch_gradients = (  # type: ignore[method-assign]
+            lambda t, wish, run=launch: launched.append(t) or run(t, wish)  # type: ignore
+        )
 
     def run(group: Group, batch: torch.Tensor) -> None:
         group.parallel(batch)["logits"].sum().backward()

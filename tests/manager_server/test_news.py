@@ -23,6 +23,7 @@ NEWS = {
     "kill": (5, pb.Kill(reason="enough")),
     "drain": (6, pb.Drain(reason="enough")),
     "waiting": (7, pb.MemberWaiting(replica_id="c:1")),
+    "term_ends": (9, pb.TermEnds(quorum_id=7, step=3, reason="b asks")),
 }
 
 
@@ -50,6 +51,6 @@ def test_news_are_forwarded_unchanged(kind: str) -> None:
             driver.receive(pb.SessionNews.FromString(encoded))
             assert outbox.told == [encoded]
             driver.attach(0, "w", later := Recorder())
-            assert later.told == ([encoded] if kind in ("kill", "drain") else [])
+            assert later.told == ([] if kind == "lost" else [encoded])
 
     asyncio.run(story())

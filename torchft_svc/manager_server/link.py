@@ -53,7 +53,7 @@ class LighthouseLink:
     on_term: Callable[[TermEnds], None]
     on_outcome: Callable[[int, Quorum | TorchFTError], None]
     beat: Callable[[], Beat]
-    reached: Callable[[], int]
+    reached: Callable[[], int] = int
 
     def __init__(
         self, config: ManagerConfig, tasks: Tasks, draw: Callable[[], float] = random.random

@@ -51,11 +51,13 @@ def test_every_parameter_has_one_place(sizes: list[int], capacity: float) -> Non
     buckets = plan_buckets(of, capacity)
     assert [i for bucket in members(buckets, of) for i in bucket] == list(range(len(of)))[::-1]
     for bucket in buckets:
-        assert bucket.memory.numel() == sum(view.numel() for view in bucket.views)
+        num_more = 0 if bucket.wish is None else bucket.wish.numel()
+        assert num_more == int(bucket is buckets[0])
+        assert bucket.memory.numel() == sum(view.numel() for view in bucket.views) + num_more
         for number, view in enumerate(bucket.views):
             view.fill_(number)
         expected = [n for n, view in enumerate(bucket.views) for _ in range(view.numel())]
-        assert bucket.memory.tolist() == expected
+        assert bucket.memory.tolist() == [*expected, *[0.0] * num_more]
 
 
 @pytest.mark.parametrize("capacity", [0, -1, float("nan")])

@@ -69,8 +69,8 @@ def train_through(
 def test_the_first_lighthouse_of_a_list_is_killed() -> None:
     with lighthouse_process(*FLAGS) as first, lighthouse_process(*FLAGS) as second:
         took_s, ids = train_through(f"{first.address},{second.address}", first.kill)
-    check("the next lighthouse is asked", took_s, 1.0)
-    assert ids[-1] > ids[0]
+    check("training goes on", took_s, 1.0)
+    assert ids[-1] == ids[0], "its quorum stays in force"
 
 
 @pytest.mark.processes
@@ -89,8 +89,8 @@ def test_the_only_lighthouse_is_killed_and_comes_back() -> None:
         for process in back:
             with process:
                 pass
-    check("the lighthouse is back", took_s, LIGHTHOUSE_BACK_S)
-    assert ids[-1] > ids[0]
+    check("training goes on", took_s, LIGHTHOUSE_BACK_S)
+    assert ids[-1] == ids[0], "its quorum stays in force"
 
 
 @pytest.mark.processes
@@ -98,7 +98,9 @@ def test_without_a_quorum_nothing_is_summed() -> None:
     """The other group waits as well, or would take the zeros that come for gradients."""
     with (
         lighthouse_process(*FLAGS) as lighthouse,
-        trainers(lighthouse.address, 2, connect_timeout=timedelta(seconds=0.3)) as (a, b),
+        trainers(
+            lighthouse.address, 2, connect_timeout=timedelta(seconds=0.3), steady_steps=False
+        ) as (a, b),
     ):
         try:
             together(lambda: a.until(3), lambda: b.until(3))
