@@ -36,9 +36,13 @@ class CommitBarrier:
         # The last barriers that are over; no worker has received another quorum since.
         self._ended: tuple[EndedBarrier, ...] = ()
 
-    def open(self, round_: int, steps: Iterable[int]) -> None:
-        """The workers have received the quorum of ``round_``, at one of these ``steps``."""
-        self._round, self._steps = round_, frozenset(steps)
+    def announce(self, round_: int) -> None:
+        """The group asks for the quorum of ``round_``: no vote of an earlier manager counts now."""
+        self._round = round_
+
+    def open(self, steps: Iterable[int]) -> None:
+        """The workers have received the quorum of the round, at one of these ``steps``."""
+        self._steps = frozenset(steps)
         self._ended = ()
 
     # -- questions -------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ class Group:
         self._over.note([request for request, _ in self._requests.values()], None)
         newest = max(life for _, life in self._lives.values())
         self._lives = {rank: (each.worker_id, newest) for rank, (each, _) in self._requests.items()}
-        self._commits.open(round_, {*steps, quorum.max_step})
+        self._commits.open({*steps, quorum.max_step})
         self._formed = quorum, replica_id
         self._asking = False
         self._requests = {}
@@ -389,6 +389,7 @@ class Group:
     def _ask(self) -> AskLighthouse:
         requests = [request for request, _ in self._requests.values()]
         self._round += 1
+        self._commits.announce(self._round)
         self._asking = True
         layouts = {request.group_rank: request.layout for request in requests}
         ask = AskLighthouse(
