@@ -23,14 +23,12 @@ class TrainTask:
     num_steps: int | None
     checkpoint_dir: str
     info: Mapping[str, Any]
+    first: Position  # where the run was before; a restart may begin earlier
     leader_only: bool = False
     trains: bool = True
-    first: Position | None = None
     results: dict[int, Any] = field(default_factory=dict)
 
     def message(self, number: int, worker: int, position: Position) -> Command:
-        if self.first is None:
-            self.first = position
         steps = self.num_steps
         return Train(
             command=number,

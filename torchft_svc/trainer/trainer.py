@@ -217,7 +217,8 @@ class Trainer:
         told = check_info(info)
         self._check_open()
         directory = self._prepare(checkpoint)
-        task = TrainTask(num_steps=num_steps, checkpoint_dir=directory, info=told)
+        first = self._driver.position
+        task = TrainTask(num_steps=num_steps, checkpoint_dir=directory, info=told, first=first)
         num_before = len(self._driver.history.incidents)
         self._shown.reports = []
         with self._shows("train", num_steps):
