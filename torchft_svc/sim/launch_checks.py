@@ -212,9 +212,11 @@ class LaunchChecks:
             "L2",
             f"{_shown(report.world)} follows a loss of nobody",
         )
+        # A paused run may have been waiting since the loss for other nodes.
+        since = self._made_at.get(self._round_made, self._universe.now)
         for node_id in report.lost:
             node = self.nodes[node_id]
-            was_troubled = node.troubled_until + grace_s >= self._universe.now
+            was_troubled = node.troubled_until + grace_s >= since
             must(was_troubled or node.has_ended, "L2", f"{node_id} was lost, but is well")
 
     def _check_join(self, report: ReportWorld) -> None:
