@@ -56,6 +56,7 @@ def group_member(number: int, step: int, incarnation: int = 0) -> Member:
         step=step,
         world_size=8,
         has_history=step > 0,
+        steady=True,
     )
 
 

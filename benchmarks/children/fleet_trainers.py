@@ -89,7 +89,8 @@ class Trainer:
 
     def __init__(self, fleet: Fleet, number: int) -> None:
         self._fleet = fleet
-        self._member: Member = group_member(number, 0, random.getrandbits(32))
+        member = group_member(number, 0, random.getrandbits(32))
+        self._member = replace(member, steady=fleet.steady)
         self._question = 0
         self._size = 0
         self._asks = True
@@ -162,7 +163,9 @@ class Trainer:
             self._fleet.num_told += 1
             self._fleet.lost_at = now
             self._ask()  # the step is discarded
-        elif kind == "waiting":
+        elif kind == "term_ends" and short.term_ends.HasField("step"):
+            self._ask()
+        elif kind in ("term_ends", "waiting"):  # the sum of this step says so to all
             self._plan(self._step_at + (self.step - self._step + 1) * self._fleet.step_s)
         elif kind == "refusal":
             self._asks = False
@@ -186,7 +189,9 @@ class Trainer:
         self._question += 1
         self._asks = True
         self._member = group_member_at(self._member, self._step)
-        self._sent.put_nowait(Question(self._question, self._member, _QUESTION_TIMEOUT_S))
+        agreed = num_steps > 0 and self._fleet.steady
+        question = Question(self._question, self._member, _QUESTION_TIMEOUT_S, agreed)
+        self._sent.put_nowait(question)
 
 
 def group_member_at(member: Member, step: int) -> Member:
