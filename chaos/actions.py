@@ -97,6 +97,14 @@ def _kill_lighthouse(fault: Fault, cluster: Cluster, later: Later) -> float:
     return at
 
 
+def _kill_lighthouses(fault: Fault, cluster: Cluster, later: Later) -> float:
+    at = time.monotonic()
+    for lighthouse in cluster.lighthouses:
+        lighthouse.kill()
+        later(fault.length_s, partial(lighthouse.start, wait=False))
+    return at
+
+
 def _freeze_store_host(fault: Fault, cluster: Cluster, later: Later) -> float:
     """Freeze it while it waits for a quorum; the quorum with a newcomer then meets at its store."""
     *others, newcomer = cluster.peers(fault.group)
@@ -138,6 +146,7 @@ _ACTIONS: dict[Kind, Callable[[Fault, Cluster, Later], float]] = {
     Kind.CUT_OFF: _cut_off,
     Kind.DRAINED: _drain,
     Kind.LIGHTHOUSE_KILLED: _kill_lighthouse,
+    Kind.LIGHTHOUSES_AWAY: _kill_lighthouses,
     Kind.STORE_HOST_FROZEN: _freeze_store_host,
     Kind.STALE_SURVIVOR: _leave_stale_survivor,
 }

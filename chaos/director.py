@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from chaos.actions import inject
 from chaos.bounds import allowance_s
 from chaos.cluster import Cluster
-from chaos.faults import ALONE, BOUNDS_S, ENDING, EVERYBODY, Fault, Kind
+from chaos.faults import ALONE, BOUNDS_S, ENDING, EVERYBODY, FOR_ALL, Fault, Kind
 from chaos.track import Place, Track
 from demo.events import Event, Exited
 from torchft_svc.errors import TorchFTError
@@ -46,6 +46,8 @@ class Incident:
         where = f"group {self.fault.group}"
         if self.fault.kind is Kind.LIGHTHOUSE_KILLED:
             where = f"lighthouse {self.fault.worker + 1}"
+        if self.fault.kind is Kind.LIGHTHOUSES_AWAY:
+            where = "all jobs"
         length = f" for {self.fault.length_s:g} s" if self.fault.length_s else ""
         return f"fault {self.number}: {self.fault.kind.value} ({where}){length}"
 
@@ -104,7 +106,7 @@ class Director:
         exempt = set() if fault.kind in EVERYBODY else {fault.group}
         if fault.kind in ALONE:
             exempt = set(self.cluster.peers(fault.group))
-        jobs = self.cluster.jobs if fault.kind is Kind.LIGHTHOUSE_KILLED else [incident.job]
+        jobs = self.cluster.jobs if fault.kind in FOR_ALL else [incident.job]
         places = [place for job in jobs for place in self._places(job) if place[0] not in exempt]
         first = [self._track.first_after(place, incident.at) for place in places]
         if any(at is None for at in first):

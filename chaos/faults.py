@@ -20,6 +20,8 @@ LIGHTHOUSE_AWAY_S = 0.5
 LIGHTHOUSE_START_S = 1.0
 # Longer than a living group needs to ask for its next quorum, shorter than it is waited for.
 SETTLE_S = 0.3
+# A job whose groups are all back needs no lighthouse any more after this.
+STEADY_S = 1.0
 # So long the others train on without a frozen group, before they end; and so long that group may
 # not go back by itself, which is longer than the lighthouse remembers who has gone.
 TRAIN_ON_S = 1.0
@@ -44,6 +46,7 @@ class Kind(Enum):
     CUT_OFF = "a manager is cut off from the lighthouses"
     DRAINED = "a worker gets SIGTERM"
     LIGHTHOUSE_KILLED = "a lighthouse is killed"
+    LIGHTHOUSES_AWAY = "all lighthouses are killed, and stay away"
     STORE_HOST_FROZEN = "the store's host is frozen while it asks and another joins"
     STALE_SURVIVOR = "a frozen group wakes when all others have ended"
 
@@ -61,6 +64,7 @@ BOUNDS_S: Mapping[Kind, float] = {
     Kind.CUT_OFF: HEARTBEAT_TIMEOUT_S + NEWS_S,
     Kind.DRAINED: NEWS_S,
     Kind.LIGHTHOUSE_KILLED: LIGHTHOUSE_AWAY_S + LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S,
+    Kind.LIGHTHOUSES_AWAY: NEWS_S,  # training goes on without them
     Kind.STORE_HOST_FROZEN: HEARTBEAT_TIMEOUT_S + JOIN_S,
     Kind.STALE_SURVIVOR: NEWS_S,  # from the operator's word on
 }
@@ -71,11 +75,16 @@ LASTING = frozenset(
         Kind.WORKER_HANGS,
         Kind.STEP_HANGS,
         Kind.CUT_OFF,
+        Kind.LIGHTHOUSES_AWAY,
         Kind.STORE_HOST_FROZEN,
     }
 )
 # After these the group that was hit has to commit again within the same bound: it was not ended.
-EVERYBODY = frozenset({Kind.MANAGER_KILLED, Kind.SUM_FAILS, Kind.LIGHTHOUSE_KILLED})
+EVERYBODY = frozenset(
+    {Kind.MANAGER_KILLED, Kind.SUM_FAILS, Kind.LIGHTHOUSE_KILLED, Kind.LIGHTHOUSES_AWAY}
+)
+# These hit no group, but all jobs.
+FOR_ALL = frozenset({Kind.LIGHTHOUSE_KILLED, Kind.LIGHTHOUSES_AWAY})
 # After this one only the group that was hit has to: all others have ended.
 ALONE = frozenset({Kind.STALE_SURVIVOR})
 ENDING = frozenset({Kind.WORKER_KILLED, Kind.GROUP_KILLED, Kind.DRAINED})
@@ -116,7 +125,7 @@ def draw_faults(
             group=group,
             worker=dice.randrange(choices),
             length_s=_draw_length(dice, kind),
-            pause_s=dice.uniform(0.1, 1.0),
+            pause_s=STEADY_S if kind is Kind.LIGHTHOUSES_AWAY else dice.uniform(0.1, 1.0),
         )
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from chaos.director import Incident
-from chaos.faults import BOUNDS_S, Kind
+from chaos.faults import BOUNDS_S, FOR_ALL, Kind
 from chaos.verdicts import Run
 from demo.events import Committed, Discarded
 from demo.promises import Verdict
@@ -95,7 +95,7 @@ def draw_picture(run: Run, path: Path) -> None:
         begin = incident.at - zero
         axes.axvline(begin, color="#d9772b", linewidth=0.8, linestyle=":")
         axes.axvspan(begin, begin + (incident.stall_s or 0.0), color="#f2c14e", alpha=0.5, zorder=0)
-        if incident.fault.kind is not Kind.LIGHTHOUSE_KILLED:
+        if incident.fault.kind not in FOR_ALL:
             axes.plot(begin, groups.index(incident.fault.group), "kv", markersize=6)
     axes.set_yticks(range(len(groups)), [f"group {group}" for group in groups])
     axes.invert_yaxis()
