@@ -285,14 +285,13 @@ class Lighthouse:
         members, quorum_id = state.members, state.members.last.quorum_id
         if replica_id not in members.previous_ids or last.quorum_id != quorum_id:
             return []
-        news: list[NewcomerWaits | TermEnds] = [
-            NewcomerWaits(each) for each in sorted(members.groups[GroupState.JOINING])[:1]
-        ]
+        newcomer = min(members.groups[GroupState.JOINING], default=None)
+        news: list[NewcomerWaits | TermEnds] = [NewcomerWaits(newcomer)] if newcomer else []
         if 0 < num_groups < self._config.min_replicas:
             needed = f"this lighthouse needs {self._config.min_replicas} groups (--min-replicas)"
             news.append(TermEnds(quorum_id, None, needed))
         if state.term.over_from is not None:
-            news.append(TermEnds(quorum_id, state.term.over_from, "another member has asked"))
+            news.append(TermEnds(quorum_id, state.term.over_from, "not all members take part"))
         return news
 
     def is_past(self, job: str, replica_id: str, last: LastQuorum) -> bool:
@@ -382,6 +381,8 @@ class Lighthouse:
             state.term.is_noted = True
         # The news would make its peers give up a step that it has finished.
         told = () if how.between_steps else state.loss_recipients(replica_id)
+        if set(told) - {replica_id}:
+            state.term.over_from = 0  # they know: no question of theirs is news for the others
         orders: list[Order] = [
             ReportLoss(
                 job, replica_id, how.reason, how.between_steps, how.is_orderly, quorum_id, told

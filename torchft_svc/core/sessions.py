@@ -173,8 +173,9 @@ class LighthouseSessions:
         if is_past:
             lost = Lost(replica_id, "its session had ended", last.quorum_id)
             orders.append(Send((stream,), lost))
-        missed = self.lighthouse.missed_news(job, replica_id, last, hello.num_groups)
-        orders += [Send((stream,), news) for news in missed]
+        else:
+            missed = self.lighthouse.missed_news(job, replica_id, last, hello.num_groups)
+            orders += [Send((stream,), news) for news in missed]
         return self._finish(orders)
 
     def _end_most_silent(self, key: _Key, at: float) -> list[Order]:
