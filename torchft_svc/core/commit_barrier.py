@@ -68,9 +68,9 @@ class CommitBarrier:
 
         Raises: RequestRefused: the vote belongs to another round, or contradicts an earlier one.
         """
-        ended = self._find_ended(vote, asking)
-        if ended is not None:
-            return [_answer_late(vote, caller, ended)]
+        late = self._late_answer(vote, caller, asking)
+        if late is not None:
+            return [late]
         orders = self._go_on_to(vote)
         if not self._is_inherited(vote):
             self._check_round(vote)
@@ -128,6 +128,15 @@ class CommitBarrier:
 
     # -- the rules -------------------------------------------------------------------------------
 
+    def _late_answer(
+        self, vote: Vote, caller: int, asking: Collection[WorkerRequest]
+    ) -> VoteOrder | None:
+        """The answer for a worker whose barrier is over; None if it is not."""
+        if self._is_overtaken(vote):
+            return AnswerVote(caller, True, Fate.GOES_ON)
+        ended = self._find_ended(vote, asking)
+        return None if ended is None else _answer_late(vote, caller, ended)
+
     def _find_ended(self, vote: Vote, asking: Collection[WorkerRequest]) -> EndedBarrier | None:
         """The barrier that is over and that ``vote`` belongs to, of a worker that has not asked
         again."""
@@ -135,6 +144,12 @@ class CommitBarrier:
             return None
         late = (each for each in self._ended if each.concerns(vote.round, vote.step))
         return next(late, None)
+
+    def _is_overtaken(self, vote: Vote) -> bool:
+        """Whether another worker votes on the next step of a round of an earlier manager already,
+        which shows that all were told to go on. A worker that votes no was not among them."""
+        steps = {each.step for each, _ in self._votes.values()}
+        return self._is_inherited(vote) and vote.should_commit and vote.step + 1 in steps
 
     def _decide(self, decision: bool) -> None:
         self._decision = decision
