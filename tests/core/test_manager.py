@@ -26,7 +26,7 @@ from torchft_svc.core.manager import (
 )
 from torchft_svc.core.session_messages import Beat, Drain, Kill, Leave, Lost, NoQuorumYet
 from torchft_svc.core.step import Phase
-from torchft_svc.core.term import Fate
+from torchft_svc.core.term import Fate, TermEnds
 from torchft_svc.core.types import WorkerRequest
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed, RequestRefused
 
@@ -218,3 +218,18 @@ def test_a_refused_attachment_changes_nothing() -> None:
     with pytest.raises(RequestRefused):
         made.attach(1, "w1")
     assert made.tell(Kill("x")) == ()
+
+
+def test_a_worker_whose_answer_was_lost_does_not_go_on_after_its_group_has_left() -> None:
+    """It receives the quorum again, and would otherwise never ask, so that the group stays out."""
+    made = manager(1, attached=1)
+    made.ask(asks(0, question=3), 10.0, 100.0)
+    made.outcome(7, QUORUM, "a", 101.0)
+    made.detach(0, "w0", "its stream broke", 102.0)
+    ends = TermEnds(QUORUM.quorum_id, QUORUM.max_step + 1, "group rank 0 is gone: its stream broke")
+    assert made.attach(0, "w0") == (TellWorkers((0,), ends),)
+    _, again = made.ask(asks(0, question=3), 10.0, 103.0)
+    assert [type(each) for each in again] == [AnswerWorker]
+    assert made.attach(0, "w0") == (TellWorkers((0,), ends),)
+    made.ask(asks(0, question=4), 10.0, 104.0)
+    assert made.attach(0, "w0") == (), "until the group asks"

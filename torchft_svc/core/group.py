@@ -341,6 +341,11 @@ class Group:
         """Whether all workers have asked, and the lighthouse has not answered."""
         return self._asking
 
+    @property
+    def last_quorum(self) -> Quorum | None:
+        """That the workers have received last."""
+        return self._formed[0] if self._formed else None
+
     def askers(self) -> list[int]:
         return [caller for _, caller in self._requests.values()]
 

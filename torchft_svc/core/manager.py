@@ -301,6 +301,12 @@ class GroupManager:
         reason = lighthouse_says if self.group.is_asking else self.group.why()
         return (TellWorkers((first,), NoQuorumYet(reason)),)
 
+    def _note_left(self, reason: str) -> None:
+        """A worker whose answer was lost receives it again, and must not go on in that quorum."""
+        quorum = self.group.last_quorum
+        if quorum is not None:
+            self._pending["left"] = TermEnds(quorum.quorum_id, quorum.max_step + 1, reason)
+
     def _follow(self, orders: Sequence[group_orders.Order], now: float) -> Orders:
         """Complete the orders of the group."""
         completed: list[Order] = []
@@ -314,6 +320,7 @@ class GroupManager:
             elif isinstance(order, Leave):
                 if not order.between_steps:
                     completed += self.tell(OwnGroupLost(order.reason))
+                    self._note_left(order.reason)
                 if self.kill_reason is not None:  # of which the worker that is gone has died
                     order = replace(order, reason=self.kill_reason, ends=True)
                 completed.append(order)
