@@ -21,6 +21,7 @@ from torchft_svc.core.lighthouse_link import (
 from torchft_svc.core.link_types import (
     NEWCOMER_PAUSE_S,
     NEWCOMER_SHARE,
+    RETURN_S,
     AnswerAsker,
     Close,
     ConfirmLeft,
@@ -581,3 +582,47 @@ def test_a_newcomer_looks_at_all_others() -> None:
     assert link.ask(NEWCOMER) == [Probe(2, ("a", "c"))]
     (left,) = link.probed("a", "c", number=2)
     assert isinstance(left, Leave)
+
+
+# -- a lighthouse that was restarted ---------------------------------------------------------------
+
+
+def returned(link: Link, ask: AskLighthouse, timeout_s: float = 60.0) -> list[Order]:
+    """It asks while no lighthouse can be reached, and is connected later; the orders of then."""
+    link(lambda machine: machine.start(link.now))
+    link.close()
+    link.until(link.now + MAX_PAUSE_S)
+    assert link.ask(ask, timeout_s) == []
+    return link.open(2)
+
+
+def asked(orders: list[Order]) -> bool:
+    return any(isinstance(each, Question) for each in orders)
+
+
+@pytest.mark.parametrize(("timeout_s", "pause_s"), [(60.0, RETURN_S), (0.4, 0.1)])
+def test_f8_a_newcomer_that_had_to_wait_for_the_lighthouse_lets_the_members_return(
+    timeout_s: float, pause_s: float
+) -> None:
+    """But a short question does not wait for all of that."""
+    link = Link()
+    assert not asked(returned(link, NEWCOMER, timeout_s))
+    due_at = link.now + pause_s
+    assert not asked(link.until(due_at - 0.01))
+    assert asked(link.until(due_at + 0.01))
+
+
+def test_f8_who_knows_the_job_or_found_a_lighthouse_at_once_does_not_wait() -> None:
+    assert asked(returned(Link(), ASK))
+    assert asked(Link().opened().ask(NEWCOMER))
+
+
+def test_f8_a_later_question_does_not_wait_again_unless_the_lighthouse_was_lost_again() -> None:
+    link = Link()
+    returned(link, NEWCOMER)
+    link.until(link.now + 1.5 * RETURN_S)
+    assert asked(link.ask(dataclasses.replace(NEWCOMER, round=8)))
+    link.close(2)
+    link.until(link.now + MAX_PAUSE_S)
+    assert not asked(link.open(3))
+    assert asked(link.until(link.now + RETURN_S + 0.01))

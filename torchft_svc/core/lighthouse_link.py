@@ -264,8 +264,8 @@ class LinkMachine:
                 found.append(question.again_at)
             elif not question.number and self.state in (LinkState.PAUSED, LinkState.OPENING):
                 found.append(question.gives_up_at)
-            elif connection is not None and question.settles_at(connection) > now:
-                found.append(question.settles_at(connection))
+            elif connection is not None:
+                found += question.looks_at(connection, now)
         return min(found)
 
     def tick(self, now: float) -> None:
@@ -324,8 +324,7 @@ class LinkMachine:
         self.state = LinkState.OPEN
         self._route.worked()
         me = self._me
-        me.backoff.tried(failed=False)
-        me.was_open, me.failing_since = True, None
+        connection.is_return = me.opened()
         connection.closes_at = math.inf
         connection.opened_at = now
         if self._route.preferred:
@@ -344,7 +343,7 @@ class LinkMachine:
         is_distrusted = all_failed and isinstance(error, Unauthorized)
         me.why_not = error if is_distrusted else self._unreachable(reason)
         if all_failed:
-            me.backoff.tried(failed=True)
+            me.reached_nobody()
         me.retry_at = now + me.backoff.pause_s()
         if question is not None and question.number:
             self._conclude(question, error if isinstance(error, Unauthorized) else me.why_not, now)
@@ -434,7 +433,7 @@ class LinkMachine:
         if others and connection.has_rivals is None:
             self._look(connection, others, now)
             return False
-        return not connection.has_rivals
+        return not connection.has_rivals and now >= question.begins_at(connection)
 
     def _has_looked(self, connection: LinkConnection, now: float) -> bool:
         """Whether no earlier lighthouse takes this group, so that the others are not there."""

@@ -21,6 +21,9 @@ BEAT_TIMEOUT_S = 1.0
 # this share of its question's time: groups that start over and over have to meet.
 NEWCOMER_PAUSE_S = 2 * LOOK_BACK_S + 0.5
 NEWCOMER_SHARE = 0.25
+# So long after it is connected a newcomer asks that could not connect before (F8): the members of
+# the job are back by then.
+RETURN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,7 @@ class LinkConnection:
     closes_at: float
     is_unary: bool = False  # no stream: each message is a call of its own
     opened_at: float = 0.0
+    is_return: bool = False  # it was connected before, or no lighthouse could be reached
     interval_s: float = 0.0
     beat_at: float = math.inf
     beat_sent_at: float = 0.0
@@ -88,6 +92,15 @@ class LinkQuestion:
         """When a newcomer asks it, if the job may be at another lighthouse."""
         return connection.opened_at + min(NEWCOMER_PAUSE_S, self.timeout_s * NEWCOMER_SHARE)
 
+    def begins_at(self, connection: LinkConnection) -> float:
+        """When a newcomer asks it at the earliest."""
+        wait_s = RETURN_S if connection.is_return else 0.0
+        return connection.opened_at + min(wait_s, self.timeout_s * NEWCOMER_SHARE)
+
+    def looks_at(self, connection: LinkConnection, now: float) -> list[float]:
+        """When it may be time to ask it."""
+        return [at for at in (self.begins_at(connection), self.settles_at(connection)) if at > now]
+
 
 @dataclass(slots=True)
 class Incarnation:
@@ -98,6 +111,18 @@ class Incarnation:
     was_open: bool = False
     failing_since: float | None = None
     logged_at: float = 0.0
+    all_failed: bool = False  # all lighthouses of the list, since it was connected
+
+    def reached_nobody(self) -> None:
+        self.all_failed = True
+        self.backoff.tried(failed=True)
+
+    def opened(self) -> bool:
+        """It is connected; returns whether it was before, or no lighthouse could be reached."""
+        self.backoff.tried(failed=False)
+        is_return, self.all_failed = self.was_open or self.all_failed, False
+        self.was_open, self.failing_since = True, None
+        return is_return
 
 
 @dataclass(frozen=True, slots=True)
