@@ -1,0 +1,250 @@
+"""Tests of the lighthouse's part in a term: who is told of its end, what it knows (E4 to E6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.core.scenes import JOB, SECONDS, Scene, config, member
+
+from torchft_svc.core.lighthouse_orders import ReportTermEnds
+from torchft_svc.core.session_messages import NewcomerWaits
+from torchft_svc.core.step import Phase
+from torchft_svc.core.term import LOOK_S, TermEnds
+from torchft_svc.core.types import LastQuorum, QuorumConfig
+
+
+class Term(Scene):
+    """Groups a, b and c go on in quorum 1, which began at step 5 and time 100."""
+
+    def __init__(self, settings: QuorumConfig = SECONDS, *, steady: bool = True) -> None:
+        super().__init__(settings)
+        self.now = 100.0
+        self.beat("a", "b", "c")
+        for each in "abc":
+            self.asks(each, 5, steady=steady)
+        assert self.take_quorums() == [(1, ["a", "b", "c"])]
+
+    def asks(self, replica_id: str, step: int, *, agreed: bool = False, **fields: Any) -> None:
+        self._caller += 1
+        asker = member(replica_id, step, **{"steady": True, "step_quorum_id": 1, **fields})
+        self._note(self.house.request(JOB, asker, self._caller, self.now, agreed=agreed))
+
+    def told(self) -> list[tuple[int | None, tuple[str, ...]]]:
+        """Of the end of a term: from which step on, and who."""
+        ends = [each for each in self.take() if isinstance(each, ReportTermEnds)]
+        assert all(each.news.quorum_id == 1 for each in ends)
+        return [(each.news.step, tuple(sorted(each.recipients))) for each in ends]
+
+    def missed(self, replica_id: str, quorum_id: int = 1, num_groups: int = 3) -> list[object]:
+        last = LastQuorum(quorum_id, 5)
+        return list(self.house.missed_news(JOB, replica_id, last, num_groups))
+
+
+# -- the end (E4) --------------------------------------------------------------------------------
+
+
+def test_a_member_that_asks_alone_ends_the_term_for_the_others() -> None:
+    term = Term()
+    term.asks("b", 8)
+    assert term.told() == [(8, ("a", "c"))]
+    term.asks("a", 8)
+    term.asks("c", 9, agreed=True)
+    assert [kind for kind in term.take() if isinstance(kind, ReportTermEnds)] == []
+
+
+def test_the_quorum_after_a_break_has_another_id() -> None:
+    term = Term()
+    for each in "abc":
+        term.asks(each, 8)
+    assert term.take_quorums() == [(2, ["a", "b", "c"])]
+
+
+def test_if_all_know_the_id_stays() -> None:
+    term = Term()
+    for each in "abc":
+        term.asks(each, 8, agreed=True)
+    assert term.take_quorums() == [(1, ["a", "b", "c"])]
+
+
+def test_who_is_in_an_earlier_step_may_finish_it_and_one_that_waits_there_is_told() -> None:
+    term = Term()
+    term.asks("b", 9)
+    term.asks("a", 8)
+    assert term.told() == [(9, ("a", "c")), (8, ("b", "c"))]
+
+
+def test_a_repeated_question_tells_nothing_new() -> None:
+    term = Term()
+    term.asks("b", 8)
+    term.asks("b", 8)
+    assert term.told() == [(8, ("a", "c"))]
+
+
+def test_an_agreement_from_before_the_term_ends_it() -> None:
+    """The answer with this quorum was lost, and the question is repeated."""
+    term = Term()
+    term.asks("b", 5, agreed=True)
+    assert term.told() == [(5, ("a", "c"))]
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_a_newcomer_ends_nothing(steady: bool) -> None:
+    term = Term()
+    term.asks("d", 0, steady=steady, step_quorum_id=0)
+    assert term.told() == []
+    assert term.take_newcomers() == ["d"]
+
+
+def test_where_each_step_asks_nobody_is_told() -> None:
+    term = Term(steady=False)
+    term.asks("b", 6, steady=False)
+    assert term.told() == []
+
+
+def test_a_session_that_begins_hears_what_it_has_missed() -> None:
+    term = Term()
+    assert term.missed("a") == []
+    term.asks("d", 0, step_quorum_id=0)
+    assert term.missed("a") == [NewcomerWaits("d")]
+    term.asks("b", 8)
+    waits, ends = term.missed("a")
+    assert waits == NewcomerWaits("d")
+    assert isinstance(ends, TermEnds)
+    assert (ends.quorum_id, ends.step) == (1, 8)
+    assert term.missed("a", quorum_id=0) == [], "it was not in this quorum"
+    assert term.missed("d") == []
+
+
+def test_a_lighthouse_that_needs_more_groups_wants_the_term_to_end() -> None:
+    scene = Scene(config(min_replicas=3))
+    scene.opened("a", 7, 5)
+    (ends,) = scene.house.missed_news(JOB, "a", LastQuorum(7, 5), 2)
+    assert isinstance(ends, TermEnds)
+    assert (ends.quorum_id, ends.step) == (7, None)
+    assert scene.house.missed_news(JOB, "a", LastQuorum(7, 5), 3) == []
+    assert scene.house.missed_news(JOB, "a", LastQuorum(7, 5), 0) == [], "it does not tell"
+
+
+def test_a_lighthouse_that_is_new_to_the_job_ends_a_term_of_another() -> None:
+    scene = Scene()
+    for each in "ab":
+        scene.opened(each, 7, 5)
+    asks = member("b", 6, steady=True)
+    orders = scene.house.request(JOB, asks, 1, 0.0)
+    (ends,) = [each for each in orders if isinstance(each, ReportTermEnds)]
+    assert (ends.news.quorum_id, ends.news.step, ends.recipients) == (7, 6, ("a",))
+
+
+# -- the step of the job (E5) --------------------------------------------------------------------
+
+
+def committed(term: Term) -> int:
+    return term.house.committed_step(JOB)
+
+
+def test_the_job_is_where_all_members_have_told_to_be() -> None:
+    term = Term()
+    term.does("a", Phase.TRAINING, 9)
+    term.does("b", Phase.TRAINING, 8)
+    term.does("c", Phase.VOTING, 9)
+    assert committed(term) == 5, "it is noted when a member asks or is gone"
+    term.leave("c")
+    assert committed(term) == 8
+
+
+def test_an_update_that_may_be_under_way_is_not_counted() -> None:
+    term = Term()
+    for each in "abc":
+        term.does(each, Phase.IDLE, 9)
+    term.asks("a", 9)
+    assert committed(term) == 8
+
+
+@pytest.mark.parametrize("silent", [None, Phase.HEALING])
+def test_without_word_of_one_member_the_step_of_the_quorum_stays(silent: Phase | None) -> None:
+    term = Term()
+    for each in "ab":
+        term.does(each, Phase.TRAINING, 9)
+    if silent is not None:
+        term.does("c", silent, 9)
+    term.leave("a")
+    assert committed(term) == 5
+
+
+def test_after_a_member_has_asked_beats_count_no_more() -> None:
+    term = Term()
+    for each in "abc":
+        term.does(each, Phase.TRAINING, 7)
+    term.leave("c")
+    for each in "ab":
+        term.does(each, Phase.TRAINING, 9)
+    term.asks("a", 8)
+    assert committed(term) == 7
+
+
+def test_a_member_is_believed_as_far_as_the_slowest_member_shows() -> None:
+    term = Term()
+    for each, step in {"a": 50, "b": 51, "c": 50}.items():
+        term.asks(each, step)
+    assert term.take_quorums() == [(2, ["a", "b", "c"])]
+    assert committed(term) == 51
+
+
+def test_a_step_of_elsewhere_is_not_believed() -> None:
+    """The quorum in which it was committed is not this one."""
+    term = Term()
+    term.asks("a", 50, step_quorum_id=0)
+    term.asks("b", 6, agreed=True)
+    term.asks("c", 6, agreed=True)
+    term.take()
+    assert committed(term) == 6
+
+
+# -- stragglers (E6) -----------------------------------------------------------------------------
+
+
+def waiting_for_c(term: Term) -> None:
+    """a and b wait in step 7, which c has not begun."""
+    term.does("c", Phase.IDLE, 7)
+    for each in "ab":
+        term.does(each, Phase.QUORUM, 7)
+
+
+def test_who_does_not_begin_a_step_is_waited_for_as_long_as_if_the_others_had_asked() -> None:
+    term = Term()
+    waiting_for_c(term)
+    term.before(110.0)
+    assert term.told() == []
+    term.until(110.0)
+    assert term.told() == [(7, ("a", "b", "c"))]
+    term.asks("a", 7)
+    term.asks("b", 7)
+    assert term.take_quorums() == [(2, ["a", "b"])], "and the next quorum does not wait for it"
+
+
+@pytest.mark.parametrize("phase", [Phase.TRAINING, Phase.VOTING, Phase.HEALING])
+def test_who_has_begun_the_step_is_no_straggler(phase: Phase) -> None:
+    term = Term()
+    waiting_for_c(term)
+    term.does("c", phase, 7)
+    term.until(110.0 + 5 * LOOK_S)
+    assert term.told() == []
+
+
+def test_who_begins_the_step_in_time_costs_nothing() -> None:
+    term = Term()
+    waiting_for_c(term)
+    term.until(109.0)
+    term.does("c", Phase.TRAINING, 7)
+    for each in "ab":
+        term.does(each, Phase.TRAINING, 8)
+    term.until(200.0)
+    assert term.told() == []
+
+
+def test_where_each_step_asks_a_member_that_waits_in_a_sum_ends_nothing() -> None:
+    term = Term(steady=False)
+    waiting_for_c(term)
+    term.until(110.0 + LOOK_S)
+    assert term.told() == []

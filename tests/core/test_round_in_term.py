@@ -1,0 +1,272 @@
+"""Tests of a worker's round in a term: who goes on without a question, and who asks (E1, E2)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from core.test_round import BEHIND, QUORUM, Part, meeting, training, worker
+from torchft_svc.core.peers import LoseMember
+from torchft_svc.core.round import Round, RoundRequest
+from torchft_svc.core.round_orders import AskDecision, BeginTraining, Decide, LeaveMembers
+from torchft_svc.core.step import Phase
+from torchft_svc.core.term import Fate, TermEnds, Wish
+from torchft_svc.core.types import Vote
+from torchft_svc.errors import QuorumFailed, RequestRefused
+
+STEADY = dataclasses.replace(QUORUM, steady=True)
+REQUEST = RoundRequest(timeout_s=60.0)
+BROKEN = QuorumFailed("connection reset")
+
+
+def in_term(size: int = 1, wishes: float | None = 0.0) -> Round[Part]:
+    """The first step of a term, step 3, is committed, and its update applied."""
+    round_ = training(worker(is_steady=True, group_world_size=size), STEADY)
+    end_step(round_, wishes)
+    return round_
+
+
+def end_step(round_: Round[Part], wishes: float | None = 0.0, *, told: Fate | None = None) -> None:
+    """``told``: by the manager of several workers."""
+    if wishes is not None:
+        round_.summed(wishes)
+    (order,) = round_.vote(100.0, 10.0)
+    if isinstance(order, AskDecision):
+        fate = told or (Fate.GOES_ON if round_.wish is Wish.NONE else Fate.ENDS)
+        (order,) = round_.voted(round_.ballot().should_commit, fate)
+    assert isinstance(order, Decide)
+    round_.decide(order)
+    if order.committed:
+        round_.step.end_update()
+
+
+def test_steps_of_a_steady_quorum_ask_nobody() -> None:
+    round_ = in_term()
+    for step in (4, 5, 6):
+        epoch = round_.begin(REQUEST)
+        assert (round_.goes_on, round_.step.state.step) == (True, step)
+        assert epoch == round_.step.state.epoch
+        assert round_.go_on() == (BeginTraining(),)
+        assert round_.quorum == STEADY
+        assert round_.step.state.phase is Phase.TRAINING
+        assert round_.may_reduce
+        end_step(round_)
+    assert round_.step.state.batches_committed == 3 + 4 * 2
+
+
+@pytest.mark.parametrize("wishes", [1.0, 0.5, None])
+def test_a_wish_or_a_step_without_a_sum_ends_the_term_and_all_know(wishes: float | None) -> None:
+    round_ = in_term(wishes=wishes)
+    round_.begin(REQUEST)
+    assert not round_.goes_on
+    assert round_.quorum is None
+    assert round_.question("", are_connections_broken=False).agreed
+
+
+def test_a_wish_counts_for_its_step_alone() -> None:
+    round_ = in_term()
+    round_.begin(REQUEST)
+    end_step(round_, 0.0)
+    round_.begin(REQUEST)
+    assert round_.goes_on
+    end_step(round_, None)
+    round_.begin(REQUEST)
+    assert not round_.goes_on, "what was summed in the step before tells nothing of this one"
+
+
+def test_one_of_several_sums_is_enough_to_tell() -> None:
+    round_ = in_term()
+    round_.begin(REQUEST)
+    round_.summed(1.0)
+    round_.summed(0.0)
+    assert round_.wish is Wish.SOME
+
+
+def test_an_ordinary_quorum_is_asked_for_again() -> None:
+    round_ = training(worker(is_steady=True))
+    end_step(round_)
+    round_.begin(REQUEST)
+    assert not round_.goes_on
+    assert round_.question("", are_connections_broken=False).steady
+
+
+def test_who_discards_its_step_asks_and_says_that_others_may_not_know() -> None:
+    round_ = in_term()
+    epoch = round_.begin(REQUEST)
+    assert [type(each) for each in round_.broke(BROKEN, epoch)] == [LeaveMembers]
+    end_step(round_)
+    assert (round_.step.state.step, round_.step.state.failures) == (4, 1)
+    round_.begin(REQUEST)
+    assert not round_.goes_on
+    asked = round_.question("", are_connections_broken=True)
+    assert (asked.agreed, asked.commit_failures) == (False, 1)
+
+
+def test_a_question_after_a_first_one_without_a_quorum_is_not_agreed_on() -> None:
+    round_ = in_term(wishes=1.0)
+    round_.begin(REQUEST)
+    round_.ask(100.0)
+    round_.failed(BROKEN)
+    end_step(round_, None)
+    round_.begin(REQUEST)
+    assert not round_.question("", are_connections_broken=False).agreed
+
+
+# -- what ends it --------------------------------------------------------------------------------
+
+
+def lose_update(round_: Round[Part]) -> None:
+    round_.step.lose_update("it raised")
+
+
+REASONS_TO_ASK = {
+    "its connections are broken": (lambda round_: None, REQUEST, BROKEN),
+    "a member is gone": (lambda round_: round_.peers.lost("b:1", "killed", 7), REQUEST, None),
+    "it sums something else": (
+        lambda round_: None,
+        dataclasses.replace(REQUEST, layout="other"),
+        None,
+    ),
+    "the term is over": (lambda round_: round_.term_ends(TermEnds(7, 4, "")), REQUEST, None),
+    "its weights are spoiled": (lose_update, REQUEST, None),
+}
+
+
+@pytest.mark.parametrize("why", REASONS_TO_ASK)
+def test_a_worker_that_is_alone_asks_if_it_cannot_go_on(why: str) -> None:
+    happen, request, broken = REASONS_TO_ASK[why]
+    round_ = in_term()
+    happen(round_)
+    round_.begin(request, broken)
+    assert not round_.goes_on
+    assert not round_.question("", are_connections_broken=False).agreed
+
+
+@pytest.mark.parametrize("why", REASONS_TO_ASK)
+def test_one_of_several_goes_on_and_votes_no(why: str) -> None:
+    happen, request, broken = REASONS_TO_ASK[why]
+    round_ = in_term(size=2)
+    happen(round_)
+    round_.begin(request, broken)
+    assert round_.goes_on
+    left, ready = round_.go_on()
+    assert isinstance(left, LeaveMembers)
+    assert ready == BeginTraining()
+    (order,) = round_.vote(100.0, 10.0)
+    assert isinstance(order, AskDecision)
+    vote = round_.ballot()
+    assert (vote.step, vote.should_commit) == (4, False)
+
+
+def test_one_of_several_that_has_lost_an_update_votes_in_the_step_of_the_others() -> None:
+    round_ = training(worker(is_steady=True, group_world_size=2), STEADY)
+    round_.summed(0.0)
+    round_.vote(100.0, 10.0)
+    round_.decide(Decide(True, fate=Fate.GOES_ON))
+    round_.step.lose_update()
+    assert round_.step.state.step == 3
+    round_.begin(REQUEST)
+    assert round_.goes_on
+    round_.vote(100.0, 10.0)
+    assert round_.ballot() == Vote(group_rank=0, step=4, should_commit=False, wish=Wish.SOME)
+    round_.decide(Decide(False))
+    round_.begin(REQUEST)
+    asked = round_.question("", are_connections_broken=False)
+    assert (round_.goes_on, asked.step, asked.agreed) == (False, 3, False)
+
+
+def test_what_the_group_decides_counts_also_if_this_worker_saw_no_wish() -> None:
+    round_ = training(worker(is_steady=True, group_world_size=2), STEADY)
+    end_step(round_, 0.0, told=Fate.ENDS)
+    round_.begin(REQUEST)
+    assert not round_.goes_on
+
+
+def test_a_spoiled_worker_that_may_not_begin_changes_nothing() -> None:
+    round_ = in_term()
+    round_.step.lose_update("it raised")
+    round_.step.state = round_.step.state._replace(unhealed=False)
+    before = round_.step.state
+    with pytest.raises(RequestRefused):
+        round_.begin(REQUEST)
+    assert round_.step.state == before
+
+
+# -- wishes --------------------------------------------------------------------------------------
+
+WISHES = {
+    "a group waits": lambda round_: round_.peers.waits("c:1"),
+    "it has to end": lambda round_: round_.drain("SIGTERM"),
+    "the program wants it": lambda round_: round_.want_question(),
+    "the manager says so": lambda round_: round_.term_ends(TermEnds(7, None, "it moves")),
+}
+
+
+@pytest.mark.parametrize("why", WISHES)
+def test_what_a_worker_wishes_a_question_for(why: str) -> None:
+    round_ = in_term()
+    round_.begin(REQUEST)
+    assert not round_.wants_question
+    WISHES[why](round_)
+    assert round_.wants_question
+
+
+def test_news_about_another_quorum_is_no_wish() -> None:
+    round_ = in_term()
+    assert round_.term_ends(TermEnds(6, None, "it moves")) is None
+    assert not round_.wants_question
+
+
+def test_a_wish_is_over_with_the_question() -> None:
+    round_ = in_term(wishes=1.0)
+    round_.want_question()
+    round_.begin(REQUEST)
+    assert not round_.wants_question
+
+
+# -- the news that a term is over ----------------------------------------------------------------
+
+
+def test_a_step_that_is_in_vain_is_given_up() -> None:
+    round_ = in_term()
+    round_.begin(REQUEST)
+    assert round_.term_ends(TermEnds(7, 5, "b asks")) is None, "it finishes step 4"
+    assert round_.term_ends(TermEnds(7, 4, "b asks")) == LoseMember(7, "b asks")
+
+
+@pytest.mark.parametrize("ends", [TermEnds(6, 4, "b asks"), TermEnds(8, 4, "b asks")])
+def test_the_end_of_another_term_is_of_no_concern(ends: TermEnds) -> None:
+    round_ = in_term()
+    round_.begin(REQUEST)
+    assert round_.term_ends(ends) is None
+    end_step(round_)
+    round_.begin(REQUEST)
+    assert round_.goes_on
+
+
+def test_the_earliest_end_counts() -> None:
+    round_ = in_term()
+    assert round_.term_ends(TermEnds(7, 4, "b asks")) is None, "no step is under way"
+    assert round_.term_ends(TermEnds(7, 6, "c asks")) is None
+    round_.begin(REQUEST)
+    assert not round_.goes_on
+
+
+def test_an_end_that_was_told_before_the_quorum_came_counts() -> None:
+    round_ = worker(is_steady=True)
+    round_.begin(REQUEST)
+    round_.ask(100.0)
+    assert round_.term_ends(TermEnds(7, 3, "b asks")) is None
+    round_.answered(STEADY)
+    (left, *_) = [each for each in round_.entered() if isinstance(each, LeaveMembers)]
+    assert str(left.reason) == str(QuorumFailed("b asks"))
+
+
+def test_who_has_to_heal_is_not_in_a_steady_quorum_and_asks() -> None:
+    round_ = worker(is_steady=True)
+    round_.begin(REQUEST)
+    round_.ask(100.0)
+    meeting(round_, BEHIND)
+    round_.summed(0.0)
+    assert round_.wish is Wish.SOME
