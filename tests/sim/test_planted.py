@@ -12,7 +12,7 @@ import pytest
 from torchft_svc.core import (
     activity,
     assignment,
-    group,
+    commit_barrier,
     lighthouse,
     names,
     overview,
@@ -20,6 +20,7 @@ from torchft_svc.core import (
     step,
 )
 from torchft_svc.core import round as core_round
+from torchft_svc.core.commit_barrier import CommitBarrier
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import AnswerVote, AskLighthouse
 from torchft_svc.core.lighthouse import Lighthouse
@@ -35,7 +36,7 @@ from torchft_svc.core.sessions import LighthouseSessions
 from torchft_svc.core.step import Phase, StepMachine
 from torchft_svc.core.types import Member, QuorumConfig
 from torchft_svc.sim.fleet import Fleet
-from torchft_svc.sim.scenario import Scenario, draw
+from torchft_svc.sim.scenario import draw_asking
 
 # A fault that needs more seeds than this is not found: the simulator looks in the wrong places.
 MAX_SEEDS = 40
@@ -55,8 +56,8 @@ def changed_list_keeps_its_id(plant: pytest.MonkeyPatch) -> None:
 def discarded_step_keeps_the_id(plant: pytest.MonkeyPatch) -> None:
     real = Lighthouse.request
 
-    def request(self: Any, job: str, member: Member, caller: int, now: float) -> Any:
-        return real(self, job, dataclasses.replace(member, commit_failures=0), caller, now)
+    def request(self: Any, job: str, member: Member, *more: Any, **how: Any) -> Any:
+        return real(self, job, dataclasses.replace(member, commit_failures=0), *more, **how)
 
     plant.setattr(Lighthouse, "request", request)
 
@@ -164,16 +165,16 @@ def at_step_0_nobody_heals(plant: pytest.MonkeyPatch) -> None:
 
 
 def one_yes_is_enough(plant: pytest.MonkeyPatch) -> None:
-    real = Group.voted
+    real = CommitBarrier.count
 
-    def voted(self: Any, vote: Any, caller: int) -> Any:
-        size, self.world_size = self.world_size, 1
+    def count(self: Any, *what: Any) -> Any:
+        size, self._world_size = self._world_size, 1
         try:
-            return real(self, vote, caller)
+            return real(self, *what)
         finally:
-            self.world_size = size
+            self._world_size = size
 
-    plant.setattr(Group, "voted", voted)
+    plant.setattr(CommitBarrier, "count", count)
 
 
 def a_dead_worker_s_peers_are_not_told(plant: pytest.MonkeyPatch) -> None:
@@ -211,8 +212,8 @@ def an_error_is_forgotten(plant: pytest.MonkeyPatch) -> None:
 
 
 def a_late_vote_counts(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Group, "_check_round", lambda self, vote: None)
-    plant.setattr(Group, "_is_late", lambda self, vote, ended: False)
+    plant.setattr(CommitBarrier, "_check_round", lambda self, vote: None)
+    plant.setattr(CommitBarrier, "_find_ended", lambda self, vote, asking: None)
 
 
 def a_healed_step_counts_at_once(plant: pytest.MonkeyPatch) -> None:
@@ -360,7 +361,7 @@ def who_lost_his_answer_is_told_no(plant: pytest.MonkeyPatch) -> None:
     def answer(vote: Any, caller: int, ended: Any) -> AnswerVote:
         return AnswerVote(caller, should_commit=False)
 
-    plant.setattr(group, "_answer_late", answer)
+    plant.setattr(commit_barrier, "_answer_late", answer)
 
 
 def who_comes_late_waits_for_those_that_have_gone_on(plant: pytest.MonkeyPatch) -> None:
@@ -663,12 +664,7 @@ PLANTS: dict[Plant, int] = {
 )
 def test_it_is_found(planted: Plant, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch)
-    outcomes = (Fleet(_asking(draw(seed))).run() for seed in range(first, first + MAX_SEEDS))
+    # Where each step asks: more questions find more in the rules about them.
+    outcomes = (Fleet(draw_asking(seed)).run() for seed in range(first, first + MAX_SEEDS))
     found = next(outcome for outcome in outcomes if outcome.fell is not None)
     assert found.fell in INVARIANTS, found.what  # an exception shows nothing: the plant may raise
-
-
-def _asking(scenario: Scenario) -> Scenario:
-    """``scenario`` where each step asks: more questions find more in the rules about them."""
-    trainer = dataclasses.replace(scenario.trainer, is_steady=False)
-    return dataclasses.replace(scenario, trainer=trainer)

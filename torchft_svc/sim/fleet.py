@@ -19,11 +19,15 @@ from torchft_svc.sim.scenario import Fault, Scenario
 from torchft_svc.sim.shared import Shared
 from torchft_svc.sim.site import Saved, Site
 from torchft_svc.sim.sums import Sums
-from torchft_svc.sim.terms import Terms
+from torchft_svc.sim.terms import Companions, Histories, Terms
 from torchft_svc.sim.trace import Trace
 from torchft_svc.sim.trainer_actor import WorkerActor
 from torchft_svc.sim.world import VirtualWorld
 
+# They leave a group's connections to its manager and lighthouse alone.
+FAULTS_OF_PROGRAMS = frozenset(
+    {"hang", "lose_update", "spoil_update", "break_sum", "drain", "put_off", "stall"}
+)
 LAG_FACTOR = 2000.0
 # One message in 20,000 is on its way for longer than so many times the mean.
 LONG_WAY = 10.0
@@ -67,7 +71,11 @@ class Fleet:
         sums = Sums(self.network, self.invariants)
         has_one = scenario.num_lighthouses == 1 or scenario.is_elected
         terms = Terms(are_ids_ordered=scenario.is_clock_honest and has_one)
-        self.shared = Shared(self.network, sums, self.invariants, terms, self.trace)
+        companions = Companions(scenario.config.join_timeout_s)
+        histories = Histories(companions, terms.are_ids_ordered and not scenario.unary_every)
+        self.shared = Shared(
+            self.network, sums, self.invariants, terms, companions, histories, self.trace
+        )
         self.checkpoints: dict[str, Saved] = {}
         self.sites = [
             Site(number, self.world, self.lighthouses, self.shared, scenario, self.checkpoints)
@@ -141,6 +149,7 @@ class Fleet:
         concerned = [self.sites[fault.target % len(self.sites)]]
         for site in self.sites if fault.is_for_all else concerned:
             self.invariants.hangs.trouble(site.name, fault.seconds)
+        self._trouble_companions(fault, concerned[0].name)
         if not fault.is_for_all:
             self.lighthouses.splits.trouble(concerned[0].name, fault.seconds)
         if self.lighthouses.happen(fault):
@@ -155,6 +164,13 @@ class Fleet:
         else:
             for worker in concerned[0].workers[int(fault.value * 2) :]:
                 self._trouble(worker, fault)
+
+    def _trouble_companions(self, fault: Fault, name: str) -> None:
+        until, companions = self.world.now + fault.seconds, self.shared.companions
+        if fault.is_for_all:
+            companions.trouble_lighthouse(until)
+        else:
+            companions.trouble(name, until, is_reachable=fault.kind in FAULTS_OF_PROGRAMS)
 
     def _trouble(self, worker: WorkerActor, fault: Fault) -> None:
         until = self.world.now + fault.seconds
@@ -229,6 +245,7 @@ class Fleet:
     def _lag(self, site: Site, fault: Fault) -> None:
         last_s = LONG_WAY * LAG_FACTOR * fault.value * MEAN_LATENCY_S  # what was sent at its end
         self.invariants.hangs.trouble(site.name, fault.seconds + last_s)
+        self.shared.companions.trouble(site.name, self.world.now + fault.seconds + last_s)
         self.lighthouses.splits.unreachable(site.name, fault.seconds + last_s)
         for process in site.processes():
             self.network.set_lag(process.name, LAG_FACTOR * fault.value)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchft_svc.core.assignment import Assignment
-from torchft_svc.core.lighthouse_orders import AnswerQuorum, ReportEviction, ReportHang, ReportLoss
+from torchft_svc.core.lighthouse_orders import AnswerQuorum, ReportHang, ReportLoss
 from torchft_svc.core.step import StepState
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum
 from torchft_svc.sim.world import Process, VirtualWorld
@@ -23,6 +23,10 @@ from torchft_svc.sim.world import Process, VirtualWorld
 SLACK_S = 2.0
 # Walking through the core costs more than an event: do it now and then.
 EVENTS_BETWEEN_WALKS = 2000
+# One may have been under way when the news of a newcomer came; in the next one all learn of it.
+MAX_STEPS_WITH_NEWCOMER = 2
+# Until members know that a group waits; a few messages.
+NEWS_S = 0.5
 # What a collection may hold beside one entry (or three) for each group that is alive.
 ENTRIES_PER_GROUP, SPARE_ENTRIES = 3, 32
 
@@ -55,6 +59,7 @@ def must(holds: bool, name: str, what: Callable[[], str] | str) -> None:
         raise InvariantFell(name, what if isinstance(what, str) else what())
 
 
+SettledSince = Callable[[str], float]  # a newcomer
 Places = tuple[tuple[str, str, str], ...]
 Barrier = tuple[int, int]  # round and step
 
@@ -78,9 +83,9 @@ class Ids:
             self._last.clear()
             self._spent.clear()
 
-    def spent(self, out: ReportEviction) -> None:
+    def spent(self, job: str, quorum_id: int) -> None:
         """The members leave this quorum: none of them may meet in it again."""
-        self._spent[out.job] = out.quorum_id
+        self._spent[job] = max(quorum_id, self._spent.get(job, 0))
 
     def published(self, job: str, quorum: Quorum) -> None:
         places = tuple(
@@ -229,7 +234,8 @@ class Progress:
         # ended on purpose.
         self._remaining: dict[tuple[object, str], set[str]] = {}
         self._members: dict[str, set[str]] = {}  # of the last quorum
-        # How far they have told to be in it, until one of them asks or is gone.
+        # How far they have told to be in it if its steps may ask nobody, until one of them asks or
+        # is gone.
         self._reached: dict[str, dict[str, int]] = {}
 
     def opened(self, job: str, replica_id: str, last: LastQuorum) -> None:
@@ -311,7 +317,10 @@ class Progress:
             must(is_true, "I4", f"a loss of {order.lost_from} is told, but {step} follows {newest}")
         self._check_jump(order)
         self._committed[order.job] = step
-        self._reached[order.job] = {}
+        self._reached.pop(order.job, None)
+        steady = [each for each in order.quorum.up_to_date if each.steady]
+        if len(steady) == len(order.quorum.participants) > 1:
+            self._reached[order.job] = {}
         self._last_ids[order.job] = order.quorum.quorum_id
         self._accepted.discard(order.job)
         self._members[order.job] = {member.replica_id for member in order.quorum.participants}
@@ -457,6 +466,49 @@ class Discards:
         must(after.failures == before.failures + 1, "I6", f"{who}: a discarded step is not counted")
 
 
+class Newcomers:
+    """I5: a group that asks takes part at most two steps later, also where steps ask nobody."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, frozenset[str]] = {}  # of the last quorum of each job
+        self._asked_at: dict[str, dict[str, float]] = {}
+        self._num_steps: dict[str, int] = {}  # that a worker has begun meanwhile, one by one
+
+    def asked(self, job: str, member: Member, now: float) -> None:
+        members = self._members.get(job, frozenset())
+        if members and not member.has_history and member.replica_id not in members:
+            self._asked_at.setdefault(job, {}).setdefault(member.replica_id, now)
+
+    def gone(self, job: str, replica_id: str) -> None:
+        """It does not ask any more."""
+        self._asked_at.get(job, {}).pop(replica_id, None)
+
+    def published(self, order: AnswerQuorum) -> None:
+        members = frozenset(each.replica_id for each in order.quorum.participants)
+        self._members[order.job] = members
+        for each in members:
+            self.gone(order.job, each)
+
+    def restarted(self) -> None:
+        self._asked_at.clear()
+
+    def began(
+        self, job: str, me: str, worker: str, now: float, settled_since: SettledSince
+    ) -> None:
+        """``worker`` of group ``me`` begins a step that asks nobody."""
+        waiting = self._asked_at.get(job, {}) if me in self._members.get(job, ()) else {}
+        since = [(max(at, settled_since(each)), each) for each, at in waiting.items()]
+        if not since or now - min(since)[0] < NEWS_S:
+            self._num_steps.pop(worker, None)
+            return
+        num_steps = self._num_steps[worker] = self._num_steps.get(worker, 0) + 1
+        what = f"{min(since)[1]} waits, and {worker} begins step after step without a question"
+        must(num_steps <= MAX_STEPS_WITH_NEWCOMER, "I5", what)
+
+    def asks(self, worker: str) -> None:
+        self._num_steps.pop(worker, None)
+
+
 class Bounds:
     """I7: dead groups are forgotten: no collection of the core outgrows the living ones."""
 
@@ -494,6 +546,7 @@ class Invariants:
         self.waits = Waits(world)
         self.hangs = Hangs(world)
         self.discards = Discards()
+        self.newcomers = Newcomers()
         self.bounds = Bounds()
 
     def of_lighthouse(self) -> Invariants:

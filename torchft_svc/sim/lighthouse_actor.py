@@ -109,6 +109,7 @@ class LighthouseActor:
     def _new_checks(self) -> LighthouseChecks:
         self._invariants.ids.restarted()
         self._invariants.progress.restarted()
+        self._invariants.newcomers.restarted()
         return LighthouseChecks(
             self._config, self.core, self.process, self._invariants, self._trace, self.name
         )

@@ -26,6 +26,7 @@ from torchft_svc.core.session_messages import (
 )
 from torchft_svc.core.session_orders import Report, ReportAcceptedLoss
 from torchft_svc.core.sessions import REPORT_PAUSE_AFTER_S, LighthouseSessions
+from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import LastQuorum, QuorumConfig
 from torchft_svc.sim.invariants import SLACK_S, Invariants, must
 from torchft_svc.sim.liveness import LOOK_S, Key, LivenessChecks
@@ -128,6 +129,9 @@ class LighthouseChecks:
         self._heard(client)
         self._invariants.progress.asked(client.key[0], member, lambda: self._has_rival(*client.key))
         self._liveness.asked(client.key, member, self._now)
+        if not self._has_rival(*client.key):
+            at = self._process.world.now
+            self._invariants.newcomers.asked(client.key[0], member, at)
 
     def withdrew(self, client: ClientRecord, number: int | None = None) -> None:
         """Nobody waits for question ``number`` (None: the last one) any more."""
@@ -135,6 +139,7 @@ class LighthouseChecks:
             self._forget(client)
             self._invariants.waits.end(client.question)
             self._liveness.withdrew(client.key, self._now)
+            self._invariants.newcomers.gone(*client.key)
 
     def _left(self, client: ClientRecord, leave: Leave) -> None:
         self._sessions.discard(client)
@@ -171,6 +176,9 @@ class LighthouseChecks:
         elif isinstance(news, NoQuorumYet):
             for client in clients:
                 self._asked_at.pop(client, None)
+        elif isinstance(news, TermEnds) and news.step is not None:
+            for client in clients:
+                self._invariants.ids.spent(client.key[0], news.quorum_id)
 
     def fed(self) -> None:
         """All orders of an input are carried out."""
@@ -180,6 +188,7 @@ class LighthouseChecks:
         self._answered(client, number)
         if all(each.key != client.key for each in self._waiting):
             self._liveness.withdrew(client.key, self._now)
+            self._invariants.newcomers.gone(*client.key)
 
     def published(self, decided: AnswerQuorum, told: Sequence[tuple[ClientRecord, int]]) -> None:
         """``told``: the clients that receive it, each as the answer to this question."""
@@ -191,6 +200,7 @@ class LighthouseChecks:
         )
         self._invariants.ids.published(decided.job, quorum)
         self._invariants.progress.published(decided, by=self)
+        self._invariants.newcomers.published(decided)
         self._liveness.published(decided.job, quorum, self._heard_at, self._now)
         for client, number in told:
             self._answered(client, number)
@@ -208,7 +218,7 @@ class LighthouseChecks:
             self._trace.record(self._name, f"{report.replica_id} is left out: {report.reason}")
             self._must_hear(report)
             self._liveness.evicted(report, self._now)
-            self._invariants.ids.spent(report)
+            self._invariants.ids.spent(report.job, report.quorum_id)
         elif isinstance(report, ReportStraggler):
             self._must_hear(report)
         elif isinstance(report, ReportLeftHealing):
@@ -229,6 +239,7 @@ class LighthouseChecks:
     def _lost(self, loss: ReportLoss) -> None:
         self._trace.record(self._name, f"{loss.replica_id} is out: {loss.reason}")
         self._invariants.progress.lost(loss, by=self)
+        self._invariants.newcomers.gone(loss.job, loss.replica_id)
         key = (loss.job, loss.replica_id)
         if loss.reason.startswith("its session ended"):
             others = [each for each in self._sessions if each.key == key]

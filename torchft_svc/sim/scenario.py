@@ -58,6 +58,8 @@ LIST_RATE = 0.35  # of runs with several lighthouses
 MIN_JOIN_TIMEOUT_S = 5.0  # there: far more than a look back
 MAX_SKEW_S = 50.0
 STEADY_RATE = 0.75  # of runs whose workers can go on without a question
+# How often a member of a term has a reason to end it, in such runs.
+NUMS_OF_ENDS = (0, 1, 4, 8)
 LARGE = 200  # above this many groups, a run is about the number
 
 
@@ -144,6 +146,39 @@ class Scenario:
 
 def draw(seed: int, num_groups: int | None = None) -> Scenario:
     """The scenario of ``seed``; ``num_groups`` overrides the number drawn."""
+    is_steady = random.Random(~seed).random() < STEADY_RATE  # noqa: S311 - it is to be repeated
+    return draw_steady(seed, num_groups) if is_steady else draw_asking(seed, num_groups)
+
+
+def draw_steady(seed: int, num_groups: int | None = None) -> Scenario:
+    """The scenario of ``seed`` in which steps may begin without a question."""
+    scenario = draw_asking(seed, num_groups)
+    trainer = replace(scenario.trainer, is_steady=True)
+    chance = random.Random(f"{seed}/terms")  # noqa: S311 - it is to be repeated
+    more: list[Fault] = []
+    for _ in range(0 if scenario.num_groups > LARGE else chance.choice(NUMS_OF_ENDS)):
+        more += _draw_end_of_term(chance, scenario)
+    return replace(scenario, trainer=trainer, faults=_in_order((*scenario.faults, *more)))
+
+
+def _draw_end_of_term(chance: random.Random, scenario: Scenario) -> list[Fault]:
+    """A member cannot go on, or hangs, or a group comes; and the news of it may get lost."""
+    num_groups = scenario.num_groups
+    at, (target, other) = chance.uniform(1.0, FAULTS_END_S), chance.sample(range(num_groups), 2)
+    kind = chance.choice(["lose_update", "lose_update", "break_sum", "hang", "drain", "crash"])
+    is_hang = kind == "hang"
+    seconds = scenario.config.join_timeout_s + chance.uniform(3.0, 6.0) if is_hang else 0.02
+    value = chance.random()
+    faults = [Fault(at=at, kind=kind, target=target, seconds=seconds, value=value)]
+    loss = chance.choice(["", "lighthouse_crash", "reset_worker", "crash_manager"])
+    if loss:
+        began_at, away_s = at + chance.uniform(-0.3, 0.3), chance.choice([0.02, 0.3])
+        faults.append(Fault(at=began_at, kind=loss, target=other, seconds=away_s, value=0.0))
+    return faults
+
+
+def draw_asking(seed: int, num_groups: int | None = None) -> Scenario:
+    """The scenario of ``seed`` in which each step asks."""
     chance = random.Random(seed)  # noqa: S311 - it is to be repeated
     drawn = chance.choice([2, 2, 3, 3, 4, 5, 6, 10])
     groups = drawn if num_groups is None else num_groups
@@ -174,7 +209,7 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
         shrink_only_rate=chance.choice([0.0, 0.0, 0.0, 0.2 / groups]),
         tells_phases=config.hang_timeout_s is not None,
         mean_copy_s=MEAN_COPY_S,
-        is_steady=random.Random(~seed).random() < STEADY_RATE,  # noqa: S311 - so are these
+        is_steady=False,
     )
     scenario = Scenario(
         seed=seed,

@@ -12,7 +12,7 @@ from torchft_svc.sim.manager_actor import ManagerActor
 from torchft_svc.sim.network import Network
 from torchft_svc.sim.offers import Fetched, Offers
 from torchft_svc.sim.sums import GroupCollective, Sums
-from torchft_svc.sim.terms import Terms
+from torchft_svc.sim.terms import Companions, Histories, Terms
 from torchft_svc.sim.trace import Trace
 from torchft_svc.sim.world import Process
 
@@ -36,12 +36,21 @@ class Shared:
     """What all workers of a world share."""
 
     def __init__(
-        self, network: Network, sums: Sums, invariants: Invariants, terms: Terms, trace: Trace
+        self,
+        network: Network,
+        sums: Sums,
+        invariants: Invariants,
+        terms: Terms,
+        companions: Companions,
+        histories: Histories,
+        trace: Trace,
     ) -> None:
         self.network = network
         self.sums = sums
         self.invariants = invariants
         self.terms = terms
+        self.companions = companions
+        self.histories = histories
         self.trace = trace
         self.managers: dict[str, ManagerActor] = {}
         self.offers: dict[str, Offers] = {}

@@ -130,6 +130,8 @@ class Site:
             if collective is not None:
                 collective.break_up()
             self._shared.offers.pop(worker.process.name, None)
+            self._shared.companions.trouble(self.name, self._world.now)
+            self._shared.histories.ended(self.job, self.name)
             manager = self.manager
             if manager is None or manager.process.is_dead:
                 return
@@ -256,6 +258,7 @@ class Site:
     def _kill_manager(self) -> None:
         if self.manager is not None:
             self.manager.process.kill()
+            self._shared.companions.trouble(self.name, self._world.now)
             self._shared.managers.pop(self.manager.process.name, None)
 
     # -- checkpoints -----------------------------------------------------------------------------

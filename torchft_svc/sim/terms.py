@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from torchft_svc.sim.invariants import must
+from torchft_svc.core.term import LOOK_S
+from torchft_svc.sim.invariants import MAX_STEPS_WITH_NEWCOMER, SLACK_S, must
 
-# One may have been under way when the news came; in the next one all learn of it.
-MAX_STEPS_WITH_NEWCOMER = 2
+# A worker that asks ends the waits of the others in its quorum; the news needs a few messages.
+MAX_WAIT_FOR_ASKER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,132 @@ class Terms:
 
 
 @dataclass(slots=True)
+class _Doing:
+    """The step that a worker has begun, and since when it asks (None: it does not)."""
+
+    step: int = -1
+    asks_since: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermStep:
+    """A step of worker ``group_rank`` of ``group``, which asked nobody; its quorum was asked for at
+    ``asked_at``, and has ``members``."""
+
+    group: str
+    group_rank: int
+    members: Collection[str]
+    step: int
+    began_at: float
+    asked_at: float
+
+    def groups(self) -> set[str]:
+        return {each.partition(":")[0] for each in self.members}
+
+
+@dataclass(slots=True)
+class Companions:
+    """What the members of a term may cost one another: waits, and steps that are given up (E4 to
+    E6)."""
+
+    join_timeout_s: float
+    _doing: dict[tuple[str, int], _Doing] = field(default_factory=dict)
+    _troubled_until: dict[str, float] = field(default_factory=dict)
+    _unwell_until: dict[str, float] = field(default_factory=dict)  # also if it is reachable
+    _lighthouse_until: float = -math.inf  # it is away, or something else happens to all
+
+    def trouble(self, group: str, until: float, *, is_reachable: bool = False) -> None:
+        """Something happens to ``group``; ``is_reachable``: to its program alone, which hears of
+        all that its lighthouse has to say."""
+        _extend(self._unwell_until, group, until)
+        if not is_reachable:
+            _extend(self._troubled_until, group, until)
+
+    def trouble_lighthouse(self, until: float) -> None:
+        self._lighthouse_until = max(self._lighthouse_until, until)
+
+    def began(self, group: str, group_rank: int, step: int, asks_since: float | None) -> None:
+        self._doing[group, group_rank] = _Doing(step, asks_since)
+
+    def answered(self, group: str, group_rank: int) -> None:
+        self._doing[group, group_rank].asks_since = None
+
+    def discarded(self, it: TermStep) -> None:
+        """A step that asked nobody is given up only if something happens to a member, or one of its
+        processes dies; not because a group joins, or a lighthouse is away."""
+        since = it.asked_at - SLACK_S
+        has_reason = any(self._unwell_until.get(each, -math.inf) >= since for each in it.groups())
+        must(has_reason, "I5", f"{it.group} discards step {it.step} of a term, for no reason")
+
+    def check_wait(self, it: TermStep, now: float) -> None:
+        """The worker waits for the sum of this step, since it began it or a bit later."""
+        for group in sorted(it.groups() - {it.group}):
+            other = self._doing.get((group, it.group_rank))
+            if other is None:
+                continue
+            since = max(it.began_at, self.calm_since([group, it.group]))
+            if other.asks_since is not None:
+                waited_s = now - max(since, other.asks_since)
+                longest_s, what = MAX_WAIT_FOR_ASKER_S, "which asks"
+            else:
+                waited_s = now - since if other.step < it.step else 0.0
+                longest_s, what = self.longest_wait_s, f"which is at {other.step}"
+            text = f"{it.group} waits in step {it.step} of a term for {group}, {what}"
+            must(waited_s <= longest_s, "I5", text)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """For a member that does not begin the step."""
+        return self.join_timeout_s + LOOK_S + SLACK_S
+
+    def calm_since(self, groups: Collection[str]) -> float:
+        """Since when these groups and the lighthouses reach one another, and have had the time to
+        connect again."""
+        untils = [self._troubled_until.get(each, -math.inf) for each in groups]
+        return max(self._lighthouse_until, *untils) + SLACK_S
+
+    def is_well_since(self, group: str, since: float) -> bool:
+        return self._unwell_until.get(group, -math.inf) < since
+
+    def settled_since(self, groups: Collection[str]) -> float:
+        """The same, and nothing else happens to these groups."""
+        untils = [self._unwell_until.get(each, -math.inf) + SLACK_S for each in groups]
+        return max(self.calm_since(groups), *untils)
+
+
+# A group that has committed within this time still trains; a step takes a second at most.
+TRAINS_S = 3.0
+
+
+@dataclass(slots=True)
+class Histories:
+    """A job has one history (I4): no group begins another one beside groups that train, also not at
+    a lighthouse that was restarted and has heard of none of them yet."""
+
+    companions: Companions
+    is_checked: bool  # all groups have a session with one lighthouse, and ids grow
+    _last: dict[str, dict[str, tuple[int, int, float]]] = field(default_factory=dict)
+
+    def committed(self, it: CommittedStep, now: float) -> None:
+        if not self.is_checked:
+            return
+        groups = self._last.setdefault(it.job, {})
+        me = it.me.partition(":")[0]
+        groups[me] = it.quorum_id, it.step, now
+        for group, (quorum_id, step, at) in groups.items():
+            trains = now - at < TRAINS_S and self.companions.is_well_since(group, at - SLACK_S)
+            what = (
+                f"{me} commits step {it.step} in another history than {group}, which is at {step}"
+            )
+            is_behind = it.quorum_id > quorum_id and it.step + 1 < step
+            must(not (trains and is_behind), "I4", what)
+
+    def ended(self, job: str, group: str) -> None:
+        """Its workers are gone."""
+        self._last.get(job, {}).pop(group, None)
+
+
+@dataclass(slots=True)
 class NewcomerPatience:
     """How many steps a worker has begun without a question since it knows that groups wait."""
 
@@ -92,3 +220,7 @@ class NewcomerPatience:
             self._num_steps += 1
             is_soon = self._num_steps <= MAX_STEPS_WITH_NEWCOMER
             must(is_soon, "I5", f"{who} knows of a newcomer, and has begun {self._num_steps} steps")
+
+
+def _extend(until: dict[str, float], group: str, at: float) -> None:
+    until[group] = max(until.get(group, -math.inf), at)

@@ -45,11 +45,12 @@ from torchft_svc.sim.offers import Fetched, Offers
 from torchft_svc.sim.scenario import MEAN_COPY_S, TrainerRules
 from torchft_svc.sim.shared import Home, Shared
 from torchft_svc.sim.sums import Result, Seat, State
-from torchft_svc.sim.terms import CommittedStep, NewcomerPatience
+from torchft_svc.sim.terms import CommittedStep, NewcomerPatience, TermStep
 from torchft_svc.sim.world import Event, Process
 
 # A user's loop that catches a failed quorum tries again after a moment.
 PAUSE_S = 0.01
+WAITS_LOOK_S = 1.0
 ROUNDING_S = 1e-6
 NO_STEP = -1  # of weights that an update has spoiled
 
@@ -89,7 +90,7 @@ class WorkerActor:
         self._newcomers = NewcomerPatience()
         self.line = LineActor(process, home, group_rank, shared.network, self._receive, self._cut)
         self._seat: Seat | None = None  # its process group
-        self._step = _Step(epoch=0)
+        self._step = _Step(0, 0.0)
         self._actions: dict[type, Callable[[_Step, Any], None]] = {
             AskManager: self._soon(self._ask),
             EnterQuorum: self._wait_for_members,
@@ -122,6 +123,7 @@ class WorkerActor:
             timeout_s=self._rules.quorum_s,
         )
         broken = self._seat.error if self._seat is not None else None
+        is_alone = self.home.group_world_size == 1
         try:
             epoch = self.round.begin(request, broken)
         except RequestRefused as error:  # its weights are those of no step
@@ -132,21 +134,51 @@ class WorkerActor:
             name = self.process.name
             self._shared.invariants.discards.began(name, state.step, self._step_of_weights)
         goes_on = self.round.goes_on
+        in_vain = goes_on and is_alone and broken is not None
+        must(not in_vain, "I5", f"{self.process.name} begins a step without its connections")
         self._newcomers.began(self.process.name, goes_on=goes_on)
         if goes_on:
-            step = _Step(epoch=epoch, part=self._step.part, round=self._step.round)
+            before = self._step
+            step = _Step(epoch, before.asked_at, part=before.part, round=before.round)
             step.began_at, step.goes_on = now, True
             self._step = step
+            self._check_newcomers()
+            self._shared.companions.began(self.home.name, self.group_rank, state.step, None)
             self._carry_out(step, self.round.go_on())
             self._go_forward(step)
             return
-        step = self._step = _Step(epoch=epoch, is_sync=self.round.waits_for_quorum)
+        step = self._step = _Step(epoch, now, is_sync=self.round.waits_for_quorum)
         step.began_at = now
+        self._shared.invariants.newcomers.asks(self.process.name)
+        self._shared.companions.began(self.home.name, self.group_rank, state.step, now)
         if self.home.collective is not None:
             self.home.collective.asks(self.process)
         self._carry_out(step, self.round.ask(now))
         if not step.is_sync:
             self._go_forward(step)
+
+    def _check_newcomers(self) -> None:
+        it, companions = self._in_term(self._step), self._shared.companions
+        part, now = self._step.part, self.process.world.now
+        assert part is not None
+
+        def settled_since(newcomer: str) -> float:
+            return companions.settled_since([*it.groups(), newcomer.partition(":")[0]])
+
+        newcomers = self._shared.invariants.newcomers
+        me = part.replica_ids[part.replica_rank]
+        newcomers.began(self.home.job, me, self.process.name, now, settled_since)
+
+    def _in_term(self, step: _Step) -> TermStep:
+        assert step.part is not None
+        return TermStep(
+            group=self.home.name,
+            group_rank=self.group_rank,
+            members=step.part.replica_ids,
+            step=self.round.ballot().step,
+            began_at=step.began_at,
+            asked_at=step.asked_at,
+        )
 
     def _go_forward(self, step: _Step) -> None:
         train_s = self._rules.train_s * self.process.chance.uniform(0.9, 1.1)
@@ -210,6 +242,7 @@ class WorkerActor:
         else:
             step.part, step.round = answer.assignment, answer.round
             orders = self.round.answered(answer.assignment)
+            self._shared.companions.answered(self.home.name, self.group_rank)
             self._newcomers.met(answer.assignment.replica_ids)
         if any(isinstance(order, AskManager) for order in orders):
             self._carry_out(step, orders)
@@ -307,6 +340,7 @@ class WorkerActor:
             return
         if self.is_broken:
             self.is_broken = False
+            self._trouble()
             self._latch_error(QuorumFailed("an exception in a collective"), step)
         seat = self._seat
         broken = seat.error if seat is not None else QuorumFailed("no process group")
@@ -321,6 +355,13 @@ class WorkerActor:
         state = self._state() if contributes else None
         wish = float(self.round.wants_question)
         seat.reduce(state, wish, lambda result: self._reduced(step, result))
+        if step.goes_on:
+            self._check_wait(step)
+
+    def _check_wait(self, step: _Step) -> None:
+        if step is self._step and step.is_reducing:
+            self._shared.companions.check_wait(self._in_term(step), self.process.world.now)
+            self.process.after(WAITS_LOOK_S, self._check_wait, step)
 
     def _reduce_expired(self, step: _Step, seat: Seat) -> None:
         if step is self._step and step.is_reducing:
@@ -391,6 +432,8 @@ class WorkerActor:
     def _ask_decision(self, step: _Step, order: AskDecision) -> None:
         stalls_s, self.vote_stalls_s = self.vote_stalls_s, 0.0
         self._shared.invariants.hangs.trouble(self.home.name, stalls_s)
+        if stalls_s:
+            self._trouble(stalls_s)
         step.deadline = order.deadline
         timeout_s = max(0.001, order.deadline - self.process.world.now)
         ballot = self.round.ballot()
@@ -419,6 +462,8 @@ class WorkerActor:
         if committed:
             self._commit(step, before)
         else:
+            if step.goes_on:
+                self._shared.companions.discarded(self._in_term(step))
             try:
                 self.round.check_next()
             except TorchFTError as error:
@@ -433,6 +478,7 @@ class WorkerActor:
         discards.updates(name, before.step, self._step_of_weights, due)
         spoiled_by, self.loses_update = self.loses_update, None
         if spoiled_by is not None:
+            self._trouble()
             self.machine.lose_update(spoiled_by)
             if spoiled_by:
                 self.weights = self.process.chance.getrandbits(32)
@@ -458,6 +504,7 @@ class WorkerActor:
             goes_on=step.goes_on,
         )
         self._shared.terms.committed(committed, self.process.world.now)
+        self._shared.histories.committed(committed, self.process.world.now)
         self._shared.count_commit(self.home.job, step.part.quorum_id, before.step)
         self.home.save(self.group_rank, self._to_offer())
 
@@ -482,7 +529,12 @@ class WorkerActor:
             state = self.machine.state
             self.line.tell_phase(phase or state.phase, state.step)
 
+    def _trouble(self, seconds: float = 0.0) -> None:
+        until = self.process.world.now + seconds
+        self._shared.companions.trouble(self.home.name, until, is_reachable=True)
+
     def _cut(self) -> None:
+        self._trouble()
         self._lose(self.round.peers.cut())
 
     def _lose(self, order: LoseMember | None) -> None:
@@ -510,6 +562,7 @@ class _Step:
     """What a step has come to."""
 
     epoch: int
+    asked_at: float  # when the quorum was asked for
     began_at: float = 0.0
     goes_on: bool = False
     is_sync: bool = False
