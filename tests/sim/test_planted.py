@@ -623,7 +623,7 @@ PLANTS: dict[Plant, int] = {
     who_waits_hangs: 19,
     who_waits_is_left_out: 2,
     who_hangs_is_left_out_though_nobody_waits: 2,
-    nobody_is_left_out: 0,
+    nobody_is_left_out: 20,
     who_is_left_out_does_not_hear_of_it: 2,
     a_quorum_that_was_left_keeps_its_id: 784,
     who_was_left_out_stays_out: 2,
