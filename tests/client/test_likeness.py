@@ -149,12 +149,12 @@ def test_who_joins_with_another_layout_is_refused_and_nobody_else_notices(
         (  # in the first step with these members
             ("an average first", ""),
             "number 1, Manager.allreduce: average of 4 elements of float32",
-            "number 1, gradients: sum of 186 elements of float32",
+            "number 1, gradients: sum of 187 elements of float32",
         ),
         (
             ("an average first, checked", "checked"),
             "number 1, Manager.allreduce: average of 4 elements of float32",
-            "number 1, gradients: sum of 186 elements of float32",
+            "number 1, gradients: sum of 187 elements of float32",
         ),
     ],
 )
@@ -190,7 +190,7 @@ def test_operations_that_do_not_match_are_an_error_of_the_step(
         (
             "an average once before",
             "number 1, Manager.allreduce: average of 4096 elements of float32",
-            "number 1, gradients: sum of 186 elements of float32",
+            "number 1, gradients: sum of 187 elements of float32",
         ),
         (
             "an average once behind",
