@@ -15,7 +15,7 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "begin": ("client.manager:Manager.start_quorum",),
     "await_quorum": ("client.manager:Manager.reduction_scale",),
     "fill": ("client.gradients.buckets:Bucket.fill", "client.buckets:Bucket.fill"),
-    "launch": ("client.manager:Manager._launch_gradients",),
+    "launch": ("client.manager:Manager._launch_gradients", "client.manager:Manager.launch_sum"),
     "await_sums": ("client.reduce.reduction:Reduction.wait", "client.reduction:Reduction.wait"),
     "hand_out": ("client.gradients.buckets:Bucket.hand_out", "client.buckets:Bucket.hand_out"),
     "vote": ("client.step.stepper:Stepper.decide", "client.stepper:Stepper.decide"),

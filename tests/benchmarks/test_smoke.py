@@ -113,8 +113,9 @@ def test_step_time(run: Run) -> None:
         assert row.keys() >= {f"{phase}_ms" for phase in (*PHASES, "total")}
         assert len(row["ratios"]) == 2
     assert ours.keys() >= {f"{part}_ms" for part in PARTS}
-    # Each part was really timed: the method that does it still has the name that is wrapped.
-    assert all(ours[f"{part}_ms"] > 0 for part in PARTS)
+    # Each part was really timed: the method that does it still has the name that is wrapped. These
+    # steps ask nobody.
+    assert all((ours[f"{part}_ms"] > 0) is (part != "ask") for part in PARTS)
 
 
 @pytest.mark.parametrize("wrapper", ["torch", "none"])
