@@ -72,7 +72,11 @@ class Fleet:
         has_one = scenario.num_lighthouses == 1 or scenario.is_elected
         terms = Terms(are_ids_ordered=scenario.is_clock_honest and has_one)
         companions = Companions(scenario.config.join_timeout_s)
-        histories = Histories(companions, terms.are_ids_ordered and not scenario.unary_every)
+        histories = Histories(
+            companions,
+            terms.are_ids_ordered and not scenario.unary_every,
+            lambda: max(each.began_at for each in self.lighthouses.hosts.values()),
+        )
         self.shared = Shared(
             self.network, sums, self.invariants, terms, companions, histories, self.trace
         )

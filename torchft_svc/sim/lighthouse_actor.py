@@ -77,6 +77,7 @@ class LighthouseActor:
         clock_skew_s: float,
         elected: Callable[[], str],
     ) -> None:
+        self.began_at = 0.0  # its present life
         self._world = world
         self._network = network
         self._config = config
@@ -127,6 +128,7 @@ class LighthouseActor:
 
     def _come_back(self) -> None:
         self.process, self.leads = self._next, True
+        self.began_at = self._world.now
         self._begin()
         self._trace.record(self.name, "is back")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from torchft_svc.core.term import LOOK_S
@@ -173,10 +173,15 @@ TRAINS_S = 3.0
 @dataclass(slots=True)
 class Histories:
     """A job has one history (I4): no group begins another one beside groups that train, also not at
-    a lighthouse that was restarted and has heard of none of them yet."""
+    a lighthouse that was restarted and has heard of none of them yet.
+
+    ``lighthouse_began_at``: a group that starts within a second after a lighthouse may ask it first
+    (rule F8).
+    """
 
     companions: Companions
     is_checked: bool  # all groups have a session with one lighthouse, and ids grow
+    lighthouse_began_at: Callable[[], float] = float
     _last: dict[str, dict[str, tuple[int, int, float]]] = field(default_factory=dict)
 
     def committed(self, it: CommittedStep, now: float) -> None:
@@ -191,7 +196,8 @@ class Histories:
                 f"{me} commits step {it.step} in another history than {group}, which is at {step}"
             )
             is_behind = it.quorum_id > quorum_id and it.step + 1 < step
-            must(not (trains and is_behind), "I4", what)
+            is_first = it.began_at - self.lighthouse_began_at() < SLACK_S
+            must(not (trains and is_behind) or is_first, "I4", what)
 
     def ended(self, job: str, group: str) -> None:
         """Its workers are gone."""
