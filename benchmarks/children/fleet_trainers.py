@@ -124,7 +124,8 @@ class Trainer:
         while (news := await self._stream.read()) is not grpc.aio.EOF:
             self._receive(news)
             if self._fleet.deaf and self._size:
-                self._ask()
+                self._step += 1
+                self._ask(1)  # behind this step, as if all had agreed on it
                 await asyncio.Event().wait()
         raise SystemExit(f"the lighthouse ended a session: {sending} {beating}")
 

@@ -39,6 +39,7 @@ def moving(seed: int, *faults: Fault) -> Scenario:
         shrink_only_rate=0.0,
         num_wanted=None,
         mean_copy_s=0.05,
+        is_steady=False,
     )
     return replace(
         drawn,
