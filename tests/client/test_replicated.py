@@ -27,8 +27,8 @@ def test_i3_groups_that_start_at_different_times(tmp_path: Path, wrapper: str) -
 
     def told(name: str) -> list[dict[str, Any]]:
         file = tmp_path / name
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [json.loads(line) for line in lines]
+        text = file.read_text() if file.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def meet(*names: str, since: int = 0) -> None:
         """Wait until all have trained together for a while."""
