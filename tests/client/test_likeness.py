@@ -42,8 +42,8 @@ class Trainers:
 
     def told(self, name: str) -> list[dict[str, Any]]:
         file = self._folder / f"{name}.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [json.loads(line) for line in lines]
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def commits(self, name: str) -> list[dict[str, Any]]:
         return [told for told in self.told(name) if told.get("committed")]

@@ -45,8 +45,8 @@ class Cluster:
 
     def told(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / name
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def log(self, name: str) -> str:
         path = self.folder / f"{name}.log"
