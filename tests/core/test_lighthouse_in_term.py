@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 from support.core.scenes import JOB, SECONDS, Scene, config, member
 
-from torchft_svc.core.lighthouse_orders import ReportTermEnds
+from torchft_svc.core.lighthouse_orders import ReportEviction, ReportTermEnds
 from torchft_svc.core.session_messages import NewcomerWaits
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import LOOK_S, TermEnds
@@ -86,6 +87,20 @@ def test_an_agreement_from_before_the_term_ends_it() -> None:
     term = Term()
     term.asks("b", 5, agreed=True)
     assert term.told() == [(5, ("a", "c"))]
+
+
+def test_who_was_told_of_a_loss_asks_and_that_is_no_news() -> None:
+    """Neither for the others, nor for the one that was given up, which learns why."""
+    settings = dataclasses.replace(SECONDS, hang_timeout_s=5.0, on_hang="evict")
+    term = Term(settings)
+    term.does("c", Phase.TRAINING, 7)
+    for each in "ab":
+        term.does(each, Phase.QUORUM, 7)
+    term.until(105.0)
+    (evicted,) = (each for each in term.take() if isinstance(each, ReportEviction))
+    assert sorted(evicted.recipients) == ["a", "b", "c"]
+    term.asks("a", 7)
+    assert term.told() == []
 
 
 @pytest.mark.parametrize("steady", [True, False])
@@ -221,6 +236,17 @@ def test_who_does_not_begin_a_step_is_waited_for_as_long_as_if_the_others_had_as
     term.asks("a", 7)
     term.asks("b", 7)
     assert term.take_quorums() == [(2, ["a", "b"])], "and the next quorum does not wait for it"
+
+
+def test_waits_that_ended_in_time_do_not_delay_the_news_about_later_ones() -> None:
+    term = Term()
+    term.does("a", Phase.QUORUM, 6)
+    term.until(101.0)
+    waiting_for_c(term)  # and the first wait is looked at while these last
+    term.before(111.0)
+    assert term.told() == []
+    term.until(111.0)
+    assert term.told() == [(7, ("a", "b", "c"))]
 
 
 @pytest.mark.parametrize("phase", [Phase.TRAINING, Phase.VOTING, Phase.HEALING])

@@ -60,6 +60,15 @@ def eventually(holds: Callable[[], Any], within_s: float = 20.0, what: str = "")
         time.sleep(0.005)
 
 
+def freeze(pid: int) -> None:
+    """Stop a process; when this returns, none of its threads runs any more, which the signal alone
+    does not ensure."""
+    process = psutil.Process(pid)
+    process.send_signal(signal.SIGSTOP)
+    threads = [psutil.Process(each.id) for each in process.threads()]
+    eventually(lambda: all(each.status() == psutil.STATUS_STOPPED for each in threads))
+
+
 def lives(process: psutil.Process) -> bool:
     """An orphan that has ended stays a zombie until the system's first process looks."""
     try:

@@ -85,15 +85,13 @@ class Job:
         if not term.is_due(now):
             return 0, []
         doing = {each: self.hangs.activity(each) for each in members.quorum_left()}
-        waiting = [
-            each.step
-            for each in doing.values()
-            if each and each.phase is Phase.QUORUM and now - each.since >= patience_s
-        ]
-        if not waiting:
+        waiting = [each for each in doing.values() if each and each.phase is Phase.QUORUM]
+        for_long = [each.step for each in waiting if now - each.since >= patience_s]
+        if not for_long:
             term.look_at = math.inf
+            term.waits(min((each.since for each in waiting), default=math.inf), patience_s, now)
             return 0, []
-        step = max(waiting)
+        step = max(for_long)
         late = sorted(
             key for key, each in doing.items() if each is not None and not each.has_begun(step)
         )
@@ -110,9 +108,12 @@ class Job:
         they were told of enough others, its living peers there."""
         if replica_id not in self.members.previous_ids:
             return ()
+        others = [key for key in self.members.quorum_left() if key != replica_id]
         if not self.announcements.of_a_loss():
             return (replica_id,)
-        return (replica_id, *(key for key in self.members.quorum_left() if key != replica_id))
+        if others:
+            self.term.over_from = 0  # they know: no question of theirs is news for the others
+        return (replica_id, *others)
 
     def announce(self, asked: Iterable[str]) -> list[str]:
         """The groups of ``asked`` that still wait to join the last quorum, and were not

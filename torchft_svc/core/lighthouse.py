@@ -381,8 +381,6 @@ class Lighthouse:
             state.term.is_noted = True
         # The news would make its peers give up a step that it has finished.
         told = () if how.between_steps else state.loss_recipients(replica_id)
-        if set(told) - {replica_id}:
-            state.term.over_from = 0  # they know: no question of theirs is news for the others
         orders: list[Order] = [
             ReportLoss(
                 job, replica_id, how.reason, how.between_steps, how.is_orderly, quorum_id, told

@@ -15,8 +15,9 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-# How often a lighthouse looks for members that keep others waiting: each look is at all of them.
-LOOK_S = 1.0
+# The shortest time between two looks of a lighthouse for members that keep others waiting: each
+# look is at all of them, and takes 0.5 ms for 1000.
+LOOK_S = 0.1
 
 
 class Wish(enum.Enum):
@@ -84,7 +85,7 @@ class RunningTerm:
             self.look_at = min(self.look_at, max(since + patience_s, self.looked_at + LOOK_S, now))
 
     def is_due(self, now: float) -> bool:
-        """Whether to look for members that keep others waiting; not again within a second."""
+        """Whether to look for members that keep others waiting; not again within `LOOK_S`."""
         if now < self.look_at or self.over_from is not None:
             return False
         self.looked_at, self.look_at = now, now + LOOK_S

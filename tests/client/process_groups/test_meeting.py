@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 from support.bounds import check
 from support.meeting_place import MeetingPlace
-from support.running import END_S, START_S, environment, eventually, silent
+from support.running import END_S, START_S, environment, eventually, freeze, silent
 from support.training import lighthouse, together
 
 from torchft_svc.client import Manager, ProcessGroupGloo
@@ -116,7 +116,7 @@ def test_the_host_of_a_store_is_frozen(
                 lambda: other.configure(where, "b", 1, 2, quorum_id=1),
             )
             other.shutdown()
-        os.kill(host.pid, signal.SIGSTOP)
+        freeze(host.pid)
         for quorum_id in range(2, 5):
             where = f"127.0.0.1:{port}/torchft/{quorum_id}/0"
             began_at = time.monotonic()
@@ -136,7 +136,7 @@ def test_what_is_given_up_too_often_is_made_to_end() -> None:
             rendezvous.StoreConnection(f"127.0.0.1:{port}", 60.0)
             for _ in range(MAX_ABANDONED_CALLS + 3)
         ]
-        os.kill(host.pid, signal.SIGSTOP)
+        freeze(host.pid)
         for connection in connections:
             with pytest.raises(QuorumFailed):
                 connection.call(connection.store.num_keys, _not_wanted)
