@@ -123,6 +123,7 @@ def _freeze_store_host(fault: Fault, cluster: Cluster, later: Later) -> float:
 
 def _leave_stale_survivor(fault: Fault, cluster: Cluster, later: Later) -> float:
     """An operator accepts the loss late: until then the group must not train alone."""
+    began_at = time.monotonic()  # so no commit comes after the operator's word, but before its time
     cluster.signal(fault.group, signal.SIGSTOP)
     gone_s = HEARTBEAT_TIMEOUT_S + TRAIN_ON_S
     accepted_s = gone_s + SETTLE_S + HOLD_S
@@ -131,7 +132,7 @@ def _leave_stale_survivor(fault: Fault, cluster: Cluster, later: Later) -> float
     later(gone_s + SETTLE_S, partial(cluster.signal, fault.group, signal.SIGCONT))
     later(accepted_s, partial(cluster.accept_loss, cluster.job_of(fault.group)))
     later(accepted_s + TRAIN_ON_S, partial(cluster.bring_back, others))
-    return time.monotonic() + accepted_s
+    return began_at + accepted_s
 
 
 _ACTIONS: dict[Kind, Callable[[Fault, Cluster, Later], float]] = {
