@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from chaos.hosts import move_to
 from chaos.options import WorkerOptions, decode
 from demo.orphans import die_with_parent
 from torchft_svc.rpc.fork_server import ForkServer, serve
@@ -67,6 +68,8 @@ def _live(run: Run, options: WorkerOptions) -> int:
     for target in (1, 2):
         os.dup2(output, target)
     try:
+        if options.host:
+            move_to(options.host, options.namespace)
         run(options)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)

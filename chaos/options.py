@@ -17,7 +17,8 @@ class WorkerOptions:
     pass takes, ``ballast`` the bytes of state beyond the model's, for heals that take a while.
     ``manager`` are keywords of `torchft_svc.client.Manager`; those that end in ``_s`` are seconds,
     and ``world_size_mode`` is given by its name. ``program`` is for trainers that can be told what
-    to train: plain values, too.
+    to train: plain values, too. ``host``: the address of the host that it runs on, and
+    ``namespace``: the network namespace which is that host (empty: this machine).
     """
 
     folder: Path
@@ -33,6 +34,8 @@ class WorkerOptions:
     ballast: int = 0
     manager: dict[str, Any] = field(default_factory=dict)
     program: dict[str, Any] = field(default_factory=dict)
+    host: str = ""
+    namespace: str = ""
 
     @property
     def name(self) -> str:

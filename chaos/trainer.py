@@ -73,8 +73,8 @@ class Gloo(ProcessGroupGloo):
 class Transport(HTTPTransport[Any]):
     """The transport over HTTP, which writes down when it begins to serve and to fetch."""
 
-    def __init__(self, log: EventLog) -> None:
-        super().__init__(timedelta(seconds=_DEFAULT_TIMEOUT_S), hostname="127.0.0.1")
+    def __init__(self, log: EventLog, host: str) -> None:
+        super().__init__(timedelta(seconds=_DEFAULT_TIMEOUT_S), hostname=host)
         self._log = log
 
     def send_striped(
@@ -181,7 +181,7 @@ def _manager(options: WorkerOptions, state: State, log: EventLog, commands: Comm
         state_dict=state.state_dict,
         load_state_dict=state.load_state_dict,
         pg=Gloo(timeout_s, commands),
-        checkpoint_transport=Transport(log),
+        checkpoint_transport=Transport(log, options.host or "127.0.0.1"),
         **(settings | given),
     )
 

@@ -7,8 +7,8 @@ import time
 import psutil
 import pytest
 from support.bounds import check
+from support.hosts import Host, network
 from support.running import Process, eventually, line_to
-from support.wire import wire
 
 from torchft_svc.rpc.channel import IMPATIENT_KEEPALIVE_MS, KEEPALIVE_MS, MAX_CONNECTING_MS
 
@@ -22,23 +22,23 @@ MOVED_S = (2 * IMPATIENT_KEEPALIVE_MS + MAX_CONNECTING_MS) / 1000
 SPARE_S = 15.0
 
 
-def start_lighthouse(host: str, namespace: str | None = None) -> Process:
+def start_lighthouse(host: Host) -> Process:
     return Process(
         "lighthouse_server",
-        f"--bind={host}:0",
+        f"--bind={host.address}:0",
         f"--heartbeat-timeout-ms={HEARTBEAT_S * 1000:.0f}",
-        namespace=namespace,
+        namespace=host.namespace,
     )
 
 
-def start_manager(lighthouses: str, host: str, namespace: str | None = None) -> Process:
+def start_manager(lighthouses: str, host: Host) -> Process:
     return Process(
         "manager_server",
         f"--lighthouse={lighthouses}",
         "--replica-name=group",
         "--store-address=127.0.0.1:1",
-        f"--bind={host}:0",
-        namespace=namespace,
+        f"--bind={host.address}:0",
+        namespace=host.namespace,
     )
 
 
@@ -55,32 +55,34 @@ def has_peer(process: Process, host: str) -> bool:
 
 def test_a_lighthouse_notices_that_a_managers_host_has_vanished() -> None:
     with (
-        wire() as cable,
-        start_lighthouse(cable.near) as lighthouse,
-        start_manager(lighthouse.address, cable.far, cable.namespace) as manager,
+        network(1) as hosts,
+        start_lighthouse(hosts.here) as lighthouse,
+        start_manager(lighthouse.address, hosts.others[0]) as manager,
         line_to(manager.address) as line,
     ):
+        far = hosts.others[0]
         assert line.ask_manager(rank=0, step=0, worker_id="w").result().quorum_id
-        eventually(lambda: has_peer(lighthouse, cable.far))  # or so again, after a stall
-        cable.cut()
+        eventually(lambda: has_peer(lighthouse, far.address))  # or so again, after a stall
+        hosts.cut_off(far)
         cut_at = time.monotonic()
         lost = f"no sign of life for {HEARTBEAT_S:g} s"
         eventually(lambda: lost in lighthouse.errors(), HEARTBEAT_S + SPARE_S)
         left_s = NOTICED_S + SPARE_S - (time.monotonic() - cut_at)
-        eventually(lambda: not has_peer(lighthouse, cable.far), left_s)
+        eventually(lambda: not has_peer(lighthouse, far.address), left_s)
 
 
 def test_a_manager_notices_that_its_lighthouses_host_has_vanished() -> None:
     with (
-        wire() as cable,
-        start_lighthouse(cable.far, cable.namespace) as first,
-        start_lighthouse(cable.near) as second,
-        start_manager(f"{first.address},{second.address}", cable.near) as manager,
+        network(1) as hosts,
+        start_lighthouse(hosts.others[0]) as first,
+        start_lighthouse(hosts.here) as second,
+        start_manager(f"{first.address},{second.address}", hosts.here) as manager,
         line_to(manager.address) as line,
     ):
+        far = hosts.others[0]
         assert line.ask_manager(rank=0, step=0, worker_id="w").result().quorum_id
-        eventually(lambda: has_peer(manager, cable.far))
-        cable.cut()
+        eventually(lambda: has_peer(manager, far.address))
+        hosts.cut_off(far)
         cut_at = time.monotonic()
         asked = line.ask_manager(rank=0, step=1, worker_id="w", timeout_s=MOVED_S + SPARE_S)
         assert asked.result().quorum_id
