@@ -11,7 +11,7 @@ from torchft_svc.core.membership import Membership
 from torchft_svc.sim.__main__ import main
 from torchft_svc.sim.explore import describe, run_seed, shrink
 from torchft_svc.sim.fleet import Fleet
-from torchft_svc.sim.scenario import MEAN_COPY_S, Fault, draw
+from torchft_svc.sim.scenario import MEAN_COPY_S, Fault, draw, draw_steady
 
 NUM_SEEDS = 40
 NUM_MANY = 1000
@@ -22,6 +22,12 @@ def test_small_fleets(first: int) -> None:
     for seed in range(first, first + 10):
         outcome = run_seed(seed)
         assert outcome.fell is None, describe(outcome)
+
+
+def test_a_step_of_a_group_that_is_kept_out_may_be_repeated() -> None:
+    """It has committed the step alone, and a restarted lighthouse hears of that."""
+    outcome = Fleet(draw_steady(2044, 3)).run()
+    assert outcome.fell is None, describe(outcome)
 
 
 def test_a_thousand_groups() -> None:

@@ -250,11 +250,16 @@ class Progress:
 
     def asked(self, job: str, member: Member, has_rival: Callable[[], bool]) -> None:
         """A group asks, maybe as another incarnation; it is not let in while a rival with its
-        name lives."""
+        name lives.
+
+        The others may have discarded the last step that it committed in its last quorum. They
+        repeat that step if the group is kept out of the next quorum (rules Q5 and Q7).
+        """
         self._note_progress(job, member.replica_id)
         took_part = self._took_part.setdefault(job, {})
         if member.has_history and member.replica_id not in took_part and not has_rival():
-            took_part[member.replica_id] = member.seen_quorum_id, member.step
+            may_be_alone = 0 < member.seen_quorum_id == member.step_quorum_id
+            took_part[member.replica_id] = member.seen_quorum_id, member.step - may_be_alone
 
     def gone(self, job: str, replica_id: str) -> None:
         """A group has left; that is reported as a loss only if it was let in."""
