@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +11,19 @@ import pytest
 from sim.test_planted import INVARIANTS, MAX_SEEDS, Plant
 from torchft_svc.core import group
 from torchft_svc.core.activity import Activity
+from torchft_svc.core.group import Group
 from torchft_svc.core.job import Job
+from torchft_svc.core.lighthouse import Lighthouse
+from torchft_svc.core.link_types import Incarnation
 from torchft_svc.core.manager import GroupManager
 from torchft_svc.core.round import Round
+from torchft_svc.core.session_messages import NewcomerWaits
+from torchft_svc.core.term import RunningTerm, TermEnds
 from torchft_svc.sim.fleet import Fleet
-from torchft_svc.sim.scenario import draw_steady
+from torchft_svc.sim.scenario import Scenario, draw_long_terms, draw_steady
 
 NUM_GROUPS = 3  # few: such runs are short
+Draw = Callable[[int, int], Scenario]
 
 # -- who may go on (E1, E3) ----------------------------------------------------------------------
 
@@ -32,8 +39,27 @@ def a_lone_member_goes_on(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(group, "assign", assign)
 
 
+def who_has_lost_its_connections_goes_on(plant: pytest.MonkeyPatch) -> None:
+    real = Round._why_not_on
+    plant.setattr(Round, "_why_not_on", lambda self, request, broken: real(self, request, None))
+
+
 def who_has_lost_its_update_goes_on(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Round, "_why_not_on", lambda self, request, broken: broken)
+
+
+def one_of_several_workers_asks_alone(plant: pytest.MonkeyPatch) -> None:
+    """Instead of going on and voting no."""
+    real = Round.begin
+
+    def begin(self: Any, *what: Any) -> int:
+        rules, self._rules = self._rules, dataclasses.replace(self._rules, group_world_size=1)
+        try:
+            return real(self, *what)
+        finally:
+            self._rules = rules
+
+    plant.setattr(Round, "begin", begin)
 
 
 # -- the wish (E2) -------------------------------------------------------------------------------
@@ -48,6 +74,14 @@ def what_the_sum_of_the_wishes_says_is_ignored(plant: pytest.MonkeyPatch) -> Non
     plant.setattr(Round, "summed", lambda self, wishes: real(self, 0.0))
 
 
+def each_worker_goes_by_its_own_wish(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Round, "summed", lambda self, wishes: _see(self, float(self.wants_question)))
+
+
+def _see(round_: Any, wishes: float) -> None:
+    round_._wishes = wishes
+
+
 def who_drains_does_not_say_so(plant: pytest.MonkeyPatch) -> None:
     real = Round.wants_question
     assert isinstance(real, property)
@@ -56,7 +90,71 @@ def who_drains_does_not_say_so(plant: pytest.MonkeyPatch) -> None:
     )
 
 
+def a_session_that_begins_does_not_hear_of_newcomers(plant: pytest.MonkeyPatch) -> None:
+    _leave_out_missed(plant, NewcomerWaits)
+
+
 # -- the end of a term (E4) ----------------------------------------------------------------------
+
+
+def nobody_is_told_that_a_member_asks(plant: pytest.MonkeyPatch) -> None:
+    real = Job.break_off
+
+    def break_off(self: Any, member: Any, *, agreed: bool) -> tuple[str, ...]:
+        real(self, member, agreed=agreed)
+        return ()
+
+    plant.setattr(Job, "break_off", break_off)
+
+
+def a_session_that_begins_does_not_hear_of_the_end(plant: pytest.MonkeyPatch) -> None:
+    _leave_out_missed(plant, TermEnds)
+
+
+def _leave_out_missed(plant: pytest.MonkeyPatch, kind: type) -> None:
+    real = Lighthouse.missed_news
+
+    def missed_news(self: Any, *what: Any) -> list[Any]:
+        return [each for each in real(self, *what) if not isinstance(each, kind)]
+
+    plant.setattr(Lighthouse, "missed_news", missed_news)
+
+
+def a_worker_does_not_heed_the_end(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Round, "term_ends", lambda self, news: None)
+
+
+def the_end_of_an_earlier_quorum_counts(plant: pytest.MonkeyPatch) -> None:
+    def is_over_at(self: Any, quorum_id: int, step: int) -> bool:
+        return self.step is not None and step >= self.step
+
+    plant.setattr(TermEnds, "is_over_at", is_over_at)
+
+
+def a_group_always_says_that_all_know(plant: pytest.MonkeyPatch) -> None:
+    real = Group._ask
+    plant.setattr(Group, "_ask", lambda self: dataclasses.replace(real(self), agreed=True))
+
+
+def an_agreement_from_before_the_term_counts(plant: pytest.MonkeyPatch) -> None:
+    real = RunningTerm.ends_with
+    plant.setattr(
+        RunningTerm,
+        "ends_with",
+        lambda self, step, *, agreed: not agreed and real(self, step, agreed=False),
+    )
+
+
+def a_quorum_that_a_member_has_left_keeps_its_id(plant: pytest.MonkeyPatch) -> None:
+    real = Job.break_off
+
+    def break_off(self: Any, member: Any, *, agreed: bool) -> tuple[str, ...]:
+        spent_id = self.spent_id
+        told = real(self, member, agreed=agreed)
+        self.spent_id = spent_id
+        return told
+
+    plant.setattr(Job, "break_off", break_off)
 
 
 # -- the step of the job (E5) --------------------------------------------------------------------
@@ -70,30 +168,51 @@ def an_update_that_is_under_way_counts_as_done(plant: pytest.MonkeyPatch) -> Non
     plant.setattr(Activity, "reached", property(lambda self: self.step + 1))
 
 
+def a_newcomer_asks_before_the_members_are_back(plant: pytest.MonkeyPatch) -> None:
+    """At a lighthouse that was restarted (rule F8)."""
+    real = Incarnation.opened
+    plant.setattr(Incarnation, "opened", lambda self: real(self) and False)
+
+
 def a_worker_goes_on_in_a_quorum_that_its_group_has_left(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(GroupManager, "_note_left", lambda self, reason: None)
 
 
-# Each with the first seed of the search: near the first one that finds it.
-PLANTS: dict[Plant, int] = {
-    a_lone_member_goes_on: 8,
-    who_has_lost_its_update_goes_on: 7,
-    a_wish_is_lost: 3,
-    what_the_sum_of_the_wishes_says_is_ignored: 3,
-    who_drains_does_not_say_so: 3,
-    an_update_that_is_under_way_counts_as_done: 0,
-    what_beats_tell_is_not_noted: 209,
-    a_worker_goes_on_in_a_quorum_that_its_group_has_left: 3003,
+# Each with the scenarios to search, and the first seed of the search: near the first one that
+# finds it.
+PLANTS: dict[Plant, tuple[Draw, int]] = {
+    a_lone_member_goes_on: (draw_steady, 0),
+    who_has_lost_its_connections_goes_on: (draw_long_terms, 33),
+    who_has_lost_its_update_goes_on: (draw_long_terms, 0),
+    one_of_several_workers_asks_alone: (draw_long_terms, 20),
+    a_wish_is_lost: (draw_long_terms, 1),
+    what_the_sum_of_the_wishes_says_is_ignored: (draw_long_terms, 1),
+    each_worker_goes_by_its_own_wish: (draw_long_terms, 9),
+    who_drains_does_not_say_so: (draw_long_terms, 9),
+    a_session_that_begins_does_not_hear_of_newcomers: (draw_long_terms, 42),
+    nobody_is_told_that_a_member_asks: (draw_long_terms, 0),
+    a_session_that_begins_does_not_hear_of_the_end: (draw_long_terms, 46),
+    a_worker_does_not_heed_the_end: (draw_long_terms, 0),
+    the_end_of_an_earlier_quorum_counts: (draw_long_terms, 0),
+    a_group_always_says_that_all_know: (draw_long_terms, 0),
+    an_agreement_from_before_the_term_counts: (draw_long_terms, 0),
+    a_quorum_that_a_member_has_left_keeps_its_id: (draw_long_terms, 13),
+    what_beats_tell_is_not_noted: (draw_steady, 209),
+    an_update_that_is_under_way_counts_as_done: (draw_steady, 24),
+    a_newcomer_asks_before_the_members_are_back: (draw_long_terms, 83),
+    a_worker_goes_on_in_a_quorum_that_its_group_has_left: (draw_steady, 3003),
 }
 
 
 @pytest.mark.parametrize(
-    ("planted", "first"), PLANTS.items(), ids=[plant.__name__ for plant in PLANTS]
+    ("planted", "draw", "first"),
+    [(planted, draw, first) for planted, (draw, first) in PLANTS.items()],
+    ids=[plant.__name__ for plant in PLANTS],
 )
-def test_it_is_found(planted: Plant, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_found(
+    planted: Plant, draw: Draw, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planted(monkeypatch)
-    outcomes = (
-        Fleet(draw_steady(seed, NUM_GROUPS)).run() for seed in range(first, first + MAX_SEEDS)
-    )
+    outcomes = (Fleet(draw(seed, NUM_GROUPS)).run() for seed in range(first, first + MAX_SEEDS))
     found = next(outcome for outcome in outcomes if outcome.fell is not None)
     assert found.fell in INVARIANTS, found.what  # an exception shows nothing: the plant may raise

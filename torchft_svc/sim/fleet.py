@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torchft_svc.core.session_messages import NewcomerWaits
+from torchft_svc.core.term import TermEnds
 from torchft_svc.sim.invariants import (
     EVENTS_BETWEEN_WALKS,
     SLACK_S,
@@ -13,6 +15,7 @@ from torchft_svc.sim.invariants import (
     first_fall,
     must,
 )
+from torchft_svc.sim.lighthouse_actor import QuorumAnswer
 from torchft_svc.sim.lighthouses import Lighthouses
 from torchft_svc.sim.network import MEAN_LATENCY_S, Network
 from torchft_svc.sim.scenario import Fault, Scenario
@@ -28,6 +31,8 @@ from torchft_svc.sim.world import VirtualWorld
 FAULTS_OF_PROGRAMS = frozenset(
     {"hang", "lose_update", "spoil_update", "break_sum", "drain", "put_off", "stall"}
 )
+# Those of them by which the others lose no step: the group knows in time what is to come.
+FAULTS_WITHOUT_COST = frozenset({"drain", "lose_update", "spoil_update"})
 LAG_FACTOR = 2000.0
 # One message in 20,000 is on its way for longer than so many times the mean.
 LONG_WAY = 10.0
@@ -108,6 +113,7 @@ class Fleet:
             "cut_manager": self._cut_manager,
             "reset": self._reset,
             "half_open": self._half_open,
+            "lose_news": self._lose_news,
             "lag": self._lag,
         }
 
@@ -174,7 +180,9 @@ class Fleet:
         if fault.is_for_all:
             companions.trouble_lighthouse(until)
         else:
-            companions.trouble(name, until, is_reachable=fault.kind in FAULTS_OF_PROGRAMS)
+            is_reachable = fault.kind in FAULTS_OF_PROGRAMS
+            is_costly = fault.kind not in FAULTS_WITHOUT_COST
+            companions.trouble(name, until, is_reachable=is_reachable, is_costly=is_costly)
 
     def _trouble(self, worker: WorkerActor, fault: Fault) -> None:
         until = self.world.now + fault.seconds
@@ -191,6 +199,8 @@ class Fleet:
                 worker.loses_update = ""
             case "spoil_update":
                 worker.loses_update = "it raises"
+            case "die_with_sum":
+                worker.dies_with_sum = True
             case "lose_answer":
                 worker.line.loses_next_answer = True
             case "reset_worker":
@@ -245,6 +255,24 @@ class Fleet:
     def _half_open(self, site: Site, fault: Fault) -> None:
         if site.manager is not None:
             self.network.half_open(site.manager.process.name)
+
+    def _lose_news(self, site: Site, fault: Fault) -> None:
+        """The connection breaks while news, or an answer, are on their way, and the lighthouse does
+        not notice."""
+        kinds = (NewcomerWaits, TermEnds) if fault.value < 0.5 else (QuorumAnswer,)
+        manager = site.manager
+        if manager is None:
+            return
+
+        def loses(news: object) -> bool:
+            if self.shared.is_calm or not isinstance(news, kinds):
+                return False
+            manager.link.loses = None
+            self.shared.companions.trouble(site.name, self.world.now)
+            self._half_open(site, fault)
+            return True
+
+        manager.link.loses = loses
 
     def _lag(self, site: Site, fault: Fault) -> None:
         last_s = LONG_WAY * LAG_FACTOR * fault.value * MEAN_LATENCY_S  # what was sent at its end

@@ -77,7 +77,7 @@ class LighthouseActor:
         clock_skew_s: float,
         elected: Callable[[], str],
     ) -> None:
-        self.began_at = 0.0  # its present life
+        self.began_at = 0.0  # its present life, or its lead
         self._world = world
         self._network = network
         self._config = config
@@ -143,7 +143,7 @@ class LighthouseActor:
         self.process.after(seconds, self._lead)
 
     def _lead(self) -> None:
-        self.leads = True
+        self.leads, self.began_at = True, self._world.now
         self._trace.record(self.name, "leads again")
 
     @property

@@ -179,6 +179,7 @@ class LighthouseChecks:
         elif isinstance(news, TermEnds) and news.step is not None:
             for client in clients:
                 self._invariants.ids.spent(client.key[0], news.quorum_id)
+                self._liveness.term_ended(client.key, news, self._now)
 
     def fed(self) -> None:
         """All orders of an input are carried out."""

@@ -93,6 +93,7 @@ class LinkActor:
         self._timer = DeadlineTimer(process.after, lambda: self._tell(LinkMachine.tick))
         self._host = ""  # that it is connected to
         self._is_newcomer = True  # as of its last question
+        self.loses: Callable[[object], bool] | None = None  # whether what comes is lost
         draw = process.chance.random
         self.machine = LinkMachine(config, self._new_replica_id, draw, reached, process.name)
         self._tell(lambda machine, now: machine.start(now))
@@ -216,7 +217,7 @@ class LinkActor:
 
     def _receive(self, number: int, news: News | QuorumAnswer) -> None:
         contact = self._contacts.get(number)
-        if contact is None:
+        if contact is None or (self.loses is not None and self.loses(news)):
             return
         if isinstance(news, Welcome):
             contact.num_answered = contact.num_beats

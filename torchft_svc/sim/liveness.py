@@ -13,10 +13,12 @@ from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.lighthouse_orders import ReportEviction, ReportLeftHealing
 from torchft_svc.core.quorum import Formed, Waiting
 from torchft_svc.core.step import Phase
+from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import Member, Quorum, QuorumConfig
 from torchft_svc.sim.invariants import SLACK_S, must, parts_of
 from torchft_svc.sim.ledger import Ledger
 from torchft_svc.sim.left_out import (
+    ROUNDING_S,
     check_all_are_in,
     check_eviction,
     check_hangs_are_heeded,
@@ -90,6 +92,16 @@ class LivenessChecks:
         check_left_healing(ledger, left, self._config, now)
         ledger.left_healing.add(left.replica_id)
 
+    def term_ended(self, key: Key, over: TermEnds, now: float) -> None:
+        """``over`` is told to a member. If others have waited in that step for too long, those that
+        have not begun it are stragglers."""
+        ledger = self._ledger(key[0])
+        waiting = [ledger.doing[each] for each in ledger.who(Phase.QUORUM) & ledger.going_on()]
+        since = [doing.since for doing in waiting if doing.step == over.step]
+        if since and now - min(since) >= self._config.join_timeout_s - ROUNDING_S:
+            began = {each for each in ledger.going_on() if _has_begun(ledger, each, over.step)}
+            ledger.late |= ledger.going_on() - ledger.asking.keys() - began
+
     def published(self, name: str, quorum: Quorum, known: Collection[Key], now: float) -> None:
         ledger = self._ledger(name)
         check_history(name, ledger, quorum)
@@ -140,6 +152,13 @@ class LivenessChecks:
             known |= ledger.previous
         for name in _names_of(core):
             must(name in known, "I7", f"the lighthouse still remembers {name}")
+
+
+def _has_begun(ledger: Ledger, replica_id: str, step: int | None) -> bool:
+    doing = ledger.doing.get(replica_id)
+    if doing is None or step is None or doing.phase is Phase.HEALING:
+        return True
+    return doing.step > step or (doing.step == step and doing.phase is not Phase.IDLE)
 
 
 def _names_of(core: Lighthouse) -> Iterator[str]:

@@ -60,6 +60,22 @@ MAX_SKEW_S = 50.0
 STEADY_RATE = 0.75  # of runs whose workers can go on without a question
 # How often a member of a term has a reason to end it, in such runs.
 NUMS_OF_ENDS = (0, 1, 4, 8)
+# Of those, runs in which little but `ENDS_OF_LONG_TERMS` happens; how often compared with each
+# other, and how many of them in a run.
+LONG_TERMS_RATE = 0.4
+ENDS_OF_LONG_TERMS = {
+    "lose_update": 4.0,
+    "crash": 3.0,
+    "drain": 2.0,
+    "die_with_sum": 2.0,
+    "lose_decision": 2.0,
+    "crash_manager": 1.0,
+    "hang": 1.0,
+    "break_sum": 1.0,
+    "freeze": 0.5,
+}
+NUMS_OF_STORIES = (2, 4, 8)
+LONG_SUM_S = 15.0
 LARGE = 200  # above this many groups, a run is about the number
 
 
@@ -146,8 +162,11 @@ class Scenario:
 
 def draw(seed: int, num_groups: int | None = None) -> Scenario:
     """The scenario of ``seed``; ``num_groups`` overrides the number drawn."""
-    is_steady = random.Random(~seed).random() < STEADY_RATE  # noqa: S311 - it is to be repeated
-    return draw_steady(seed, num_groups) if is_steady else draw_asking(seed, num_groups)
+    chance = random.Random(~seed)  # noqa: S311 - it is to be repeated
+    if chance.random() >= STEADY_RATE:
+        return draw_asking(seed, num_groups)
+    is_long = chance.random() < LONG_TERMS_RATE and (num_groups or 0) <= LARGE
+    return draw_long_terms(seed, num_groups) if is_long else draw_steady(seed, num_groups)
 
 
 def draw_steady(seed: int, num_groups: int | None = None) -> Scenario:
@@ -174,6 +193,80 @@ def _draw_end_of_term(chance: random.Random, scenario: Scenario) -> list[Fault]:
     if loss:
         began_at, away_s = at + chance.uniform(-0.3, 0.3), chance.choice([0.02, 0.3])
         faults.append(Fault(at=began_at, kind=loss, target=other, seconds=away_s, value=0.0))
+    return faults
+
+
+def draw_long_terms(seed: int, num_groups: int | None = None) -> Scenario:
+    """The scenario of ``seed`` in which terms are long, and members are waited for: one that has
+    missed the end of a term is seen to wait."""
+    scenario = draw_asking(seed, num_groups)
+    chance = random.Random(f"{seed}/long terms")  # noqa: S311 - it is to be repeated
+    config = QuorumConfig(
+        join_timeout_s=chance.choice([5.0, 5.0, 10.0]),
+        heartbeat_timeout_s=chance.choice([1.0, 5.0]),
+        max_members_per_job=scenario.config.max_members_per_job,
+    )
+    trainer = replace(
+        scenario.trainer,
+        collective_s=LONG_SUM_S,
+        quorum_s=60.0,
+        train_s=chance.choice([0.1, 0.3, 1.0]),
+        min_replica_size=1,
+        num_wanted=None,
+        shrink_only_rate=0.0,
+        tells_phases=False,
+        mean_copy_s=MEAN_COPY_S,
+        is_steady=True,
+    )
+    group_world_size = chance.choice([1, 1, 2, 2, 3])
+    scenario = replace(
+        scenario,
+        num_jobs=1,
+        group_world_size=group_world_size,
+        config=config,
+        trainer=trainer,
+        connect_timeout_s=10.0,
+        requested_min_replicas=0,
+        unary_every=0,
+        start_spread_s=0.1,
+        num_lighthouses=1,
+        is_elected=False,
+        clock_skews_s=(0.0,),
+        is_clock_honest=True,
+        is_lockstep=group_world_size > 1 and chance.random() < 0.5,
+        faults=(),
+    )
+    faults: list[Fault] = []
+    at = 1.0
+    for _ in range(chance.choice(NUMS_OF_STORIES)):
+        at += chance.uniform(0.3, 3.0)
+        faults += _draw_story(chance, scenario, at)
+    return replace(scenario, faults=_in_order(faults))
+
+
+def _draw_story(chance: random.Random, scenario: Scenario, at: float) -> list[Fault]:
+    """A long term ends, or has a reason to; and those that should hear of it may be deaf."""
+    kinds, rates = list(ENDS_OF_LONG_TERMS), list(ENDS_OF_LONG_TERMS.values())
+    kind = chance.choices(kinds, rates)[0]
+    target, *others = chance.sample(range(scenario.num_groups), scenario.num_groups)
+    seconds = chance.choice([0.02, 0.3, 2.0])
+    if kind == "hang":
+        seconds = scenario.config.join_timeout_s + chance.uniform(1.0, 3.0)
+    elif kind == "lose_decision":
+        seconds = chance.choice([0.05, 0.2])
+    value = chance.random()
+    faults = [Fault(at=at, kind=kind, target=target, seconds=seconds, value=value)]
+    loss = chance.choice(["", "", "lose_news", "lose_news", "lighthouse"])
+    if loss == "lose_news":
+        what = chance.random()
+        for each in others[: chance.choice([1, len(others)])]:
+            deaf = Fault(at=at - 0.05, kind=loss, target=each, seconds=0.0, value=what)
+            faults.append(deaf)
+    elif loss == "lighthouse":
+        kind = chance.choice(["lighthouse_crash", "lighthouse_lead"])
+        began_at = at + chance.uniform(-0.3, 0.3)
+        away_s = chance.choice([0.02, 0.3])
+        faults.append(Fault(at=began_at, kind=kind, target=target, seconds=away_s, value=0.0))
     return faults
 
 

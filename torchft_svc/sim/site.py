@@ -130,7 +130,8 @@ class Site:
             if collective is not None:
                 collective.break_up()
             self._shared.offers.pop(worker.process.name, None)
-            self._shared.companions.trouble(self.name, self._world.now)
+            is_costly = not worker.is_drained
+            self._shared.companions.trouble(self.name, self._world.now, is_costly=is_costly)
             self._shared.histories.ended(self.job, self.name)
             manager = self.manager
             if manager is None or manager.process.is_dead:

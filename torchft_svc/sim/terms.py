@@ -83,13 +83,13 @@ class _Doing:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermStep:
     """A step of worker ``group_rank`` of ``group``, which asked nobody; its quorum was asked for at
-    ``asked_at``, and has ``members``."""
+    ``asked_at``, and has ``members``; it waits for the sum since ``waits_since``, if it does."""
 
     group: str
     group_rank: int
     members: Collection[str]
     step: int
-    began_at: float
+    waits_since: float
     asked_at: float
 
     def groups(self) -> set[str]:
@@ -105,14 +105,25 @@ class Companions:
     _doing: dict[tuple[str, int], _Doing] = field(default_factory=dict)
     _troubled_until: dict[str, float] = field(default_factory=dict)
     _unwell_until: dict[str, float] = field(default_factory=dict)  # also if it is reachable
+    _costly_until: dict[str, float] = field(default_factory=dict)  # and the others lose a step
+    _misses: dict[str, tuple[float, int]] = field(default_factory=dict)
     _lighthouse_until: float = -math.inf  # it is away, or something else happens to all
 
-    def trouble(self, group: str, until: float, *, is_reachable: bool = False) -> None:
+    def trouble(
+        self, group: str, until: float, *, is_reachable: bool = False, is_costly: bool = True
+    ) -> None:
         """Something happens to ``group``; ``is_reachable``: to its program alone, which hears of
-        all that its lighthouse has to say."""
+        all that its lighthouse has to say; not ``is_costly``: the others lose no step by it."""
         _extend(self._unwell_until, group, until)
+        if is_costly:
+            _extend(self._costly_until, group, until)
         if not is_reachable:
             _extend(self._troubled_until, group, until)
+
+    def misses(self, group: str, step: int, now: float) -> None:
+        """``group`` takes part in no step from ``step`` on until it has healed."""
+        self.trouble(group, now, is_reachable=True, is_costly=False)
+        self._misses[group] = now, step
 
     def trouble_lighthouse(self, until: float) -> None:
         self._lighthouse_until = max(self._lighthouse_until, until)
@@ -125,18 +136,23 @@ class Companions:
 
     def discarded(self, it: TermStep) -> None:
         """A step that asked nobody is given up only if something happens to a member, or one of its
-        processes dies; not because a group joins, or a lighthouse is away."""
+        processes dies; not because a group joins or drains, or a lighthouse is away."""
         since = it.asked_at - SLACK_S
-        has_reason = any(self._unwell_until.get(each, -math.inf) >= since for each in it.groups())
+        has_reason = any(self._has_reason(each, it.step, since) for each in it.groups())
         must(has_reason, "I5", f"{it.group} discards step {it.step} of a term, for no reason")
 
+    def _has_reason(self, group: str, step: int, since: float) -> bool:
+        at, first = self._misses.get(group, (-math.inf, 0))
+        is_missed = at >= since and step >= first
+        return is_missed or self._costly_until.get(group, -math.inf) >= since
+
     def check_wait(self, it: TermStep, now: float) -> None:
-        """The worker waits for the sum of this step, since it began it or a bit later."""
+        """The worker waits for the sum of this step."""
         for group in sorted(it.groups() - {it.group}):
             other = self._doing.get((group, it.group_rank))
             if other is None:
                 continue
-            since = max(it.began_at, self.calm_since([group, it.group]))
+            since = max(it.waits_since, self.calm_since([group, it.group]))
             if other.asks_since is not None:
                 waited_s = now - max(since, other.asks_since)
                 longest_s, what = MAX_WAIT_FOR_ASKER_S, "which asks"

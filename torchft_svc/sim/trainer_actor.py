@@ -33,6 +33,7 @@ from torchft_svc.core.step import Phase, StepMachine, StepState
 from torchft_svc.core.term import TermEnds
 from torchft_svc.errors import (
     Drained,
+    GroupLeft,
     PeerError,
     QuorumFailed,
     RequestRefused,
@@ -86,6 +87,8 @@ class WorkerActor:
         self.vote_stalls_s = 0.0  # how much longer the next vote is on its way
         self.puts_heals_off_until = 0.0  # `start_quorum(allow_heal=False)`
         self.loses_update: str | None = None  # the next one ends by an exception, or by what spoils
+        self.dies_with_sum = False  # with the next one
+        self.is_drained = False  # it has ended in good order
         self._num_commits_draining = 0
         self._newcomers = NewcomerPatience()
         self.line = LineActor(process, home, group_rank, shared.network, self._receive, self._cut)
@@ -176,7 +179,7 @@ class WorkerActor:
             group_rank=self.group_rank,
             members=step.part.replica_ids,
             step=self.round.ballot().step,
-            began_at=step.began_at,
+            waits_since=step.waits_since,
             asked_at=step.asked_at,
         )
 
@@ -275,6 +278,7 @@ class WorkerActor:
         except Drained:
             if self._seat is not None:
                 self._seat.depart()
+            self.is_drained = isinstance(error, GroupLeft)
             self.process.kill()
             self.home.worker_drained()
             return
@@ -355,7 +359,8 @@ class WorkerActor:
         state = self._state() if contributes else None
         wish = float(self.round.wants_question)
         seat.reduce(state, wish, lambda result: self._reduced(step, result))
-        if step.goes_on:
+        if step.part is not None and step.part.steady:
+            step.waits_since = self.process.world.now
             self._check_wait(step)
 
     def _check_wait(self, step: _Step) -> None:
@@ -377,6 +382,9 @@ class WorkerActor:
         if isinstance(result, PeerError):
             self._latch_error(result, step)
         else:
+            if self.dies_with_sum and not self._shared.is_calm:
+                self._end("it dies with a sum")
+                return
             step.result = result.digest
             self.round.summed(result.wishes)
         if not step.is_fetching:
@@ -478,7 +486,7 @@ class WorkerActor:
         discards.updates(name, before.step, self._step_of_weights, due)
         spoiled_by, self.loses_update = self.loses_update, None
         if spoiled_by is not None:
-            self._trouble()
+            self._shared.companions.misses(self.home.name, before.step + 1, self.process.world.now)
             self.machine.lose_update(spoiled_by)
             if spoiled_by:
                 self.weights = self.process.chance.getrandbits(32)
@@ -564,6 +572,7 @@ class _Step:
     epoch: int
     asked_at: float  # when the quorum was asked for
     began_at: float = 0.0
+    waits_since: float = 0.0  # for the sum
     goes_on: bool = False
     is_sync: bool = False
     is_ready: bool = False
