@@ -63,6 +63,7 @@ def peer() -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.peer
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "name",
     [
