@@ -8,9 +8,9 @@ import pytest
 from support.core.scenes import JOB, Refused, Scene, answer, config, formed, loss, member
 
 from torchft_svc.core.assignment import assign
+from torchft_svc.core.gathering import GATHER_S
 from torchft_svc.core.ids import MAX_AHEAD_OF_NEW_JOB_S, MAX_AHEAD_S
 from torchft_svc.core.lighthouse_orders import AnswerQuorum
-from torchft_svc.core.membership import GATHER_S
 from torchft_svc.core.quorum import joining
 from torchft_svc.core.types import Member, Quorum
 from torchft_svc.errors import RequestRefused

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from torchft_svc.core.gathering import GATHER_S
 from torchft_svc.core.group_orders import AskLighthouse
 from torchft_svc.core.lighthouse_link import (
     DISTRUST_PAUSE_S,
@@ -33,7 +34,6 @@ from torchft_svc.core.link_types import (
     Probe,
     SendBeat,
 )
-from torchft_svc.core.membership import GATHER_S
 from torchft_svc.core.route import LOOK_BACK_S, MAX_PAUSE_S, MIN_PAUSE_S
 from torchft_svc.core.session_messages import Hello, Leave, Question, Withdrawal
 from torchft_svc.core.term import TermEnds
@@ -121,7 +121,7 @@ class Link:
         return self(lambda machine: machine.probed(number, takers, self.now))
 
 
-def member(replica_id: str = "g:1", **fields: int) -> Member:
+def member(replica_id: str = "g:1", *, sole: bool = True, **fields: int) -> Member:
     return Member(
         replica_id=replica_id,
         address="me",
@@ -129,6 +129,7 @@ def member(replica_id: str = "g:1", **fields: int) -> Member:
         step=3,
         world_size=2,
         has_history=True,
+        sole_lighthouse=sole,
         **fields,
     )
 
@@ -142,8 +143,8 @@ def without_beats(orders: list[Order]) -> list[Order]:
     return [order for order in orders if not isinstance(order, SendBeat)]
 
 
-def question(number: int = 1, timeout_s: float = 60.0) -> Question:
-    return Question(number, member(), timeout_s)
+def question(number: int = 1, timeout_s: float = 60.0, *, sole: bool = True) -> Question:
+    return Question(number, member(sole=sole), timeout_s)
 
 
 # -- connecting ------------------------------------------------------------------------------------
@@ -238,6 +239,15 @@ def test_a_question_and_its_answer() -> None:
     again = link.until(link.now + MIN_PAUSE_S)
     assert again == [Connect(2, "a", Hello("g:1", LastQuorum(5, 3), num_groups=2))]
     assert link.open(2) == [Question(3, told, 60.0 - link.now)]
+
+
+def test_who_was_in_a_quorum_with_one_that_knows_another_lighthouse_says_so() -> None:
+    link = Link().opened()
+    link.ask()
+    others = Quorum(quorum_id=5, participants=(member(), member("h:1", sole=False)))
+    link.answer(others)
+    told = member(sole=False, seen_quorum_id=5, last_num_groups=2)
+    assert link.ask() == [Question(2, told, 60.0)]
 
 
 def test_answers_to_questions_that_were_given_up_are_dropped() -> None:
@@ -489,7 +499,7 @@ def test_it_goes_back_between_two_steps_and_nobody_gives_one_up() -> None:
 
 def test_a_question_goes_back_too() -> None:
     link = at_second()
-    assert link.ask() == [question(timeout_s=60.0)]
+    assert link.ask() == [question(timeout_s=60.0, sole=False)]
     link.until(2.0)
     why = "it goes back to lighthouse a"
     assert link.probed("a", number=2) == [Leave(why, between_steps=False, ends=False)]
@@ -505,7 +515,7 @@ def test_f4_who_was_frozen_looks_back_before_it_asks() -> None:
     link = at_second()
     link.now = 2 * MAX_LOOK_AGE_S
     assert link.ask() == [Probe(2, ("a",))]
-    assert link.probed(number=2) == [question()]
+    assert link.probed(number=2) == [question(sole=False)]
 
 
 def test_f4_who_was_frozen_while_it_asked_looks_back_before_it_takes_the_answer() -> None:
@@ -537,7 +547,7 @@ def test_f4_a_look_from_before_it_was_frozen_is_too_old() -> None:
     assert link.ask() == []
     assert link.probed(number=2) == [Probe(2, ("a",))]
     link.now += 0.1
-    assert link.probed(number=2) == [question(timeout_s=59.9)]
+    assert link.probed(number=2) == [question(timeout_s=59.9, sole=False)]
 
 
 def test_f4_who_is_connected_again_looks_back_before_it_asks() -> None:
@@ -547,7 +557,7 @@ def test_f4_who_is_connected_again_looks_back_before_it_asks() -> None:
     link.until(link.now + MIN_PAUSE_S)
     assert link.open(3) == [Probe(3, ("a",))]
     assert link.ask() == []
-    assert link.probed(number=3) == [question(timeout_s=60.0)]
+    assert link.probed(number=3) == [question(timeout_s=60.0, sole=False)]
 
 
 def test_f4_a_newcomer_waits_where_the_others_may_be_elsewhere() -> None:

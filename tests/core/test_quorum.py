@@ -10,7 +10,8 @@ import pytest
 from support.core.scenes import Scene, config, member
 from support.core.views import job_view
 
-from torchft_svc.core.membership import GATHER_S, JobView, Waiter
+from torchft_svc.core.gathering import ALL_BACK_S, EACH_BACK_S, GATHER_S
+from torchft_svc.core.membership import JobView, Waiter
 from torchft_svc.core.overview import name_some
 from torchft_svc.core.quorum import Formed, Waiting, Why, absent_deadlines, decide
 from torchft_svc.core.types import Member
@@ -318,6 +319,41 @@ def test_who_does_not_come_is_waited_for_once() -> None:
     assert [names for _, names in scene.take_quorums()] == [["a"]]
     scene.ask("a", step=8, last_num_groups=1)
     assert [names for _, names in scene.take_quorums()] == [["a"]]
+
+
+def test_who_has_come_back_and_is_gone_again_is_not_waited_for() -> None:
+    scene = Scene(config(min_replicas=1))
+    for each in "ab":
+        scene.opened(each, 5, 7)
+    scene.until(GATHER_S)
+    scene.leave("b")
+    scene.ask("a", step=7, last_num_groups=2)
+    assert [names for _, names in scene.take_quorums()] == [["a"]]
+
+
+def test_where_there_is_no_other_lighthouse_all_are_back_soon_after_its_start() -> None:
+    all_back_at = ALL_BACK_S + 2 * EACH_BACK_S
+    scene = Scene(config(min_replicas=1))
+    scene.until(0.5)
+    scene.ask("a", step=7, last_num_groups=2, sole_lighthouse=True)
+    scene.until(all_back_at - 0.001)
+    assert scene.take_quorums() == []
+    scene.until(all_back_at)
+    assert [names for _, names in scene.take_quorums()] == [["a"]]
+
+
+@pytest.mark.parametrize(("asked_at", "last"), [(0.5, False), (1.0, True)])
+def test_who_may_be_elsewhere_or_comes_late_is_waited_for_from_the_first_request(
+    asked_at: float, last: bool
+) -> None:
+    scene = Scene(config(min_replicas=1))
+    scene.until(asked_at)
+    scene.ask("a", step=7, last_num_groups=3, sole_lighthouse=True)
+    scene.ask("b", step=7, last_num_groups=3, sole_lighthouse=last)
+    scene.until(asked_at + GATHER_S - 0.001)
+    assert scene.take_quorums() == []
+    scene.until(asked_at + GATHER_S)
+    assert [names for _, names in scene.take_quorums()] == [["a", "b"]]
 
 
 def test_it_takes_no_longer_than_the_join_timeout() -> None:

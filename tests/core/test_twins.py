@@ -13,9 +13,10 @@ from support.core.naive import Naive
 from support.core.scenes import JOB, member
 from support.core.views import job_view
 
+from torchft_svc.core.gathering import Gathering
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.lighthouse_orders import AnswerQuorum, Order, RefuseRequest, ReportLoss
-from torchft_svc.core.membership import SILENT, Gathering, Heal, JobView, Waiter
+from torchft_svc.core.membership import SILENT, Heal, JobView, Waiter
 from torchft_svc.core.quorum import Formed, decide
 from torchft_svc.core.session_messages import Leave
 from torchft_svc.core.types import LastQuorum, QuorumConfig
@@ -107,6 +108,7 @@ members = st.builds(
     seen_quorum_id=st.sampled_from([0, 0, 0, 3, 9]),
     min_replicas=st.sampled_from([0, 0, 0, 1, 3]),
     last_num_groups=st.sampled_from([0, 0, 0, 0, 1, 2, 3]),
+    sole_lighthouse=st.booleans(),
     has_history=st.sampled_from([False, False, False, True]),
     address=st.sampled_from(["x:1", "x:1", "x:1", "y:1"]),
 )

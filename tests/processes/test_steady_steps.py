@@ -12,7 +12,6 @@ from support.running import lighthouse_process, steady_address
 from chaos.bounds import LIGHTHOUSE_BACK_S
 from chaos.fleet import Fleet
 from demo.events import Committed, Discarded
-from torchft_svc.core.membership import GATHER_S
 
 pytestmark = pytest.mark.processes
 
@@ -57,7 +56,7 @@ def test_no_step_is_lost_without_the_lighthouse_and_a_loss_is_noticed(
         with lighthouse_process("--min-replicas=1", bind=address):
             back_at = time.monotonic()
             again_at = fleet.await_commits({0, 1}, 30.0, since=back_at, num_members=2)
-            check("the lighthouse is back", again_at - back_at, LIGHTHOUSE_BACK_S + GATHER_S)
+            check("the lighthouse is back", again_at - back_at, LIGHTHOUSE_BACK_S)
 
 
 def test_a_lighthouse_that_is_back_continues_the_term(make_fleet: Callable[..., Fleet]) -> None:

@@ -75,6 +75,7 @@ class Lighthouse:
     ) -> None:
         self._config = config
         self._ids = QuorumIds(first_id, id_stride, ids_per_s, now)
+        self._began_at = now
         self._jobs: dict[str, Job] = {}
         self._ended: OrderedDict[str, EndedJob] = OrderedDict()
         self._wake_at: float | None = None
@@ -328,7 +329,9 @@ class Lighthouse:
             ended = self._ended.pop(name, new)
             history = History(now) if ended.is_finished else ended.history
             last = ended.last if ended.last.max_step else NO_QUORUM  # there is nothing to lose
-            members = Membership(self._config, last, is_finished=ended.is_finished)
+            members = Membership(
+                self._config, last, is_finished=ended.is_finished, began_at=self._began_at
+            )
             hangs = HangWatch(self._config.hang_timeout_s)
             state = Job(members, hangs, history, max(self._ids.first, ended.last_id))
             self._jobs[name] = state

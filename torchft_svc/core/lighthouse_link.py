@@ -58,9 +58,8 @@ MAX_WANTED_INTERVAL_S = 60.0
 DISTRUST_PAUSE_S = 0.5
 # The reason is repeated in the log, so that it is near the end.
 LOG_AGAIN_S = 5.0
-# So old the last look at earlier lighthouses may be when a quorum of a later one is asked for, and
-# when it comes (F4): not older than the time that a lighthouse which is new to a job lets its
-# groups gather (Q11). One look after the other at one that is silent is never older.
+# So old the last look at earlier lighthouses may be when a later one is asked, and when it answers
+# (F4): groups gather there for as long (Q11). One look after the other at a silent one is no older.
 MAX_LOOK_AGE_S = 2 * LOOK_BACK_S
 
 _LEFT = "this group has left the lighthouse"
@@ -83,6 +82,7 @@ class LinkMachine:
     state: LinkState = LinkState.PAUSED
     _restarts: bool = False  # as soon as it has left
     _last_num_groups: int = 0
+    _is_sole: bool = True  # no group of a quorum has known another lighthouse
     _last: LastQuorum = NO_QUORUM  # that the group was in with the workers that it has now
     _told_why: str = ""  # there is no quorum yet; by the lighthouse, about the last question
     _num_connections: int = 0
@@ -195,8 +195,7 @@ class LinkMachine:
         if asked is None or not asked.number or question not in (0, asked.number):
             if isinstance(outcome, Quorum) and question:
                 # The others may go on with it; the next quorum reunites them.
-                text = f"dropped the answer to question {question}, which was given up"
-                self._log("info", text)
+                self._log("info", f"dropped the answer to question {question}, which was given up")
             return
         assert asked.member is not None
         if isinstance(outcome, Quorum):
@@ -514,6 +513,7 @@ class LinkMachine:
             layout=ask.layout,
             step_quorum_id=ask.step_quorum_id,
             steady=ask.steady and not connection.is_unary,
+            sole_lighthouse=self._is_sole and self._route.is_sole,
         )
         number, timeout_s = question.number, question.timeout_s
         self._orders.append(Question(number, question.member, timeout_s, ask.agreed))
@@ -524,6 +524,7 @@ class LinkMachine:
         if isinstance(outcome, Quorum):
             self.seen_quorum_id = max(self.seen_quorum_id, outcome.quorum_id)
             self._last_num_groups = len(outcome.participants)
+            self._is_sole &= all(each.sole_lighthouse for each in outcome.participants)
             self._last = LastQuorum(outcome.quorum_id, outcome.max_step)
             self._end(question, outcome)
         elif self.state is LinkState.LEAVING and isinstance(outcome, PeerError):

@@ -13,13 +13,10 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from torchft_svc.core.activity import Activity
+from torchft_svc.core.gathering import NOBODY_IS_TO_COME, Gathering
 from torchft_svc.core.names import Names, stable_name
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
-
-# After a lighthouse's restart its managers are back within half a second; managers at another one
-# of their list look every second whether this one answers.
-GATHER_S = 2.0
 
 
 class GroupState(enum.Enum):
@@ -124,28 +121,6 @@ class GroupRecord:
         return Conduct.HEALS if self.heal.ended_at is None else Conduct.HAS_HEALED
 
 
-@dataclass(frozen=True, slots=True)
-class Gathering:
-    """How long a lighthouse that is new to a job waits for groups it has not seen (rule Q11).
-
-    It has published no quorum of the job, but groups report that they were in one. Otherwise the
-    first group would train alone, and if the others are still at another lighthouse, both halves
-    would commit the same steps.
-    """
-
-    num_groups: int = 0
-    until: float | None = None
-
-    def after_request(self, member: Member, now: float, join_timeout_s: float) -> Gathering:
-        if member.last_num_groups < 2:
-            return self  # a newcomer, or one that was alone: there is nobody to come
-        until = now + min(GATHER_S, join_timeout_s) if self.until is None else self.until
-        return Gathering(max(self.num_groups, member.last_num_groups), until)
-
-
-NOBODY_IS_TO_COME = Gathering()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
     """All that a decision depends on; except for ``previous``, all ids are of groups in ``living``.
@@ -158,7 +133,8 @@ class JobView:
     ``requested_min_replicas``: the largest of the requests (0: none). ``loss_accepted``: an
     operator gave up the steps that the groups that ask do not have. ``is_finished``: the last run
     ended on purpose. ``ahead``: groups that report a newer quorum than the last one here, because
-    the job went on elsewhere, and are believed. ``gathering`` matters until the first quorum here.
+    the job went on elsewhere, and are believed. ``gathering`` matters until the first quorum here;
+    ``num_gone`` groups had reported the last quorum here, and are gone.
     """
 
     waiting: Mapping[str, Waiter]
@@ -175,16 +151,24 @@ class JobView:
     ahead: Set[str] = frozenset()
     last_quorum_id: int = 0
     gathering: Gathering = NOBODY_IS_TO_COME
+    num_gone: int = 0
 
 
 class Membership:
     """The groups of one job. ``now`` is monotonic seconds."""
 
     def __init__(
-        self, config: QuorumConfig, last: LastQuorum = NO_QUORUM, *, is_finished: bool = False
+        self,
+        config: QuorumConfig,
+        last: LastQuorum = NO_QUORUM,
+        *,
+        is_finished: bool = False,
+        began_at: float = -math.inf,
     ) -> None:
-        """``is_finished``: the run that ``last`` was the last quorum of has ended on purpose."""
+        """``is_finished``: the run that ``last`` was the last quorum of has ended on purpose;
+        ``began_at``: since when the lighthouse serves."""
         self._config = config
+        self._began_at = began_at
         self.is_finished = is_finished
         self._known: OrderedDict[str, GroupRecord] = OrderedDict()  # the longest silent first
         self._waiting: dict[str, Waiter] = {}  # the requests of those that ask
@@ -204,6 +188,7 @@ class Membership:
         self.last = last
         self._loss_accepted = False
         self._gathering = NOBODY_IS_TO_COME
+        self._were_here: set[str] = set()  # names that have reported ``last`` as their last quorum
 
     # -- what happened ---------------------------------------------------------------------------
 
@@ -235,11 +220,13 @@ class Membership:
         if last.quorum_id > self.last.quorum_id:
             self._end_quorum(self._previous_ids)
             self._previous_ids.clear()
+            self._were_here.clear()
         if last > self.last:
             self.last = last
             self.is_finished = False
             self._loss_accepted = False  # it was about an earlier step
         self._previous_ids.add(replica_id)
+        self._were_here.add(stable_name(replica_id))
         self._take_part(replica_id, Tenure.MEMBER)
 
     def _note_ahead(self, replica_id: str, quorum_id: int) -> None:
@@ -276,7 +263,7 @@ class Membership:
                 self._take_part(replica_id, Tenure.VETERAN)
         if self.previous is None:
             self._gathering = self._gathering.after_request(
-                member, now, self._config.join_timeout_s
+                member, now, self._config.join_timeout_s, self._began_at
             )
         if member.step >= self.committed_step:
             self._loss_accepted = False  # the newer state is back, there is nothing to give up
@@ -388,6 +375,7 @@ class Membership:
         self.is_finished = False
         self._loss_accepted = False  # once
         self._gathering = NOBODY_IS_TO_COME
+        self._were_here.clear()
         return tuple(callers)
 
     def accept_loss(self) -> None:
@@ -469,6 +457,7 @@ class Membership:
             ahead=self._believed_ahead() if self._ahead else self._ahead,
             last_quorum_id=self.last.quorum_id,
             gathering=self._gathering,
+            num_gone=sum(not self.names.of(name) for name in self._were_here),
         )
 
     def _first_of_all(self) -> dict[GroupState, float]:

@@ -149,7 +149,7 @@ def _before_all_are_here(view: JobView, config: QuorumConfig, now: float) -> Wai
     """Why it is too early to look at the requests: there is none, or a group is still awaited."""
     if not view.waiting:
         return Waiting(Why.NOBODY_ASKS)
-    num_missing = view.gathering.num_groups - len(view.living)
+    num_missing = view.gathering.num_groups - len(view.living) - view.num_gone
     until = view.gathering.until
     if until is not None and now < until and num_missing > 0:
         return Waiting(Why.GATHERING, until, num_missing=num_missing)

@@ -31,6 +31,11 @@ class Route:
             return ()
         return self.addresses[: self.addresses.index(self.current)]
 
+    @property
+    def is_sole(self) -> bool:
+        """Whether the current one is the only one that is known."""
+        return self.addresses == (self.current,)
+
     def worked(self) -> None:
         """The current one has answered: if it breaks it is tried again first, then the list."""
         self._untried = [self.current, *(each for each in self.addresses if each != self.current)]

@@ -55,8 +55,8 @@ class Member:
     quorum, the reported step if it is not believed (else 0); its ``step`` is 0 then.
     ``step_quorum_id``: the quorum in which ``step`` was committed, also before a checkpoint that
     was restored (0: not known). ``steady``: it can begin steps without a question (rule E1).
-    ``unknown``: encoded fields of a newer client, which its peers
-    receive unchanged.
+    ``sole_lighthouse``: neither the group nor one that it was in a quorum with knows another
+    lighthouse. ``unknown``: encoded fields of a newer client, which its peers receive unchanged.
     """
 
     replica_id: str
@@ -76,6 +76,7 @@ class Member:
     doubted_step: int = 0
     step_quorum_id: int = 0
     steady: bool = False
+    sole_lighthouse: bool = False
     unknown: bytes = b""
 
     def check(self) -> None:

@@ -50,7 +50,7 @@ FATE_ENDS: Fate
 FATE_BREAKS_OFF: Fate
 
 class QuorumMember(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "seen_quorum_id", "joining", "min_replicas", "last_num_groups", "has_history", "layout", "doubted_step", "step_quorum_id", "steady")
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "seen_quorum_id", "joining", "min_replicas", "last_num_groups", "has_history", "layout", "doubted_step", "step_quorum_id", "steady", "sole_lighthouse")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class QuorumMember(_message.Message):
     DOUBTED_STEP_FIELD_NUMBER: _ClassVar[int]
     STEP_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     STEADY_FIELD_NUMBER: _ClassVar[int]
+    SOLE_LIGHTHOUSE_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -85,7 +86,8 @@ class QuorumMember(_message.Message):
     doubted_step: int
     step_quorum_id: int
     steady: bool
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., seen_quorum_id: _Optional[int] = ..., joining: bool = ..., min_replicas: _Optional[int] = ..., last_num_groups: _Optional[int] = ..., has_history: bool = ..., layout: _Optional[str] = ..., doubted_step: _Optional[int] = ..., step_quorum_id: _Optional[int] = ..., steady: bool = ...) -> None: ...
+    sole_lighthouse: bool
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., seen_quorum_id: _Optional[int] = ..., joining: bool = ..., min_replicas: _Optional[int] = ..., last_num_groups: _Optional[int] = ..., has_history: bool = ..., layout: _Optional[str] = ..., doubted_step: _Optional[int] = ..., step_quorum_id: _Optional[int] = ..., steady: bool = ..., sole_lighthouse: bool = ...) -> None: ...
 
 class Quorum(_message.Message):
     __slots__ = ("quorum_id", "participants", "created")

@@ -43,6 +43,7 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         doubted_step=message.doubted_step,
         step_quorum_id=message.step_quorum_id,
         steady=message.steady,
+        sole_lighthouse=message.sole_lighthouse,
         unknown=_unknown_fields(message),
     )
 
@@ -77,6 +78,7 @@ def member_to_wire(member: Member) -> pb.QuorumMember:
         doubted_step=member.doubted_step,
         step_quorum_id=member.step_quorum_id,
         steady=member.steady,
+        sole_lighthouse=member.sole_lighthouse,
     )
     if member.unknown:
         message.MergeFromString(member.unknown)

@@ -10,7 +10,8 @@ from typing import Any
 
 from support.core import twin
 from support.core.views import job_view
-from torchft_svc.core.membership import GATHER_S, Gathering, JobView, Waiter
+from torchft_svc.core.gathering import ALL_BACK_S, EACH_BACK_S, GATHER_S, Gathering
+from torchft_svc.core.membership import JobView, Waiter
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
 
 
@@ -41,6 +42,8 @@ class Naive:
     heard_id: int = 0
     loss_accepted: bool = False
     told_num_groups: list[tuple[int, float]] = field(default_factory=list)  # and when
+    others_known: bool = False  # lighthouses; by one of them
+    all_told: list[tuple[str, int]] = field(default_factory=list)  # as told, also by the dead
 
     def request(self, member: Member, caller: int, now: float) -> None:
         self._sign_of_life(member.replica_id, now)
@@ -82,6 +85,7 @@ class Naive:
                 self.ahead.add(replica_id)
             if self.previous is None:
                 self.told[replica_id] = max(last, self.told.get(replica_id, last))
+                self.all_told.append((replica_id, last.quorum_id))
                 if last > self.newest:
                     self.newest = last
                     self.loss_accepted = False
@@ -130,6 +134,7 @@ class Naive:
             loss_accepted=self.loss_accepted,
             ahead=self._believed(),
             gathering=self._gathering(),
+            num_gone=self._num_gone(),
         )
 
     def _believed(self) -> set[str]:
@@ -154,7 +159,18 @@ class Naive:
             return Gathering()
         first = min(now for _, now in self.told_num_groups)
         most = max(num for num, _ in self.told_num_groups)
-        return Gathering(most, first + min(GATHER_S, self.config.join_timeout_s))
+        until = first + min(GATHER_S, self.config.join_timeout_s)
+        all_back_at = ALL_BACK_S + most * EACH_BACK_S  # it has begun at 0
+        if not self.others_known and first <= all_back_at:
+            until = min(until, all_back_at)
+        return Gathering(most, until)
+
+    def _num_gone(self) -> int:
+        """Groups, by name, that have told of the newest quorum, and live no more."""
+        if self.previous is not None:
+            return 0
+        told = {each.split(":")[0] for each, id_ in self.all_told if id_ == self.newest.quorum_id}
+        return len(told - {each.split(":")[0] for each in self.groups})
 
     def _settle(self, now: float) -> None:
         for request in self.requests:
@@ -168,7 +184,7 @@ class Naive:
             if self.newest.max_step == 0:  # that is like no step at all
                 self.newest = NO_QUORUM
             self.loss_accepted = False
-            self.told_num_groups = []
+            self.told_num_groups, self.all_told, self.others_known = [], [], False
             self.last_id = max(self.last_id, self.heard_id)
         while True:
             if self.view().waiting:
@@ -199,7 +215,7 @@ class Naive:
         self.requests = [each for each in self.requests if each.member.replica_id not in ids]
         self.previous = Quorum(quorum_id=self.last_id, participants=tuple(members))
         self.veterans |= set(ids)
-        self.told_num_groups = []
+        self.told_num_groups, self.all_told, self.others_known = [], [], False
         top = max(member.step for member in members)
         self.loss_accepted = False
         if lost_from is None:
@@ -215,6 +231,7 @@ class Naive:
                 self.ahead.add(member.replica_id)
         if self.previous is None and member.last_num_groups > 1:
             self.told_num_groups.append((member.last_num_groups, now))
+            self.others_known |= not member.sole_lighthouse
         if member.step >= self.newest.max_step:
             self.loss_accepted = False
 

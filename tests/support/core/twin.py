@@ -61,7 +61,7 @@ def still_waited_for(view: JobView, config: QuorumConfig, now: float) -> list[fl
     A lighthouse without a quorum lets those gather that were in one elsewhere.
     """
     gather_until = view.gathering.until
-    few = len(view.living) < view.gathering.num_groups
+    few = len(view.living) + view.num_gone < view.gathering.num_groups
     if few and gather_until is not None and now < gather_until:
         return [gather_until]
     if view.previous and all(replica_id in view.waiting for replica_id in view.previous):
