@@ -224,3 +224,32 @@ def test_a_terminal_without_rich_has_lines() -> None:
     with progress_bar("epoch 1", 0, None, out=out) as bar:
         bar.update(0.0, at(5), 1, {})
     assert out.getvalue() == "epoch 1: step 5 1 worker\n"
+
+
+def test_what_others_did_before_they_noticed_is_lost_too(run: RunHistory) -> None:
+    run.lost(110.5, 0, "killed by SIGKILL", "restart")
+    run.stepped(110.6, at(11), 3)
+    run.resumed(112.0, at(8), 3, "checkpoint")
+    (incident,) = run.incidents
+    assert (incident.step, incident.lost_steps) == (11, 3)
+
+
+def test_a_second_attempt_does_not_forget_what_the_first_one_lost(run: RunHistory) -> None:
+    run.lost(110.5, 0, "killed by SIGKILL", "restart")
+    run.resumed(112.0, at(8), 3, "checkpoint")
+    run.lost(112.1, 1, "killed by SIGKILL", "restart")
+    run.resumed(113.0, at(6), 3, "checkpoint")
+    run.stepped(113.5, at(7), 3)
+    (incident,) = run.incidents
+    assert (incident.step, incident.lost_steps, incident.cost_s) == (10, 4, 3.0)
+
+
+def test_a_worker_whose_program_failed_is_replaced(run: RunHistory) -> None:
+    run.failed(110.5, "ValueError", "per-step")
+    run.stepped(110.75, at(11), 2)
+    run.lost(111.0, 1, "killed by SIGKILL", "per-step")
+    run.stepped(111.5, at(12), 2)
+    assert [(each.rung, each.cost_s) for each in run.incidents] == [
+        ("per-step", 0.25),
+        ("per-step", 0.5),
+    ]

@@ -129,6 +129,7 @@ class TrainerDriver:
         self._task: TrainerTask | None = None
         self._num_tasks = 0
         self._ended: orders.EndCommand | None = None
+        self._stop_reason = ""
         self._unheard: deque[Heard | Lost] = deque()
         self._living: set[int] = set()
         self._heard_at: dict[int, float] = {}  # when each worker said something last
@@ -197,7 +198,10 @@ class TrainerDriver:
             leader_only, trains = task.leader_only, task.trains
             self._follow(self._machine.begin(budget, now, leader_only=leader_only, trains=trains))
             while self._ended is None:
-                self._turn()
+                if self._stop_reason:
+                    self._interrupt(self._stop_reason)
+                else:
+                    self._turn()
         except BaseException as error:
             if self._ended is None:
                 self._interrupt(f"{type(error).__name__} in the trainer")
@@ -206,6 +210,10 @@ class TrainerDriver:
             self._task = None
         if self._ended.reason:
             self._raise(self._ended)
+
+    def stop(self, reason: str) -> None:
+        """End the task that is under way, within a second or a few; any thread may call it."""
+        self._stop_reason = reason
 
     def hold(self, position: Position, handle: StateHandle) -> None:
         """Go on from this state if all workers are lost."""
@@ -430,7 +438,7 @@ class TrainerDriver:
         if order.remedy is Remedy.GROW:
             self.history.grows(now, order.reason)
         elif order.rank is None or order.cause.weight <= IncidentCause.PROGRAM.weight:
-            self.history.failed(now, order.reason)
+            self.history.failed(now, order.reason, rung)
         else:
             self.history.lost(now, order.rank, order.reason, rung)
         if order.explains:
@@ -493,7 +501,7 @@ class TrainerDriver:
     # -- ends ------------------------------------------------------------------------------------
 
     def _interrupt(self, reason: str) -> None:
-        """The thread of the trainer ends the command, for instance by Ctrl-C."""
+        """End the command, for instance because of Ctrl-C."""
         deadline = time.monotonic() + _INTERRUPT_S
         try:
             self._follow(self._machine.interrupt(reason, time.monotonic()))

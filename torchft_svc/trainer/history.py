@@ -111,13 +111,11 @@ class RunHistory:
         self._begin(now, rung, reason)
         assert self._open is not None
         workers = (*self._open.lost_workers, worker)
-        if rung == "restart":  # perhaps the others tried to train on until now
-            self._open = replace(self._open, rung=rung)
         self._open = replace(self._open, lost_workers=workers)
 
-    def failed(self, now: float, reason: str) -> None:
-        """The program raised an error, and all workers are started again."""
-        self._begin(now, "restart", reason)
+    def failed(self, now: float, reason: str, rung: Rung) -> None:
+        """The program raised an error: its worker is replaced, or all are started again."""
+        self._begin(now, rung, reason)
 
     def explain(self, reason: str) -> None:
         """This is why, and what was noticed before is a consequence."""
@@ -138,9 +136,11 @@ class RunHistory:
         self._stop_waiting(now)
         self._resumed_at_step = position.step
         if self._open is not None:
-            lost = max(self._step - position.step, 0)
+            # Workers may have done more before they noticed; or this is not the first attempt.
+            done = max(self._open.step, self._step)
+            lost = self._open.lost_steps + max(self._step - position.step, 0)
             self._open = replace(
-                self._open, lost_steps=lost, source=source, num_workers=num_workers
+                self._open, step=done, lost_steps=lost, source=source, num_workers=num_workers
             )
         self._step = position.step
         self._note(Point(now - self.began_at, position.step, num_workers))
@@ -205,6 +205,8 @@ class RunHistory:
             )
         elif self._open.rung == "growth" and rung != "growth":  # lost while it grew
             self._open = replace(self._open, rung=rung, reason=reason)
+        elif rung == "restart":  # perhaps the others tried to train on until now
+            self._open = replace(self._open, rung=rung)
 
     def _ends_it(self, step: int) -> bool:
         """Whether ``step`` shows that the open incident is over."""
