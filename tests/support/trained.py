@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torchft_svc.trainer import LocalBackend, TrainContext, Trainer
 NUM_SAMPLES = 48
 BATCH_SIZE = 4
 FEATURES = 6
+# A worker that is to be killed waits so long for the others; with ``per-step`` there may be none.
+OTHERS_S = 3.0
 
 
 def samples() -> TensorDataset:
@@ -42,23 +45,40 @@ class Faults:
     """What is to happen in workers; each fault happens once, whichever process meets it.
 
     A fault is ``(step, rank, what)``; ``what`` is ``kill``, ``kill all`` (the
-    others at the same moment), ``freeze`` or the words of an error.
+    others at the same moment), ``freeze`` or the words of an error. With
+    ``-step`` it comes after the step that is the last one of a pass, before the pass is ended.
     """
 
     def __init__(self, folder: Path, *faults: tuple[int, int, str]) -> None:
         self._folder, self._faults = folder, faults
 
+    def meet_after_pass(self, step: int, rank: int) -> None:
+        Faults.meet(self, -step, rank)
+
     def meet(self, step: int, rank: int) -> None:
         (self._folder / f"worker-{os.getpid()}").touch()
+        (self._folder / f"step-{step}-of-{rank}").touch()
         for number, (at, whose, what) in enumerate(self._faults):
             if (at, whose) != (step, rank) or not self._is_first(number):
                 continue
             if what == "kill all":
                 self._kill_all()
-            elif what in ("kill", "freeze"):
-                os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+            elif what == "kill":
+                self._wait_for_others(step, rank)
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif what == "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
             else:
                 raise ValueError(what)
+
+    def _wait_for_others(self, step: int, rank: int) -> None:
+        """Else this one alone may have made the update before, which then is lost with it."""
+        deadline = time.monotonic() + OTHERS_S
+        while time.monotonic() < deadline:
+            met = {path.name for path in self._folder.glob(f"step-{step}-of-*")}
+            if met - {f"step-{step}-of-{rank}"}:
+                return
+            time.sleep(0.002)
 
     def _kill_all(self) -> None:
         others = {int(each.name.split("-")[1]) for each in self._folder.glob("worker-*")}
@@ -79,13 +99,16 @@ def train(context: TrainContext) -> int:
     net = model(config)
     net, steps = context.prepare(net, optimizer(net, config))
     while context.position.epoch < config["epochs"]:
+        losses = []
         for features, target in context.batches(samples(), BATCH_SIZE):
             config["faults"].meet(context.position.step, context.rank)
             steps.zero_grad()
             loss = nn.functional.mse_loss(net(features), target)
             loss.backward()
             steps.step()
-        context.report(loss=loss.item())
+            losses.append(loss.item())
+        config["faults"].meet_after_pass(context.position.step, context.rank)
+        context.report(losses=losses)
     return context.position.step
 
 
