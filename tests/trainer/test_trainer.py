@@ -28,6 +28,7 @@ from support.trained import (
     weights,
 )
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchft_svc.errors import ConfigError, TrainingFailed, WorkerFailed
 from torchft_svc.trainer import TrainContext, Trainer
@@ -122,6 +123,18 @@ def test_no_step_is_lost_with_a_worker_that_is_killed(
     assert_equal(weights(trainer), undisturbed)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_worker_is_lost_between_the_last_step_of_a_pass_and_its_end(
+    running: Any, undisturbed: Any, mode: str
+) -> None:
+    trainer = running((-STEPS, 1, "kill"), epochs=2, fault_tolerance=mode)
+    found = trainer.train(max_retries=1)
+    assert trainer.position.epoch == 2
+    if mode == "restart":
+        assert (found["result"], found["retries"]) == (2 * STEPS, 1)
+        assert_equal(weights(trainer), undisturbed)
+
+
 def test_a_frozen_worker_is_killed(running: Any, processes: Sharing, undisturbed: Any) -> None:
     trainer = running((2, 1, "freeze"), epochs=2, heartbeat_timeout_s=SHORT_S)
     found = trainer.train(max_retries=1)
@@ -149,15 +162,16 @@ def test_the_others_train_on_while_a_worker_is_replaced(running: Any, rank: int,
 def test_all_workers_are_killed_and_a_checkpoint_is_left(
     running: Any, mode: str, tmp_path: Path
 ) -> None:
+    """In the third pass: before it begins, a checkpoint of the second one is whole."""
     trainer = running(
-        (STEPS + 3, 0, "kill all"),
-        epochs=2,
+        (2 * STEPS + 3, 0, "kill all"),
+        epochs=3,
         fault_tolerance=mode,
         checkpoint_dir=tmp_path / "checkpoints",
         checkpoint_every=1,
     )
     found = trainer.train(max_retries=2, checkpoint="auto")
-    assert trainer.position.epoch == 2
+    assert trainer.position.epoch == 3
     last = found["incidents"][-1]
     assert (last.rung, last.source) == ("restart", "checkpoint")
 
@@ -387,6 +401,48 @@ def test_a_result_that_cannot_be_read(processes: Sharing, tmp_path: Path) -> Non
         assert not processes.pids
 
 
+def test_one_call_at_a_time_and_the_end_from_another_thread(running: Any, tmp_path: Path) -> None:
+    trainer = running((2, 0, "freeze"))
+    raised: list[BaseException] = []
+
+    def go() -> None:
+        try:
+            trainer.train()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=go, name="train")
+    thread.start()
+    eventually((tmp_path / "faults-0" / "fault-0").exists)
+    for call in (trainer.train, trainer.state_dict, trainer.save, lambda: trainer.load("here")):
+        with pytest.raises(ConfigError, match="another call of it has not returned"):
+            call()
+    trainer.shutdown()
+    thread.join(20.0)
+    (error,) = raised
+    assert isinstance(error, TrainingFailed)
+    assert "was shut down" in str(error)
+
+
+def test_a_signal_handler_shuts_down(running: Any, processes: Sharing, tmp_path: Path) -> None:
+    trainer = running((2, 0, "freeze"))
+    before = signal.signal(signal.SIGUSR1, lambda *_: trainer.shutdown())
+
+    def send() -> None:
+        eventually((tmp_path / "faults-0" / "fault-0").exists)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=send, name="send")
+    thread.start()
+    try:
+        with pytest.raises(TrainingFailed, match="was shut down"):
+            trainer.train()
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert not processes.pids
+
+
 @pytest.mark.parametrize("is_forked", [False, True])
 def test_the_user_interrupts_while_workers_are_started(
     running: Any, processes: Sharing, monkeypatch: pytest.MonkeyPatch, is_forked: bool
@@ -512,6 +568,20 @@ def test_without_resources_retries_come_to_an_end(running: Any, cpus: dict[str, 
         ({"resources_per_worker": {"GPU": -1}}, "resources_per_worker"),
         ({"config": {"lock": threading.Lock()}}, "config.*cannot be sent to a worker"),
         ({"model_creator": None}, "model_creator.*give train_fn, or all of"),
+        ({"loss_creator": None}, "loss_creator.*give it, or batch_loss"),
+        ({"checkpoint_dir": ""}, "checkpoint_dir.*it is empty"),
+        ({"checkpoint_dir": 5}, "checkpoint_dir.*use a path, or a URL"),
+        ({"config": {"batch_size": 0}}, "batch_size=0 cannot work"),
+        ({"config": {"batch_size": "many"}}, "batch_size='many' cannot work"),
+        ({"seed": 0.5}, "seed=0.5 cannot work: use a whole number"),
+        ({"run_name": ""}, "run_name"),
+        ({"use_gpu": "yes"}, "use_gpu"),
+        ({"backend": Sharing}, "use 'local', 'ray' or a Backend"),
+        (
+            {"backend": "local", "resources_per_worker": {"GPU": 1000}},
+            "this machine has room for 0",
+        ),
+        ({"backend": "local", "num_workers": 999, "min_workers": 999}, "min_workers is 999"),
     ],
 )
 def test_settings_that_cannot_work(
@@ -540,11 +610,43 @@ def test_arguments_that_cannot_work(processes: Sharing) -> None:
             lambda: Trainer(print, backend=processes, checkpoint_dir="memory://here"),
             lambda: trainer.train(retries=3),
             lambda: trainer.train(reset_retries_after=0),
+            lambda: trainer.train(checkpoint=5),  # type: ignore[arg-type]
+            lambda: Trainer(train, backend=processes).validate(),
             lambda: trainer.validate(max_retries=1.5),  # type: ignore[arg-type]
         ):
             with pytest.raises(ConfigError):
                 call()
         assert not processes.pids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model_creator": lambda config: None}, "model_creator.*return a torch Module"),
+        ({"optimizer_creator": lambda net, config: None}, "optimizer_creator.*a torch Optimizer"),
+        (
+            {"scheduler_creator": lambda steps, config: ReduceLROnPlateau(steps)},
+            "ReduceLROnPlateau.*use a training function",
+        ),
+        ({"batch_loss": lambda net, batch, info: None}, "batch_loss.*let it return a tensor"),
+    ],
+)
+def test_creators_that_return_what_cannot_work(
+    processes: Sharing, options: dict[str, Any], message: str
+) -> None:
+    with creators(processes, **options) as trainer, pytest.raises(ConfigError, match=message):
+        trainer.train(max_retries=-1)
+
+
+def test_a_checkpoint_in_memory(processes: Sharing) -> None:
+    with creators(processes) as trainer:
+        trainer.train(1, max_retries=0)
+        path = trainer.save("memory://trainer-test/saved")
+        trainer.train(1, max_retries=0)
+        after = weights(trainer)
+        trainer.load(path)
+        trainer.train(1, max_retries=0)
+        assert_equal(weights(trainer), after)
 
 
 def test_a_state_that_does_not_fit_changes_nothing(processes: Sharing, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class CheckpointStore:
         if keep_last < 1:
             raise ConfigError("keep_last", keep_last, "keep at least one checkpoint")
         self._keep_last = keep_last
-        self._place = _Place.of(os.fspath(directory), "checkpoint_dir")
+        self._place = _Place.of(directory, "checkpoint_dir")
         # Also for processes that have another working directory.
         self.directory = f"{self._place.prefix}{self._place.root}"
         self._rejected: set[str] = set()
@@ -260,6 +260,7 @@ class CheckpointWriter:
     def __init__(self, store: CheckpointStore, on_written: Callable[[Checkpoint], None]) -> None:
         self._store, self._on_written = store, on_written
         self._thread: threading.Thread | None = None
+        self._over = threading.Event()  # nothing is being written; it may not be told yet
 
     def begin(self, state: TrainingState) -> None:
         """Copy ``state`` to the host and start to write it; waits for the one before.
@@ -269,6 +270,7 @@ class CheckpointWriter:
         """
         self.wait()
         copy = copy_to_host(state)
+        self._over.clear()
         self._thread = threading.Thread(
             target=self._write, args=(copy,), name="torchft-checkpoint", daemon=True
         )
@@ -276,20 +278,24 @@ class CheckpointWriter:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is being written; False if that takes longer."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                return False
-            self._thread = None
+        if self._thread is None:
+            return True
+        if not self._over.wait(timeout_s):
+            return False
+        self._thread.join(timeout_s)
         return True
 
     def _write(self, state: TrainingState) -> None:
         try:
-            self._on_written(self._store.write(state))
+            written = self._store.write(state)
+            self._over.set()
+            self._on_written(written)
         except Exception as error:
             step = state.position.step
             is_told = isinstance(error, CheckpointError)  # all that there is to know
             log.warning("no checkpoint of step %d: %s", step, error, exc_info=not is_told)
+        finally:
+            self._over.set()
 
 
 class _NameTaken(Exception):
@@ -308,7 +314,10 @@ class _Place:
     prefix: str
 
     @classmethod
-    def of(cls, directory: str, field: str) -> _Place:
+    def of(cls, told: str | os.PathLike[str], field: str) -> _Place:
+        directory = os.fspath(told) if isinstance(told, str | os.PathLike) else None
+        if not isinstance(directory, str):
+            raise ConfigError(field, told, "use a path, or a URL")
         if not directory:
             raise ConfigError(field, directory, "it is empty")
         try:
@@ -466,7 +475,7 @@ class _Place:
 
 def _parent(path: str | os.PathLike[str]) -> tuple[_Place, str]:
     """The place in which ``path`` is, and its name there."""
-    place = _Place.of(os.fspath(path), "path")
+    place = _Place.of(path, "path")
     root, _, name = place.root.rpartition("/")
     if not name:
         raise ConfigError("path", os.fspath(path), "it has no name")

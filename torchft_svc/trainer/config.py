@@ -61,6 +61,7 @@ class TrainerConfig(TrainingProgram):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(name, getattr(self, name), "use a dict")
         self._check_checkpoints()
+        self._check_batch_size()
         for name, amount in self.resources_per_worker.items():
             if not (_is_number(amount) and math.isfinite(amount) and amount >= 0):
                 told = dict(self.resources_per_worker)
@@ -116,6 +117,10 @@ class TrainerConfig(TrainingProgram):
             function = getattr(self, name)
             if function is not None and not callable(function):
                 raise ConfigError(name, function, "use a function")
+        _check_whole("seed", self.seed)
+        if not (isinstance(self.run_name, str) and self.run_name):
+            raise ConfigError("run_name", self.run_name, "use a word")
+        _check_choice("use_gpu", self.use_gpu, (None, True, False))
         if self.train_fn is not None:
             loop = [name for name in told if name != "setup"]
             if loop:
@@ -126,6 +131,20 @@ class TrainerConfig(TrainingProgram):
         if missing:
             names = ", ".join(_CREATORS)
             raise ConfigError(missing[0], None, f"give train_fn, or all of {names}")
+        if self.loss_creator is None and self.batch_loss is None:
+            raise ConfigError("loss_creator", None, "give it, or batch_loss")
+
+    def _check_batch_size(self) -> None:
+        """That of ``config`` is known to be one if the loop is the trainer's."""
+        if self.train_fn is not None or self.batch_size is not None:
+            return
+        size = self.config.get("batch_size", 1)
+        try:
+            is_fine = int(size) >= 1
+        except (TypeError, ValueError):
+            is_fine = False
+        if not is_fine:
+            raise ConfigError("batch_size", size, "use a whole number, 1 or more, in config")
 
     def _check_checkpoints(self) -> None:
         every = self.checkpoint_every
@@ -171,8 +190,10 @@ def budget(max_retries: int, reset_retries_after: int | None) -> RetryBudget:
     return RetryBudget(max_retries=max_retries, reset_after=reset_retries_after)
 
 
-def _check_whole(name: str, value: object, low: int) -> None:
-    if not _is_whole(value) or value < low:  # type: ignore[operator]
+def _check_whole(name: str, value: object, low: int | None = None) -> None:
+    if not _is_whole(value):
+        raise ConfigError(name, value, "use a whole number")
+    if low is not None and value < low:  # type: ignore[operator]
         raise ConfigError(name, value, f"use a whole number, {low} or more")
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from torchft_svc.errors import ConfigError
 from torchft_svc.trainer.backend import Link
 from torchft_svc.trainer.data import batch_source
 from torchft_svc.trainer.held_state import HeldState
 from torchft_svc.trainer.job import WorkerJob
-from torchft_svc.trainer.messages import Position, Reported, StateHandle, Train, Validate
+from torchft_svc.trainer.messages import Position, Reported, StateHandle, Train
 from torchft_svc.trainer.seeds import BETWEEN_STEPS, CREATION, seed_everything
 from torchft_svc.trainer.state import encode_state
 from torchft_svc.trainer.steps import Steps, move, part_of
@@ -31,15 +30,18 @@ class TrainContext:
             optimizer = torch.optim.Adam(model.parameters())
             model, optimizer = context.prepare(model, optimizer)
             for epoch in range(context.position.epoch, 10):
+                losses = []
                 for features, target in context.batches(dataset, batch_size=32):
                     optimizer.zero_grad()
                     loss = functional.cross_entropy(model(features), target)
                     loss.backward()
                     optimizer.step()
-                context.report(loss=loss.item())
+                    losses.append(loss.item())
+                context.report(losses=losses)
 
     The function is started from its beginning after a loss. `prepare` then loads the state after
-    the last step that was done, and `batches` continues after its samples.
+    the last step that was done, and `batches` continues after its samples. After the last step of a
+    pass these are none, until the pass is ended: what follows the loop is then done all the same.
     """
 
     def __init__(
@@ -216,11 +218,6 @@ class FunctionProgram:
         assert self._context is not None
         assert self._job.train_fn is not None
         return self._context._run(self._job.train_fn, command)
-
-    def validate(self, command: Validate) -> dict[str, Any]:
-        """Not known to the trainer."""
-        reason = "a training function validates by itself: see TrainContext.share"
-        raise ConfigError("train_fn", command, reason)
 
 
 def _plain(value: Any) -> Any:

@@ -457,14 +457,18 @@ class _Shares:
         return free
 
 
-def check_resources(resources_per_worker: Mapping[str, float]) -> None:
-    """Raise `ConfigError` for needs that no device can meet."""
+def check_resources(resources_per_worker: Mapping[str, float], min_workers: int) -> None:
+    """Raise `ConfigError` for needs that no device can meet, or not this machine."""
     for name, amount in resources_per_worker.items():
         if not amount >= 0:
             raise ConfigError("resources_per_worker", dict(resources_per_worker), "use 0 or more")
         if name == _GPU and amount > 1 and amount != int(amount):
             reason = "use a fraction of one GPU, or whole ones"
             raise ConfigError("resources_per_worker", dict(resources_per_worker), reason)
+    num = _Shares(None).num_free(resources_per_worker)
+    if num < min_workers:
+        reason = f"this machine has room for {num} such workers, min_workers is {min_workers}"
+        raise ConfigError("resources_per_worker", dict(resources_per_worker), reason)
 
 
 def _num_threads(resources: Mapping[str, float]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from torchft_svc.errors import ConfigError
@@ -32,14 +33,19 @@ class CreatorLoop:
         assert job.data_creator is not None
         self._training, self._validation = _split(job.data_creator(job.config))
         models = _several(job.model_creator(job.config))
+        _check_each("model_creator", models, nn.Module)
         for model in models:
             model.to(held.device)
         self._models = models
         made = job.optimizer_creator(_one_or_all(models), job.config)
         self._optimizers = _several(made)
+        _check_each("optimizer_creator", self._optimizers, torch.optim.Optimizer)
         self._schedulers: list[Any] = []
         if job.scheduler_creator is not None:
             self._schedulers = _several(job.scheduler_creator(made, job.config))
+            if any(isinstance(each, ReduceLROnPlateau) for each in self._schedulers):
+                reason = "it wants to know how good the model is: use a training function"
+                raise ConfigError("scheduler_creator", "ReduceLROnPlateau", reason)
         self._loss = _loss(job)
         self._wrapped: list[Any] = []
         self._voting: list[Any] = []
@@ -87,6 +93,9 @@ class CreatorLoop:
         for optimizer in self._voting:
             optimizer.zero_grad()
         loss, metrics = self._loss(_one_or_all(self._wrapped), batch, info)
+        if not isinstance(loss, Tensor):
+            reason = "let it return a tensor, or a pair of it and a dict"
+            raise ConfigError("batch_loss", type(loss).__name__, reason)
         torch.autograd.backward(loss)
         applied = [optimizer.step() is not False for optimizer in self._voting]
         if not all(applied):
@@ -170,8 +179,7 @@ def _loss(job: WorkerJob) -> BatchLoss:
 
 def _default_loss(job: WorkerJob) -> BatchLoss:
     creator = job.loss_creator
-    if creator is None:
-        raise ConfigError("loss_creator", None, "give it, or batch_loss")
+    assert creator is not None
     is_loss = inspect.isclass(creator) and issubclass(creator, nn.Module)
     criterion = creator() if is_loss else creator(job.config)
 
@@ -228,6 +236,13 @@ def _split(data: Any) -> tuple[Any, Any]:
 
 def _several(made: Any) -> list[Any]:
     return list(made) if isinstance(made, list | tuple) else [made]
+
+
+def _check_each(creator: str, made: list[Any], kind: type) -> None:
+    for each in made:
+        if not isinstance(each, kind):
+            reason = f"let it return a torch {kind.__name__}, or a list of them"
+            raise ConfigError(creator, type(each).__name__, reason)
 
 
 def _one_or_all(made: list[Any]) -> Any:

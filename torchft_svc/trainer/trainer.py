@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -53,6 +54,8 @@ log = logging.getLogger(__name__)
 
 # As RaySGD's trainer had it.
 DEFAULT_MAX_RETRIES = 3
+# `Trainer.shutdown` waits so long for another thread to leave the trainer.
+_STOP_S = 20.0
 
 
 class Trainer:
@@ -155,6 +158,8 @@ class Trainer:
         self._config = TrainerConfig(**told)
         self._show_progress = show_progress
         self._store: CheckpointStore | None = None
+        self._using = threading.Lock()  # one call at a time
+        self._user = 0  # its thread
         if checkpoint_dir is not None:
             self._open_store()
         job = self._config.job()
@@ -215,21 +220,21 @@ class Trainer:
             raise ConfigError("num_steps", num_steps, "train_fn decides how long it trains")
         retries = budget(max_retries, reset_retries_after)
         told = check_info(info)
-        self._check_open()
-        directory = self._prepare(checkpoint)
-        first = self._driver.position
-        task = TrainTask(num_steps=num_steps, checkpoint_dir=directory, info=told, first=first)
-        num_before = len(self._driver.history.incidents)
-        self._shown.reports = []
-        with self._shows("train", num_steps):
-            self._driver.carry_out(task, retries)
-        found = self._train_result(task, reduce_results)
-        if isinstance(found, dict):
-            incidents = list(self._driver.history.incidents)[num_before:]
-            found.update(retries=self._driver.num_retries, incidents=incidents)
-        if not directory:
-            self._keep_state(retries)
-        return found
+        with self._alone():
+            directory = self._prepare(checkpoint)
+            first = self._driver.position
+            task = TrainTask(num_steps=num_steps, checkpoint_dir=directory, info=told, first=first)
+            num_before = len(self._driver.history.incidents)
+            self._shown.reports = []
+            with self._shows("train", num_steps):
+                self._driver.carry_out(task, retries)
+            found = self._train_result(task, reduce_results)
+            if isinstance(found, dict):
+                incidents = list(self._driver.history.incidents)[num_before:]
+                found.update(retries=self._driver.num_retries, incidents=incidents)
+            if not directory:
+                self._keep_state(retries)
+            return found
 
     def validate(
         self,
@@ -252,19 +257,22 @@ class Trainer:
         """
         check_options(Trainer.validate, unknown.items())
         check_num_steps(num_steps)
+        if self._config.train_fn is not None:
+            reason = "it validates by itself: see TrainContext.share"
+            raise ConfigError("train_fn", self._config.train_fn, reason)
         retries = budget(max_retries, None)
         told = check_info(info)
-        self._check_open()
-        self._resume()
-        task = ValidateTask(
-            num_steps=num_steps,
-            num_parts=self._driver.num_workers or self._config.num_workers,
-            info=told,
-        )
-        is_done = False
-        while not is_done:
-            self._driver.carry_out(task, retries)
-            is_done = task.is_done()
+        with self._alone():
+            self._resume()
+            task = ValidateTask(
+                num_steps=num_steps,
+                num_parts=self._driver.num_workers or self._config.num_workers,
+                info=told,
+            )
+            is_done = False
+            while not is_done:
+                self._driver.carry_out(task, retries)
+                is_done = task.is_done()
         results = [task.results[part] for part in sorted(task.results)]
         return reduced(results) if reduce_results else results
 
@@ -279,14 +287,16 @@ class Trainer:
         if self._config.model_creator is None:
             reason = "train_fn makes it: use state_dict()"
             raise ConfigError("model_creator", None, reason)
-        made, pairs = self._models_for(self._state())
+        with self._alone():
+            made, pairs = self._models_for(self._state())
         for model, its_state in pairs:
             model.load_state_dict(its_state)
         return made
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state of training: ``position``, and in ``parts`` model, optimizer, ..."""
-        return to_tree(self._state())
+        with self._alone():
+            return to_tree(self._state())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned.
@@ -295,14 +305,10 @@ class Trainer:
             ConfigError: it does not fit the model; nothing has changed.
             CheckpointError: it is no such state.
         """
-        self._check_open()
         state = from_tree(state_dict, "load_state_dict")
-        self._check_fits(state)
-        handle = self._backend.write_state(state.position, encode_state(state))
-        step = state.position.step
-        known = KnownState(source=StateSource.GIVEN, step=step, handle=handle)
-        self._must_resume = False
-        self._driver.begin_with(known, state.position)
+        with self._alone():
+            self._check_fits(state)
+            self._begin_with_copy(state)
 
     def save(self, path: str | os.PathLike[str] | None = None) -> str:
         """Write a checkpoint; returns where it is (default: in ``checkpoint_dir``).
@@ -310,10 +316,11 @@ class Trainer:
         Raises:
             CheckpointError, ConfigError: it cannot be written there.
         """
-        state = self._state()
-        if path is None:
-            return self._open_store().write(state).path
-        return save_checkpoint(path, state).path
+        with self._alone():
+            state = self._state()
+            if path is None:
+                return self._open_store().write(state).path
+            return save_checkpoint(path, state).path
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from the checkpoint at ``path``, or from the newest good one in that folder.
@@ -322,9 +329,8 @@ class Trainer:
             CheckpointError: there is none, or it is damaged.
             ConfigError: it does not fit the model; nothing has changed.
         """
-        self._check_open()
-        self._begin_with(find_checkpoint(path, self._check_fits), StateSource.GIVEN)
-        self._must_resume = False
+        with self._alone():
+            self._load(path)
 
     # -- the rest --------------------------------------------------------------------------------
 
@@ -358,14 +364,25 @@ class Trainer:
         draw_run(self.history, path)
 
     def shutdown(self, *, force: bool = False) -> None:
-        """End all workers (``force``: at once) and free all resources; may be called twice."""
+        """End all workers (``force``: at once) and free all resources; may be called twice.
+
+        A call that another thread has made, or that a signal has interrupted, ends with
+        `TrainingFailed`.
+        """
         if self._is_closed:
             return
         self._is_closed = True
+        is_alone = self._using.acquire(blocking=False)
+        if not is_alone:
+            self._driver.stop("the trainer was shut down")
+            if self._user != threading.get_ident():  # else it cannot end before this returns
+                is_alone = self._using.acquire(timeout=_STOP_S)
         try:
-            if not force:
+            if is_alone and not force:
                 self._driver.dismiss()
         finally:
+            if is_alone:
+                self._using.release()
             self._backend.close()
             self._driver.close()
 
@@ -375,13 +392,23 @@ class Trainer:
     def __exit__(self, kind: object, *_: object) -> None:
         self.shutdown(force=kind is not None)
 
-    def _check_open(self) -> None:
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Raises `ConfigError`: the trainer is shut down, or another call has not returned."""
         if self._is_closed:
             raise ConfigError("trainer", "shut down", "make another one")
+        if not self._using.acquire(blocking=False):
+            raise ConfigError("trainer", "in use", "another call of it has not returned yet")
+        self._user = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._using.release()
 
     def _open_store(self) -> CheckpointStore:
         if self._store is None:
-            directory = self._config.checkpoint_dir or DEFAULT_CHECKPOINT_DIR
+            directory = self._config.checkpoint_dir
+            directory = DEFAULT_CHECKPOINT_DIR if directory is None else directory
             store = CheckpointStore(directory, self._config.keep_last)
             if store.is_in_memory:
                 reason = "workers are other processes, and do not share this one's memory"
@@ -394,12 +421,12 @@ class Trainer:
         """Where checkpoints are written; empty: nowhere."""
         if checkpoint == AUTO:
             store = self._open_store()
-            self._driver.use_store(store)
             self._resume()
+            self._driver.use_store(store)
             return store.directory
         self._resume()
         if checkpoint is not None:
-            self.load(checkpoint)
+            self._load(checkpoint)
         return ""
 
     def _resume(self) -> None:
@@ -415,6 +442,22 @@ class Trainer:
         known = KnownState(source=source, step=step, checkpoint=found.path)
         is_continued = source is StateSource.CHECKPOINT
         self._driver.begin_with(known, found.position, is_continued=is_continued)
+
+    def _load(self, path: str | os.PathLike[str]) -> None:
+        found = find_checkpoint(path, self._check_fits)
+        if CheckpointStore(path).is_in_memory:  # of this process alone
+            self._begin_with_copy(load_checkpoint(found.path))
+        else:
+            self._begin_with(found, StateSource.GIVEN)
+        self._must_resume = False
+
+    def _begin_with_copy(self, state: TrainingState) -> None:
+        """Of a state that is in this process; each worker gets one."""
+        handle = self._backend.write_state(state.position, encode_state(state))
+        step = state.position.step
+        known = KnownState(source=StateSource.GIVEN, step=step, handle=handle)
+        self._must_resume = False
+        self._driver.begin_with(known, state.position)
 
     def _train_result(self, task: TrainTask, reduce_results: bool) -> Any:
         results = [task.results[worker] for worker in sorted(task.results)]
@@ -436,7 +479,6 @@ class Trainer:
             self._driver.hold(task.handle.position, task.handle)
 
     def _state(self) -> TrainingState:
-        self._check_open()
         self._resume()
         if not self._driver.num_workers or self._driver.held.step < self._driver.position.step:
             self._keep_state(RetryBudget(max_retries=DEFAULT_MAX_RETRIES))
@@ -510,12 +552,12 @@ class _Shown(RunObserver):
 def _opened(backend: Any, config: TrainerConfig) -> tuple[Backend, str]:
     """The engine, and where a lighthouse listens that its workers reach."""
     if backend == "local":
-        check_resources(config.resources_per_worker)
+        check_resources(config.resources_per_worker, config.min_workers)
         return LocalBackend(), "127.0.0.1:0"
     if backend == "ray":
         found: Backend = importlib.import_module("torchft_svc.trainer.ray_backend").RayBackend()
         return found, ":0"
-    if isinstance(backend, str) or not hasattr(backend, "num_startable"):
+    if isinstance(backend, str | type) or not hasattr(backend, "num_startable"):
         raise ConfigError("backend", backend, "use 'local', 'ray' or a Backend")
     is_local = isinstance(backend, LocalBackend)
     return backend, "127.0.0.1:0" if is_local else ":0"

@@ -150,6 +150,7 @@ class _Worker:
             self._steps.checkpoints.begin(command.checkpoint_dir)
             result = program.train(command)
         elif isinstance(command, Validate):
+            assert isinstance(program, CreatorLoop), "a training function validates by itself"
             result = program.validate(command)
         elif isinstance(command, GiveState):
             state = self._held.whole()
