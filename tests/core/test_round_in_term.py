@@ -103,6 +103,17 @@ def test_who_discards_its_step_asks_and_says_that_others_may_not_know() -> None:
     assert (asked.agreed, asked.commit_failures) == (False, 1)
 
 
+def test_a_step_that_goes_on_and_is_interrupted_at_its_start_is_not_committed() -> None:
+    round_ = in_term()
+    round_.begin(REQUEST)
+    round_.withdraw(BROKEN)
+    assert not round_.may_reduce
+    end_step(round_)
+    assert round_.step.state.step == 4
+    round_.begin(REQUEST)
+    assert not round_.goes_on
+
+
 def test_a_question_after_a_first_one_without_a_quorum_is_not_agreed_on() -> None:
     round_ = in_term(wishes=1.0)
     round_.begin(REQUEST)

@@ -365,8 +365,11 @@ class Round(Generic[Part]):
     def withdraw(self, error: Exception) -> None:
         """The round will not take place, because of ``error``: nobody was asked."""
         self.error = error
-        if self.step.state.phase is Phase.QUORUM:
+        phase = self.step.state.phase
+        if phase is Phase.QUORUM:
             self.step.fail_quorum(error)
+        elif phase in UNDER_WAY:  # it goes on, and may sum nothing now
+            self.step.latch(error)
 
     def broke(self, error: Exception, epoch: int) -> tuple[Order, ...]:
         """A collective or the program failed in the step with this ``epoch``."""
