@@ -1,4 +1,4 @@
-"""Carries out the orders of a worker's round, on the background thread, and asks for its decision.
+"""Carries out the orders of a worker's rounds, on the background thread, and asks for decisions.
 
 The orders: request the quorum, connect its members, offer the state to groups that are behind,
 fetch it if this group is behind. `torchft_svc/core/round.py` decides which order comes when, and
@@ -123,10 +123,10 @@ class _Rest:
 
 
 class RoundRunner:
-    """Carries out the orders of one round, and reports the results to it.
+    """Carries out the orders of rounds, one after the other, and reports the results to them.
 
-    ``ready`` is set when the members are connected, or when there is an error; ``state`` is the
-    fetched state until it is loaded.
+    ``ready`` is clear from the `begin` of a round until the members are connected, or there is an
+    error; ``quorum`` is that of the last round; ``state`` is the fetched state until it is loaded.
     """
 
     def __init__(self, deps: Dependencies, rules: RoundRules, worker: SharedRound) -> None:
@@ -134,22 +134,22 @@ class RoundRunner:
         self._rules = rules
         self._worker = worker
         self.ready = threading.Event()
+        self.ready.set()
         self.quorum: QuorumResult | None = None
         self.state: dict[str, Any] | None = None
         self.healed_from = ""  # for the log: source, size and time
         self._rest: _Rest | None = None  # what groups that heal get when the step ends
+
+    def begin(self) -> None:
+        """A round begins, which is to be `run`."""
+        self.ready.clear()
+        self.quorum = self.state = None
 
     def withdraw(self, error: Exception) -> None:
         """End the round with ``error`` before it has run: nothing was requested."""
         with self._worker.changing() as round_:
             round_.withdraw(error)
         self.ready.set()
-
-    def go_on(self) -> None:
-        """The step belongs to the quorum of the step before: nobody is asked."""
-        with self._worker.changing() as round_:
-            self.quorum, orders = round_.quorum, round_.go_on()
-        self._carry_out(orders)
 
     def run(self, allow_heal: bool) -> None:
         """Run the round; raises nothing."""
@@ -160,18 +160,18 @@ class RoundRunner:
                 self._deps.pg.prepare()
             with self._worker.changing() as round_:
                 orders = round_.ask(time.monotonic())
-            self._carry_out(orders)
+            self.carry_out(orders)
         except Exception as error:
             if not isinstance(error, TorchFTError):
                 log.exception("a round failed")
             with self._worker.changing() as round_:
                 orders = round_.failed(error)
             self._log_failure(error)
-            self._carry_out(orders)
+            self.carry_out(orders)
         finally:
             self.ready.set()
 
-    def _carry_out(self, orders: Orders) -> None:
+    def carry_out(self, orders: Orders) -> None:
         """Carry out ``orders``, and those that follow; only the last one has others follow."""
         waiting = deque(orders)
         while waiting:

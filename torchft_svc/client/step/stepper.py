@@ -91,8 +91,8 @@ class Stepper:
         self._thread_of_step: int | None = None
         self._has_warned = False  # about gradients that are not summed
         self._loads = False  # a healed state is being loaded
-        self._runner: RoundRunner | None = None
-        self._task: Task | None = None
+        self._runner = RoundRunner(deps, rules, worker)
+        self._task: Task | None = None  # a round on the background thread
         self._ends_update = False  # whether the caller reports the outcome of an update
 
     def _make_collectives(
@@ -124,35 +124,31 @@ class Stepper:
         self._end_last_step()
         for reducer in self.reducers():  # an unfinished pass ends with its step
             reducer.settle()
-        if self._runner is not None:
-            self._runner.withhold_rest()
-        heals_now = self._worker.round.will_wait_for_heal(request.allow_heal)
-        if heals_now and self._runner is None:
+        runner = self._runner
+        runner.withhold_rest()
+        is_first = self.state.epoch == 0
+        if is_first and self._worker.round.will_wait_for_heal(request.allow_heal):
             # Whether it heals depends on the other groups; the program must not depend on that.
             self.weights_version += 1
-        runner = RoundRunner(self._deps, self._rules, self._worker)
-        task = Task(partial(runner.run, request.allow_heal))
         broken = self._deps.pg.errored()
         try:
-            self._runner, self._task = runner, task
             self._thread_of_step = threading.get_ident()
             with self._worker.changing() as round_:
                 waits = round_.waits_for_quorum
                 epoch = round_.begin(request, broken)
-                goes_on = round_.goes_on
+                orders = round_.go_on() if round_.goes_on else None
+                if orders is None:
+                    runner.begin()
             self._order.begin(lambda: self._worker.round.has_connected)
             self._collectives.begin(epoch)
             self._reports.begin(epoch)
             self._deps.registry.gate.open()
-            if goes_on:
-                self._task = None
-                runner.go_on()
+            if orders is not None:
+                runner.carry_out(orders)
                 return
-            self._thread.submit(task)
-            if task.done and task.error is not None:
-                raise task.error
+            self._submit(partial(runner.run, request.allow_heal))
         except BaseException as error:
-            self._withdraw(runner, task, error)
+            self._withdraw(QuorumFailed(f"the step was not begun ({error!r})"))
             raise
         if waits:
             self.wait_for_quorum()
@@ -165,9 +161,8 @@ class Stepper:
 
     def _end_last_step(self) -> None:
         """Wait for the round of the last step, and clean up after an interrupt of this wait."""
-        runner, task = self._runner, self._task
-        if runner is not None and task is not None and not (task.done and task.error is None):
-            self._withdraw(runner, task, QuorumFailed("another step was begun"))
+        if self._task is not None and not (self._task.done and self._task.error is None):
+            self._withdraw(QuorumFailed("another step was begun"))
         # Before the end of its round: a heal may wait for groups that wait for sums of this worker.
         self.wait_until_ready()
         self._give_up()
@@ -178,11 +173,19 @@ class Stepper:
         elif self.state.phase in (Phase.APPLYING, Phase.VOTING):
             self.lose_update("it was interrupted")
 
-    def _withdraw(self, runner: RoundRunner, task: Task, error: BaseException) -> None:
+    def _submit(self, round_: Callable[[], None]) -> None:
+        """Run ``round_`` on the background thread."""
+        task = self._task = Task(round_)
+        self._thread.submit(task)
+        if task.done and task.error is not None:
+            raise task.error
+
+    def _withdraw(self, error: QuorumFailed) -> None:
         """Cancel a round that has not begun; a running one continues, and so does its step."""
-        if task.abandon(error) or task.error is not None:
+        task = self._task
+        if task is None or task.abandon(error) or task.error is not None:
             self._task = None
-            runner.withdraw(QuorumFailed(f"the step was not begun ({error!r})"))
+            self._runner.withdraw(error)
 
     def _give_up(self) -> None:
         """End a step without a vote, such as one whose backward pass has raised."""
@@ -206,7 +209,7 @@ class Stepper:
         """See `Manager.wait_quorum`."""
         if self._is_between_steps():
             return
-        self._runner_under_way()
+        self._check_under_way()
         self.wait_until_ready()
         self._check_left()
         if self._worker.round.error is not None:
@@ -220,10 +223,10 @@ class Stepper:
 
         It needs no deadline: all waits of the background thread have one.
         """
-        runner = self._runner
-        if runner is None or runner.ready.is_set():  # called often, and mostly this is so
+        ready = self._runner.ready
+        if ready.is_set():  # called often, and mostly this is so
             return
-        while not runner.ready.wait(_POLL_S):
+        while not ready.wait(_POLL_S):
             self._deps.pg.tidy()
             if self._task is None or self._task.done:
                 return  # the manager was shut down meanwhile
@@ -244,7 +247,8 @@ class Stepper:
         return self._collectives.allreduce(tensor, op, self.state.participation, kind)
 
     def _is_between_steps(self) -> bool:
-        return self._runner is not None and self.state.phase in _BETWEEN_STEPS
+        state = self.state
+        return state.epoch > 0 and state.phase in _BETWEEN_STEPS
 
     def _report(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> dist.Work:
         """Reduce among the members of the last quorum, if they are still connected."""
@@ -389,7 +393,7 @@ class Stepper:
         self._deps.registry.gate.open()
 
     def _decide(self, timeout_s: float) -> bool:
-        runner = self._runner_under_way()
+        self._check_under_way()
         # First what other groups wait for: a healing group may get its state when they end their
         # step.
         self.wait_until_ready()
@@ -400,7 +404,7 @@ class Stepper:
         self._check_left()
         self._collectives.finish()
         wishes = self._collectives.wishes()
-        runner.offer_rest()
+        self._runner.offer_rest()
         swallowed = self._deps.pg.failure()  # an error that the group did not raise
         if swallowed is not None and self.state.error is None:
             self._fail(swallowed)
@@ -454,12 +458,11 @@ class Stepper:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _runner_under_way(self) -> RoundRunner:
-        if self._runner is None or self.state.phase in _BETWEEN_STEPS:
+    def _check_under_way(self) -> None:
+        if self.state.phase in _BETWEEN_STEPS:
             raise RequestRefused(
                 "there is no step under way: begin it with zero_grad or start_quorum"
             )
-        return self._runner
 
     def _settle(self) -> None:
         """Latch an error if no gradients, or not all, were averaged."""
@@ -501,10 +504,11 @@ class Stepper:
             self._deps.pg.tidy()
         if task.error is not None:
             raise task.error
+        self._task = None
 
     def _can_reduce(self) -> bool:
         """See `Round.may_reduce`; broken connections are an error of the step."""
-        self._runner_under_way()
+        self._check_under_way()
         self.wait_until_ready()
         may_reduce = self._worker.round.may_reduce
         broken = self._deps.pg.errored() if may_reduce else None
@@ -527,7 +531,7 @@ class Stepper:
     def _apply_heal(self) -> None:
         """Load a fetched state, and then take over its step."""
         runner = self._runner
-        if runner is None or runner.quorum is None or runner.state is None:
+        if runner.quorum is None or runner.state is None:
             return
         state = runner.state
         try:
