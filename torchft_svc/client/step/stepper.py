@@ -28,7 +28,7 @@ from torchft_svc.client.step.round import (
 from torchft_svc.client.step.shared_round import Orders, SharedRound
 from torchft_svc.client.step.state import MANAGER_KEY
 from torchft_svc.core.round import UNDER_WAY, RoundRequest
-from torchft_svc.core.round_orders import LeaveMembers
+from torchft_svc.core.round_orders import Decide, LeaveMembers
 from torchft_svc.core.step import Phase, StepState
 from torchft_svc.core.types import MAX_LAYOUT_LENGTH
 from torchft_svc.errors import QuorumFailed, RequestRefused, TornState
@@ -306,14 +306,11 @@ class Stepper:
 
     def add_reducer(self, reducer: Reducing) -> None:
         """See `Manager.register_reducer`."""
-        self.reducers()
-        self._reducers.append(weakref.ref(reducer))
+        self._reducers = [weakref.ref(each) for each in (*self.reducers(), reducer)]
 
     def reducers(self) -> list[Reducing]:
         """The registered reducers that are alive, in the order of registration."""
-        living = [(ref, reducer) for ref in self._reducers if (reducer := ref()) is not None]
-        self._reducers = [ref for ref, _ in living]
-        return [reducer for _, reducer in living]
+        return [reducer for ref in self._reducers if (reducer := ref()) is not None]
 
     def layout(self) -> str:
         """What must be equal in all groups: the known layouts, and the common settings."""
@@ -413,10 +410,13 @@ class Stepper:
         with self._worker.changing() as round_:
             if wishes is not None:
                 round_.summed(wishes)
-            orders = round_.vote(time.monotonic(), timeout_s)
+            (order,) = round_.vote(time.monotonic(), timeout_s)
+            if isinstance(order, Decide) and order.committed:  # a lone worker waits for nobody
+                round_.decide(order)
+                return True
             vote = round_.ballot().should_commit
         state = self.state
-        decided = ask_decision(self._deps.client, self._worker, orders)
+        decided = ask_decision(self._deps.client, self._worker, (order,))
         if not decided.committed:
             self._log_discarded(state, self._why_not(vote))
         with self._worker.changing() as round_:
