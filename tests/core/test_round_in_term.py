@@ -9,7 +9,7 @@ import pytest
 from core.test_round import BEHIND, QUORUM, Part, meeting, training, worker
 from torchft_svc.core.peers import LoseMember
 from torchft_svc.core.round import Round, RoundRequest
-from torchft_svc.core.round_orders import AskDecision, BeginTraining, Decide, LeaveMembers
+from torchft_svc.core.round_orders import AskDecision, Decide, LeaveMembers
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import Fate, TermEnds, Wish
 from torchft_svc.core.types import Vote
@@ -47,7 +47,7 @@ def test_steps_of_a_steady_quorum_ask_nobody() -> None:
         epoch = round_.begin(REQUEST)
         assert (round_.goes_on, round_.step.state.step) == (True, step)
         assert epoch == round_.step.state.epoch
-        assert round_.go_on() == (BeginTraining(),)
+        assert round_.go_on() == ()
         assert round_.quorum == STEADY
         assert round_.step.state.phase is Phase.TRAINING
         assert round_.may_reduce
@@ -161,9 +161,8 @@ def test_one_of_several_goes_on_and_votes_no(why: str) -> None:
     happen(round_)
     round_.begin(request, broken)
     assert round_.goes_on
-    left, ready = round_.go_on()
+    (left,) = round_.go_on()
     assert isinstance(left, LeaveMembers)
-    assert ready == BeginTraining()
     (order,) = round_.vote(100.0, 10.0)
     assert isinstance(order, AskDecision)
     vote = round_.ballot()

@@ -141,10 +141,9 @@ class Round(Generic[Part]):
         return epoch
 
     def go_on(self) -> tuple[Order, ...]:
-        """Instead of `ask`, if this step `goes_on`."""
+        """Instead of `ask`, if this step `goes_on`: the program continues at once."""
         error = self.step.state.error
-        leave = () if error is None else (LeaveMembers(error),)
-        return (*leave, BeginTraining())
+        return () if error is None else (LeaveMembers(error),)
 
     def _why_not_on(self, request: RoundRequest, broken: Exception | None) -> Exception | None:
         """Why this worker cannot take part in another step of its quorum.

@@ -148,6 +148,7 @@ class WorkerActor:
             self._check_newcomers()
             self._shared.companions.began(self.home.name, self.group_rank, state.step, None)
             self._carry_out(step, self.round.go_on())
+            self._begin_training(step)
             self._go_forward(step)
             return
         step = self._step = _Step(epoch, now, is_sync=self.round.waits_for_quorum)
@@ -205,7 +206,7 @@ class WorkerActor:
     def _meet_members(self, step: _Step, order: MeetMembers) -> None:
         self._carry_out(step, self.round.met(self._meet(order.anew)))
 
-    def _begin_training(self, step: _Step, order: BeginTraining) -> None:
+    def _begin_training(self, step: _Step, _: BeginTraining | None = None) -> None:
         self._tell_phase()
         step.is_ready = True
 

@@ -160,18 +160,18 @@ class RoundRunner:
                 self._deps.pg.prepare()
             with self._worker.changing() as round_:
                 orders = round_.ask(time.monotonic())
-            self.carry_out(orders)
+            self._carry_out(orders)
         except Exception as error:
             if not isinstance(error, TorchFTError):
                 log.exception("a round failed")
             with self._worker.changing() as round_:
                 orders = round_.failed(error)
             self._log_failure(error)
-            self.carry_out(orders)
+            self._carry_out(orders)
         finally:
             self.ready.set()
 
-    def carry_out(self, orders: Orders) -> None:
+    def _carry_out(self, orders: Orders) -> None:
         """Carry out ``orders``, and those that follow; only the last one has others follow."""
         waiting = deque(orders)
         while waiting:

@@ -144,7 +144,7 @@ class Stepper:
             self._reports.begin(epoch)
             self._deps.registry.gate.open()
             if orders is not None:
-                runner.carry_out(orders)
+                self._leave_members(orders)
                 return
             self._submit(partial(runner.run, request.allow_heal))
         except BaseException as error:
