@@ -194,7 +194,10 @@ class ServedState:
                     self._copies.pop(chunk, None)
 
     def detach(self) -> None:
-        """Release the owner's memory, and keep a copy of what is still needed."""
+        """Release the owner's memory, and keep a copy of what is still needed; cheap if it was
+        called before."""
+        if self._live is None and not self._num_reading_live:
+            return
         for chunk in range(self.num_chunks):
             with self._changed:
                 live = self._live
@@ -242,8 +245,7 @@ class OfferSlot:
 
     @property
     def state(self) -> ServedState | None:
-        with self._changed:
-            return self._state
+        return self._state
 
     def offer(self, state: ServedState) -> None:
         """Serve ``state`` from now on, in place of the previous one."""
