@@ -42,6 +42,8 @@ class Phase(enum.Enum):
     VOTING = "voting"
     APPLYING = "applying"
 
+    __hash__ = object.__hash__  # Enum's own is written in Python, and a step needs eight
+
 
 class StepEvent(enum.Enum):
     """What can happen to a step."""
@@ -60,6 +62,8 @@ class StepEvent(enum.Enum):
     UPDATE_APPLIED = "update applied"
     UPDATE_LOST = "update lost"
     RESTORED = "restored"
+
+    __hash__ = object.__hash__  # as above
 
 
 # What may happen when, and where it leads; what is not here is refused and changes nothing.

@@ -41,12 +41,13 @@ class ReadGate:
     """While the gate is shut the state must not be read, because it is being changed."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._shut = False
         self._num_readers = 0
 
     def open(self) -> None:
-        with self._changed:
+        with self._lock:
             if self._shut:
                 self._shut = False
                 self._changed.notify_all()
@@ -57,7 +58,7 @@ class ReadGate:
         Raises:
             DeadlineExceeded: they still read after ``timeout_s``; the gate is left as it was.
         """
-        with self._changed:
+        with self._lock:
             before, self._shut = self._shut, True
             if not self._num_readers:
                 return
@@ -73,14 +74,14 @@ class ReadGate:
         Raises:
             DeadlineExceeded: the gate was shut for ``timeout_s`` seconds.
         """
-        with self._changed:
+        with self._lock:
             if not self._changed.wait_for(lambda: not self._shut, timeout_s):
                 raise DeadlineExceeded("reading the state", timeout_s, "it is being changed")
             self._num_readers += 1
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._num_readers -= 1
                 self._changed.notify_all()
 
