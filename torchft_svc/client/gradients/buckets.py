@@ -25,24 +25,19 @@ _MAX_HEEDED_BYTES = 32 * _MEGABYTE - 64 * 1024
 class Bucket:
     """Gradients of one dtype and device, contiguous in ``memory``, with a view for each.
 
-    ``carries_wish``: one more number at the end, see `wish`.
+    ``carries_wish``: one more number at the end, ``wish`` of shape (1,), summed with the gradients:
+    the place for the wish of a question before the next step (rule E2).
     """
 
     def __init__(self, parameters: list[nn.Parameter], *, carries_wish: bool = False) -> None:
         self.parameters = parameters
-        self._num_more = int(carries_wish)
-        self.memory, self.views = _allocate(parameters, self._num_more)
-
-    @property
-    def wish(self) -> torch.Tensor | None:
-        """Of shape (1,), summed with the gradients: the place for the wish of a question before the
-        next step (rule E2)."""
-        return self.memory[-1:] if self._num_more else None
+        self._carries_wish = carries_wish
+        self.memory, self.views, self.wish = _allocate(parameters, carries_wish)
 
     def renew(self) -> None:
         """Allocate new memory, because an abandoned operation may write to the present one."""
         old = self.views
-        self.memory, self.views = _allocate(self.parameters, self._num_more)
+        self.memory, self.views, self.wish = _allocate(self.parameters, self._carries_wish)
         for parameter, view in zip(self.parameters, old, strict=True):
             if parameter.grad is not None and _same_memory(parameter.grad, view):
                 parameter.grad = torch.zeros_like(parameter)
@@ -66,7 +61,7 @@ class Bucket:
             return
         # The same product as with the number itself, which torch would convert for each tensor.
         exact = torch.float32 if self.memory.dtype is torch.float32 else torch.float64
-        factor = torch.tensor(scale, dtype=exact, device="cpu")
+        factor = torch.scalar_tensor(scale, dtype=exact, device="cpu")
         for parameter, view in zip(self.parameters, self.views, strict=True):
             grad = parameter.grad
             if grad is None:
@@ -161,18 +156,18 @@ def _keep_freed_memory(parameters: list[nn.Parameter]) -> None:
 
 
 def _allocate(
-    parameters: list[nn.Parameter], num_more: int
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The memory of a bucket, with ``num_more`` elements at its end, and the parameters' views."""
+    parameters: list[nn.Parameter], carries_wish: bool
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
+    """The memory of a bucket, the parameters' views, and the place for the wish at the end."""
     first = parameters[0]
-    numel = sum(parameter.numel() for parameter in parameters) + num_more
+    numel = sum(parameter.numel() for parameter in parameters) + int(carries_wish)
     memory = torch.zeros(numel, dtype=first.dtype, device=first.device)
     views = []
     offset = 0
     for parameter in parameters:
         views.append(_view(memory, offset, parameter))
         offset += parameter.numel()
-    return memory, views
+    return memory, views, memory[-1:] if carries_wish else None
 
 
 def _view(memory: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:

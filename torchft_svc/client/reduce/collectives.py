@@ -184,7 +184,10 @@ class Collectives:
         """The sum of the groups' wishes in this step, after `finish` (None: nothing was summed)."""
         if not self._carriers or self._pg.errored() is not None:
             return None
-        return sum(abs(carrier.item()) for carrier in self._carriers)
+        total = 0.0
+        for carrier in self._carriers:
+            total += abs(carrier.item())
+        return total
 
     def agree(self, tensor: torch.Tensor, wrapper: int) -> None:
         """Check that all groups begin a pass of ``wrapper`` with the sum of ``tensor``; if not, the
