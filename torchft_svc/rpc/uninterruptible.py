@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 # The longest single wait inside torch, on a thread that has to react to something else as well.
 SLICE_S = 0.05
+SLICE = timedelta(seconds=SLICE_S)
 # Interval at which a wait checks whether its caller still needs it.
 _POLL_S = 0.02
 # Each abandoned call holds a thread and perhaps a connection. Above this number the oldest ones are
@@ -57,17 +58,18 @@ def wait_in_slices(
         RuntimeError: it failed, or did not end within ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
+    left_s = timeout_s
     while True:
-        left_s = deadline - time.monotonic()
         try:
             # A timeout of 0 would mean no limit.
-            return bool(wait(timedelta(seconds=max(0.001, min(SLICE_S, left_s)))))
+            return bool(wait(SLICE if left_s > SLICE_S else timedelta(seconds=max(0.001, left_s))))
         except RuntimeError:
             if is_completed():  # between the timeout and this check, or it has failed
-                return bool(wait(timedelta(seconds=SLICE_S)))
+                return bool(wait(SLICE))
             check()
             if left_s <= SLICE_S:
                 raise
+        left_s = deadline - time.monotonic()
 
 
 def nothing() -> None:

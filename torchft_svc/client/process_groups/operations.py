@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchft_svc.rpc.uninterruptible import SLICE_S
+from torchft_svc.rpc.uninterruptible import SLICE
 
 # The first argument holds both the input and the result.
 IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce", "send", "barrier"})
@@ -79,7 +79,7 @@ def ends_within(work: Any, timeout: timedelta) -> bool:
         if not work.is_completed():
             return False
     # It may have ended between the timeout and this check: raise its error if it has failed.
-    work.wait(timedelta(seconds=SLICE_S))
+    work.wait(SLICE)
     return True
 
 

@@ -161,11 +161,8 @@ class Collectives:
                 return None
         if self._wish is not None and not self._carry(tensor.device, carrier):
             return None
-        return self._sum(tensor, op)
-
-    def _sum(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Reduction | None:
         options = _SUM if op is ReduceOp.SUM else _options(op)
-        return self._launch(tensor, lambda: self._pg.allreduce([tensor], options))
+        return self._launch(tensor, self._pg.allreduce, [tensor], options)
 
     def _carry(self, device: torch.device, carrier: torch.Tensor | None) -> bool:
         """Have the wish summed with the next operation, if that is the first one or has a place for
@@ -177,7 +174,7 @@ class Collectives:
         elif self._num_launched == 1 and self._pg.size() > 1:
             wish = torch.full((1,), float(self._wish()), device=device)
             self._carriers.append(wish)
-            return self._sum(wish, ReduceOp.SUM) is not None
+            return self._launch(wish, self._pg.allreduce, [wish], _SUM) is not None
         return True
 
     def wishes(self) -> float | None:
@@ -251,7 +248,7 @@ class Collectives:
         header = self._order.header(mine)
         row = header.encode(device)
         rows = row.new_empty(self._pg.size(), len(row))
-        reduction = self._launch(rows, lambda: self._pg.allgather([list(rows.unbind())], [row]))
+        reduction = self._launch(rows, self._pg.allgather, [list(rows.unbind())], [row])
         return None if reduction is None else _Comparison(header, rows, reduction)
 
     def _end_comparison(self, comparison: _Comparison) -> bool:
@@ -298,11 +295,13 @@ class Collectives:
                     self._read(comparison)
         self._latch(error, epoch)
 
-    def _launch(self, tensor: torch.Tensor, begin: Callable[[], Any]) -> Reduction | None:
+    def _launch(
+        self, tensor: torch.Tensor, begin: Callable[..., Any], *arguments: Any
+    ) -> Reduction | None:
         epoch = self._epoch
         self._note_pass()
         try:
-            work = begin()
+            work = begin(*arguments)
         except (RuntimeError, TorchFTError) as error:
             self._latch(error, epoch)
             return None

@@ -15,9 +15,7 @@ from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.operations import ends_within
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
-from torchft_svc.rpc.uninterruptible import SLICE_S
-
-_SLICE = timedelta(seconds=SLICE_S)
+from torchft_svc.rpc.uninterruptible import SLICE, SLICE_S
 
 
 class Reducing(Protocol):
@@ -143,7 +141,7 @@ class Reduction:
     def _is_over_after_a_slice(self) -> bool:
         left_s = self._deadline - time.monotonic()
         # A timeout of 0 would mean no limit.
-        limit = _SLICE if left_s > SLICE_S else timedelta(seconds=max(0.001, left_s))
+        limit = SLICE if left_s > SLICE_S else timedelta(seconds=max(0.001, left_s))
         if ends_within(self._work, limit):
             return True
         if self._pg.errored() is not None:

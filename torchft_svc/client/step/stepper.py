@@ -115,7 +115,7 @@ class Stepper:
     @property
     def state(self) -> StepState:
         """A frozen view of the step."""
-        return self._worker.state
+        return self._worker.round.step.state
 
     # -- the parts of a step ---------------------------------------------------------------------
 
@@ -211,12 +211,9 @@ class Stepper:
             return
         self._check_under_way()
         self.wait_until_ready()
-        self._check_left()
+        self._worker.round.check_left()
         if self._worker.round.error is not None:
             raise self._worker.round.error
-
-    def _check_left(self) -> None:
-        self._worker.round.check_left()
 
     def wait_until_ready(self) -> None:
         """Wait until the members are known, if a step is under way; raises nothing.
@@ -394,11 +391,11 @@ class Stepper:
         # First what other groups wait for: a healing group may get its state when they end their
         # step.
         self.wait_until_ready()
-        self._check_left()
+        self._worker.round.check_left()
         self._settle()
         self._collectives.launch_end()
         self._wait_for_task()
-        self._check_left()
+        self._worker.round.check_left()
         self._collectives.finish()
         wishes = self._collectives.wishes()
         self._runner.offer_rest()
