@@ -274,3 +274,13 @@ def test_where_each_step_asks_a_member_that_waits_in_a_sum_ends_nothing() -> Non
     waiting_for_c(term)
     term.until(110.0 + LOOK_S)
     assert term.told() == []
+
+
+def test_what_is_known_of_an_earlier_quorum_says_nothing_of_a_newer_one() -> None:
+    """A restarted lighthouse hears first of a group that the others had left."""
+    scene = Scene(SECONDS)
+    scene.opened("c", 3, 2)
+    asker = member("c", 2, steady=True, last_num_groups=3)
+    scene.house.request(JOB, asker, 1, scene.now)
+    scene.opened("a", 9, 7)
+    assert scene.house.missed_news(JOB, "a", LastQuorum(9, 7), 2) == [NewcomerWaits("c")]

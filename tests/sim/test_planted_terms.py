@@ -11,6 +11,7 @@ import pytest
 from sim.test_planted import INVARIANTS, MAX_SEEDS, Plant
 from torchft_svc.core import group
 from torchft_svc.core.activity import Activity
+from torchft_svc.core.gathering import Gathering
 from torchft_svc.core.group import Group
 from torchft_svc.core.job import Job
 from torchft_svc.core.lighthouse import Lighthouse
@@ -20,7 +21,7 @@ from torchft_svc.core.round import Round
 from torchft_svc.core.session_messages import NewcomerWaits
 from torchft_svc.core.term import RunningTerm, TermEnds
 from torchft_svc.sim.fleet import Fleet
-from torchft_svc.sim.scenario import Scenario, draw_long_terms, draw_steady
+from torchft_svc.sim.scenario import Scenario, draw_long_terms, draw_returns, draw_steady
 
 NUM_GROUPS = 3  # few: such runs are short
 Draw = Callable[[int, int], Scenario]
@@ -178,6 +179,25 @@ def a_worker_goes_on_in_a_quorum_that_its_group_has_left(plant: pytest.MonkeyPat
     plant.setattr(GroupManager, "_note_left", lambda self, reason: None)
 
 
+# -- a lighthouse that is restarted (Q11, E4) ----------------------------------------------------
+
+
+def who_comes_first_waits_for_nobody(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Gathering, "after_request", lambda self, *what: self)
+
+
+def the_end_of_a_reported_quorum_counts_for_a_newer_one(plant: pytest.MonkeyPatch) -> None:
+    real = Lighthouse.opened
+
+    def opened(self: Any, job: str, *what: Any) -> Any:
+        term = self._jobs[job].term if job in self._jobs else None
+        orders = real(self, job, *what)
+        self._jobs[job].term = term or self._jobs[job].term
+        return orders
+
+    plant.setattr(Lighthouse, "opened", opened)
+
+
 # Each with the scenarios to search, and the first seed of the search: near the first one that
 # finds it.
 PLANTS: dict[Plant, tuple[Draw, int]] = {
@@ -201,6 +221,8 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     an_update_that_is_under_way_counts_as_done: (draw_steady, 24),
     a_newcomer_asks_before_the_members_are_back: (draw_long_terms, 83),
     a_worker_goes_on_in_a_quorum_that_its_group_has_left: (draw_steady, 3003),
+    who_comes_first_waits_for_nobody: (draw_returns, 0),
+    the_end_of_a_reported_quorum_counts_for_a_newer_one: (draw_returns, 0),
 }
 
 

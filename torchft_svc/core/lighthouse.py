@@ -131,7 +131,10 @@ class Lighthouse:
         state = self._job(job, replica_id, now, last.quorum_id)
         orders = self._sign_of_life(state, replica_id, now)
         state.members.seen(replica_id, now)
+        known_id = state.members.last.quorum_id
         state.members.reported(replica_id, last)
+        if state.members.last.quorum_id != known_id:
+            state.term = RunningTerm()  # what was known is about an earlier quorum
         return self._settle(job, state, orders, now)
 
     def heartbeat(

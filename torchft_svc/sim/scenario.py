@@ -63,6 +63,8 @@ NUMS_OF_ENDS = (0, 1, 4, 8)
 # Of those, runs in which little but `ENDS_OF_LONG_TERMS` happens; how often compared with each
 # other, and how many of them in a run.
 LONG_TERMS_RATE = 0.4
+# Of these, runs in which a group and the lighthouse are back at the same time.
+RETURNS_RATE = 0.2
 ENDS_OF_LONG_TERMS = {
     "lose_update": 4.0,
     "crash": 3.0,
@@ -166,6 +168,8 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
     if chance.random() >= STEADY_RATE:
         return draw_asking(seed, num_groups)
     is_long = chance.random() < LONG_TERMS_RATE and (num_groups or 0) <= LARGE
+    if is_long and chance.random() < RETURNS_RATE:
+        return draw_returns(seed, num_groups)
     return draw_long_terms(seed, num_groups) if is_long else draw_steady(seed, num_groups)
 
 
@@ -241,6 +245,26 @@ def draw_long_terms(seed: int, num_groups: int | None = None) -> Scenario:
     for _ in range(chance.choice(NUMS_OF_STORIES)):
         at += chance.uniform(0.3, 3.0)
         faults += _draw_story(chance, scenario, at)
+    return replace(scenario, faults=_in_order(faults))
+
+
+def draw_returns(seed: int, num_groups: int | None = None) -> Scenario:
+    """The scenario of ``seed`` in which a group that the others have left is back at the moment at
+    which its lighthouse is restarted, and may be the first to come there (rule Q11)."""
+    scenario = draw_long_terms(seed, num_groups)
+    chance = random.Random(f"{seed}/returns")  # noqa: S311 - it is to be repeated
+    lost, other = chance.sample(range(scenario.num_groups), 2)
+    at, away_s = 4.0, chance.choice([0.3, 2.0, 5.0])
+    lost_s = scenario.config.heartbeat_timeout_s + chance.uniform(2.0, 6.0)
+    down_at = at + lost_s + chance.uniform(-0.6, 0.3) - away_s
+    kind = chance.choice(["freeze", "cut"])
+    faults = [
+        Fault(at=at, kind=kind, target=lost, seconds=lost_s, value=0.0),
+        Fault(at=down_at, kind="lighthouse_crash", target=lost, seconds=away_s, value=0.0),
+    ]
+    if chance.random() < 0.5:
+        crash = Fault(at=down_at + 0.1, kind="crash", target=other, seconds=5.0, value=0.0)
+        faults.append(crash)
     return replace(scenario, faults=_in_order(faults))
 
 
