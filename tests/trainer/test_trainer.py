@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchft_svc.errors import ConfigError, TrainingFailed, WorkerFailed
 from torchft_svc.trainer import TrainContext, Trainer
+from torchft_svc.trainer.messages import Position
 
 pytestmark = pytest.mark.processes
 
@@ -198,6 +199,27 @@ def test_all_workers_are_killed_and_a_state_came_with_a_report(
     (incident,) = found["incidents"]
     assert (incident.source, incident.step - incident.lost_steps) == ("trainer", STEPS)
     assert f"2 workers go on from the state that the trainer holds, step {STEPS}" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["validate", "state_dict", "train"])
+def test_all_workers_are_killed_between_two_calls_and_their_steps_are_done_again(
+    processes: Sharing, tmp_path: Path, call: str
+) -> None:
+    """What the next call is about is the model as it was when `train` returned."""
+    with creators(processes) as other:
+        other.train(max_retries=0)
+        state, loss = weights(other), other.validate(max_retries=0)["val_loss"]
+    with creators(processes, checkpoint_dir=tmp_path) as trainer:
+        trainer.train(max_retries=0, checkpoint="auto")
+        for pid in processes.pids.values():
+            os.kill(pid, signal.SIGKILL)
+        if call == "validate":
+            assert trainer.validate(max_retries=1)["val_loss"] == loss
+        elif call == "state_dict":
+            assert_equal(weights(trainer), state)
+            assert trainer.position == Position(epoch=1, step=STEPS)
+        found = trainer.train(max_retries=1, checkpoint="auto")
+        assert (found["epoch"], found["step"]) == (2, 2 * STEPS)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -174,6 +174,7 @@ class Trainer:
         self._shown = _Shown()
         self._driver = TrainerDriver(parts, self._shown)
         self._must_resume = resume == AUTO
+        self._trained: tuple[TrainTask, Position] | None = None  # last, and until where
         self._is_closed = False
 
     # -- training --------------------------------------------------------------------------------
@@ -223,11 +224,14 @@ class Trainer:
         with self._alone():
             directory = self._prepare(checkpoint)
             first = self._driver.position
+            if self._trained is not None and self._is_set_back():
+                first = self._trained[1]
             task = TrainTask(num_steps=num_steps, checkpoint_dir=directory, info=told, first=first)
             num_before = len(self._driver.history.incidents)
             self._shown.reports = []
             with self._shows("train", num_steps):
                 self._driver.carry_out(task, retries)
+            self._trained = (task, self._driver.position)
             found = self._train_result(task, reduce_results)
             if isinstance(found, dict):
                 incidents = list(self._driver.history.incidents)[num_before:]
@@ -264,15 +268,15 @@ class Trainer:
         told = check_info(info)
         with self._alone():
             self._resume()
-            task = ValidateTask(
-                num_steps=num_steps,
-                num_parts=self._driver.num_workers or self._config.num_workers,
-                info=told,
-            )
+            num_parts = self._driver.num_workers or self._config.num_workers
+            task = ValidateTask(num_steps=num_steps, num_parts=num_parts, info=told)
             is_done = False
             while not is_done:
                 self._driver.carry_out(task, retries)
                 is_done = task.is_done()
+                if self._catch_up(retries):
+                    task = ValidateTask(num_steps=num_steps, num_parts=num_parts, info=told)
+                    is_done = False
         results = [task.results[part] for part in sorted(task.results)]
         return reduced(results) if reduce_results else results
 
@@ -441,6 +445,7 @@ class Trainer:
         step = found.position.step
         known = KnownState(source=source, step=step, checkpoint=found.path)
         is_continued = source is StateSource.CHECKPOINT
+        self._trained = None
         self._driver.begin_with(known, found.position, is_continued=is_continued)
 
     def _load(self, path: str | os.PathLike[str]) -> None:
@@ -456,6 +461,7 @@ class Trainer:
         handle = self._backend.write_state(state.position, encode_state(state))
         step = state.position.step
         known = KnownState(source=StateSource.GIVEN, step=step, handle=handle)
+        self._trained = None
         self._must_resume = False
         self._driver.begin_with(known, state.position)
 
@@ -471,10 +477,31 @@ class Trainer:
         found.update(epoch=position.epoch, step=position.step)
         return {**found, "num_workers": self._driver.num_workers}
 
+    def _is_set_back(self) -> bool:
+        """Whether the run is before the end of the last `train`: all workers were lost since."""
+        if self._trained is None:
+            return False
+        now, then = self._driver.position, self._trained[1]
+        return (now.epoch, now.num_samples) < (then.epoch, then.num_samples)
+
+    def _catch_up(self, retries: RetryBudget) -> bool:
+        """Do again what was lost since the last `train`; whether there was anything."""
+        if not self._is_set_back():
+            return False
+        assert self._trained is not None
+        task, _ = self._trained
+        self._shown.reports = []
+        task.restarted()
+        self._driver.carry_out(task, retries)
+        self._trained = (task, self._driver.position)
+        return True
+
     def _keep_state(self, retries: RetryBudget) -> None:
         """Without checkpoints, this is what is left if all workers are lost."""
         task = GiveStateTask()
         self._driver.carry_out(task, retries)
+        if self._catch_up(retries):
+            self._driver.carry_out(task, retries)
         if task.handle is not None:
             self._driver.hold(task.handle.position, task.handle)
 
