@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.core.scenes import JOB, SECONDS, Scene, config, member
 
-from torchft_svc.core.lighthouse_orders import ReportEviction, ReportTermEnds
+from torchft_svc.core.lighthouse_orders import ReportEviction, ReportStraggler, ReportTermEnds
 from torchft_svc.core.session_messages import NewcomerWaits
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import LOOK_S, TermEnds
@@ -40,6 +40,23 @@ class Term(Scene):
     def missed(self, replica_id: str, quorum_id: int = 1, num_groups: int = 3) -> list[object]:
         last = LastQuorum(quorum_id, 5)
         return list(self.house.missed_news(JOB, replica_id, last, num_groups))
+
+
+def test_groups_that_go_on_in_an_older_quorum_learn_that_the_job_goes_on_without_them() -> None:
+    """They have connected before the group that was in the newer one, so their sessions began in
+    good order; and they ask nobody."""
+    scene = Scene(SECONDS)
+    for each in "ab":
+        scene.opened(each, quorum_id=7, max_step=20)
+    scene.does("a", Phase.QUORUM, 21)
+    scene.opened("c", quorum_id=8, max_step=1)
+    scene.ask("c", 2, seen_quorum_id=8, has_history=True)
+    scene.until(60.0)
+    told = [each for each in scene.take() if isinstance(each, ReportStraggler)]
+    assert [(each.replica_id, each.quorum_id, each.recipients) for each in told] == [
+        ("a", 8, ("a",)),
+        ("b", 8, ("b",)),
+    ]
 
 
 # -- the end (E4) --------------------------------------------------------------------------------

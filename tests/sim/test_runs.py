@@ -11,7 +11,7 @@ from torchft_svc.core.membership import Membership
 from torchft_svc.sim.__main__ import main
 from torchft_svc.sim.explore import describe, run_seed, shrink
 from torchft_svc.sim.fleet import Fleet
-from torchft_svc.sim.scenario import MEAN_COPY_S, Fault, draw, draw_steady
+from torchft_svc.sim.scenario import MEAN_COPY_S, Fault, draw, draw_long_terms, draw_steady
 
 NUM_SEEDS = 40
 NUM_MANY = 1000
@@ -27,6 +27,12 @@ def test_small_fleets(first: int) -> None:
 def test_a_step_of_a_group_that_is_kept_out_may_be_repeated() -> None:
     """It has committed the step alone, and a restarted lighthouse hears of that."""
     outcome = Fleet(draw_steady(2044, 3)).run()
+    assert outcome.fell is None, describe(outcome)
+
+
+def test_a_job_that_has_split_is_one_again() -> None:
+    """A newcomer is the first at a restarted lighthouse, which is restarted again."""
+    outcome = Fleet(draw_long_terms(665, 3)).run()
     assert outcome.fell is None, describe(outcome)
 
 

@@ -537,13 +537,18 @@ def _turn_away(state: Job, misfits: list[Member], trains: Member, now: float) ->
 
 
 def _leave_behind(job: str, state: Job) -> list[Order]:
-    """Tell the stragglers of the last quorum that the next one is formed without them (rule Q4)."""
+    """Tell the stragglers of the last quorum that the next one is formed without them (rule Q4);
+    and, with the first quorum here, groups that were in an older one than others (rule Q12)."""
+    members, activity = state.members, state.hangs.activity
+    left = [key for key in members.stragglers() if activity(key) is not None]
+    if members.previous is None:
+        outrun = members.groups[GroupState.ABSENT] | members.groups[GroupState.STRAGGLING]
+        left += sorted(outrun - members.previous_ids)
     # One that heals is not in a collective, and joins with what it has by then.
-    activities = {key: state.hangs.activity(key) for key in state.members.stragglers()}
     return [
-        ReportStraggler(job, key, state.members.last.quorum_id, recipients=(key,))
-        for key, activity in activities.items()
-        if activity is not None and activity.phase is not Phase.HEALING
+        ReportStraggler(job, key, members.last.quorum_id, recipients=(key,))
+        for key, doing in ((key, activity(key)) for key in left)
+        if doing is None or doing.phase is not Phase.HEALING
     ]
 
 

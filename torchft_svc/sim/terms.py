@@ -213,6 +213,8 @@ class Histories:
             )
             is_behind = it.quorum_id > quorum_id and it.step + 1 < step
             is_first = it.began_at - self.lighthouse_began_at() < SLACK_S
+            if is_first and it.quorum_id > quorum_id:  # the other gives its step up, and follows
+                self.companions.trouble(group, now, is_reachable=True)
             must(not (trains and is_behind) or is_first, "I4", what)
 
     def ended(self, job: str, group: str) -> None:
