@@ -321,6 +321,7 @@ class Progress:
             is_true = order.lost_from is None or step < order.lost_from <= newest
             must(is_true, "I4", f"a loss of {order.lost_from} is told, but {step} follows {newest}")
         self._check_jump(order)
+        self._check_belief(order)
         self._committed[order.job] = step
         self._reached.pop(order.job, None)
         steady = [each for each in order.quorum.up_to_date if each.steady]
@@ -332,6 +333,14 @@ class Progress:
         self._remaining[by, order.job] = set(self._members[order.job])
         latest = order.quorum.quorum_id, step
         took_part.update((each.replica_id, latest) for each in order.quorum.participants)
+
+    def _check_belief(self, order: AnswerQuorum) -> None:
+        """A member that has committed its step in the last quorum is believed (rule E5)."""
+        last_id, members = self._last_ids.get(order.job, 0), self._members.get(order.job, ())
+        for each in order.quorum.participants:
+            went_on = 0 < each.step_quorum_id == last_id and each.replica_id in members
+            what = f"{each.replica_id} is not believed, and has committed its step in {last_id}"
+            must(not (each.doubted_step and went_on), "I4", what)
 
     def _check_jump(self, order: AnswerQuorum) -> None:
         """A job follows a group that is far ahead only if that was in a newer quorum elsewhere."""

@@ -53,6 +53,7 @@ class LinkSite:
     job: str
     name: str
     has_sessions: bool
+    on_hello: Callable[[Hello], None]
     network: Network
     lighthouses: Lighthouses
 
@@ -154,6 +155,7 @@ class LinkActor:
 
     def _connect(self, order: Connect) -> None:
         self._number = number = order.connection
+        self._site.on_hello(order.hello)
         self._host = order.address
         end = StreamEnd(self._process, partial(self._receive, number), partial(self._ended, order))
         stream = self._network.connect(end, self._site.lighthouses.hosts[order.address].accept)

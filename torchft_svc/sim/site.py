@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchft_svc.core.link_types import LinkConfig
-from torchft_svc.core.session_messages import Leave
+from torchft_svc.core.session_messages import Hello, Leave
 from torchft_svc.sim.invariants import SLACK_S, must
 from torchft_svc.sim.lighthouses import Lighthouses
 from torchft_svc.sim.link_actor import LinkSite
@@ -25,6 +25,8 @@ HEARTBEAT_INTERVAL_S = 0.3
 NOTICE_S = 0.3
 # How long a trainer that failed by itself takes to be back.
 RESTART_S = 1.0
+# A step is counted when its update is in place, which is reported a moment later.
+MAX_STEPS_UNREPORTED = 2
 # Rank 0's worker takes to start another manager when the first is gone.
 NEW_MANAGER_S = 0.2
 
@@ -81,6 +83,7 @@ class Site:
             job=self.job,
             name=self.name,
             has_sessions=not (every and int(self.name[1:]) % every == 0),
+            on_hello=self._check_hello,
             network=self._shared.network,
             lighthouses=self._lighthouses,
         )
@@ -240,6 +243,20 @@ class Site:
         alive = [worker for worker in self.workers if not worker.process.is_dead]
         if alive:
             alive[-1].drain("it got SIGTERM")
+
+    def _check_hello(self, hello: Hello) -> None:
+        """A session begins with the step that all workers have reached in their quorum (rule E5);
+        the last one may not have been reported yet."""
+        last, now = hello.last, self._world.now
+        rounds = [worker.round for worker in self.workers]
+        is_well = self._shared.companions.is_well_since(self.name, now - SLACK_S)
+        if not (is_well and rounds) or any(each.quorum is None for each in rounds):
+            return
+        is_present = all(each.quorum.quorum_id == last.quorum_id for each in rounds if each.quorum)
+        step = min(each.step.state.step for each in rounds)
+        is_true = last.max_step >= step - MAX_STEPS_UNREPORTED
+        what = f"{self.name} begins a session with step {last.max_step}, and is at {step}"
+        must(is_true or not is_present, "I4", what)
 
     def check_streams(self) -> None:
         """Each worker has a stream to its manager, or has lost it just now."""

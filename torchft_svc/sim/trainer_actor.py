@@ -450,6 +450,8 @@ class WorkerActor:
 
     def _on_decision(self, step: _Step, answer: AnswerVote | TorchFTError) -> None:
         if isinstance(answer, TorchFTError):
+            if isinstance(answer, RequestRefused):
+                self._share_fate(step, committed=False, group=self.home.name)
             is_over = self.home.is_manager_over()
             orders = self.round.vote_failed(answer, self.process.world.now, is_manager_over=is_over)
             self._check_patience(step, answer, orders)
@@ -458,10 +460,14 @@ class WorkerActor:
         for order in orders:
             if isinstance(order, Decide):
                 assert step.part is not None or not order.committed
-                barrier = (self.line.manager_name(), step.round, self.round.ballot().step)
-                shared_fate = self._shared.invariants.identity.shared_fate
-                shared_fate(barrier, self.process, order.committed)
+                self._share_fate(step, order.committed, self.line.manager_name())
+                if order.committed:
+                    self._share_fate(step, order.committed, self.home.name)
         self._carry_out(step, orders)
+
+    def _share_fate(self, step: _Step, committed: bool, group: str) -> None:
+        barrier = group, step.round, self.round.ballot().step
+        self._shared.invariants.identity.shared_fate(barrier, self.process, committed)
 
     def _decided(self, step: _Step, order: Decide) -> None:
         before, committed = self.machine.state, order.committed
