@@ -15,10 +15,13 @@ from torchft_svc.core.gathering import Gathering
 from torchft_svc.core.group import Group
 from torchft_svc.core.job import Job
 from torchft_svc.core.lighthouse import Lighthouse
+from torchft_svc.core.lighthouse_link import LinkMachine
 from torchft_svc.core.link_types import Incarnation
 from torchft_svc.core.manager import GroupManager
 from torchft_svc.core.round import Round
 from torchft_svc.core.session_messages import NewcomerWaits
+from torchft_svc.core.session_orders import Send
+from torchft_svc.core.sessions import LighthouseSessions
 from torchft_svc.core.term import RunningTerm, TermEnds
 from torchft_svc.sim.fleet import Fleet
 from torchft_svc.sim.scenario import Scenario, draw_long_terms, draw_returns, draw_steady
@@ -165,6 +168,16 @@ def what_beats_tell_is_not_noted(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Job, "note_progress", lambda self: None)
 
 
+def a_session_begins_with_the_step_of_the_quorum(plant: pytest.MonkeyPatch) -> None:
+    real = LinkMachine._connect
+
+    def connect(self: Any, now: float) -> None:
+        self.reached = int
+        real(self, now)
+
+    plant.setattr(LinkMachine, "_connect", connect)
+
+
 def an_update_that_is_under_way_counts_as_done(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Activity, "reached", property(lambda self: self.step + 1))
 
@@ -173,6 +186,52 @@ def a_newcomer_asks_before_the_members_are_back(plant: pytest.MonkeyPatch) -> No
     """At a lighthouse that was restarted (rule F8)."""
     real = Incarnation.opened
     plant.setattr(Incarnation, "opened", lambda self: real(self) and False)
+
+
+# -- sessions, and a worker's round --------------------------------------------------------------
+
+
+def a_second_session_hears_nothing(plant: pytest.MonkeyPatch) -> None:
+    """The one that is open may be the second, if the end of the first was not noticed."""
+    real = LighthouseSessions._tell
+
+    def tell(self: Any, job: str, replica_ids: Any, news: Any) -> list[Any]:
+        sends = real(self, job, replica_ids, news)
+        others = {each for of in self._streams.values() for each in list(of)[1:]}
+        return [
+            Send(tuple(each for each in send.streams if each not in others), send.news)
+            for send in sends
+        ]
+
+    plant.setattr(LighthouseSessions, "_tell", tell)
+
+
+def the_end_of_any_session_is_the_end_of_the_group(plant: pytest.MonkeyPatch) -> None:
+    real = LighthouseSessions._forget
+    plant.setattr(LighthouseSessions, "_forget", lambda self, session: real(self, session) or True)
+
+
+def who_breaks_off_says_that_all_know(plant: pytest.MonkeyPatch) -> None:
+    real = Round.begin
+
+    def begin(self: Any, *what: Any) -> int:
+        epoch = real(self, *what)
+        self._agreed = True
+        return epoch
+
+    plant.setattr(Round, "begin", begin)
+
+
+def the_end_is_forgotten_between_two_steps(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Round, "_check_term", lambda self, quorum: None)
+
+
+def a_worker_that_cannot_go_on_contributes(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Round, "_why_not_on", lambda self, request, broken: None)
+
+
+def who_has_lost_its_update_votes_on_the_step_before(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Round, "_number", property(lambda self: self.step.state.step))
 
 
 def a_worker_goes_on_in_a_quorum_that_its_group_has_left(plant: pytest.MonkeyPatch) -> None:
@@ -218,6 +277,13 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     an_agreement_from_before_the_term_counts: (draw_long_terms, 0),
     a_quorum_that_a_member_has_left_keeps_its_id: (draw_long_terms, 13),
     what_beats_tell_is_not_noted: (draw_steady, 209),
+    a_session_begins_with_the_step_of_the_quorum: (draw_long_terms, 9),
+    a_second_session_hears_nothing: (draw_long_terms, 622),
+    the_end_of_any_session_is_the_end_of_the_group: (draw_long_terms, 620),
+    who_breaks_off_says_that_all_know: (draw_long_terms, 623),
+    the_end_is_forgotten_between_two_steps: (draw_long_terms, 623),
+    a_worker_that_cannot_go_on_contributes: (draw_long_terms, 623),
+    who_has_lost_its_update_votes_on_the_step_before: (draw_long_terms, 629),
     an_update_that_is_under_way_counts_as_done: (draw_steady, 24),
     a_newcomer_asks_before_the_members_are_back: (draw_long_terms, 83),
     a_worker_goes_on_in_a_quorum_that_its_group_has_left: (draw_steady, 3003),

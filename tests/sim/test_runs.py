@@ -30,9 +30,11 @@ def test_a_step_of_a_group_that_is_kept_out_may_be_repeated() -> None:
     assert outcome.fell is None, describe(outcome)
 
 
-def test_a_job_that_has_split_is_one_again() -> None:
-    """A newcomer is the first at a restarted lighthouse, which is restarted again."""
-    outcome = Fleet(draw_long_terms(665, 3)).run()
+@pytest.mark.parametrize("seed", [665, 690])
+def test_a_job_that_has_split_is_one_again(seed: int) -> None:
+    """A newcomer is the first at a restarted lighthouse, which is restarted again. The others learn
+    of it, also one whose session begins just then."""
+    outcome = Fleet(draw_long_terms(seed, 3)).run()
     assert outcome.fell is None, describe(outcome)
 
 

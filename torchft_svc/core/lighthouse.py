@@ -537,18 +537,15 @@ def _turn_away(state: Job, misfits: list[Member], trains: Member, now: float) ->
 
 
 def _leave_behind(job: str, state: Job) -> list[Order]:
-    """Tell the stragglers of the last quorum that the next one is formed without them (rule Q4);
-    and, with the first quorum here, groups that were in an older one than others (rule Q12)."""
-    members, activity = state.members, state.hangs.activity
-    left = [key for key in members.stragglers() if activity(key) is not None]
-    if members.previous is None:
-        outrun = members.groups[GroupState.ABSENT] | members.groups[GroupState.STRAGGLING]
-        left += sorted(outrun - members.previous_ids)
+    """Tell the stragglers of the last quorum that the next one is formed without them (rule Q4).
+    Of the first quorum here, also groups that have reported nothing yet have to know."""
     # One that heals is not in a collective, and joins with what it has by then.
+    is_first = state.members.previous is None
+    activities = {key: state.hangs.activity(key) for key in state.members.stragglers()}
     return [
-        ReportStraggler(job, key, members.last.quorum_id, recipients=(key,))
-        for key, doing in ((key, activity(key)) for key in left)
-        if doing is None or doing.phase is not Phase.HEALING
+        ReportStraggler(job, key, state.members.last.quorum_id, recipients=(key,))
+        for key, doing in activities.items()
+        if (is_first if doing is None else doing.phase is not Phase.HEALING)
     ]
 
 

@@ -524,8 +524,11 @@ class Membership:
         return [key for key in self._previous_ids if key in self._known]
 
     def stragglers(self) -> list[str]:
-        """The living groups of the last quorum that did not ask for the next one in time."""
-        return sorted(self.groups[GroupState.STRAGGLING] & self._previous_ids)
+        """The living groups of the last quorum that did not ask for the next one in time; before
+        the first one here, also those that reported an older one, and do not ask (rule Q12)."""
+        left = sorted(self.groups[GroupState.STRAGGLING] | self.groups[GroupState.ABSENT])
+        older = Tenure.VETERAN if self.previous is None else Tenure.MEMBER
+        return [each for each in left if self._known[each].tenure in (Tenure.MEMBER, older)]
 
     @property
     def previous_ids(self) -> Set[str]:
@@ -572,8 +575,7 @@ class Membership:
         return list(self._waiting)
 
     def is_past(self, replica_id: str, last: LastQuorum) -> bool:
-        """Whether the others continue without this group, which was in quorum ``last`` and is
-        back."""
+        """Whether the others continue without this group, which was in quorum ``last``."""
         newest = self.previous.quorum_id if self.previous is not None else 0
         return not self.knows(replica_id) and 0 < last.quorum_id <= newest
 

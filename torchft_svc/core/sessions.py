@@ -162,14 +162,15 @@ class LighthouseSessions:
         at = self._time(now)
         replica_id, last = hello.replica_id, hello.last
         is_past = self.lighthouse.is_past(job, replica_id, last)
-        orders = self._translate(self.lighthouse.opened(job, replica_id, last, at))
+        decided = self.lighthouse.opened(job, replica_id, last, at)
         interval_s = self.lighthouse.beat_interval_s(job)
         self._sessions[stream] = session = _Session(stream, job, replica_id, interval_s)
         streams = self._streams.setdefault(session.key, {})
         streams[stream] = None
+        orders: list[Order] = [Send((stream,), Welcome(interval_s))]
+        orders += self._translate(decided)  # which may concern this group already
         if len(streams) > MAX_SESSIONS_PER_GROUP:
             orders += self._end_most_silent(session.key, at)
-        orders.append(Send((stream,), Welcome(interval_s)))
         if is_past:
             lost = Lost(replica_id, "its session had ended", last.quorum_id)
             orders.append(Send((stream,), lost))
