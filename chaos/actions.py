@@ -83,6 +83,14 @@ def _cut_off(fault: Fault, cluster: Cluster, later: Later) -> float:
     return at
 
 
+def _cut_lines(fault: Fault, cluster: Cluster, later: Later) -> float:
+    at = time.monotonic()
+    for group in (fault.group, *cluster.peers(fault.group)):
+        cluster.cut(group)
+        later(fault.length_s, partial(cluster.mend, group))
+    return at
+
+
 def _drain(fault: Fault, cluster: Cluster, _: Later) -> float:
     workers = cluster.workers(fault.group)
     for worker in workers:  # one gets the signal, the whole group leaves
@@ -148,6 +156,7 @@ _ACTIONS: dict[Kind, Callable[[Fault, Cluster, Later], float]] = {
     Kind.DRAINED: _drain,
     Kind.LIGHTHOUSE_KILLED: _kill_lighthouse,
     Kind.LIGHTHOUSES_AWAY: _kill_lighthouses,
+    Kind.LINES_CUT: _cut_lines,
     Kind.STORE_HOST_FROZEN: _freeze_store_host,
     Kind.STALE_SURVIVOR: _leave_stale_survivor,
 }

@@ -48,6 +48,8 @@ class Incident:
             where = f"lighthouse {self.fault.worker + 1}"
         if self.fault.kind is Kind.LIGHTHOUSES_AWAY:
             where = "all jobs"
+        if self.fault.kind is Kind.LINES_CUT:
+            where = f"job {self.job}"
         length = f" for {self.fault.length_s:g} s" if self.fault.length_s else ""
         return f"fault {self.number}: {self.fault.kind.value} ({where}){length}"
 

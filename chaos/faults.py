@@ -47,6 +47,7 @@ class Kind(Enum):
     DRAINED = "a worker gets SIGTERM"
     LIGHTHOUSE_KILLED = "a lighthouse is killed"
     LIGHTHOUSES_AWAY = "all lighthouses are killed, and stay away"
+    LINES_CUT = "all managers of a job are cut off from the lighthouses"
     STORE_HOST_FROZEN = "the store's host is frozen while it asks and another joins"
     STALE_SURVIVOR = "a frozen group wakes when all others have ended"
 
@@ -65,6 +66,7 @@ BOUNDS_S: Mapping[Kind, float] = {
     Kind.DRAINED: NEWS_S,
     Kind.LIGHTHOUSE_KILLED: LIGHTHOUSE_AWAY_S + LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S,
     Kind.LIGHTHOUSES_AWAY: NEWS_S,  # training goes on without them
+    Kind.LINES_CUT: NEWS_S,  # the same
     Kind.STORE_HOST_FROZEN: HEARTBEAT_TIMEOUT_S + JOIN_S,
     Kind.STALE_SURVIVOR: NEWS_S,  # from the operator's word on
 }
@@ -76,13 +78,22 @@ LASTING = frozenset(
         Kind.STEP_HANGS,
         Kind.CUT_OFF,
         Kind.LIGHTHOUSES_AWAY,
+        Kind.LINES_CUT,
         Kind.STORE_HOST_FROZEN,
     }
 )
 # After these the group that was hit has to commit again within the same bound: it was not ended.
 EVERYBODY = frozenset(
-    {Kind.MANAGER_KILLED, Kind.SUM_FAILS, Kind.LIGHTHOUSE_KILLED, Kind.LIGHTHOUSES_AWAY}
+    {
+        Kind.MANAGER_KILLED,
+        Kind.SUM_FAILS,
+        Kind.LIGHTHOUSE_KILLED,
+        Kind.LIGHTHOUSES_AWAY,
+        Kind.LINES_CUT,
+    }
 )
+# Before these all groups train in steps that ask nobody.
+IN_STEADY_STEPS = frozenset({Kind.LIGHTHOUSES_AWAY, Kind.LINES_CUT})
 # These hit no group, but all jobs.
 FOR_ALL = frozenset({Kind.LIGHTHOUSE_KILLED, Kind.LIGHTHOUSES_AWAY})
 # After this one only the group that was hit has to: all others have ended.
@@ -125,7 +136,7 @@ def draw_faults(
             group=group,
             worker=dice.randrange(choices),
             length_s=_draw_length(dice, kind),
-            pause_s=STEADY_S if kind is Kind.LIGHTHOUSES_AWAY else dice.uniform(0.1, 1.0),
+            pause_s=STEADY_S if kind in IN_STEADY_STEPS else dice.uniform(0.1, 1.0),
         )
 
 

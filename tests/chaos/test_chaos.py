@@ -16,8 +16,9 @@ from demo.promises import Outcome
 
 pytestmark = pytest.mark.processes
 
-# With it a worker is frozen for longer than others wait, and all else is over soon.
-SEED = 7539
+# With it a worker is frozen, and all lines are cut, for longer than others wait; all else is over
+# soon.
+SEED = 6734
 # A fraction of it is enough, but who shares the machine may take most of it.
 MAX_S = 200.0
 
