@@ -58,7 +58,7 @@ def main(first: str, second: str, *hosts: str) -> None:
         train_until_both_are_back,
         num_workers=2,
         backend=RayBackend(strategy="SPREAD"),
-        heartbeat_timeout_s=3.0,
+        heartbeat_timeout_s=6.0,
         first_pause_s=0.2,
         max_pause_s=1.0,
         grow_every_s=0.5,
