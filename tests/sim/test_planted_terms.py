@@ -188,6 +188,32 @@ def a_newcomer_asks_before_the_members_are_back(plant: pytest.MonkeyPatch) -> No
     plant.setattr(Incarnation, "opened", lambda self: real(self) and False)
 
 
+# -- stragglers (E6) -----------------------------------------------------------------------------
+
+
+def who_does_not_begin_a_step_is_waited_for(plant: pytest.MonkeyPatch) -> None:
+    real = Job.late_in_term
+
+    def late_in_term(self: Any, *what: Any) -> tuple[int, list[str]]:
+        real(self, *what)
+        return 0, []
+
+    plant.setattr(Job, "late_in_term", late_in_term)
+
+
+def who_was_late_in_a_term_is_waited_for_again(plant: pytest.MonkeyPatch) -> None:
+    real = Lighthouse._end_stalled_term
+
+    def end(self: Any, job: str, state: Any, now: float) -> Any:
+        left_out, state.members.left_out = state.members.left_out, lambda late: []
+        try:
+            return real(self, job, state, now)
+        finally:
+            state.members.left_out = left_out
+
+    plant.setattr(Lighthouse, "_end_stalled_term", end)
+
+
 # -- sessions, and a worker's round --------------------------------------------------------------
 
 
@@ -272,7 +298,7 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     nobody_is_told_that_a_member_asks: (draw_long_terms, 0),
     a_session_that_begins_does_not_hear_of_the_end: (draw_long_terms, 46),
     a_worker_does_not_heed_the_end: (draw_long_terms, 0),
-    the_end_of_an_earlier_quorum_counts: (draw_long_terms, 0),
+    the_end_of_an_earlier_quorum_counts: (draw_long_terms, 5),
     a_group_always_says_that_all_know: (draw_long_terms, 0),
     an_agreement_from_before_the_term_counts: (draw_long_terms, 0),
     a_quorum_that_a_member_has_left_keeps_its_id: (draw_long_terms, 13),
@@ -284,6 +310,8 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     the_end_is_forgotten_between_two_steps: (draw_long_terms, 623),
     a_worker_that_cannot_go_on_contributes: (draw_long_terms, 623),
     who_has_lost_its_update_votes_on_the_step_before: (draw_long_terms, 629),
+    who_does_not_begin_a_step_is_waited_for: (draw_long_terms, 141),
+    who_was_late_in_a_term_is_waited_for_again: (draw_long_terms, 104),
     an_update_that_is_under_way_counts_as_done: (draw_steady, 24),
     a_newcomer_asks_before_the_members_are_back: (draw_long_terms, 83),
     a_worker_goes_on_in_a_quorum_that_its_group_has_left: (draw_steady, 3003),

@@ -29,7 +29,16 @@ from torchft_svc.sim.world import VirtualWorld
 
 # They leave a group's connections to its manager and lighthouse alone.
 FAULTS_OF_PROGRAMS = frozenset(
-    {"hang", "lose_update", "spoil_update", "break_sum", "drain", "put_off", "stall"}
+    {
+        "hang",
+        "hang_between",
+        "lose_update",
+        "spoil_update",
+        "break_sum",
+        "drain",
+        "put_off",
+        "stall",
+    }
 )
 # Those of them by which the others lose no step: the group knows in time what is to come.
 FAULTS_WITHOUT_COST = frozenset({"drain", "lose_update", "spoil_update"})
@@ -76,12 +85,11 @@ class Fleet:
         sums = Sums(self.network, self.invariants)
         has_one = scenario.num_lighthouses == 1 or scenario.is_elected
         terms = Terms(are_ids_ordered=scenario.is_clock_honest and has_one)
-        companions = Companions(scenario.config.join_timeout_s)
-        histories = Histories(
-            companions,
-            terms.are_ids_ordered and not scenario.unary_every,
+        companions = Companions(
+            scenario.config.join_timeout_s,
             lambda: max(each.began_at for each in self.lighthouses.hosts.values()),
         )
+        histories = Histories(companions, terms.are_ids_ordered and not scenario.unary_every)
         self.shared = Shared(
             self.network, sums, self.invariants, terms, companions, histories, self.trace
         )
@@ -195,10 +203,10 @@ class Fleet:
                 worker.is_broken = True
             case "put_off":
                 worker.puts_heals_off_until = until
-            case "lose_update":
-                worker.loses_update = ""
-            case "spoil_update":
-                worker.loses_update = "it raises"
+            case "lose_update" | "spoil_update":
+                worker.loses_update = "it raises" if fault.kind == "spoil_update" else ""
+            case "hang_between":
+                worker.hangs_between_s = fault.seconds
             case "die_with_sum":
                 worker.dies_with_sum = True
             case "lose_answer":

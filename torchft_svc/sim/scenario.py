@@ -275,10 +275,12 @@ def _draw_story(chance: random.Random, scenario: Scenario, at: float) -> list[Fa
     target, *others = chance.sample(range(scenario.num_groups), scenario.num_groups)
     seconds = chance.choice([0.02, 0.3, 2.0])
     if kind == "hang":
-        seconds = scenario.config.join_timeout_s + chance.uniform(1.0, 3.0)
+        seconds = scenario.config.join_timeout_s + chance.uniform(3.0, 6.0)
     elif kind == "lose_decision":
         seconds = chance.choice([0.05, 0.2])
     value = chance.random()
+    if kind == "hang" and value < 0.7:
+        kind = "hang_between"
     faults = [Fault(at=at, kind=kind, target=target, seconds=seconds, value=value)]
     loss = chance.choice(["", "", "lose_news", "lose_news", "lighthouse"])
     if loss == "lose_news":

@@ -77,6 +77,7 @@ class Site:
 
     def _start_manager(self) -> None:
         self._num_lives += 1
+        self._shared.companions.started(self._world.now)
         process = self._world.process(f"{self.name}/m{self._num_lives}")
         every = self._scenario.unary_every
         site = LinkSite(

@@ -99,9 +99,15 @@ class TermStep:
 @dataclass(slots=True)
 class Companions:
     """What the members of a term may cost one another: waits, and steps that are given up (E4 to
-    E6)."""
+    E6).
+
+    A group that starts within a moment after a lighthouse may ask it first, and begin another
+    history (rule F8), which the others follow.
+    """
 
     join_timeout_s: float
+    lighthouse_began_at: Callable[[], float] = float
+    _splits_at: float = -math.inf  # a group starts right after a lighthouse, and may ask it first
     _doing: dict[tuple[str, int], _Doing] = field(default_factory=dict)
     _troubled_until: dict[str, float] = field(default_factory=dict)
     _unwell_until: dict[str, float] = field(default_factory=dict)  # also if it is reachable
@@ -120,6 +126,15 @@ class Companions:
         if not is_reachable:
             _extend(self._troubled_until, group, until)
 
+    def started(self, now: float) -> None:
+        """A manager has started."""
+        if now - self.lighthouse_began_at() < SLACK_S:
+            self._splits_at = now
+
+    def may_split(self, since: float) -> bool:
+        """Whether a job may be in two histories because of what happened by ``since``."""
+        return 0.0 <= since - self._splits_at < SLACK_S
+
     def misses(self, group: str, step: int, now: float) -> None:
         """``group`` takes part in no step from ``step`` on until it has healed."""
         self.trouble(group, now, is_reachable=True, is_costly=False)
@@ -134,11 +149,12 @@ class Companions:
     def answered(self, group: str, group_rank: int) -> None:
         self._doing[group, group_rank].asks_since = None
 
-    def discarded(self, it: TermStep) -> None:
+    def discarded(self, it: TermStep, now: float) -> None:
         """A step that asked nobody is given up only if something happens to a member, or one of its
         processes dies; not because a group joins or drains, or a lighthouse is away."""
         since = it.asked_at - SLACK_S
         has_reason = any(self._has_reason(each, it.step, since) for each in it.groups())
+        has_reason |= self.may_split(now)
         must(has_reason, "I5", f"{it.group} discards step {it.step} of a term, for no reason")
 
     def _has_reason(self, group: str, step: int, since: float) -> bool:
@@ -189,15 +205,10 @@ TRAINS_S = 3.0
 @dataclass(slots=True)
 class Histories:
     """A job has one history (I4): no group begins another one beside groups that train, also not at
-    a lighthouse that was restarted and has heard of none of them yet.
-
-    ``lighthouse_began_at``: a group that starts within a second after a lighthouse may ask it first
-    (rule F8).
-    """
+    a lighthouse that was restarted and has heard of none of them yet."""
 
     companions: Companions
     is_checked: bool  # all groups have a session with one lighthouse, and ids grow
-    lighthouse_began_at: Callable[[], float] = float
     _last: dict[str, dict[str, tuple[int, int, float]]] = field(default_factory=dict)
 
     def committed(self, it: CommittedStep, now: float) -> None:
@@ -212,7 +223,7 @@ class Histories:
                 f"{me} commits step {it.step} in another history than {group}, which is at {step}"
             )
             is_behind = it.quorum_id > quorum_id and it.step + 1 < step
-            is_first = it.began_at - self.lighthouse_began_at() < SLACK_S
+            is_first = it.began_at - self.companions.lighthouse_began_at() < SLACK_S
             if is_first and it.quorum_id > quorum_id:  # the other gives its step up, and follows
                 self.companions.trouble(group, now, is_reachable=True)
             must(not (trains and is_behind) or is_first, "I4", what)

@@ -49,8 +49,7 @@ from torchft_svc.sim.sums import Result, Seat, State
 from torchft_svc.sim.terms import CommittedStep, NewcomerPatience, TermStep
 from torchft_svc.sim.world import Event, Process
 
-# A user's loop that catches a failed quorum tries again after a moment.
-PAUSE_S = 0.01
+PAUSE_S = 0.01  # until a loop that catches a failed quorum tries again
 WAITS_LOOK_S = 1.0
 ROUNDING_S = 1e-6
 NO_STEP = -1  # of weights that an update has spoiled
@@ -87,6 +86,7 @@ class WorkerActor:
         self.vote_stalls_s = 0.0  # how much longer the next vote is on its way
         self.puts_heals_off_until = 0.0  # `start_quorum(allow_heal=False)`
         self.loses_update: str | None = None  # the next one ends by an exception, or by what spoils
+        self.hangs_between_s = 0.0  # the next two steps
         self.dies_with_sum = False  # with the next one
         self.is_drained = False  # it has ended in good order
         self._num_commits_draining = 0
@@ -466,8 +466,8 @@ class WorkerActor:
         self._carry_out(step, orders)
 
     def _share_fate(self, step: _Step, committed: bool, group: str) -> None:
-        barrier = group, step.round, self.round.ballot().step
-        self._shared.invariants.identity.shared_fate(barrier, self.process, committed)
+        identity = self._shared.invariants.identity
+        identity.shared_fate((group, step.round, self.round.ballot().step), self.process, committed)
 
     def _decided(self, step: _Step, order: Decide) -> None:
         before, committed = self.machine.state, order.committed
@@ -478,12 +478,16 @@ class WorkerActor:
             self._commit(step, before)
         else:
             if step.goes_on:
-                self._shared.companions.discarded(self._in_term(step))
+                self._shared.companions.discarded(self._in_term(step), self.process.world.now)
             try:
                 self.round.check_next()
             except TorchFTError as error:
                 self._end(error)
         self._tell_phase()
+        if self.hangs_between_s:
+            self.hung_until = self.process.world.now + self.hangs_between_s
+            self._trouble(self.hangs_between_s)
+            self.hangs_between_s = 0.0
         self.process.after(PAUSE_S * self.process.chance.random(), self.begin_step)
 
     def _commit(self, step: _Step, before: StepState) -> None:
