@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import signal
@@ -41,6 +42,7 @@ _COLUMNS = (
 
 Killed = Literal["the leader", "another worker", "all workers"]
 FaultTolerance = Literal["restart", "per-step"]
+Engine = Literal["local", "ray"]
 _MODES: tuple[FaultTolerance, ...] = ("restart", "per-step")
 _KILLED: tuple[Killed, ...] = ("the leader", "another worker", "all workers")
 
@@ -76,6 +78,7 @@ class _Course:
     killed: Killed
     num_kills: int
     num_workers: int
+    engine: Engine
     dice: random.Random
     pauses_s: list[float] = field(default_factory=list)
     backs_s: list[float] = field(default_factory=list)
@@ -91,6 +94,7 @@ class _Course:
                 batch_loss=_loss,
                 config={"batch_size": 4},
                 num_workers=self.num_workers,
+                backend=self.engine,
                 fault_tolerance=self.mode,
                 checkpoint_dir=f"{folder}/checkpoints",
                 checkpoint_every=20,
@@ -181,6 +185,7 @@ def _wait_until_all_step(folder: Path, without: set[int], num_workers: int, afte
 @click.command(context_settings={"show_default": True})
 @click.option("--kills", type=click.IntRange(1), default=10, help="Of each kind.")
 @click.option("--workers", type=click.IntRange(2), default=3)
+@click.option("--backend", "engine", type=click.Choice(("local", "ray")), default="local")
 @click.option("--mode", "modes", type=click.Choice(_MODES), multiple=True, default=_MODES)
 @click.option("--killed", "kinds", type=click.Choice(_KILLED), multiple=True, default=_KILLED)
 @click.option("--seed", type=int, default=0)
@@ -188,6 +193,7 @@ def _wait_until_all_step(folder: Path, without: set[int], num_workers: int, afte
 def main(
     kills: int,
     workers: int,
+    engine: Engine,
     modes: tuple[FaultTolerance, ...],
     kinds: tuple[Killed, ...],
     seed: int,
@@ -198,12 +204,21 @@ def main(
         "trainer",
         "From SIGKILL to the next step that any worker has done, and until all train again",
         _COLUMNS,
-        {"kills": kills, "workers": workers, "step_s": _STEP_S, "seed": seed},
+        {
+            "kills": kills,
+            "workers": workers,
+            "backend": engine,
+            "step_s": _STEP_S,
+            "seed": seed,
+        },
     )
+    if engine == "ray":  # also where there are fewer processors than workers
+        ray = importlib.import_module("ray")
+        ray.init("local", num_cpus=workers, include_dashboard=False, log_to_driver=False)
     dice = random.Random(seed)
     for mode in modes:
         for killed in kinds:
-            course = _Course(mode, killed, kills, workers, dice)
+            course = _Course(mode, killed, kills, workers, engine, dice)
             course.run()
             result.rows.append(course.row())
     hand_over(result, json_file)
