@@ -57,12 +57,12 @@ class Worker:
         return at
 
     def manager_pid(self) -> int | None:
-        """The process of the group's manager, which its first worker has started."""
+        """The process of the group's manager, which any thread of its first worker has started."""
         with suppress(OSError):
-            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-            for pid in map(int, children):
-                if b"manager_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    return pid
+            for children in Path(f"/proc/{self.pid}/task").glob("*/children"):
+                for pid in map(int, children.read_text().split()):
+                    if b"manager_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        return pid
         return None
 
     def kill_manager(self) -> float:

@@ -1,4 +1,4 @@
-"""Tests of the lighthouse's part in a term: who is told of its end, what it knows (E4 to E6)."""
+"""Tests of the lighthouse's part in a term: who is told of its end, what it knows (E4 to E7)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 from support.core.scenes import JOB, SECONDS, Scene, config, member
 
-from torchft_svc.core.lighthouse_orders import ReportEviction, ReportStraggler, ReportTermEnds
+from torchft_svc.core.job import MISSED_AFTER_S
+from torchft_svc.core.lighthouse_orders import (
+    ReportEviction,
+    ReportLoss,
+    ReportStraggler,
+    ReportTermEnds,
+)
 from torchft_svc.core.session_messages import NewcomerWaits
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import LOOK_S, TermEnds
@@ -16,14 +22,15 @@ from torchft_svc.core.types import LastQuorum, QuorumConfig
 
 
 class Term(Scene):
-    """Groups a, b and c go on in quorum 1, which began at step 5 and time 100."""
+    """Groups a, b and c go on in quorum 1, which began at step 5; it is 100 s."""
 
     def __init__(self, settings: QuorumConfig = SECONDS, *, steady: bool = True) -> None:
         super().__init__(settings)
-        self.now = 100.0
+        self.now = 99.0
         self.beat("a", "b", "c")
         for each in "abc":
             self.asks(each, 5, steady=steady)
+        self.now = 100.0
         assert self.take_quorums() == [(1, ["a", "b", "c"])]
 
     def asks(self, replica_id: str, step: int, *, agreed: bool = False, **fields: Any) -> None:
@@ -301,3 +308,109 @@ def test_what_is_known_of_an_earlier_quorum_says_nothing_of_a_newer_one() -> Non
     scene.house.request(JOB, asker, 1, scene.now)
     scene.opened("a", 9, 7)
     assert scene.house.missed_news(JOB, "a", LastQuorum(9, 7), 2) == [NewcomerWaits("c")]
+
+
+# -- sessions that end (E7) ----------------------------------------------------------------------
+
+
+def lost(term: Term) -> list[tuple[str, tuple[str, ...]]]:
+    """Who is gone, and who is told that."""
+    losses = [each for each in term.take() if isinstance(each, ReportLoss)]
+    return [(each.replica_id, tuple(sorted(each.recipients))) for each in losses]
+
+
+def test_a_member_without_a_session_stays_while_nobody_misses_it() -> None:
+    term = Term()
+    term.session_ends("b")
+    term.now = 150.0
+    term.opened("b", 1, 5)
+    assert term.take() == []
+    assert not term.house.is_past(JOB, "b", LastQuorum(1, 5))
+    for each in "abc":
+        term.asks(each, 9, agreed=True)
+    assert term.take_quorums() == [(1, ["a", "b", "c"])]
+
+
+def test_it_is_gone_when_it_gives_no_sign_of_life() -> None:
+    term = Term()
+    term.session_ends("b")
+    term.now = 150.0
+    term.beat("a", "c")
+    term.before(199.0)
+    assert lost(term) == []
+    term.until(199.0)
+    assert lost(term) == [("b", ("a", "b", "c"))]
+
+
+@pytest.mark.parametrize(("agreed", "told"), [(False, ("a", "b", "c")), (True, ())])
+def test_it_is_gone_when_a_member_asks(agreed: bool, told: tuple[str, ...]) -> None:
+    """If the term ends by agreement, all have finished the step, and news would make them give it
+    up."""
+    term = Term()
+    term.session_ends("b")
+    term.asks("a", 8, agreed=agreed)
+    orders = term.take()
+    (loss,) = (each for each in orders if isinstance(each, ReportLoss))
+    assert tuple(sorted(loss.recipients)) == told
+    assert not any(isinstance(each, ReportTermEnds) for each in orders)
+    term.asks("c", 8, agreed=agreed)
+    assert term.take_quorums() == [(2, ["a", "c"])]
+
+
+@pytest.mark.parametrize("waited_s", [0.0, 0.5])
+def test_it_is_gone_when_others_wait_in_a_step(waited_s: float) -> None:
+    """Not every backend notices that a peer is dead."""
+    term = Term()
+    term.does("a", Phase.QUORUM, 8, for_s=waited_s)
+    term.session_ends("b")
+    term.now += 0.9 * MISSED_AFTER_S
+    term.does("a", Phase.QUORUM, 8, for_s=waited_s + 0.9 * MISSED_AFTER_S)
+    assert lost(term) == []
+    term.now += 0.1 * MISSED_AFTER_S
+    term.does("a", Phase.QUORUM, 8, for_s=waited_s + MISSED_AFTER_S)
+    assert lost(term) == [("b", ("a", "b", "c"))]
+
+
+def test_it_is_not_missed_by_who_may_not_wait_any_more() -> None:
+    """What is known of the others is as old as their last heartbeats."""
+    term = Term()
+    term.session_ends("b")
+    term.does("a", Phase.QUORUM, 8)
+    term.until(105.0)
+    assert lost(term) == []
+    term.does("a", Phase.QUORUM, 50)
+    assert lost(term) == []
+
+
+def test_it_is_gone_when_another_incarnation_is_there() -> None:
+    term = Term()
+    term.asks("d:1", 5)
+    for each in "abc":
+        term.asks(each, 6, agreed=True)
+    assert term.take_quorums() == [(2, ["a", "b", "c", "d:1"])]
+    term.session_ends("d:1")
+    term.opened("d:2")
+    assert lost(term) == [("d:1", ("a", "b", "c", "d:1"))]
+
+
+@pytest.mark.parametrize("why", ["each step asks", "a member asks", "it has asked", "killed"])
+def test_outside_of_a_term_a_session_that_ends_is_a_loss(why: str) -> None:
+    term = Term(steady=why != "each step asks")
+    if why == "a member asks":
+        term.asks("a", 8)
+    if why == "it has asked":
+        term.asks("b", 8)
+    if why == "killed":
+        term.house.killed(JOB, "b", "an operator kills it")
+    term.take()
+    term.session_ends("b")
+    assert [who for who, _ in lost(term)] == ["b"]
+
+
+def test_what_all_have_reached_is_noted_before_a_silent_member_is_forgotten() -> None:
+    term = Term()
+    for each in "abc":
+        term.does(each, Phase.TRAINING, 9)
+    term.session_ends("b")
+    term.asks("a", 9)
+    assert term.house.committed_step(JOB) == 9

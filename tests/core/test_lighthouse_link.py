@@ -37,7 +37,7 @@ from torchft_svc.core.link_types import (
 from torchft_svc.core.route import LOOK_BACK_S, MAX_PAUSE_S, MIN_PAUSE_S
 from torchft_svc.core.session_messages import Hello, Leave, Question, Withdrawal
 from torchft_svc.core.term import TermEnds
-from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum
+from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, Resumed
 from torchft_svc.errors import (
     DeadlineExceeded,
     NotLeader,
@@ -67,10 +67,16 @@ REFUSED = Unreachable("lighthouse", "a", "refused")
 class Link:
     """A machine, and its orders as they come; log lines are kept apart."""
 
-    def __init__(self, *lighthouses: str, retries: int = 0, chance: float = 1.0) -> None:
+    def __init__(
+        self,
+        *lighthouses: str,
+        retries: int = 0,
+        chance: float = 1.0,
+        resumed: Resumed | None = None,
+    ) -> None:
         self.num_incarnations = 0
         config = dataclasses.replace(
-            CONFIG, lighthouses=lighthouses or ("a",), quorum_retries=retries
+            CONFIG, lighthouses=lighthouses or ("a",), quorum_retries=retries, resumed=resumed
         )
         self.machine = LinkMachine(config, self._name, lambda: chance, address="me")
         self.log: list[str] = []
@@ -148,6 +154,16 @@ def question(number: int = 1, timeout_s: float = 60.0, *, sole: bool = True) -> 
 
 
 # -- connecting ------------------------------------------------------------------------------------
+
+
+def test_e7_another_manager_continues_the_incarnation_of_the_one_before() -> None:
+    link = Link(resumed=Resumed(replica_id="g:old", quorum_id=9, step=3, num_groups=2))
+    assert link.until(100.0) == [], "it begins when its worker is there"
+    assert link(lambda machine: machine.start(100.0)) == [
+        Connect(1, "a", Hello("g:old", LastQuorum(9, 3), 2))
+    ]
+    assert link.machine.seen_quorum_id == 9
+    assert link.num_incarnations == 0
 
 
 def test_it_connects_again_after_pauses_that_grow_and_end_with_a_welcome() -> None:

@@ -171,6 +171,13 @@ def test_a_worker_that_is_gone_lets_the_group_leave_and_the_others_hear_of_it() 
     assert leave == Leave(reason)
 
 
+def test_a_worker_that_was_taken_for_gone_hears_that_its_group_has_left() -> None:
+    made = manager(1, attached=1)
+    made.detach(0, "w0", "it does not answer", 101.0)
+    lost = OwnGroupLost("group rank 0 is gone: it does not answer")
+    assert TellWorkers((0,), lost) in made.attach(0, "w0")
+
+
 def test_an_order_to_end_reaches_workers_that_attach_later_until_all_are_gone() -> None:
     made = manager(2, attached=1)
     assert made.drain("SIGTERM", 101.0) == (TellWorkers((0,), Drain("SIGTERM")),)
@@ -226,8 +233,12 @@ def test_a_worker_whose_answer_was_lost_does_not_go_on_after_its_group_has_left(
     made.ask(asks(0, question=3), 10.0, 100.0)
     made.outcome(7, QUORUM, "a", 101.0)
     made.detach(0, "w0", "its stream broke", 102.0)
-    ends = TermEnds(QUORUM.quorum_id, QUORUM.max_step + 1, "group rank 0 is gone: its stream broke")
-    assert made.attach(0, "w0") == (TellWorkers((0,), ends),)
+    why = "group rank 0 is gone: its stream broke"
+    ends = TermEnds(QUORUM.quorum_id, QUORUM.max_step + 1, why)
+    assert made.attach(0, "w0") == (
+        TellWorkers((0,), OwnGroupLost(why)),
+        TellWorkers((0,), ends),
+    )
     _, again = made.ask(asks(0, question=3), 10.0, 103.0)
     assert [type(each) for each in again] == [AnswerWorker]
     assert made.attach(0, "w0") == (TellWorkers((0,), ends),)

@@ -27,7 +27,7 @@ from torchft_svc.core.round_orders import (
 )
 from torchft_svc.core.step import Participation, Phase, StepMachine
 from torchft_svc.core.term import Fate
-from torchft_svc.core.types import Vote, WorkerRequest
+from torchft_svc.core.types import Resumed, Vote, WorkerRequest
 from torchft_svc.errors import (
     CheckpointError,
     CommitFailed,
@@ -278,6 +278,35 @@ def test_a_line_that_ends_puts_out_who_is_not_alone() -> None:
     cut = training().peers.cut()
     assert cut is not None
     assert cut.quorum_id == 7
+
+
+STEADY = dataclasses.replace(QUORUM, steady=True)
+
+
+@pytest.mark.parametrize(
+    ("quorum", "rules", "goes_on"),
+    [
+        (STEADY, {}, True),
+        (QUORUM, {}, False),
+        (STEADY, {"group_world_size": 2}, False),
+    ],
+    ids=["in a term", "each step asks", "of several workers"],
+)
+def test_e7_only_a_lone_worker_in_a_term_needs_no_manager(
+    quorum: Part, rules: dict[str, int], goes_on: bool
+) -> None:
+    round_ = training(worker(**rules), quorum)
+    assert (round_.line_broke() is None) == goes_on
+    resumed = Resumed(replica_id="a:1", quorum_id=7, step=3, num_groups=2)
+    assert round_.resumed() == (resumed if goes_on else None)
+
+
+def test_e7_who_asks_is_not_resumed() -> None:
+    """Its group may be another incarnation by then."""
+    round_ = training(quorum=STEADY)
+    round_.vote(101.0, 60.0)
+    round_.decide(Decide(False))
+    assert asking(round_).resumed() is None
 
 
 def test_only_the_group_that_was_assigned_counts_as_a_lost_source() -> None:

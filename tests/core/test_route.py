@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 
 import pytest
 
 from torchft_svc.core.route import (
+    MANAGER_PATIENCE_S,
     MAX_PAUSE_S,
     MIN_PAUSE_S,
     AttachEnd,
@@ -114,11 +116,27 @@ def test_a_fleet_that_lost_its_lighthouse_in_one_moment_comes_back_spread() -> N
 def test_a_stream_to_the_manager_is_opened_again() -> None:
     retry = AttachRetry(lambda: 1.0)
     first = MIN_PAUSE_S
-    assert retry.ended(AttachEnd.BROKEN) == Reattach(first, is_cut=True, is_lost=True)
-    again = retry.ended(AttachEnd.BROKEN)
-    assert again == Reattach(2 * first, is_cut=False, is_lost=True), "the worker knows already"
-    assert retry.ended(AttachEnd.MOVED) == Reattach(4 * first, is_cut=False, is_lost=False)
+    broken = Reattach(first, is_broken=True, is_cut=False, is_lost=True)
+    assert retry.ended(AttachEnd.BROKEN, 10.0) == broken
+    known = dataclasses.replace(broken, is_broken=False, pause_s=2 * first)
+    assert retry.ended(AttachEnd.BROKEN, 10.1) == known
+    moved = dataclasses.replace(known, is_lost=False, pause_s=4 * first)
+    assert retry.ended(AttachEnd.MOVED, 10.2) == moved
     retry.received()
-    assert retry.ended(AttachEnd.CLOSED) == Reattach(8 * first, is_cut=True, is_lost=False)
-    assert retry.ended(AttachEnd.REFUSED) == Reattach(first, is_cut=True, is_lost=False)
-    assert retry.ended(AttachEnd.MOVED) == Reattach(2 * first, is_cut=False, is_lost=False)
+    closed = Reattach(8 * first, is_broken=True, is_cut=True, is_lost=False)
+    assert retry.ended(AttachEnd.CLOSED, 10.3) == closed
+    retry.received()
+    refused = dataclasses.replace(closed, pause_s=first)
+    assert retry.ended(AttachEnd.REFUSED, 10.4) == refused
+    assert not retry.ended(AttachEnd.MOVED, 10.5).is_cut
+
+
+def test_who_finds_no_manager_for_long_is_out_of_its_quorum() -> None:
+    retry = AttachRetry(lambda: 1.0)
+    retry.ended(AttachEnd.BROKEN, 10.0)
+    late_at = 10.0 + MANAGER_PATIENCE_S
+    assert not retry.ended(AttachEnd.BROKEN, late_at - 0.1).is_cut
+    assert retry.ended(AttachEnd.BROKEN, late_at).is_cut
+    assert not retry.ended(AttachEnd.BROKEN, late_at + 0.1).is_cut, "the worker knows already"
+    retry.received()
+    assert not retry.ended(AttachEnd.BROKEN, late_at + 1.0).is_cut

@@ -169,7 +169,8 @@ def test_the_next_process_takes_over_when_the_line_of_the_one_before_breaks(
         news.cancel()
         if not asks_first:
             eventually(lambda: "worker gone group_rank=0" in manager.errors())
-            next(open_line(after, "after"))
+            later_news = open_line(after, "after")  # open for as long as it is referenced
+            next(later_news)
             asked = after.ask_manager(rank=0, step=5, worker_id="after")
         answer = asked.result()
         assert answer.replica_ids != first.replica_ids, "to the others it is another group"

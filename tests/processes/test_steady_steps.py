@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from support.bounds import check
-from support.running import lighthouse_process, steady_address
+from support.running import eventually, lighthouse_process, steady_address
 
 from chaos.bounds import LIGHTHOUSE_BACK_S
 from chaos.fleet import Fleet
@@ -17,6 +17,8 @@ pytestmark = pytest.mark.processes
 
 GROUPS = {0, 1, 2}
 AWAY_S = 3.0
+# So long the group is watched when it has a manager again.
+RESUMED_S = 2.0
 
 
 def commits_in(fleet: Fleet, since: float) -> list[int]:
@@ -76,3 +78,25 @@ def test_a_lighthouse_that_is_back_continues_the_term(make_fleet: Callable[..., 
         steps = [event.step for event in fleet.of(0, Committed, since=since)]
         assert steps == list(range(steps[0], steps[0] + len(steps))), "none is lost or repeated"
         assert not fleet.of(0, Discarded, since=since)
+
+
+def test_the_death_of_a_manager_costs_nobody_a_step(make_fleet: Callable[..., Fleet]) -> None:
+    """Its group goes on in the quorum; the next manager continues as the same member."""
+    with lighthouse_process("--min-replicas=1") as lighthouse:
+        fleet = make_fleet(lighthouse.address)
+        workers = [fleet.start(group)[0] for group in sorted(GROUPS)]
+        settle(fleet)
+        first = workers[1].manager_pid()
+        died_at = workers[1].kill_manager()
+        eventually(lambda: workers[1].manager_pid() not in (None, first))
+        time.sleep(RESUMED_S)
+        commits = commits_in(fleet, died_at)
+        assert not any(fleet.of(group, Discarded, since=died_at) for group in GROUPS)
+        (quorum_id,) = {each.quorum_id for each in fleet.of(0, Committed, since=died_at)}
+        assert min(commits) >= 10, commits
+        fleet.start(3)  # whose news reaches the group by its new manager
+        fleet.all_meet({*GROUPS, 3})
+        fleet.read()
+        assert not fleet.of(1, Discarded, since=died_at)
+        assert fleet.of(1, Committed)[-1].quorum_id > quorum_id
+        assert "group lost" not in lighthouse.errors()

@@ -1,4 +1,4 @@
-"""Each planted fault in the rules of terms (E1 to E6) is found by some seed (rule X3)."""
+"""Each planted fault in the rules of terms (E1 to E7) is found by some seed (rule X3)."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from torchft_svc.core.sessions import LighthouseSessions
 from torchft_svc.core.term import RunningTerm, TermEnds
 from torchft_svc.sim.fleet import Fleet
 from torchft_svc.sim.scenario import Scenario, draw_long_terms, draw_returns, draw_steady
+from torchft_svc.sim.site import Site
 
 NUM_GROUPS = 3  # few: such runs are short
 Draw = Callable[[int, int], Scenario]
@@ -192,13 +193,7 @@ def a_newcomer_asks_before_the_members_are_back(plant: pytest.MonkeyPatch) -> No
 
 
 def who_does_not_begin_a_step_is_waited_for(plant: pytest.MonkeyPatch) -> None:
-    real = Job.late_in_term
-
-    def late_in_term(self: Any, *what: Any) -> tuple[int, list[str]]:
-        real(self, *what)
-        return 0, []
-
-    plant.setattr(Job, "late_in_term", late_in_term)
+    plant.setattr(Job, "late_in_term", lambda self, step: [])
 
 
 def who_was_late_in_a_term_is_waited_for_again(plant: pytest.MonkeyPatch) -> None:
@@ -283,6 +278,18 @@ def the_end_of_a_reported_quorum_counts_for_a_newer_one(plant: pytest.MonkeyPatc
     plant.setattr(Lighthouse, "opened", opened)
 
 
+# -- sessions that end (E7) ----------------------------------------------------------------------
+
+
+def the_end_of_a_session_is_a_loss(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Job, "may_be_back", lambda self, replica_id: False)
+
+
+def another_manager_is_another_incarnation(plant: pytest.MonkeyPatch) -> None:
+    real = Site._start_manager
+    plant.setattr(Site, "_start_manager", lambda self, resumed=None: real(self))
+
+
 # Each with the scenarios to search, and the first seed of the search: near the first one that
 # finds it.
 PLANTS: dict[Plant, tuple[Draw, int]] = {
@@ -314,9 +321,11 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     who_was_late_in_a_term_is_waited_for_again: (draw_long_terms, 104),
     an_update_that_is_under_way_counts_as_done: (draw_steady, 24),
     a_newcomer_asks_before_the_members_are_back: (draw_long_terms, 83),
-    a_worker_goes_on_in_a_quorum_that_its_group_has_left: (draw_steady, 3003),
+    a_worker_goes_on_in_a_quorum_that_its_group_has_left: (draw_steady, 682),
     who_comes_first_waits_for_nobody: (draw_returns, 0),
     the_end_of_a_reported_quorum_counts_for_a_newer_one: (draw_returns, 0),
+    the_end_of_a_session_is_a_loss: (draw_steady, 15),
+    another_manager_is_another_incarnation: (draw_steady, 15),
 }
 
 

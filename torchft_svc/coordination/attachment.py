@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +35,10 @@ class Listeners:
     (the reason). ``on_waiting``: a group waits to join the last quorum (replica id).
     ``on_no_quorum``: this worker has asked for a quorum and waits, because of that (empty: not
     known); called again and again, and of all workers of a group that wait only for the first.
-    ``on_over``: the manager ends, and there will be no other (the reason). ``on_cut``: the stream
-    has ended, so that the group is out of its quorum: its manager is gone, or takes this worker for
-    gone. ``on_term``: the term of a quorum has to end.
+    ``on_over``: the manager ends, and there will be no other (the reason). ``on_break``: the stream
+    has ended, and is opened again; the group is out of its quorum, unless it is in a term that does
+    not need its manager. ``on_cut``: the group is out of its quorum, because its manager did not
+    come back in time, or takes this worker for gone. ``on_term``: the term of a quorum has to end.
     """
 
     on_loss: Callable[[str, str, int], None]
@@ -45,6 +47,7 @@ class Listeners:
     on_waiting: Callable[[str], None]
     on_no_quorum: Callable[[str], None] = lambda reason: None
     on_over: Callable[[str], None] = lambda reason: None
+    on_break: Callable[[], None] = lambda: None
     on_cut: Callable[[], None] = lambda: None
     on_term: Callable[[TermEnds], None] = lambda news: None
 
@@ -136,17 +139,19 @@ class Attachment:
                 how = AttachEnd.REFUSED if is_refused else AttachEnd.BROKEN
             except ValueError:  # the channel was closed
                 how = AttachEnd.MOVED
-            following = retry.ended(how)
+            following = retry.ended(how, time.monotonic())
             if not self._closing.is_set():
                 self._react(following, reason)
             self._closing.wait(following.pause_s)
 
     def _react(self, following: Reattach, reason: str) -> None:
         """``reason``: why the stream has ended, if not in good order."""
-        if following.is_cut:
+        if following.is_broken:
             if reason:
                 level = logging.DEBUG if self._is_over else logging.WARNING
                 log.log(level, "no stream to the manager: %s", reason)
+            self._listeners.on_break()
+        if following.is_cut:
             self._listeners.on_cut()
         if following.is_lost:
             self._on_break()

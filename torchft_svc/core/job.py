@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torchft_svc.core.activity import HangWatch
+from torchft_svc.core.activity import Activity, HangWatch
 from torchft_svc.core.likeness import Likeness
 from torchft_svc.core.membership import AWAITED_MEMBERS, GroupState, Membership
 from torchft_svc.core.overview import History
@@ -19,6 +19,9 @@ from torchft_svc.core.types import LastQuorum, Member
 # at once must not cause a million messages.
 MAX_ANNOUNCED, MAX_ANNOUNCEMENTS = 100, 10_000
 MAX_LOSSES_TOLD = 4
+# So long another one waits in a step before members without a session are given up (rule E7). If
+# their worker is dead, too, most backends notice that by themselves, and then the others ask.
+MISSED_AFTER_S = 0.2
 
 
 class Announcements:
@@ -60,6 +63,8 @@ class Job:
     held: dict[str, tuple[Member, int]] = field(default_factory=dict)
     announcements: Announcements = field(default_factory=Announcements)
     term: RunningTerm = field(default_factory=RunningTerm)
+    # Members whose session has ended without a word, and since when (rule E7).
+    silent: dict[str, float] = field(default_factory=dict)
 
     def note_progress(self) -> None:
         """Note how far all members of the last quorum have come in it (rule E5); before one of them
@@ -78,29 +83,61 @@ class Job:
         self.spent_id = self.last_id
         return tuple(key for key in self.members.quorum_left() if key != member.replica_id)
 
-    def late_in_term(self, now: float, patience_s: float) -> tuple[int, list[str]]:
-        """The members that keep others from a step of the term, because they have not begun it, and
-        its number (rule E6): others wait for their sums in it for ``patience_s`` or longer."""
-        term, members = self.term, self.members
+    def may_be_back(self, replica_id: str) -> bool:
+        """Whether a group whose session has ended without a word stays a member (rule E7): its
+        steps need no manager, and nobody misses it."""
+        members = self.members
+        return (
+            self.term.may_go_on
+            and self.term.over_from is None
+            and replica_id in members.previous_ids
+            and replica_id not in self.killed
+            and members.state(replica_id) is GroupState.AWAITED
+            and not members.groups[GroupState.ASKING]
+            and len(members.quorum_left()) > 1
+        )
+
+    def is_missed(self, activity: Activity, now: float) -> bool:
+        """Whether a member that waits for others in a step, as it reports now, may wait for one
+        whose session has ended."""
+        if not self.silent or not self._waits_in_step(activity):
+            return False
+        return now - max(activity.since, *self.silent.values()) >= MISSED_AFTER_S
+
+    def _waits_in_step(self, activity: Activity) -> bool:
+        """Before its quorum was formed it waited for that."""
+        return activity.phase is Phase.QUORUM and activity.since > self.term.formed_at
+
+    def stalled_step(self, join_timeout_s: float, now: float) -> int | None:
+        """The step in which members have waited for the others for too long; None: there is
+        none."""
+        term = self.term
         if not term.is_due(now):
-            return 0, []
-        doing = {each: self.hangs.activity(each) for each in members.quorum_left()}
-        waiting = [each for each in doing.values() if each and each.phase is Phase.QUORUM]
-        for_long = [each.step for each in waiting if now - each.since >= patience_s]
-        if not for_long:
-            term.look_at = math.inf
-            term.waits(min((each.since for each in waiting), default=math.inf), patience_s, now)
-            return 0, []
-        step = max(for_long)
+            return None
+        doing = [self.hangs.activity(each) for each in self.members.quorum_left()]
+        waiting = [each for each in doing if each is not None and self._waits_in_step(each)]
+        overdue = [each.step for each in waiting if now - each.since >= join_timeout_s]
+        if overdue:
+            return max(overdue)
+        term.look_at = math.inf
+        term.waits(min((each.since for each in waiting), default=math.inf), join_timeout_s, now)
+        return None
+
+    def late_in_term(self, step: int) -> list[str]:
+        """The members that keep others from ``step`` of the term, because they have not begun it
+        (rule E6); what silent ones do is not known."""
+        known = (each for each in self.members.quorum_left() if each not in self.silent)
+        doing = {each: self.hangs.activity(each) for each in known}
         late = sorted(
             key for key, each in doing.items() if each is not None and not each.has_begun(step)
         )
-        return step, [key for key in late if members.state(key) in AWAITED_MEMBERS]
+        return [key for key in late if self.members.state(key) in AWAITED_MEMBERS]
 
     def forget(self, replica_id: str) -> int | None:
         """The group is gone; returns the caller that waited for it, if any."""
         self.hangs.gone(replica_id)
         self.announcements.gone(replica_id)
+        self.silent.pop(replica_id, None)
         return self.members.gone(replica_id)
 
     def loss_recipients(self, replica_id: str) -> tuple[str, ...]:
@@ -113,6 +150,7 @@ class Job:
             return (replica_id,)
         if others:
             self.term.over_from = 0  # they know: no question of theirs is news for the others
+            self.spent_id = self.last_id
         return (replica_id, *others)
 
     def announce(self, asked: Iterable[str]) -> list[str]:

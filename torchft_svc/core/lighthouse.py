@@ -96,6 +96,7 @@ class Lighthouse:
         if member.replica_id in state.members.previous_ids:
             state.note_progress()
             state.term.is_noted = True
+            orders += self._miss_silent(job, state, now, agreed=agreed)
         state.hangs.reported(member.replica_id, Activity(Phase.QUORUM, member.step, now), now)
         if not state.members.names.is_free_for(member.replica_id):
             held_before = state.held.pop(member.replica_id, None)
@@ -130,6 +131,8 @@ class Lighthouse:
         last.check()
         state = self._job(job, replica_id, now, last.quorum_id)
         orders = self._sign_of_life(state, replica_id, now)
+        if state.silent.keys() & set(state.members.names.earlier(replica_id)):
+            orders += self._miss_silent(job, state, now)  # it will not be back, this is its heir
         state.members.seen(replica_id, now)
         known_id = state.members.last.quorum_id
         state.members.reported(replica_id, last)
@@ -154,6 +157,8 @@ class Lighthouse:
                 if activity.phase is Phase.QUORUM:
                     state.term.waits(activity.since, self._config.join_timeout_s, now)
                     self._wake(state.term.look_at)
+                    if state.is_missed(activity, now):
+                        orders += self._miss_silent(job, state, now)
             orders += self._heed_hangs(job, state, now, (replica_id,))
             self._wake(state.hangs.look_at())
         if is_new or orders:
@@ -167,6 +172,15 @@ class Lighthouse:
             return ()
         orders = self._remove(job, state, replica_id, leave, now)
         return self._settle(job, state, orders, now)
+
+    def went_silent(self, job: str, replica_id: str, how: Leave, now: float) -> tuple[Order, ...]:
+        """The group's session has ended without a word: in a term it stays a member while nobody
+        misses it (rule E7), otherwise it is gone."""
+        state = self._jobs.get(job)
+        if state is None or not state.may_be_back(replica_id):
+            return self.leave(job, replica_id, how, now)
+        state.silent[replica_id] = now
+        return ()
 
     def killed(self, job: str, replica_id: str, reason: str) -> None:
         """An operator ends a living group: it then ends on purpose, however it ends."""
@@ -365,6 +379,7 @@ class Lighthouse:
 
     def _sign_of_life(self, state: Job, replica_id: str, now: float) -> list[Order]:
         """A living incarnation keeps its name: later ones that wait for it are refused."""
+        state.silent.pop(replica_id, None)
         orders: list[Order] = []
         for rival in state.members.names.later(replica_id) if state.held else ():
             if rival not in state.held:
@@ -425,9 +440,23 @@ class Lighthouse:
             orders.append(ReportEviction(job, each, why, quorum_id, told))
         return orders
 
+    def _miss_silent(
+        self, job: str, state: Job, now: float, *, agreed: bool = False
+    ) -> list[Order]:
+        """Give up the members without a session (rule E7). ``agreed``: all members end their step,
+        and ask, so nobody needs to be told."""
+        silent = Leave("its session ended", between_steps=agreed)
+        orders: list[Order] = []
+        for replica_id in list(state.silent):
+            orders += self._remove(job, state, replica_id, silent, now)
+        return orders
+
     def _end_stalled_term(self, job: str, state: Job, now: float) -> list[Order]:
         """Groups that have not begun a step in time keep the others waiting in it no longer."""
-        step, late = state.late_in_term(now, self._config.join_timeout_s)
+        step = state.stalled_step(self._config.join_timeout_s, now)
+        if step is None:
+            return []
+        late = state.late_in_term(step)
         if not late:
             return []
         state.note_progress()
@@ -502,7 +531,7 @@ class Lighthouse:
         state.announcements = Announcements()
         may_go_on = len(quorum.up_to_date) == len(quorum.participants) > 1
         may_go_on &= all(member.steady for member in quorum.participants)
-        state.term = RunningTerm(may_go_on=may_go_on, began_at=quorum.max_step)
+        state.term = RunningTerm(may_go_on, quorum.max_step, formed_at=now)
         if formed.lost_from is not None:
             state.history.went_back()
         state.history.published(quorum, now)

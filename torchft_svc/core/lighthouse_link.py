@@ -33,7 +33,7 @@ from torchft_svc.core.link_types import (
 from torchft_svc.core.route import LOOK_BACK_S, MIN_PAUSE_S, Backoff, Route
 from torchft_svc.core.session_messages import Hello, Leave, Question, Withdrawal
 from torchft_svc.core.term import TermEnds
-from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, one_line
+from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, Resumed, one_line
 from torchft_svc.errors import (
     DeadlineExceeded,
     NotLeader,
@@ -95,7 +95,10 @@ class LinkMachine:
 
     def __post_init__(self) -> None:
         self._route = Route(self.config.lighthouses)
-        self._begin_incarnation()
+        me = self.config.resumed or Resumed(replica_id=self.new_replica_id())
+        self._begin_incarnation(me.replica_id)
+        self._last, self.seen_quorum_id = LastQuorum(me.quorum_id, me.step), me.quorum_id
+        self._last_num_groups = me.num_groups
 
     @property
     def replica_id(self) -> str:
@@ -304,9 +307,9 @@ class LinkMachine:
 
     # -- connecting ------------------------------------------------------------------------------
 
-    def _begin_incarnation(self) -> None:
+    def _begin_incarnation(self, replica_id: str) -> None:
         why_not = self._unreachable("there is no connection yet")
-        self._me = Incarnation(self.new_replica_id(), Backoff(self.draw), why_not)
+        self._me = Incarnation(replica_id, Backoff(self.draw), why_not)
 
     def _connect(self, now: float) -> None:
         self._num_connections += 1
@@ -388,7 +391,7 @@ class LinkMachine:
         question = self._question
         if self._restarts:
             self._restarts = False
-            self._begin_incarnation()
+            self._begin_incarnation(self.new_replica_id())
             self._connect(now)
             if question is not None:
                 question.number, question.held = 0, None
@@ -399,11 +402,10 @@ class LinkMachine:
             self._end(question, QuorumFailed(_LEFT))
 
     def _go_back(self, address: str, now: float) -> None:
-        """Move to the earlier lighthouse that would take the group (rule F3).
+        """Move to the earlier lighthouse that would take the group, as a new incarnation (F3).
 
-        As a new incarnation: the old one has left. At once, also within a step, so that a group
-        that asks there waits for this one instead of training alone; the peers are not told then,
-        because they would discard their step. An open question is asked again there.
+        At once, also within a step: a group that asks there waits for this one, and does not train
+        alone. The peers are not told then, because they would discard their step.
         """
         self._log("info", f"lighthouse {address} accepts this group again, returning to it")
         is_asking = self._question is not None and self._question.number > 0
@@ -582,8 +584,6 @@ class LinkMachine:
         if self.state is not LinkState.LEAVING:
             due_at = connection.beat_sent_at + connection.interval_s * self._between(0.9)
             connection.beat_at = max(now, due_at)
-
-    # -- odds and ends ---------------------------------------------------------------------------
 
     def _current(self, number: int) -> LinkConnection | None:
         connection = self._connection

@@ -11,7 +11,7 @@ from torchft_svc.core.group_orders import AskLighthouse
 from torchft_svc.core.route import LOOK_BACK_S, Backoff
 from torchft_svc.core.session_messages import Hello, Leave, Question, Withdrawal
 from torchft_svc.core.term import TermEnds
-from torchft_svc.core.types import Member, Quorum
+from torchft_svc.core.types import Member, Quorum, Resumed
 from torchft_svc.errors import TorchFTError, Unauthorized
 
 # A heartbeat is worthless when it is late; the next one is a new chance.
@@ -37,6 +37,7 @@ class LinkConfig:
     connect_timeout_s: float
     quorum_retries: int
     min_replicas: int
+    resumed: Resumed | None = None
 
 
 class LinkState(Enum):

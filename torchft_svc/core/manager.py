@@ -135,6 +135,8 @@ class GroupManager:
         self._asked_at = 0.0  # since when some worker waits for a quorum, if one does
         self._last_command: WorkerNews | None = None
         self._pending: dict[str, WorkerNews] = {}  # why a term has to end, by its kind
+        # By group rank, who was taken for gone since the last question, and as what.
+        self._gone: dict[int, tuple[str, OwnGroupLost]] = {}
         self._leader_ends = False  # group rank 0 has ended on purpose
 
     # -- calls -----------------------------------------------------------------------------------
@@ -202,6 +204,9 @@ class GroupManager:
         self.group.attached(group_rank, worker_id)
         self._attached.add(group_rank)
         news = [*([] if self._last_command is None else [self._last_command])]
+        gone = self._gone.pop(group_rank, None)
+        if gone is not None and gone[0] == worker_id:
+            news.append(gone[1])
         return tuple(TellWorkers((group_rank,), each) for each in (*news, *self._pending.values()))
 
     def detach(
@@ -214,7 +219,11 @@ class GroupManager:
             self._leader_ends = ends
         if not self._attached and self.kill_reason is None:
             self._last_command = None  # it was for the workers that have ended
-        return self._follow(self.group.detached(group_rank, worker_id, reason, ends=ends), now)
+        orders = self.group.detached(group_rank, worker_id, reason, ends=ends)
+        for order in orders:
+            if isinstance(order, Leave) and not order.between_steps:
+                self._gone[group_rank] = worker_id, OwnGroupLost(order.reason)
+        return self._follow(orders, now)
 
     def receive_phase(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
         is_overtaken = group_rank in self._num_asking  # by the question, whose answer comes first
@@ -313,6 +322,7 @@ class GroupManager:
         for order in orders:
             if isinstance(order, AskLighthouse):
                 self._pending.clear()
+                self._gone.clear()
                 deadline = min(self._calls[caller].deadline for caller in self.group.askers())
                 completed.append(AskLink(order, deadline - now - ANSWER_MARGIN_S))
             elif isinstance(order, AwaitOwner):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Generic
 
+from torchft_svc.core.activity import Activity
 from torchft_svc.core.peers import LoseMember, Part, Peers
 from torchft_svc.core.round_orders import (
     AskDecision,
@@ -30,9 +31,10 @@ from torchft_svc.core.round_orders import (
     RefuseState,
     Warn,
 )
+from torchft_svc.core.route import MANAGER_PATIENCE_S
 from torchft_svc.core.step import Phase, StepMachine, participation
 from torchft_svc.core.term import Fate, TermEnds, Wish, fate
-from torchft_svc.core.types import Vote, WorkerRequest
+from torchft_svc.core.types import Resumed, Vote, WorkerRequest
 from torchft_svc.errors import (
     CommitFailed,
     ConfigError,
@@ -49,9 +51,6 @@ from torchft_svc.errors import (
 
 # The pause before a manager that did not answer is asked again.
 RETRY_S = 0.05
-# A restarted manager is back within a second, on a busy machine within a few seconds; after this
-# time the machine of rank 0 is probably gone.
-MANAGER_PATIENCE_S = 5.0
 # The phases in which a step ends by a vote, or by being given up.
 UNDER_WAY = (Phase.TRAINING, Phase.HEALING)
 
@@ -451,6 +450,30 @@ class Round(Generic[Part]):
         if not news.is_over_at(quorum.quorum_id, state.step):
             return None
         return LoseMember(quorum.quorum_id, news.reason)
+
+    def line_broke(self) -> LoseMember | None:
+        """The stream to the manager has broken, and is opened again; returns what to give up.
+
+        A group of one worker goes on in its term (rule E7).
+        """
+        return None if self._needs_no_manager() else self.peers.cut()
+
+    def resumed(self) -> Resumed | None:
+        """As which member of its quorum another manager of this group continues (rule E7); None:
+        as a new incarnation."""
+        quorum, state = self.quorum, self.step.state
+        if quorum is None or not self._needs_no_manager():
+            return None
+        return Resumed(
+            replica_id=quorum.replica_ids[quorum.replica_rank],
+            quorum_id=quorum.quorum_id,
+            step=max(quorum.max_step, Activity(state.phase, state.step, 0.0).reached),
+            num_groups=quorum.replica_world_size,
+        )
+
+    def _needs_no_manager(self) -> bool:
+        quorum = self.quorum
+        return quorum is not None and quorum.steady and self._rules.group_world_size == 1
 
     # -- the vote --------------------------------------------------------------------------------
 

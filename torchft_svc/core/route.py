@@ -12,6 +12,9 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.02, 0.5
 # A client that is not at the first lighthouse of its list asks this often whether an earlier one
 # would take it: for so long the groups of a job may be at different ones.
 LOOK_BACK_S = 1.0
+# A restarted manager is back within a second, on a busy machine within a few seconds; after this
+# time the machine of rank 0 is probably gone.
+MANAGER_PATIENCE_S = 5.0
 
 
 class Route:
@@ -97,11 +100,13 @@ class AttachEnd(enum.Enum):
 class Reattach:
     """Open the stream again after ``pause_s``.
 
-    ``is_cut``: the group is out of its quorum, and this worker has not been told so before.
-    ``is_lost``: the manager may be at another address.
+    ``is_broken``: it was open; the group is out of its quorum if a step of that needs the manager.
+    ``is_cut``: the group is out, because the manager did not come back in time, or took this worker
+    for gone. ``is_lost``: the manager may be at another address.
     """
 
     pause_s: float
+    is_broken: bool
     is_cut: bool
     is_lost: bool
 
@@ -111,19 +116,27 @@ class AttachRetry:
 
     def __init__(self, draw: Callable[[], float]) -> None:
         self._backoff = Backoff(draw)
-        self._is_failing = False
+        self._failing_since: float | None = None
+        self._is_cut = False  # and the worker has been told so
 
     def received(self) -> None:
         """News have come: the stream is open."""
-        self._is_failing = False
+        self._failing_since = None
+        self._is_cut = False
 
-    def ended(self, how: AttachEnd) -> Reattach:
-        is_first = not self._is_failing and how is not AttachEnd.MOVED
-        self._is_failing |= how is not AttachEnd.CLOSED
+    def ended(self, how: AttachEnd, now: float) -> Reattach:
+        is_closed = how is AttachEnd.CLOSED
+        is_first = self._failing_since is None and how is not AttachEnd.MOVED
+        if not is_closed and self._failing_since is None:
+            self._failing_since = now
+        failing_since, was_cut = self._failing_since, self._is_cut
+        is_late = failing_since is not None and now - failing_since >= MANAGER_PATIENCE_S
+        self._is_cut |= is_late or is_closed or (is_first and how is AttachEnd.REFUSED)
         pause_s = self._backoff.pause_s()
-        self._backoff.tried(failed=self._is_failing)
+        self._backoff.tried(failed=failing_since is not None)
         return Reattach(
             pause_s,
-            is_cut=is_first or how is AttachEnd.CLOSED,
+            is_broken=is_first or is_closed,
+            is_cut=self._is_cut and (is_closed or not was_cut),
             is_lost=how is AttachEnd.BROKEN,
         )

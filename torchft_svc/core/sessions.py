@@ -211,16 +211,21 @@ class LighthouseSessions:
         return self._finish(orders)
 
     def closed(self, stream: int, now: float, error: TorchFTError | None = None) -> Orders:
-        """A stream has ended, maybe with ``error``; its group is gone if it has no other one."""
+        """A stream has ended, maybe with ``error``; if its group has no other one, it is gone, or
+        missing."""
         session = self._sessions.pop(stream, None)
         if session is None:
             return ()
         at = self._time(now)
         orders = self._withdraw(session, at)
-        if self._forget(session):
-            is_refused = error is not None and not isinstance(error, Unreachable)
-            reason = f"its session was refused: {error}" if is_refused else "its session ended"
-            orders += self._gone(session.job, session.replica_id, Leave(reason), at)
+        if not self._forget(session):
+            return self._finish(orders)
+        job, replica_id = session.key
+        if error is not None and not isinstance(error, Unreachable):
+            orders += self._gone(job, replica_id, Leave(f"its session was refused: {error}"), at)
+        else:
+            ended = Leave("its session ended")
+            orders += self._translate(self.lighthouse.went_silent(job, replica_id, ended, at))
         return self._finish(orders)
 
     def _ask(self, session: _Session, question: Question, at: float) -> list[Order]:

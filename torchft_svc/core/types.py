@@ -171,6 +171,17 @@ NO_QUORUM = LastQuorum()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """The incarnation that a manager continues, because the one before died in a term (rule E7):
+    its group is in quorum ``quorum_id`` of ``num_groups`` groups, and has reached ``step``."""
+
+    replica_id: str
+    quorum_id: int = 0
+    step: int = 0
+    num_groups: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRequest:
     """A worker asks for a quorum; ``worker_id`` is new at every start of its process.
 

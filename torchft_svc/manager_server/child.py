@@ -124,9 +124,10 @@ def _command(config: ManagerConfig, signs: int) -> list[str]:
     settings = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
-        if field.name != "security"
+        if field.name not in ("security", "resumed")
     }
-    told = json.dumps({**settings, "owner_pid": os.getpid()})
+    resumed = dataclasses.asdict(config.resumed) if config.resumed else None
+    told = json.dumps({**settings, "owner_pid": os.getpid(), "resumed": resumed})
     return [sys.executable, "-m", SIDECAR, told, str(log_level), str(signs)]
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torchft_svc.core.types import DEFAULT_JOB, MAX_NAME_LENGTH, MAX_WORLD_SIZE, check_length
+from torchft_svc.core.types import (
+    DEFAULT_JOB,
+    MAX_NAME_LENGTH,
+    MAX_WORLD_SIZE,
+    Resumed,
+    check_length,
+)
 from torchft_svc.errors import AddressError, ConfigError
 from torchft_svc.rpc.address import HostPort, parse_address, split_addresses
 from torchft_svc.rpc.security import PLAIN, Security
@@ -26,7 +32,7 @@ class ManagerConfig:
     unreachable before those who wait are told, ``quorum_retries`` how often a failed quorum is
     asked for again before they are. ``min_replicas`` is the fewest groups that the job trains with
     (0: the lighthouse knows; else the largest that its groups tell counts). ``owner_pid`` is the
-    process to die with.
+    process to die with. ``resumed`` is the incarnation that it continues (None: a new one).
     """
 
     lighthouse_address: str
@@ -41,6 +47,7 @@ class ManagerConfig:
     job_id: str = DEFAULT_JOB
     min_replicas: int = 0
     owner_pid: int | None = None
+    resumed: Resumed | None = None
     security: Security = PLAIN
 
     def __post_init__(self) -> None:

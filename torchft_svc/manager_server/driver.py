@@ -70,6 +70,7 @@ class ManagerDriver:
 
     async def quorum(self, request: WorkerRequest, timeout_s: float) -> bytes:
         """Wait until all workers have asked and the lighthouse has answered; the encoded answer."""
+        self._link.start()
         return await self._wait(*self._core.ask(request, timeout_s, time.monotonic()))
 
     async def should_commit(self, vote: Vote, timeout_s: float) -> bytes:
@@ -122,6 +123,7 @@ class ManagerDriver:
         phase = phase_from_wire(message.phase)
         if phase is not None:
             self._core.receive_phase(group_rank, phase, message.step, time.monotonic())
+        self._link.start()
 
     def beat(self) -> Beat:
         return self._core.beat(time.monotonic())

@@ -68,6 +68,7 @@ class LighthouseLink:
             connect_timeout_s=config.connect_timeout_s,
             quorum_retries=config.quorum_retries,
             min_replicas=config.min_replicas,
+            resumed=config.resumed,
         )
         self.machine = LinkMachine(settings, self._new_replica_id, draw, lambda: self.reached())
         self._number = 0  # of the connection that messages go over
@@ -80,8 +81,9 @@ class LighthouseLink:
         return f"{self._config.replica_name}:{uuid.uuid4()}"
 
     def start(self) -> None:
-        """Begin to prove that the group is alive."""
-        self._tell(lambda machine, now: machine.start(now))
+        """Begin to prove that the group is alive, unless it has begun."""
+        if not self._number:
+            self._tell(lambda machine, now: machine.start(now))
 
     def ask(self, question: AskLighthouse, timeout_s: float) -> None:
         """See `LinkMachine.ask`; ``on_outcome`` hears of the outcome, after this has returned."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
+from torchft_svc.core.types import Resumed
 from torchft_svc.env import Environment
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.process import run_as_process
@@ -17,7 +18,10 @@ from torchft_svc.rpc.security import resolve_security
 def main(settings: str, log_level: str, liveness_descriptor: str) -> None:
     """``settings``: the fields of a `ManagerConfig` as JSON, but its security, which is not for a
     command line: it is that of the environment."""
-    config = ManagerConfig(**json.loads(settings), security=resolve_security(Environment()))
+    fields = json.loads(settings)
+    if fields["resumed"] is not None:
+        fields["resumed"] = Resumed(**fields["resumed"])
+    config = ManagerConfig(**fields, security=resolve_security(Environment()))
     run_as_process(config, log_level, int(liveness_descriptor))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Callable
 
+from torchft_svc.core.types import Resumed
 from torchft_svc.errors import TorchFTError
 from torchft_svc.manager_server.child import STOP_TIMEOUT_S, ManagerProcess
 from torchft_svc.manager_server.config import ManagerConfig
@@ -35,6 +37,7 @@ class ManagerSupervisor:
         self._config = config
         self._timeout_s = timeout_s
         self._on_move = on_move
+        self._resumed: Callable[[], Resumed | None] = lambda: None
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._child = ManagerProcess(config)
@@ -61,6 +64,10 @@ class ManagerSupervisor:
     def pid(self) -> int:
         """Of the present one."""
         return self._child.pid
+
+    def resume_with(self, resumed: Callable[[], Resumed | None]) -> None:
+        """``resumed`` tells which incarnation the next manager continues, on the thread of this."""
+        self._resumed = resumed
 
     def close(self) -> None:
         """Stop the manager and start no other; may be called twice."""
@@ -99,7 +106,8 @@ class ManagerSupervisor:
                 return False
             ends.append(now)
             try:
-                child = ManagerProcess.start(self._config, self._timeout_s)
+                config = dataclasses.replace(self._config, resumed=self._resumed())
+                child = ManagerProcess.start(config, self._timeout_s)
             except (TorchFTError, OSError) as error:
                 log.error("no other manager: %s", error)
                 pause_s = max(FIRST_PAUSE_S, 2 * pause_s)

@@ -167,7 +167,7 @@ class Fleet:
         concerned = [self.sites[fault.target % len(self.sites)]]
         for site in self.sites if fault.is_for_all else concerned:
             self.invariants.hangs.trouble(site.name, fault.seconds)
-        self._trouble_companions(fault, concerned[0].name)
+        self._trouble_companions(fault, concerned[0])
         if not fault.is_for_all:
             self.lighthouses.splits.trouble(concerned[0].name, fault.seconds)
         if self.lighthouses.happen(fault):
@@ -183,14 +183,16 @@ class Fleet:
             for worker in concerned[0].workers[int(fault.value * 2) :]:
                 self._trouble(worker, fault)
 
-    def _trouble_companions(self, fault: Fault, name: str) -> None:
+    def _trouble_companions(self, fault: Fault, site: Site) -> None:
         until, companions = self.world.now + fault.seconds, self.shared.companions
         if fault.is_for_all:
             companions.trouble_lighthouse(until)
+        elif fault.kind == "crash_manager" and site.resumed() is not None:
+            companions.trouble_line(site.name, until)
         else:
             is_reachable = fault.kind in FAULTS_OF_PROGRAMS
             is_costly = fault.kind not in FAULTS_WITHOUT_COST
-            companions.trouble(name, until, is_reachable=is_reachable, is_costly=is_costly)
+            companions.trouble(site.name, until, is_reachable=is_reachable, is_costly=is_costly)
 
     def _trouble(self, worker: WorkerActor, fault: Fault) -> None:
         until = self.world.now + fault.seconds

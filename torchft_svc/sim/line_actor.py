@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from torchft_svc.core.assignment import Assignment
 from torchft_svc.core.group_orders import AnswerVote, AnswerWorker
 from torchft_svc.core.manager import WorkerNews
-from torchft_svc.core.round import WorkerCalls
+from torchft_svc.core.round import Round, WorkerCalls
 from torchft_svc.core.route import AttachEnd, AttachRetry
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Vote, WorkerRequest
@@ -28,6 +29,7 @@ class LineActor:
         home: Home,
         group_rank: int,
         network: Network,
+        round_: Round[Assignment],
         on_news: OnNews,
         on_cut: Callable[[], None],
     ) -> None:
@@ -36,10 +38,12 @@ class LineActor:
         self._group_rank = group_rank
         self._network = network
         self._on_news = on_news
+        self._round = round_
         self._on_cut = on_cut
         self._arrives_at = 0.0  # what was said last: nothing overtakes it
         self._calls = WorkerCalls(process.name)
         self._call: Call | None = None  # the last one
+        self._phase: tuple[Phase, int] | None = None  # that was told last
         self._retry = AttachRetry(process.world.chance(f"{process.name}/attach").random)
         self.lost_at = -math.inf  # when the last one has ended
         self._stream = 0  # the number of the one that is open, or being opened
@@ -68,12 +72,15 @@ class LineActor:
             return
         self._stream += 1
         self.lost_at = self._process.world.now
-        following = self._retry.ended(how)
-        if following.is_cut:
+        following = self._retry.ended(how, self.lost_at)
+        broken = self._round.line_broke() if following.is_broken else None
+        cut = self._round.peers.cut() if following.is_cut else None
+        if broken or cut:  # otherwise nobody is to notice it
             self._on_cut()
         self._process.after(following.pause_s, self.attach)
 
     def tell_phase(self, phase: Phase, step: int) -> None:
+        self._phase = phase, step
         self._say(lambda manager: manager.receive_phase(self._group_rank, phase, step))
 
     def ask_to_drain(self, reason: str) -> None:
@@ -165,6 +172,8 @@ class LineActor:
             self._process.after(0.0, self._ended, number, AttachEnd.REFUSED)
         else:
             self._process.after(0.0, self._retry.received)
+            if self._phase is not None:
+                manager.receive_phase(self._group_rank, *self._phase)
 
     def _receive(self, news: WorkerNews) -> None:
         self._process.after(self._network.latency(self._process), self._on_news, news)

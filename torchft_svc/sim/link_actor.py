@@ -97,7 +97,13 @@ class LinkActor:
         self.loses: Callable[[object], bool] | None = None  # whether what comes is lost
         draw = process.chance.random
         self.machine = LinkMachine(config, self._new_replica_id, draw, reached, process.name)
-        self._tell(lambda machine, now: machine.start(now))
+        if config.resumed is None:
+            self.begin()
+
+    def begin(self) -> None:
+        """Begin to prove that the group is alive, unless it has begun."""
+        if not self._number:
+            self._tell(lambda machine, now: machine.start(now))
 
     def _new_replica_id(self) -> str:
         self._num_incarnations += 1

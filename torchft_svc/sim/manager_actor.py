@@ -105,12 +105,14 @@ class ManagerActor:
 
     def receive_phase(self, group_rank: int, phase: Phase, step: int) -> None:
         self.core.receive_phase(group_rank, phase, step, self.process.world.now)
+        self.link.begin()
 
     def drain(self, reason: str) -> None:
         self._carry_out(self.core.drain(reason, self.process.world.now))
 
     def quorum(self, request: WorkerRequest, timeout_s: float, reply: Reply) -> int:
         """The number of the call, for `cancel`."""
+        self.link.begin()
         caller, orders = self.core.ask(request, timeout_s, self.process.world.now)
         self._askers[caller] = request.worker_id
         self._wait(caller, "quorum", timeout_s, reply)

@@ -78,6 +78,8 @@ ENDS_OF_LONG_TERMS = {
 }
 NUMS_OF_STORIES = (2, 4, 8)
 LONG_SUM_S = 15.0
+LONE_DEATHS_RATE = 0.1  # of such runs in which only managers die
+MET_S, APART_S = 12.0, 3.0  # the first one when all train together, and one after the other
 LARGE = 200  # above this many groups, a run is about the number
 
 
@@ -181,7 +183,38 @@ def draw_steady(seed: int, num_groups: int | None = None) -> Scenario:
     more: list[Fault] = []
     for _ in range(0 if scenario.num_groups > LARGE else chance.choice(NUMS_OF_ENDS)):
         more += _draw_end_of_term(chance, scenario)
-    return replace(scenario, trainer=trainer, faults=_in_order((*scenario.faults, *more)))
+    scenario = replace(scenario, trainer=trainer, faults=_in_order((*scenario.faults, *more)))
+    return _draw_lone_deaths_of_managers(seed, scenario)
+
+
+def _draw_lone_deaths_of_managers(seed: int, scenario: Scenario) -> Scenario:
+    """In some runs nothing happens but that managers die, which costs nobody a step."""
+    chance = random.Random(f"{seed}/managers")  # noqa: S311 - it is to be repeated
+    if chance.random() >= LONE_DEATHS_RATE or scenario.num_groups > LARGE:
+        return scenario
+    # Of groups whose manager is a child of the worker, which can say who it was.
+    deaths = [
+        Fault(
+            at=MET_S + number * APART_S + chance.uniform(0.0, 1.0),
+            kind="crash_manager",
+            target=chance.randrange(0, scenario.num_groups, 2),
+            seconds=0.02,
+            value=0.0,
+        )
+        for number in range(chance.randint(1, 4))
+    ]
+    # So alike that nobody waits for long in a step; and who is away is no straggler yet.
+    trainer = replace(scenario.trainer, train_s=min(scenario.trainer.train_s, 0.3))
+    config = replace(scenario.config, join_timeout_s=20.0, heal_timeout_s=None)
+    return replace(
+        scenario,
+        group_world_size=1,
+        unary_every=0,
+        start_spread_s=0.1,
+        config=config,
+        trainer=trainer,
+        faults=tuple(deaths),
+    )
 
 
 def _draw_end_of_term(chance: random.Random, scenario: Scenario) -> list[Fault]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torchft_svc.core.link_types import LinkConfig
 from torchft_svc.core.session_messages import Hello, Leave
+from torchft_svc.core.types import Resumed
 from torchft_svc.sim.invariants import SLACK_S, must
 from torchft_svc.sim.lighthouses import Lighthouses
 from torchft_svc.sim.link_actor import LinkSite
@@ -75,7 +76,7 @@ class Site:
         self._start_manager()
         self._start_workers()
 
-    def _start_manager(self) -> None:
+    def _start_manager(self, resumed: Resumed | None = None) -> None:
         self._num_lives += 1
         self._shared.companions.started(self._world.now)
         process = self._world.process(f"{self.name}/m{self._num_lives}")
@@ -96,6 +97,7 @@ class Site:
             connect_timeout_s=self._scenario.connect_timeout_s,
             quorum_retries=self._scenario.quorum_retries,
             min_replicas=self._scenario.requested_min_replicas,
+            resumed=resumed,
         )
         shared = self._shared
         self.manager = ManagerActor(
@@ -216,7 +218,13 @@ class Site:
     def _replace_manager(self) -> None:
         if self._is_starting or (self.manager is not None and not self.manager.process.is_dead):
             return
-        self._start_manager()
+        self._start_manager(self.resumed())
+
+    def resumed(self) -> Resumed | None:
+        """The incarnation that another manager would continue."""
+        if self._is_sidecar or not self.workers or self.workers[0].process.is_dead:
+            return None
+        return self.workers[0].round.resumed()
 
     def restart_workers(self) -> None:
         """Beside a manager that survives, if it is not a child of the first worker."""
@@ -277,7 +285,8 @@ class Site:
     def _kill_manager(self) -> None:
         if self.manager is not None:
             self.manager.process.kill()
-            self._shared.companions.trouble(self.name, self._world.now)
+            if self.resumed() is None:
+                self._shared.companions.trouble(self.name, self._world.now)
             self._shared.managers.pop(self.manager.process.name, None)
 
     # -- checkpoints -----------------------------------------------------------------------------

@@ -140,6 +140,11 @@ class Companions:
         self.trouble(group, now, is_reachable=True, is_costly=False)
         self._misses[group] = now, step
 
+    def trouble_line(self, group: str, until: float) -> None:
+        """The manager of ``group`` is gone until then: that costs nobody a step (E7), but news may
+        be late."""
+        _extend(self._troubled_until, group, until)
+
     def trouble_lighthouse(self, until: float) -> None:
         self._lighthouse_until = max(self._lighthouse_until, until)
 

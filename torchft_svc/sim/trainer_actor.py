@@ -13,7 +13,7 @@ from torchft_svc.core.assignment import Assignment
 from torchft_svc.core.group_orders import AnswerVote, AnswerWorker
 from torchft_svc.core.manager import WorkerNews
 from torchft_svc.core.peers import LoseMember
-from torchft_svc.core.round import MANAGER_PATIENCE_S, RETRY_S, Round, RoundRequest, WorkerRules
+from torchft_svc.core.round import RETRY_S, Round, RoundRequest, WorkerRules
 from torchft_svc.core.round_orders import (
     AskDecision,
     AskManager,
@@ -28,6 +28,7 @@ from torchft_svc.core.round_orders import (
     Order,
     Warn,
 )
+from torchft_svc.core.route import MANAGER_PATIENCE_S
 from torchft_svc.core.session_messages import Drain, Kill, Lost, NewcomerWaits
 from torchft_svc.core.step import Phase, StepMachine, StepState
 from torchft_svc.core.term import TermEnds
@@ -91,7 +92,8 @@ class WorkerActor:
         self.is_drained = False  # it has ended in good order
         self._num_commits_draining = 0
         self._newcomers = NewcomerPatience()
-        self.line = LineActor(process, home, group_rank, shared.network, self._receive, self._cut)
+        news = self._receive, self._cut
+        self.line = LineActor(process, home, group_rank, shared.network, self.round, *news)
         self._seat: Seat | None = None  # its process group
         self._step = _Step(0, 0.0)
         self._actions: dict[type, Callable[[_Step, Any], None]] = {
@@ -346,7 +348,8 @@ class WorkerActor:
         if self.is_broken:
             self.is_broken = False
             self._trouble()
-            self._latch_error(QuorumFailed("an exception in a collective"), step)
+            error = QuorumFailed("an exception in a collective")
+            self._carry_out(step, self.round.broke(error, step.epoch))
         seat = self._seat
         broken = seat.error if seat is not None else QuorumFailed("no process group")
         if broken is not None or not self.round.may_reduce:
@@ -381,7 +384,7 @@ class WorkerActor:
         if step.expiry is not None:
             step.expiry.cancelled = True
         if isinstance(result, PeerError):
-            self._latch_error(result, step)
+            self._carry_out(step, self.round.broke(result, step.epoch))
         else:
             if self.dies_with_sum and not self._shared.is_calm:
                 self._end("it dies with a sum")
@@ -404,9 +407,6 @@ class WorkerActor:
             lambda: self._decide(step),
             lambda: self._end(QuorumFailed("a worker of this group is gone")),
         )
-
-    def _latch_error(self, error: PeerError, step: _Step) -> None:
-        self._carry_out(step, self.round.broke(error, step.epoch))
 
     def drain(self, reason: str) -> None:
         """SIGTERM: the group ends after this step."""
@@ -554,7 +554,7 @@ class WorkerActor:
 
     def _cut(self) -> None:
         self._trouble()
-        self._lose(self.round.peers.cut())
+        self._leave_members()
 
     def _lose(self, order: LoseMember | None) -> None:
         if order is not None:

@@ -67,10 +67,11 @@ def test_the_manager_of_one_group_dies_in_the_forward_pass() -> None:
 
 
 def test_i5_a_manager_s_death_ends_a_wait_for_a_group_that_hangs() -> None:
-    """Not every backend notices that its peers have left; here it is one that cannot leave."""
+    """Not every backend notices that its peers have left; here it is one that cannot leave. (In a
+    term the group has not left.)"""
     with (
         lighthouse(min_replicas=2) as address,
-        trainers(address, 2, in_process=False) as groups,
+        trainers(address, 2, in_process=False, steady_steps=False) as groups,
     ):
         a, _ = groups
         together(*(group.step for group in groups))

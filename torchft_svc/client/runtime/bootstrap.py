@@ -20,8 +20,8 @@ from torchft_svc.client.process_groups.rendezvous import (
 )
 from torchft_svc.client.runtime.leader import LeaderSign, LeaderWatch
 from torchft_svc.coordination import ManagerLocator
-from torchft_svc.core.round import MANAGER_PATIENCE_S
-from torchft_svc.core.types import check_not_empty
+from torchft_svc.core.route import MANAGER_PATIENCE_S
+from torchft_svc.core.types import Resumed, check_not_empty
 from torchft_svc.env import Environment
 from torchft_svc.errors import AddressError, ConfigError, DeadlineExceeded, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
@@ -47,12 +47,16 @@ class GroupStore:
 
 @dataclass(frozen=True, slots=True)
 class GroupServices:
-    """The manager's address, the group's name, and how to stop what was started here."""
+    """The manager's address, the group's name, and how to stop what was started here.
+
+    ``resume_with`` takes what tells as which member of its quorum another manager continues.
+    """
 
     manager_address: str
     locator: ManagerLocator
     replica_name: str
     close: Callable[[], None]
+    resume_with: Callable[[Callable[[], Resumed | None]], None] = lambda _: None
 
 
 def open_store(
@@ -178,7 +182,7 @@ class StartingServices:
         first = supervisor.await_ready()
         log.debug("manager of %s at %s, process %d", name, first, supervisor.pid)
         kept = ManagerLocator(lambda: supervisor.address, MANAGER_PATIENCE_S)
-        return GroupServices(first, kept, name, supervisor.close)
+        return GroupServices(first, kept, name, supervisor.close, supervisor.resume_with)
 
 
 def _manager_config(

@@ -144,12 +144,14 @@ def start_runtime(
         end = functools.partial(_end, pg, recorder)
         kill = functools.partial(end, client.stands_still)
         worker = SharedRound(rules.for_worker(services.locator.patience_s), given.step, pg)
+        services.resume_with(worker.resumed)
         listeners = coordination.Listeners(
             on_loss=worker.lose,
             on_kill=kill,
             on_drain=worker.drain,
             on_waiting=worker.receive_newcomer,
             on_no_quorum=worker.receive_no_quorum,
+            on_break=worker.line_broke,
             on_cut=worker.cut,
             on_term=worker.term_ends,
         )

@@ -15,6 +15,7 @@ from torchft_svc.core.round import Round, WorkerRules
 from torchft_svc.core.round_orders import Order
 from torchft_svc.core.step import Phase, StepMachine, StepState
 from torchft_svc.core.term import TermEnds
+from torchft_svc.core.types import Resumed
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +81,22 @@ class SharedRound:
             order = self.round.term_ends(news)
         self._lose(order)
 
+    def line_broke(self) -> None:
+        """See `Round.line_broke`."""
+        with self._lock:
+            order = self.round.line_broke()
+        self._lose(order)
+
     def cut(self) -> None:
         """The stream to the manager has ended: this group is out of its last quorum."""
         with self._lock:
             order = self.round.peers.cut()
         self._lose(order)
+
+    def resumed(self) -> Resumed | None:
+        """See `Round.resumed`."""
+        with self._lock:
+            return self.round.resumed()
 
     def _lose(self, order: LoseMember | None) -> None:
         if order is not None:
