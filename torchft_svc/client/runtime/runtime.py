@@ -145,17 +145,7 @@ def start_runtime(
         kill = functools.partial(end, client.stands_still)
         worker = SharedRound(rules.for_worker(services.locator.patience_s), given.step, pg)
         services.resume_with(worker.resumed)
-        listeners = coordination.Listeners(
-            on_loss=worker.lose,
-            on_kill=kill,
-            on_drain=worker.drain,
-            on_waiting=worker.receive_newcomer,
-            on_no_quorum=worker.receive_no_quorum,
-            on_break=worker.line_broke,
-            on_cut=worker.cut,
-            on_term=worker.term_ends,
-        )
-        client.attach(rules.place.group_rank, listeners)
+        client.attach(rules.place.group_rank, _listeners(worker, kill))
         runtime = Runtime(
             deps=Dependencies(
                 client=client,
@@ -174,6 +164,19 @@ def start_runtime(
         )
         undo.pop_all()
     return runtime
+
+
+def _listeners(worker: SharedRound, kill: Callable[[str], None]) -> coordination.Listeners:
+    return coordination.Listeners(
+        on_loss=worker.lose,
+        on_kill=kill,
+        on_drain=worker.drain,
+        on_waiting=worker.receive_newcomer,
+        on_no_quorum=worker.receive_no_quorum,
+        on_break=worker.line_broke,
+        on_cut=worker.cut,
+        on_term=worker.term_ends,
+    )
 
 
 def _begin_log(place: GroupPlace, options: ServiceOptions, environment: Environment) -> None:
