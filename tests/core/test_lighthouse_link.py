@@ -164,6 +164,10 @@ def test_e7_another_manager_continues_the_incarnation_of_the_one_before() -> Non
     ]
     assert link.machine.seen_quorum_id == 9
     assert link.num_incarnations == 0
+    link.open()
+    (asked,) = link.ask()
+    assert isinstance(asked, Question)
+    assert not asked.member.sole_lighthouse, "the others may know another one"
 
 
 def test_it_connects_again_after_pauses_that_grow_and_end_with_a_welcome() -> None:

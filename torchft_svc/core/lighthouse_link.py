@@ -98,7 +98,7 @@ class LinkMachine:
         me = self.config.resumed or Resumed(replica_id=self.new_replica_id())
         self._begin_incarnation(me.replica_id)
         self._last, self.seen_quorum_id = LastQuorum(me.quorum_id, me.step), me.quorum_id
-        self._last_num_groups = me.num_groups
+        self._last_num_groups, self._is_sole = me.num_groups, self.config.resumed is None
 
     @property
     def replica_id(self) -> str:
