@@ -7,9 +7,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from chaos.actions import inject
-from chaos.bounds import allowance_s
+from chaos.bounds import LIGHTHOUSE_BACK_S, allowance_s
 from chaos.cluster import Cluster
-from chaos.faults import ALONE, BOUNDS_S, ENDING, EVERYBODY, FOR_ALL, Fault, Kind
+from chaos.faults import (
+    ALONE,
+    BOUNDS_S,
+    ENDING,
+    EVERYBODY,
+    FOR_ALL,
+    LIGHTHOUSE_START_S,
+    Fault,
+    Kind,
+)
 from chaos.track import Place, Track
 from demo.events import Event, Exited
 from torchft_svc.errors import TorchFTError
@@ -91,6 +100,9 @@ class Director:
         self._pause(fault.pause_s)
         job = self.cluster.job_of(fault.group)
         allowed_s = BOUNDS_S[fault.kind] + allowance_s()
+        if self.incidents and self.incidents[-1].fault.kind in FOR_ALL:
+            # Who needs the lighthouse now waits until it is back.
+            allowed_s += LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S
         number = len(self.incidents) + 1
         incident = Incident(number, fault, job, time.monotonic(), allowed_s)
         self.incidents.append(incident)
