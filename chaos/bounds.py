@@ -6,6 +6,9 @@ import os
 
 # Architecture, section 6. All are from the fault until the others have committed again.
 NEWS_S = 0.25
+# The same after the join timeout: others say that they wait 50 ms after they have begun to, and
+# leave the step 100 ms after the news.
+LEFT_OUT_S = 0.4
 # The same where one joins in that step, too: the groups meet twice, and it heals.
 JOIN_S = 1.0
 MANAGER_BACK_S = 2.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from chaos.bounds import JOIN_S, LIGHTHOUSE_BACK_S, MANAGER_BACK_S, NEWS_S
+from chaos.bounds import JOIN_S, LEFT_OUT_S, LIGHTHOUSE_BACK_S, MANAGER_BACK_S, NEWS_S
 from torchft_svc.manager_server.app import WORKER_KEEPALIVE_MS
 
 # The lighthouses' settings: short, so that many faults fit into a minute.
@@ -59,7 +59,7 @@ BOUNDS_S: Mapping[Kind, float] = {
     Kind.MANAGER_KILLED: MANAGER_BACK_S,
     Kind.GROUP_FROZEN: HEARTBEAT_TIMEOUT_S + NEWS_S,
     Kind.WORKER_FROZEN: 2 * WORKER_KEEPALIVE_MS / 1000 + NEWS_S,
-    Kind.WORKER_HANGS: JOIN_TIMEOUT_S + NEWS_S,
+    Kind.WORKER_HANGS: JOIN_TIMEOUT_S + LEFT_OUT_S,
     Kind.STEP_HANGS: HANG_TIMEOUT_S + NEWS_S,
     Kind.SUM_FAILS: NEWS_S,
     Kind.CUT_OFF: HEARTBEAT_TIMEOUT_S + NEWS_S,
