@@ -255,11 +255,11 @@ class Site:
 
     def _check_hello(self, hello: Hello) -> None:
         """A session begins with the step that all workers have reached in their quorum (rule E5);
-        the last one may not have been reported yet."""
+        the last one may not have been reported yet, and one that heals in it has another step."""
         last, now = hello.last, self._world.now
         rounds = [worker.round for worker in self.workers]
         is_well = self._shared.companions.is_well_since(self.name, now - SLACK_S)
-        if not (is_well and rounds) or any(each.quorum is None for each in rounds):
+        if not (is_well and rounds) or any(not each.quorum or each.quorum.heal for each in rounds):
             return
         is_present = all(each.quorum.quorum_id == last.quorum_id for each in rounds if each.quorum)
         step = min(each.step.state.step for each in rounds)
