@@ -266,6 +266,11 @@ class Progress:
         self._note_progress(job, replica_id)
         self._took_part.get(job, {}).pop(replica_id, None)
 
+    def went_silent(self, job: str, replica_id: str) -> None:
+        """A session has ended without a word: in a term that is reported if it is a loss (E7)."""
+        if job not in self._reached or replica_id not in self._members.get(job, set()):
+            self.gone(job, replica_id)
+
     def reached(self, job: str, replica_id: str, step: int) -> None:
         """A group has told with a beat how far it is."""
         if job in self._reached:

@@ -148,12 +148,12 @@ class LighthouseChecks:
         self._invariants.progress.gone(*client.key)
 
     def closed(self, client: ClientRecord) -> None:
-        """A group without another session is gone."""
+        """A group without another session is gone, or missing."""
         self.withdrew(client)
         if client in self._sessions:
             self._sessions.remove(client)
             if all(each.key != client.key for each in self._sessions):
-                self._invariants.progress.gone(*client.key)
+                self._invariants.progress.went_silent(*client.key)
 
     def lead_ended(self) -> None:
         """Questions over sessions are withdrawn; calls are refused."""
