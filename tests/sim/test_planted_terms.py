@@ -17,7 +17,6 @@ from torchft_svc.core.job import Job
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.lighthouse_link import LinkMachine
 from torchft_svc.core.link_types import Incarnation
-from torchft_svc.core.manager import GroupManager
 from torchft_svc.core.round import Round
 from torchft_svc.core.session_messages import NewcomerWaits
 from torchft_svc.core.session_orders import Send
@@ -255,10 +254,6 @@ def who_has_lost_its_update_votes_on_the_step_before(plant: pytest.MonkeyPatch) 
     plant.setattr(Round, "_number", property(lambda self: self.step.state.step))
 
 
-def a_worker_goes_on_in_a_quorum_that_its_group_has_left(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(GroupManager, "_note_left", lambda self, reason: None)
-
-
 # -- a lighthouse that is restarted (Q11, E4) ----------------------------------------------------
 
 
@@ -321,7 +316,6 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     who_was_late_in_a_term_is_waited_for_again: (draw_long_terms, 104),
     an_update_that_is_under_way_counts_as_done: (draw_steady, 24),
     a_newcomer_asks_before_the_members_are_back: (draw_long_terms, 83),
-    a_worker_goes_on_in_a_quorum_that_its_group_has_left: (draw_steady, 682),
     who_comes_first_waits_for_nobody: (draw_returns, 0),
     the_end_of_a_reported_quorum_counts_for_a_newer_one: (draw_returns, 0),
     the_end_of_a_session_is_a_loss: (draw_steady, 15),
