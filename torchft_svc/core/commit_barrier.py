@@ -148,8 +148,11 @@ class CommitBarrier:
     def _is_overtaken(self, vote: Vote) -> bool:
         """Whether another worker votes on the next step of a round of an earlier manager already,
         which shows that all were told to go on. A worker that votes no was not among them."""
-        steps = {each.step for each, _ in self._votes.values()}
-        return self._is_inherited(vote) and vote.should_commit and vote.step + 1 in steps
+        is_next_there = vote.step + 1 in self._voted_steps()
+        return self._is_inherited(vote) and vote.should_commit and is_next_there
+
+    def _voted_steps(self) -> set[int]:
+        return {vote.step for vote, _ in self._votes.values()}
 
     def _decide(self, decision: bool) -> None:
         self._decision = decision
@@ -165,8 +168,7 @@ class CommitBarrier:
         In a round of an earlier manager, the vote shows what that had decided about the step
         before; workers whose answer was lost may still vote on that.
         """
-        steps = {each.step for each, _ in self._votes.values()}
-        if vote.step - 1 not in steps:
+        if vote.step - 1 not in self._voted_steps():
             return []
         orders: list[VoteOrder] = []
         if self._decision is None and self._is_inherited(vote):
@@ -178,7 +180,7 @@ class CommitBarrier:
     def _begin_next_step(self) -> None:
         if not (self._decision and self._fate is Fate.GOES_ON):
             return
-        step = max(vote.step for vote, _ in self._votes.values())
+        step = max(self._voted_steps())
         self._end()
         if self._round >= self._first_round:
             self._steps = frozenset({step + 1})

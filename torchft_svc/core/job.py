@@ -74,6 +74,11 @@ class Job:
             reached = [0 if each is None else each.reached for each in doing]
             self.members.last = self.members.last.reached(min(reached, default=0))
 
+    def end_progress(self) -> None:
+        """Note it for the last time: a member asks, or is gone, and commits no further step."""
+        self.note_progress()
+        self.term.is_noted = True
+
     def break_off(self, member: Member, *, agreed: bool) -> tuple[str, ...]:
         """A member of the last quorum asks: the others, if they may not know that they have to ask,
         too."""

@@ -59,6 +59,7 @@ MAX_BEATS_PER_SECOND = 500.0
 MIN_BEATS_PER_TIMEOUT = 3.0
 
 MAX_ENDED_SHOWN = 20  # of the jobs that have ended, if none is named
+_SESSION_ENDED = "its session ended"  # without a word
 
 
 class Lighthouse:
@@ -94,8 +95,7 @@ class Lighthouse:
         orders += _turn_away(state, misfits, member, now)
         state.members.seen(member.replica_id, now)
         if member.replica_id in state.members.previous_ids:
-            state.note_progress()
-            state.term.is_noted = True
+            state.end_progress()
             orders += self._miss_silent(job, state, now, agreed=agreed)
         state.hangs.reported(member.replica_id, Activity(Phase.QUORUM, member.step, now), now)
         if not state.members.names.is_free_for(member.replica_id):
@@ -173,12 +173,12 @@ class Lighthouse:
         orders = self._remove(job, state, replica_id, leave, now)
         return self._settle(job, state, orders, now)
 
-    def went_silent(self, job: str, replica_id: str, how: Leave, now: float) -> tuple[Order, ...]:
+    def went_silent(self, job: str, replica_id: str, now: float) -> tuple[Order, ...]:
         """The group's session has ended without a word: in a term it stays a member while nobody
         misses it (rule E7), otherwise it is gone."""
         state = self._jobs.get(job)
         if state is None or not state.may_be_back(replica_id):
-            return self.leave(job, replica_id, how, now)
+            return self.leave(job, replica_id, Leave(_SESSION_ENDED), now)
         state.silent[replica_id] = now
         return ()
 
@@ -398,8 +398,7 @@ class Lighthouse:
             how = Leave(state.killed.pop(replica_id), how.between_steps, ends=True)
         quorum_id = state.members.last.quorum_id
         if replica_id in state.members.previous_ids:
-            state.note_progress()
-            state.term.is_noted = True
+            state.end_progress()
         # The news would make its peers give up a step that it has finished.
         told = () if how.between_steps else state.loss_recipients(replica_id)
         orders: list[Order] = [
@@ -445,7 +444,7 @@ class Lighthouse:
     ) -> list[Order]:
         """Give up the members without a session (rule E7). ``agreed``: all members end their step,
         and ask, so nobody needs to be told."""
-        silent = Leave("its session ended", between_steps=agreed)
+        silent = Leave(_SESSION_ENDED, between_steps=agreed)
         orders: list[Order] = []
         for replica_id in list(state.silent):
             orders += self._remove(job, state, replica_id, silent, now)

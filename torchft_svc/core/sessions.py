@@ -224,8 +224,7 @@ class LighthouseSessions:
         if error is not None and not isinstance(error, Unreachable):
             orders += self._gone(job, replica_id, Leave(f"its session was refused: {error}"), at)
         else:
-            ended = Leave("its session ended")
-            orders += self._translate(self.lighthouse.went_silent(job, replica_id, ended, at))
+            orders += self._translate(self.lighthouse.went_silent(job, replica_id, at))
         return self._finish(orders)
 
     def _ask(self, session: _Session, question: Question, at: float) -> list[Order]:

@@ -136,8 +136,7 @@ class Scene:
 
     def session_ends(self, replica_id: str) -> None:
         """Without a word."""
-        ended = Leave("its session ended")
-        self._note(self.house.went_silent(JOB, replica_id, ended, self.now))
+        self._note(self.house.went_silent(JOB, replica_id, self.now))
 
     def accept_loss(self, job: str = JOB) -> None:
         self._note(self.house.accept_loss(job, self.now))
