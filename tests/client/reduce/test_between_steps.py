@@ -98,6 +98,34 @@ def test_a_group_that_goes_on_without_it_costs_no_step(
         assert_identical([a, b])
 
 
+def test_a_report_never_meets_a_sum_of_the_next_step(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a term, a group that skips the report begins the next step at once; gloo would end the
+    processes if a report met a sum of another size, and add both up if the sizes are equal."""
+    monkeypatch.setattr("torchft_svc.client.step.stepper._BETWEEN_STEPS_S", 0.5)
+    with trainers(address, 2) as (a, b):
+
+        def logs_each_step(trainer: Trainer) -> None:
+            trainer.meets(2)
+            while trainer.manager.current_step() < 5:
+                logged(trainer, 1.0, by_the_manager)
+
+        together(lambda: logs_each_step(a), lambda: logs_each_step(b))
+        assert a.manager._worker.round.goes_on
+
+        def logs_alone() -> None:
+            a.step()
+            loss = torch.tensor([1.0])
+            a.manager.allreduce(loss).wait()
+            assert loss.item() == 1.0
+            assert "does not take part" in str(a.manager.errored())
+            a.until(8)
+
+        together(logs_alone, lambda: b.until(8))
+        assert_identical([a, b])
+
+
 def test_a_group_that_ends_is_not_waited_for() -> None:
     with lighthouse() as address, trainers(address, 2) as (a, b):
         together(lambda: a.meets(2), lambda: b.meets(2))

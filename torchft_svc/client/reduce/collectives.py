@@ -48,9 +48,11 @@ class Collectives:
 
     ``latch(error, epoch)`` is called at most once for every operation; ``on_wait`` is called when a
     wait becomes long (True), and at its end (False). ``order`` holds the operations that all groups
-    are known to launch; ``checks_all``: compare every operation nevertheless. ``wish`` tells
-    whether this group wants a question before the next step, and is summed with the first operation
-    of each step whose groups may go on without one (rule E2).
+    are known to launch; ``checks_all``: compare every operation nevertheless. ``between_steps``:
+    the operations follow the end of a step; another group may have begun the next one, so what it
+    launches is not known. ``wish`` tells whether this group wants a question before the next step,
+    and is summed with the first operation of each step whose groups may go on without one (rule
+    E2).
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class Collectives:
         *,
         order: LaunchOrder,
         checks_all: bool = False,
+        between_steps: bool = False,
         wish: Callable[[], bool] | None = None,
     ) -> None:
         self._order = order
+        self._between_steps = between_steps
         self._wish = wish
         self._carriers: list[torch.Tensor] = []  # of the wishes in this step
         self._checks_all = checks_all
@@ -236,7 +240,9 @@ class Collectives:
         wait for the answer would block the device."""
         if self._pg.size() == 1:
             return False
-        return self._checks_all or (device == _CPU and not self._order.expects(mine))
+        if self._checks_all or device != _CPU:
+            return self._checks_all
+        return self._between_steps or not self._order.expects(mine)
 
     def _note(self, mine: Operation, device: torch.device) -> None:
         self._num_agreed = mine.position

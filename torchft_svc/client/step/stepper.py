@@ -80,10 +80,12 @@ class Stepper:
         self._order = LaunchOrder(lambda: self.state.settled)
         timeout_s = rules.timeouts.collective_s
         wish = self._wants_question
-        self._collectives = self._make_collectives(timeout_s, self.latch_error, wish)
+        self._collectives = self._make_collectives(timeout_s, self.latch_error, wish=wish)
         # For reductions between two steps, whose errors fail no step.
         limit_s = min(timeout_s, _BETWEEN_STEPS_S)
-        self._reports = self._make_collectives(limit_s, self._latch_report_error)
+        self._reports = self._make_collectives(
+            limit_s, self._latch_report_error, between_steps=True
+        )
         self._turn: weakref.ref[Launching] | None = None
         self._reducers: list[weakref.ref[Reducing]] = []
         self.weights_version = 0  # see `Manager.weights_version`
@@ -99,6 +101,8 @@ class Stepper:
         self,
         timeout_s: float,
         latch: Callable[[Exception, int], None],
+        *,
+        between_steps: bool = False,
         wish: Callable[[], bool] | None = None,
     ) -> Collectives:
         return Collectives(
@@ -109,6 +113,7 @@ class Stepper:
             self._deps.watchdog,
             order=self._order,
             checks_all=self._rules.checks_collectives,
+            between_steps=between_steps,
             wish=wish,
         )
 
