@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from pathlib import Path
 
 import pytest
-from support.etcd_server import EtcdServer, etcd_server, needs_etcd
 from support.launched import are_gone, launch
-from support.running import steady_address
 
 pytestmark = pytest.mark.processes
 
@@ -132,42 +129,6 @@ def test_without_a_deadline_workers_need_not_answer(tmp_path: Path) -> None:
         run.start("b", traits=("silent",))
         run.until(lambda: run.workers("b"), "the second node's worker")
         assert run.pids("a") == before
-        run.finish()
-        assert run.statuses() == {"a": 0, "b": 0}
-
-
-def begin_etcd(folder: Path) -> contextlib.AbstractContextManager[EtcdServer]:
-    """One for torchrun's back ends, which know only etcd's older interface."""
-    pytest.importorskip("etcd", reason="needs python-etcd")
-    return etcd_server(folder / "etcd", flags={"enable-v2": "true"})
-
-
-@pytest.mark.parametrize(
-    "back_end",
-    ["c10d", *(pytest.param(each, marks=needs_etcd) for each in ("etcd-v2", "etcd"))],
-)
-def test_workers_survive_on_a_polled_back_end(tmp_path: Path, back_end: str) -> None:
-    with contextlib.ExitStack() as servers:
-        address = steady_address()
-        if back_end != "c10d":
-            address = servers.enter_context(begin_etcd(tmp_path)).address
-        check_survival(tmp_path, f"--rdzv-backend={back_end}", f"--rdzv-endpoint={address}")
-
-
-def check_survival(folder: Path, *back_end: str) -> None:
-    """A node joins, and replaces its worker: the other node's worker is the same all the time."""
-    options = ("--max-restarts=2", "--rdzv-conf=last_call_timeout=1", *back_end)
-    with launch(folder, *options, nnodes="1:2") as run:
-        run.start("a")
-        alone = run.await_world(a=1)
-        run.start("b")
-        before = run.await_world(a=1, b=1)
-        assert before["a"] == alone["a"]
-        run.fail(before["b"][0])
-        run.until(lambda: are_gone(before["b"]), "it has failed")
-        after = run.await_world(a=1, b=1)
-        assert after["a"] == before["a"]
-        assert after["b"] != before["b"]
         run.finish()
         assert run.statuses() == {"a": 0, "b": 0}
 

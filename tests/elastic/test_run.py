@@ -199,7 +199,7 @@ def test_an_etcd_that_is_not_there_is_named(
     back_end: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     is_installed = importlib.util.find_spec("etcd") is not None
-    expected = "onnection to etcd has failed" if is_installed else "pip install python-etcd"
+    expected = "the connection to etcd has failed" if is_installed else "pip install python-etcd"
     with refusing() as address, pytest.raises(SystemExit) as ended:
         run.main([f"--rdzv-backend={back_end}", f"--rdzv-endpoint={address}", *NO_WAIT, SCRIPT])
     assert ended.value.code == (1 if is_installed else 2)

@@ -40,6 +40,9 @@ class EtcdServer:
     def freeze(self) -> None:
         os.kill(self._pid, signal.SIGSTOP)
 
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
     def enable_users(self, **passwords: str) -> None:
         """From now on it wants a password; all of these users may use keys below ``torchft/``."""
         self._administer("role/add", name="root")

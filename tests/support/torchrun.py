@@ -1,4 +1,4 @@
-"""Nodes that plain torchrun starts, and the workers of them all: real agents, one by one."""
+"""Nodes that torchrun starts (or we), and the workers of them all: real agents, one by one."""
 
 from __future__ import annotations
 
@@ -29,15 +29,21 @@ Worker = Mapping[str, Any]
 class Nodes:
     """Agents whose workers write what they were told into ``folder``; leaving the block ends all.
 
-    ``flags`` are those of all nodes, ``variables`` is their environment.
+    ``flags`` are those of all nodes, ``variables`` is their environment; ``of``: whose agents.
     """
 
     def __init__(
-        self, folder: Path, *flags: str, script: str = "torchrun_worker.py", **variables: str
+        self,
+        folder: Path,
+        *flags: str,
+        script: str = "torchrun_worker.py",
+        of: str = TORCHS,
+        **variables: str,
     ) -> None:
         self.folder = folder
         self._flags = flags
         self._script = str(SCRIPTS / script)
+        self._of = of
         self._variables = variables
         self._stack = contextlib.ExitStack()
         self.agents: list[Program] = []
@@ -45,7 +51,7 @@ class Nodes:
     def start(self, *flags: str) -> Program:
         """Start an agent."""
         line = [*self._flags, *flags, self._script, str(self.folder)]
-        started = agent(*line, of=TORCHS, environment=self._variables)
+        started = agent(*line, of=self._of, environment=self._variables)
         self.agents.append(self._stack.enter_context(started))
         return started
 

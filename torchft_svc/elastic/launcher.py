@@ -150,9 +150,14 @@ def _named_etcd_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not is_error_of_etcd(error):
+        cause = error.__cause__ if isinstance(error, RendezvousConnectionError) else error
+        if cause is None or not is_error_of_etcd(cause):
             raise
-        raise RendezvousConnectionError(f"the connection to etcd has failed: {error}") from error
+        hint = ""
+        if "404" in str(cause):  # newer servers do not have the interface that is asked for
+            hint = " (the server needs its v2 interface: etcd up to 3.5, with --enable-v2)"
+        text = f"the connection to etcd has failed: {cause}{hint}"
+        raise RendezvousConnectionError(text) from error
 
 
 @_named_etcd_errors()

@@ -133,7 +133,7 @@ class PolledMeeting:
                 self._asked_for_next = state.round
                 self._tell(WorldOver())
         elif state.status is AgentStatus.FINISHED and self._store is not None:
-            self._wait_for_all()
+            self._end_with_all()
 
     def _meet(self, state: AgentState) -> None:
         told = self._handler.next_rendezvous()
@@ -159,15 +159,27 @@ class PolledMeeting:
                 self._state = None
         self._tell(world)
 
-    def _wait_for_all(self) -> None:
-        """All nodes of the world have finished: the run is over."""
+    def _end_with_all(self) -> None:
+        """All nodes of the world have finished: the run is over. So it is without the store, whose
+        host may have been the last one to finish."""
+        try:
+            if not self._wait_for_all():
+                return
+            reason = "all nodes have finished"
+        except Exception as error:  # noqa: BLE001 - whatever it is, its workers have finished
+            log.warning("cannot wait for the other nodes any longer: %s", error)
+            reason = "the store of the run is gone"
+        self._tell(RunClosed(reason, failed=False))
+
+    def _wait_for_all(self) -> bool:
+        """Whether they have finished, and this is not closed."""
         finished = int(self._store.add(_FINISHED, 1))
         while finished < self._num_nodes:
             with self._has_changed:
                 if self._has_changed.wait_for(lambda: self._is_closed, self._interval_s):
-                    return
+                    return False
             finished = int(self._store.add(_FINISHED, 0))
-        self._tell(RunClosed("all nodes have finished", failed=False))
+        return True
 
     def _tell(self, news: PolledNews) -> None:
         with self._has_changed:
@@ -176,6 +188,6 @@ class PolledMeeting:
             self._hear(news)
 
 
-def is_error_of_etcd(error: Exception) -> bool:
+def is_error_of_etcd(error: BaseException) -> bool:
     """Of the package that torch's back ends for etcd use, which need not be installed."""
     return type(error).__module__.partition(".")[0] == "etcd"
