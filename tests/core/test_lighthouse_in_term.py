@@ -1,4 +1,4 @@
-"""Tests of the lighthouse's part in a term: who is told of its end, what it knows (E4 to E7)."""
+"""Tests of the lighthouse's part in a term: who is told of its end, what it knows (E4 to E8)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.core.scenes import JOB, SECONDS, Scene, config, member
 
+from torchft_svc.core.gathering import GATHER_S
 from torchft_svc.core.job import MISSED_AFTER_S
 from torchft_svc.core.lighthouse_orders import (
     ReportEviction,
@@ -414,3 +415,81 @@ def test_what_all_have_reached_is_noted_before_a_silent_member_is_forgotten() ->
     term.session_ends("b")
     term.asks("a", 9)
     assert term.house.committed_step(JOB) == 9
+
+
+# -- a lighthouse that is new to the job (E8) ----------------------------------------------------
+
+
+class NewLighthouse(Term):
+    """Groups a and b, of three, have come back in quorum 1; a waits in step 8. It is 0 s."""
+
+    def __init__(self, num_groups: int = 3) -> None:
+        Scene.__init__(self, SECONDS)
+        for each in "ab":
+            self.opened(each, 1, 7, num_groups)
+        self.does("b", Phase.TRAINING, 8)
+        self.waits()
+
+    def waits(self) -> None:
+        self.does("a", Phase.QUORUM, 8, for_s=self.now)
+        self.beat("b")
+
+    def waits_until(self, at: float) -> list[tuple[int | None, tuple[str, ...]]]:
+        """What the members have been told by then."""
+        while self.now < at:
+            self.until(min(at, self.now + 0.5))
+            self.waits()
+        return self.told()
+
+
+@pytest.mark.parametrize("asker", ["c", "d"])
+@pytest.mark.parametrize("has_history", [False, True])
+def test_who_asks_may_be_the_member_that_has_not_come_back(asker: str, has_history: bool) -> None:
+    """It has not received the answer, so it reports an older quorum, or none."""
+    term = NewLighthouse()
+    term.asks(asker, 8, step_quorum_id=0, has_history=has_history)
+    assert term.waits_until(GATHER_S - 0.5) == []
+    assert term.waits_until(GATHER_S + 0.5) == [(8, ("a", "b"))]
+    assert term.waits_until(200.0) == []
+    (news,) = [each for each in term.missed("a") if isinstance(each, TermEnds)]
+    assert news.step == 8
+
+
+def test_a_member_that_has_not_come_back_is_missed_after_the_heartbeat_timeout() -> None:
+    term = NewLighthouse()
+    assert term.waits_until(99.5) == []
+    assert term.waits_until(100.0) == [(8, ("a", "b"))]
+
+
+def test_a_newcomer_ends_no_step_if_all_have_come_back() -> None:
+    term = NewLighthouse(num_groups=2)
+    term.asks("d", 0, step_quorum_id=0)
+    assert term.waits_until(200.0) == []
+
+
+def test_a_member_that_has_come_back_and_is_gone_is_missed_by_its_loss() -> None:
+    term = NewLighthouse()
+    term.opened("c", 1, 7, 3)
+    term.leave("c")
+    assert lost(term) == [("c", ("a", "b", "c"))]
+    assert term.waits_until(200.0) == []
+
+
+def test_who_does_not_wait_loses_no_step_for_one_that_has_not_come_back() -> None:
+    term = NewLighthouse()
+    term.asks("d", 0, step_quorum_id=0)
+    for step in range(9, 300):
+        term.until(float(step))
+        for each in "ab":
+            term.does(each, Phase.QUORUM, step, for_s=0.9 * MISSED_AFTER_S)
+    assert term.told() == []
+
+
+def test_members_of_an_older_quorum_are_not_missed() -> None:
+    """The newest quorum that is reported counts, with the number of its groups."""
+    term = NewLighthouse()
+    for each in "ab":
+        term.opened(each, 2, 7, 2)
+    term.asks("c", 8, step_quorum_id=0)
+    term.take()
+    assert term.waits_until(200.0) == []

@@ -1,4 +1,4 @@
-"""Each planted fault in the rules of terms (E1 to E7) is found by some seed (rule X3)."""
+"""Each planted fault in the rules of terms (E1 to E8) is found by some seed (rule X3)."""
 
 from __future__ import annotations
 
@@ -264,9 +264,9 @@ def who_comes_first_waits_for_nobody(plant: pytest.MonkeyPatch) -> None:
 def the_end_of_a_reported_quorum_counts_for_a_newer_one(plant: pytest.MonkeyPatch) -> None:
     real = Lighthouse.opened
 
-    def opened(self: Any, job: str, *what: Any) -> Any:
+    def opened(self: Any, job: str, *what: Any, **more: Any) -> Any:
         term = self._jobs[job].term if job in self._jobs else None
-        orders = real(self, job, *what)
+        orders = real(self, job, *what, **more)
         self._jobs[job].term = term or self._jobs[job].term
         return orders
 
@@ -283,6 +283,18 @@ def the_end_of_a_session_is_a_loss(plant: pytest.MonkeyPatch) -> None:
 def another_manager_is_another_incarnation(plant: pytest.MonkeyPatch) -> None:
     real = Site._start_manager
     plant.setattr(Site, "_start_manager", lambda self, resumed=None: real(self))
+
+
+# -- a lighthouse that is new to the job (E8) -------------------------------------------------
+
+
+def nobody_misses_who_has_not_come_back(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Job, "waits_for_unheard", lambda self, *what: False)
+
+
+def draw_long_terms_of_four(seed: int, _: int | None = None) -> Scenario:
+    """Enough groups that one loses its answer while another one joins."""
+    return draw_long_terms(seed, NUM_GROUPS + 1)
 
 
 # Each with the scenarios to search, and the first seed of the search: near the first one that
@@ -320,6 +332,7 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     the_end_of_a_reported_quorum_counts_for_a_newer_one: (draw_returns, 0),
     the_end_of_a_session_is_a_loss: (draw_steady, 15),
     another_manager_is_another_incarnation: (draw_steady, 15),
+    nobody_misses_who_has_not_come_back: (draw_long_terms_of_four, 90),
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torchft_svc.core.activity import Activity, HangWatch
+from torchft_svc.core.gathering import GATHER_S
 from torchft_svc.core.likeness import Likeness
 from torchft_svc.core.membership import AWAITED_MEMBERS, GroupState, Membership
 from torchft_svc.core.overview import History
@@ -108,6 +109,21 @@ class Job:
         if not self.silent or not self._waits_in_step(activity):
             return False
         return now - max(activity.since, *self.silent.values()) >= MISSED_AFTER_S
+
+    def waits_for_unheard(
+        self, activity: Activity, began_at: float, heartbeat_timeout_s: float, now: float
+    ) -> bool:
+        """Whether a member that waits for others in a step, as it reports now, may wait for one
+        that has not reported the quorum to this lighthouse, which serves since ``began_at`` (rule
+        E8)."""
+        members, term = self.members, self.term
+        if members.previous is not None or term.num_groups <= members.num_reported:
+            return False
+        if term.over_from is not None or not self._waits_in_step(activity):
+            return False
+        # One that asks may be that member: it has not received the answer.
+        patience_s = GATHER_S if members.groups[GroupState.JOINING] else heartbeat_timeout_s
+        return now - activity.since >= MISSED_AFTER_S and now - began_at >= patience_s
 
     def _waits_in_step(self, activity: Activity) -> bool:
         """Before its quorum was formed it waited for that."""

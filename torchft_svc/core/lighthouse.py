@@ -125,8 +125,10 @@ class Lighthouse:
             del state.held[key]
         return self._settle(job, state, [], now)
 
-    def opened(self, job: str, replica_id: str, last: LastQuorum, now: float) -> tuple[Order, ...]:
-        """A sign of life, with the ``last`` quorum that the group was in."""
+    def opened(
+        self, job: str, replica_id: str, last: LastQuorum, now: float, *, num_groups: int = 0
+    ) -> tuple[Order, ...]:
+        """A sign of life, with the ``last`` quorum that the group was in, of ``num_groups``."""
         check_name("replica_id", replica_id)
         last.check()
         state = self._job(job, replica_id, now, last.quorum_id)
@@ -138,6 +140,8 @@ class Lighthouse:
         state.members.reported(replica_id, last)
         if state.members.last.quorum_id != known_id:
             state.term = RunningTerm()  # what was known is about an earlier quorum
+        if last.quorum_id == state.members.last.quorum_id:
+            state.term.num_groups = max(state.term.num_groups, num_groups)
         return self._settle(job, state, orders, now)
 
     def heartbeat(
@@ -159,6 +163,7 @@ class Lighthouse:
                     self._wake(state.term.look_at)
                     if state.is_missed(activity, now):
                         orders += self._miss_silent(job, state, now)
+                    orders += self._miss_unheard(job, state, activity, now)
             orders += self._heed_hangs(job, state, now, (replica_id,))
             self._wake(state.hangs.look_at())
         if is_new or orders:
@@ -449,6 +454,19 @@ class Lighthouse:
         for replica_id in list(state.silent):
             orders += self._remove(job, state, replica_id, silent, now)
         return orders
+
+    def _miss_unheard(self, job: str, state: Job, activity: Activity, now: float) -> list[Order]:
+        """Members that wait in a step for one that has not reported to this lighthouse wait no
+        longer (rule E8)."""
+        timeout_s = self._config.heartbeat_timeout_s
+        if not state.waits_for_unheard(activity, self._began_at, timeout_s, now):
+            return []
+        state.note_progress()
+        state.term.over_from = activity.step
+        num_missing = state.term.num_groups - state.members.num_reported
+        why = f"{num_missing} of its {state.term.num_groups} groups have not come back"
+        ends = TermEnds(state.members.last.quorum_id, activity.step, why)
+        return [ReportTermEnds(job, ends, tuple(state.members.quorum_left()))]
 
     def _end_stalled_term(self, job: str, state: Job, now: float) -> list[Order]:
         """Groups that have not begun a step in time keep the others waiting in it no longer."""

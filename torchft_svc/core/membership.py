@@ -536,6 +536,12 @@ class Membership:
         return self._previous_ids
 
     @property
+    def num_reported(self) -> int:
+        """How many groups, by name, have reported ``last`` as their last quorum, until one is
+        published here; some may be gone."""
+        return len(self._were_here)
+
+    @property
     def num_awaited(self) -> int:
         return sum(len(self.groups[state]) for state in AWAITED_MEMBERS)
 

@@ -162,7 +162,7 @@ class LighthouseSessions:
         at = self._time(now)
         replica_id, last = hello.replica_id, hello.last
         is_past = self.lighthouse.is_past(job, replica_id, last)
-        decided = self.lighthouse.opened(job, replica_id, last, at)
+        decided = self.lighthouse.opened(job, replica_id, last, at, num_groups=hello.num_groups)
         interval_s = self.lighthouse.beat_interval_s(job)
         self._sessions[stream] = session = _Session(stream, job, replica_id, interval_s)
         streams = self._streams.setdefault(session.key, {})

@@ -65,16 +65,18 @@ class RunningTerm:
     """What a lighthouse knows of the term of a job's last quorum.
 
     ``may_go_on``: its steps may ask nobody; so may those of a quorum that groups report to a
-    lighthouse that is new to the job. ``began_at``: its step (-1: not known); ``formed_at``: when
-    its quorum was formed (-inf: not here). ``over_from``: the first step that not all members take
-    part in (None: there is none). ``is_noted``: a member has asked since, or is gone, so that no
-    more steps are committed in it. ``look_at``: when a member will have waited for others in a step
-    for too long (inf: none waits); ``looked_at``: when that was looked at last.
+    lighthouse that is new to the job, and which had ``num_groups`` (0: not known). ``began_at``:
+    its step (-1: not known); ``formed_at``: when its quorum was formed (-inf: not here).
+    ``over_from``: the first step that not all members take part in (None: there is none).
+    ``is_noted``: a member has asked since, or is gone, so that no more steps are committed in it.
+    ``look_at``: when a member will have waited for others in a step for too long (inf: none waits);
+    ``looked_at``: when that was looked at last.
     """
 
     may_go_on: bool = True
     began_at: int = -1
     formed_at: float = -math.inf
+    num_groups: int = 0
     over_from: int | None = None
     is_noted: bool = False
     look_at: float = math.inf

@@ -111,10 +111,13 @@ class Scene:
         for replica_id in replica_ids:
             self._note(self.house.heartbeat(job, replica_id, self.now))
 
-    def opened(self, replica_id: str, quorum_id: int = 0, max_step: int = 0) -> None:
+    def opened(
+        self, replica_id: str, quorum_id: int = 0, max_step: int = 0, num_groups: int = 0
+    ) -> None:
         """A session begins; its group was in this quorum, maybe of another lighthouse."""
         last = LastQuorum(quorum_id, max_step)
-        self._note(self.house.opened(JOB, replica_id, last, self.now))
+        opened = self.house.opened(JOB, replica_id, last, self.now, num_groups=num_groups)
+        self._note(opened)
 
     def does(self, replica_id: str, phase: Phase, step: int = 0, for_s: float = 0.0) -> None:
         """A beat that tells what the group does, and for how long already."""
