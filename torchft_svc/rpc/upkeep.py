@@ -38,10 +38,10 @@ class Upkeep:
         """What was imported stays, and a round of a thousand groups makes many objects but few
         cycles: looking through all of them again and again costs a lighthouse a tenth of its time.
         Young ones are looked at often, because gRPC leaves a cycle of five objects behind every
-        call."""
-        gc.collect()
+        call. Imports leave a few hundred objects behind, which are not worth a look (10 ms)."""
         gc.freeze()
         gc.set_threshold(5_000, 50, 100)
+        gc.enable()  # a program that imports a lot may have switched it off
         self._is_on = True
 
     def counting(self, handler: Handler) -> Handler:
