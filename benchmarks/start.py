@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import sys
 import time
@@ -143,7 +144,7 @@ def trainers(address: str, stack: ExitStack, roots: dict[str, Path]) -> list[Cou
     courses = [plain]
     for side, root in roots.items():
 
-        def start(job: str, name: str, participants: int) -> list[str]:
+        def start(job: str, name: str, participants: int, *more: str) -> list[str]:
             return program(
                 "benchmarks.children.start_ours",
                 f"--lighthouse={address}",
@@ -151,10 +152,11 @@ def trainers(address: str, stack: ExitStack, roots: dict[str, Path]) -> list[Cou
                 f"--name={name}",
                 f"--participants={participants}",
                 f"--step-s={_STEP_S}",
+                *more,
             )
 
-        def alone(start: Any = start, root: Path = root) -> Start:
-            return staged(start(f"job-{uuid.uuid4().hex}", "alone", 1), "quorum", root)
+        def alone(*more: str, start: Any = start, root: Path = root) -> Start:
+            return staged(start(f"job-{uuid.uuid4().hex}", "alone", 1, *more), "quorum", root)
 
         job = f"job-{uuid.uuid4().hex}"
         survivor = stack.enter_context(Child(start(job, "survivor", 1), _ENVIRONMENT, root=root))
@@ -165,6 +167,9 @@ def trainers(address: str, stack: ExitStack, roots: dict[str, Path]) -> list[Cou
             return staged(start(job, "restarted", 2), "commit", root)
 
         courses.append(Course(f"trainer{side}", alone, plain))
+        if (root / "torchft_svc" / "manager_server" / "early.py").exists():
+            early = functools.partial(alone, "--early")
+            courses.append(Course(f"trainer, early manager{side}", early, plain))
         courses.append(Course(f"killed trainer{side}", again, plain))
     return courses
 
@@ -231,8 +236,9 @@ def main(starts: int, only: str, before: Path | None, json_file: Path | None) ->
         settings={"starts": starts},
         notes=[
             "plain trainer: imports torch and grpc, makes a model and an optimizer; trainer: until "
-            "its first quorum; killed trainer: until it has healed and committed with another; a "
-            "service: until it listens; a launcher: until its worker runs",
+            "its first quorum; early manager: started before torch is imported; killed trainer: "
+            "until it has healed and committed with another; a service: until it listens; a "
+            "launcher: until its worker runs",
             "our part: without the stages torch and model; it varies less than the difference of "
             "two starts",
             "CPU: user and system, of the process and what it has started; over plain, ratio: "

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         ft_init_device_mesh,
         replicate_across_groups,
         sharded_state_dict,
+        start_manager_early,
     )
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "ft_init_device_mesh",
     "replicate_across_groups",
     "sharded_state_dict",
+    "start_manager_early",
 ]
 __version__ = VERSION
 

@@ -15,7 +15,12 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--participants", type=int, required=True, help="commit with so many")
     parser.add_argument("--step-s", type=float, required=True)
+    parser.add_argument("--early", action="store_true", help="start the manager before torch")
     flags = parser.parse_args()
+    if flags.early:
+        from torchft_svc import start_manager_early
+
+        start_manager_early()
 
     import torch
     from torch.optim import SGD

@@ -25,7 +25,7 @@ import psutil
 import pytest
 
 from torchft_svc.coordination import Listeners, ManagerClient
-from torchft_svc.manager_server.child import SIDECAR
+from torchft_svc.manager_server.early import SIDECAR
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import open_channel
 from torchft_svc.rpc.codec import JOB_KEY

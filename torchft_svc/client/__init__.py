@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ErrorSwallowingProcessGroupWrapper,
         ProcessGroupWrapper,
     )
+    from torchft_svc.manager_server.early import start_manager_early
 
 __all__ = [
     "CheckpointTransport",
@@ -52,6 +53,7 @@ __all__ = [
     "ft_init_device_mesh",
     "replicate_across_groups",
     "sharded_state_dict",
+    "start_manager_early",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -79,5 +81,6 @@ __getattr__, __dir__ = lazy_names(
         "ft_init_device_mesh": ".device_mesh",
         "replicate_across_groups": ".hsdp",
         "sharded_state_dict": ".hsdp",
+        "start_manager_early": "torchft_svc.manager_server.early",
     },
 )

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import selectors
 import subprocess
-import sys
 import time
 
-from torchft_svc.env import Environment, for_child
+from torchft_svc.env import Environment
 from torchft_svc.errors import DeadlineExceeded, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.manager_server.liveness_pipe import LivenessPipe
+from torchft_svc.manager_server.early import EARLY, Sidecar
 from torchft_svc.manager_server.parent_watch import STOP_SIGNAL
 
 log = logging.getLogger(__name__)
 
 # `STOP_SIGNAL` makes the manager leave the lighthouse; it has this long before it is killed.
 STOP_TIMEOUT_S = 1.5
-# The program; see there for its arguments.
-SIDECAR = "torchft_svc.manager_server.sidecar"
 _READY = "manager listening on "
 
 
@@ -37,14 +33,9 @@ class ManagerProcess:
     def __init__(self, config: ManagerConfig) -> None:
         self.address = ""
         self._bind = config.bind
-        reading, writing = os.pipe()
-        with contextlib.ExitStack() as undo:
-            self._signs = undo.enter_context(contextlib.closing(LivenessPipe(reading)))
-            try:
-                self._process = _spawn(config, writing)
-            finally:
-                os.close(writing)
-            undo.pop_all()
+        settings = _settings(config)
+        sidecar = EARLY.take(config.security, settings) or Sidecar.start(config.security, settings)
+        self._process, self._signs = sidecar.process, sidecar.signs
 
     @classmethod
     def start(cls, config: ManagerConfig, timeout_s: float = 30.0) -> ManagerProcess:
@@ -105,30 +96,18 @@ class ManagerProcess:
         self.close()
 
 
-def _spawn(config: ManagerConfig, signs: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        _command(config, signs),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        pass_fds=(signs,),
-        # Everybody can read a command line; an environment, only its user.
-        env=for_child(config.security.variables()),
-    )
-
-
-def _command(config: ManagerConfig, signs: int) -> list[str]:
+def _settings(config: ManagerConfig) -> dict[str, object]:
     # What it says at "info", the trainer says as well.
     log_level = Environment().log_level
     if log_level in (None, "info"):
         log_level = "warning"
-    settings = {
+    told = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
-        if field.name not in ("security", "resumed")
+        if field.name not in ("security", "resumed", "owner_pid")
     }
     resumed = dataclasses.asdict(config.resumed) if config.resumed else None
-    told = json.dumps({**settings, "owner_pid": os.getpid(), "resumed": resumed})
-    return [sys.executable, "-m", SIDECAR, told, str(log_level), str(signs)]
+    return {**told, "resumed": resumed, "log_level": str(log_level)}
 
 
 def _read_address(process: subprocess.Popen[bytes], bind: str, timeout_s: float) -> str:

@@ -3,16 +3,28 @@
 A trainer waits until it serves, and click, which parses flags, would take a tenth of that time.
 """
 
-from __future__ import annotations
-
 import gc
 import json
+import os
+import selectors
+import signal
 import sys
+from typing import Any
+
+# How often a process that waits for its settings looks whether its trainer lives. The end of the
+# pipe does not always tell: forked children of the trainer hold it open.
+_LOOK_S = 1.0
 
 
-def main(settings: str, log_level: str, liveness_descriptor: str) -> None:
-    """``settings``: the fields of a `ManagerConfig` as JSON, but its security, which is not for a
-    command line: it is that of the environment."""
+def main(told: str, liveness_descriptor: str) -> None:
+    """``told``: as JSON, the fields of a `ManagerConfig` and ``log_level``, but not the security,
+    which is not for a command line: it is that of the environment. If it contains nothing but
+    ``owner_pid``, the rest is the first line of standard input (`start_manager_early`)."""
+    settings = json.loads(told)
+    is_early = settings.keys() == {"owner_pid"}
+    if is_early:
+        for number in (signal.SIGTERM, signal.SIGINT):  # as later, see `run` and rule M12
+            signal.signal(number, signal.SIG_IGN)
     # What is imported stays. The collector, which `run` switches on again, would look through it 77
     # times, and take a tenth of the start.
     gc.disable()
@@ -22,11 +34,27 @@ def main(settings: str, log_level: str, liveness_descriptor: str) -> None:
     from torchft_svc.manager_server.process import run_as_process
     from torchft_svc.rpc.security import resolve_security
 
-    fields = json.loads(settings)
-    if fields["resumed"] is not None:
-        fields["resumed"] = Resumed(**fields["resumed"])
-    config = ManagerConfig(**fields, security=resolve_security(Environment()))
+    if is_early:
+        settings |= _settings_of(settings["owner_pid"])
+    if settings["resumed"] is not None:
+        settings["resumed"] = Resumed(**settings["resumed"])
+    log_level = settings.pop("log_level")
+    config = ManagerConfig(**settings, security=resolve_security(Environment()))
     run_as_process(config, log_level, int(liveness_descriptor))
+
+
+def _settings_of(owner_pid: int) -> dict[str, Any]:
+    """What process ``owner_pid`` writes to standard input; exits if it ends without that."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        while not selector.select(_LOOK_S):
+            if os.getppid() != owner_pid:
+                sys.exit()
+    line = sys.stdin.readline()
+    if not line.endswith("\n"):
+        sys.exit()
+    told: dict[str, Any] = json.loads(line)
+    return told
 
 
 if __name__ == "__main__":
