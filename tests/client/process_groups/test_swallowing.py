@@ -15,7 +15,15 @@ from support.bounds import check
 from support.collective_calls import NAMES, Calls
 from support.meeting_place import MeetingPlace, marked
 from support.running import eventually
-from support.training import TIMEOUT, Trainer, assert_identical, lighthouse, together, trainers
+from support.training import (
+    TIMEOUT,
+    Trainer,
+    assert_identical,
+    in_step,
+    lighthouse,
+    together,
+    trainers,
+)
 
 from torchft_svc.client import (
     ErrorSwallowingProcessGroupWrapper,
@@ -202,9 +210,7 @@ def test_a_swallowed_error_of_a_sum_discards_the_step(pair: list[Trainer]) -> No
     assert together(fails, b.step)[0] is False
     check("a step with a swallowed error", time.monotonic() - began_at, 5.0)
     assert "asked for" in str(a.manager.errored())
-    for _ in range(3):
-        outcomes = together(a.step, b.step)
-    assert outcomes == [True, True]
+    in_step(3, a, b)
     assert_identical(pair)
 
 
@@ -226,9 +232,7 @@ def test_a_swallowed_error_of_a_collective_of_one_s_own_discards_the_step(
     asked_for = RuntimeError("asked for")
     assert together(lambda: gathers(a, asked_for), lambda: gathers(b, None))[0] is False
     assert a.manager.errored() is asked_for
-    for _ in range(3):
-        outcomes = together(a.step, b.step)
-    assert outcomes == [True, True]
+    in_step(3, a, b)
     assert_identical(pair)
 
 
