@@ -31,6 +31,8 @@ UNTRAINED = math.log(128)
 FIRST_STEPS_S = 110.0
 # Six processes import torch, on few cores that may be busy with other work.
 SHARDED_S = 180.0
+# A step of those that wait for processes which import torch: these need the processors.
+PACE_S = 0.05
 
 
 @pytest.fixture
@@ -169,6 +171,7 @@ def test_sharded_groups_heal_with_the_commands_of_the_readme(environment: dict[s
                     [sys.executable, SHARDED, *steps],
                     settings | names | worker_of_two(rank, store.port),
                     warm=True,
+                    pace_s=PACE_S,
                 )
             )
             for rank in range(2)

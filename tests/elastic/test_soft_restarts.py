@@ -33,7 +33,7 @@ class Run:
     nodes: dict[str, Program] = field(default_factory=dict)
 
     def start(self, name: str, num_workers: int) -> None:
-        script = [EXAMPLE, "--steps", "1000000", "--step-s", "0.02"]
+        script = [EXAMPLE, "--steps", "1000000", "--step-s", "0.1"]
         options = [*self.options, f"--nproc-per-node={num_workers}"]
         launched = agent(*options, *script, environment={"TMPDIR": str(self.folder)})
         self.nodes[name] = self.stack.enter_context(launched)

@@ -24,6 +24,8 @@ _STEP = re.compile(r"step (\d+) loss [\d.]+ groups (\d) rank (\d) pid (\d+) dige
 PRELOAD = "torch,torch._dynamo,torch.distributed.fsdp,torchft_svc.client"
 # The first workers import torch, on few cores that may be busy with other work.
 REPLACED_S = 120.0
+# Of a step, while others need the processors to import torch.
+PACE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -112,4 +114,4 @@ def worker_of_two(rank: int, port: int, environment: dict[str, str]) -> Program:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    return Program([sys.executable, *EXAMPLE], environment | told, warm=True)
+    return Program([sys.executable, *EXAMPLE], environment | told, warm=True, pace_s=PACE_S)

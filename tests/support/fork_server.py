@@ -24,12 +24,16 @@ TESTS = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Program:
-    """``arguments``: a script or ``-W ignore -m MODULE``, and its own."""
+    """``arguments``: a script or ``-W ignore -m MODULE``, and its own.
+
+    ``pace_s``: how long it sleeps in each step of an optimizer.
+    """
 
     arguments: Sequence[str]
     environment: Mapping[str, str]
     folder: str
     leads_session: bool
+    pace_s: float = 0.0
 
 
 @dataclass(frozen=True)

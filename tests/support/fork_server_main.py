@@ -8,6 +8,7 @@ import random
 import runpy
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,6 +72,13 @@ def become(asked: Program, descriptors: Sequence[int]) -> list[str]:
     return arguments
 
 
+def pace(seconds: float) -> None:
+    """Leave the processors to others in each step of training."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(lambda *_: time.sleep(seconds))
+
+
 if __name__ == "__main__":
     load()
     _fork = serve(*map(int, sys.argv[1:]))
@@ -83,6 +91,8 @@ if __name__ == "__main__":
             call(_asked)
         else:
             _arguments = become(_asked, _fork[1])
+            if _asked.pace_s:
+                pace(_asked.pace_s)
             if _arguments[0] == "-m":
                 runpy.run_module(_arguments[1], run_name="__main__", alter_sys=True)
             else:

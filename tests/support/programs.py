@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import signal
@@ -27,11 +28,15 @@ class Program:
         environment: Mapping[str, str] | None = None,
         *,
         warm: bool = False,
+        pace_s: float = 0.0,
     ) -> None:
-        """``warm``: it has imported torch before it is started."""
+        """``warm``: it has imported torch before it is started. Such a program may be slowed down:
+        it sleeps ``pace_s`` in each step of its optimizer, and so do all that train with it.
+        """
         self.lines: list[str] = []
         self._new: queue.Queue[str | None] = queue.Queue()
-        self._process: Any = (Warm if warm else subprocess.Popen)(
+        how: Any = functools.partial(Warm, pace_s=pace_s) if warm else subprocess.Popen
+        self._process: Any = how(
             list(command),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

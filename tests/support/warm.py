@@ -31,11 +31,12 @@ class Warm(Forked):
         stderr: int = PIPE,
         text: bool = False,
         start_new_session: bool = False,
+        pace_s: float = 0.0,
         preexec_fn: Callable[[], None] | None = None,
     ) -> None:
         """``preexec_fn`` is not called: what is forked ends with its streams, as these do."""
         assert command[0] == sys.executable, command
-        program = Program(command[1:], dict(env), str(cwd), start_new_session)
+        program = Program(command[1:], dict(env), str(cwd), start_new_session, pace_s)
         with contextlib.ExitStack() as given:
             theirs: list[int] = []
             self.stdin = _stream(stdin, "w", theirs, given, text=text)
