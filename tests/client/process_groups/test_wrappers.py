@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.meeting_place import MeetingPlace
-from support.training import TIMEOUT, lighthouse, together
+from support.training import TIMEOUT, Trainer, lighthouse, together
 from torch import nn
 from torch.distributed import HashStore, ReduceOp
 from torch.distributed._functional_collectives import all_reduce
@@ -24,11 +24,31 @@ from torchft_svc.client import (
     ErrorSwallowingProcessGroupWrapper,
     ManagedProcessGroup,
     Manager,
+    ProcessGroup,
+    ProcessGroupDummy,
     ProcessGroupGloo,
     ft_init_device_mesh,
 )
 from torchft_svc.errors import ConfigError, QuorumFailed, RequestRefused
 from torchft_svc.testing import FakeProcessGroupWrapper
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_groups_whose_sums_wait_for_nobody_ask_before_each_step(is_wrapped: bool) -> None:
+    def make() -> ProcessGroup:
+        group = ProcessGroupDummy()
+        return FakeProcessGroupWrapper(group) if is_wrapped else group
+
+    with (
+        lighthouse(min_replicas=2) as address,
+        Trainer(address, "a", 0, pg=make()) as a,
+        Trainer(address, "b", 1, pg=make()) as b,
+    ):
+        together(lambda: a.steps(4), lambda: b.steps(4))
+        for each in (a, b):
+            quorum = each.manager._worker.round.quorum
+            assert quorum is not None
+            assert not quorum.steady
 
 
 @pytest.fixture

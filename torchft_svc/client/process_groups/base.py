@@ -146,6 +146,12 @@ class ProcessGroup(dist.ProcessGroup):
         """How many members there are."""
         return self._world_size
 
+    @property
+    def needs_all_members(self) -> bool:
+        """Whether a sum ends only if all members take part; steps of a term rely on it (rule
+        E3)."""
+        return True
+
     def tidy(self) -> None:
         """Release abandoned backends whose operations have ended; cheap, call it often."""
 

@@ -19,6 +19,11 @@ class ProcessGroupDummy(DelegatingProcessGroup):
     quorum's numbers, but exchanges no data.
     """
 
+    @property
+    def needs_all_members(self) -> bool:
+        """No: so each step asks, which keeps the groups at the same step."""
+        return False
+
     def _configure(self, members: Members) -> None:
         """Take rank and world size; connects to no one."""
         self._backend, self._error = _Alone(), None

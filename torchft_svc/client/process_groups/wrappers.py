@@ -54,6 +54,10 @@ class ProcessGroupWrapper(ProcessGroup):
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
         return self._pg._launch(name, args, kwargs)
 
+    @property
+    def needs_all_members(self) -> bool:
+        return self._pg.needs_all_members
+
     # What a group is asked for besides collectives.
     prepare = _asked_of_wrapped("prepare")
     abort = _asked_of_wrapped("abort")

@@ -176,7 +176,7 @@ class Collectives:
             carrier.fill_(float(self._wish()))
             self._carriers.append(carrier)
         elif self._num_launched == 1 and self._pg.size() > 1:
-            wish = torch.full((1,), float(self._wish()), device=device)
+            wish = torch.full((1,), float(self._wish()), dtype=torch.float32, device=device)
             self._carriers.append(wish)
             return self._launch(wish, self._pg.allreduce, [wish], _SUM) is not None
         return True

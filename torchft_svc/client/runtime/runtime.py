@@ -143,7 +143,7 @@ def start_runtime(
         undo.callback(client.close)
         end = functools.partial(_end, pg, recorder)
         kill = functools.partial(end, client.stands_still)
-        worker = SharedRound(rules.for_worker(services.locator.patience_s), given.step, pg)
+        worker = SharedRound(rules.for_worker(services.locator.patience_s, pg), given.step, pg)
         services.resume_with(worker.resumed)
         client.attach(rules.place.group_rank, _listeners(worker, kill))
         runtime = Runtime(

@@ -87,7 +87,7 @@ class RoundRules:
     checks_collectives: bool = False
     is_steady: bool = True
 
-    def for_worker(self, patience_s: float) -> WorkerRules:
+    def for_worker(self, patience_s: float, pg: ProcessGroup) -> WorkerRules:
         """The part for the core; ``patience_s``: how long to wait for a restarted manager."""
         has_spares = self.mode is WorldSizeMode.FIXED_WITH_SPARES
         return WorkerRules(
@@ -97,7 +97,7 @@ class RoundRules:
             init_sync=self.init_sync,
             num_wanted=self.min_replica_size if has_spares else None,
             patience_s=patience_s,
-            is_steady=self.is_steady,
+            is_steady=self.is_steady and pg.needs_all_members,
         )
 
     def common(self) -> str:
