@@ -243,7 +243,7 @@ class Progress:
         frozen meanwhile, the group may be elsewhere by now."""
         if last != NO_QUORUM:
             took_part = self._took_part.setdefault(job, {})
-            if not took_part and last.quorum_id > self._last_ids.get(job, 0):
+            if job not in self._members and last.quorum_id > self._last_ids.get(job, 0):
                 self._committed.pop(job, None)
             took_part[replica_id] = last.quorum_id, last.max_step
             self._heard[job] = max(self._heard.get(job, 0), last.max_step)
@@ -298,7 +298,10 @@ class Progress:
     def lost(self, order: ReportLoss, by: object) -> None:
         """``by``: what stands for one life of one lighthouse, which knows what it has published."""
         self._note_progress(order.job, order.replica_id)
-        self._took_part.get(order.job, {}).pop(order.replica_id, None)
+        took_part = self._took_part.get(order.job, {})
+        took_part.pop(order.replica_id, None)
+        if not took_part:  # the job may have ended: members are those that report its last quorum
+            self._members.pop(order.job, None)
         if order.is_orderly:
             self._remaining.get((by, order.job), set()).discard(order.replica_id)
 

@@ -174,7 +174,7 @@ class Companions:
             if other is None:
                 continue
             since = max(it.waits_since, self.calm_since([group, it.group]))
-            if other.asks_since is not None:
+            if other.asks_since is not None and self.is_well_since(group, since):
                 waited_s = now - max(since, other.asks_since)
                 longest_s, what = MAX_WAIT_FOR_ASKER_S, "which asks"
             else:
