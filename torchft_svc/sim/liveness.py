@@ -94,8 +94,10 @@ class LivenessChecks:
 
     def term_ended(self, key: Key, over: TermEnds, now: float) -> None:
         """``over`` is told to a member. If others have waited in that step for too long, those that
-        have not begun it are stragglers."""
+        have not begun it are stragglers, unless the term ends because a member asks."""
         ledger = self._ledger(key[0])
+        if ledger.asking.keys() & ledger.previous:
+            return
         waiting = [ledger.doing[each] for each in ledger.who(Phase.QUORUM) & ledger.going_on()]
         since = [doing.since for doing in waiting if doing.step == over.step]
         if since and now - min(since) >= self._config.join_timeout_s - ROUNDING_S:
