@@ -50,9 +50,9 @@ def test_the_group_speaks_for_all_its_workers() -> None:
     """Trap: only the last-arriving rank's step and failures are forwarded."""
     group = Group(3)
     group.quorum_requested(request(0, shrink_only=True, commit_failures=1), 10)
-    group.quorum_requested(request(1, commit_failures=4, last_quorum_id=7), 11)
-    assert group.quorum_requested(request(2, last_quorum_id=3), 12) == (
-        asks(shrink_only=True, commit_failures=4, seen_quorum_id=7),
+    group.quorum_requested(request(1, commit_failures=4, last_quorum_id=7, last_num_groups=2), 11)
+    assert group.quorum_requested(request(2, last_quorum_id=3, last_num_groups=5), 12) == (
+        asks(shrink_only=True, commit_failures=4, seen_quorum_id=7, seen_num_groups=2),
     )
 
 

@@ -647,6 +647,19 @@ def test_f8_who_knows_the_job_or_found_a_lighthouse_at_once_does_not_wait() -> N
     assert asked(Link().opened().ask(NEWCOMER))
 
 
+@pytest.mark.parametrize(("seen_quorum_id", "num_groups"), [(8, 4), (5, 3)])
+def test_q11_workers_tell_another_manager_how_many_groups_their_quorum_had(
+    seen_quorum_id: int, num_groups: int
+) -> None:
+    """It reports that of the newest quorum, of its own ones, too."""
+    link = Link().opened()
+    link.ask(ASK)
+    link.answer(quorum(5, "g:1", "h:1", "i:1"))
+    ask = dataclasses.replace(ASK, round=8, seen_quorum_id=seen_quorum_id, seen_num_groups=4)
+    (question,) = [each for each in link.ask(ask) if isinstance(each, Question)]
+    assert question.member.last_num_groups == num_groups
+
+
 def test_f8_a_later_question_does_not_wait_again_unless_the_lighthouse_was_lost_again() -> None:
     link = Link()
     returned(link, NEWCOMER)

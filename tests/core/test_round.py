@@ -166,10 +166,10 @@ def test_a_repeated_question_may_say_something_else() -> None:
 
 def test_a_manager_is_told_what_the_one_before_had_told() -> None:
     calls = WorkerCalls("w")
-    calls.answered(9, 100)
-    calls.answered(8, 101)
+    calls.answered(9, 4, 100)
+    calls.answered(8, 3, 101)
     asked = calls.question(WorkerRequest(group_rank=0, step=1))
-    assert (asked.worker_id, asked.last_quorum_id) == ("w", 9)
+    assert (asked.worker_id, asked.last_quorum_id, asked.last_num_groups) == ("w", 9, 4)
     vote = calls.ballot(Vote(group_rank=0, step=1, should_commit=True))
     assert (vote.worker_id, vote.round) == ("w", 101)
 

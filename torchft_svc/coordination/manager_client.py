@@ -185,6 +185,7 @@ class ManagerClient(Client):
             drain_reason=request.drain_reason,
             unhealed=request.unhealed,
             last_quorum_id=request.last_quorum_id,
+            last_num_groups=request.last_num_groups,
             question=request.question,
             layout=request.layout,
             step_quorum_id=request.step_quorum_id,
@@ -195,7 +196,7 @@ class ManagerClient(Client):
         if not answer.store_address:
             raise QuorumFailed("the manager's answer names no store")
         with self._lock:
-            self._calls.answered(answer.quorum_id, answer.round)
+            self._calls.answered(answer.quorum_id, answer.replica_world_size, answer.round)
         return _result(answer, request.group_rank)
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:

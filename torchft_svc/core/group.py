@@ -397,6 +397,7 @@ class Group:
         self._commits.announce(self._round)
         self._asking = True
         layouts = {request.group_rank: request.layout for request in requests}
+        seen = max(requests, key=lambda request: request.last_quorum_id)
         ask = AskLighthouse(
             round=self._round,
             step=min(request.step for request in requests),
@@ -404,7 +405,8 @@ class Group:
             commit_failures=max(request.commit_failures for request in requests),
             new_incarnation=self._restarted,
             unhealed=any(request.unhealed for request in requests),
-            seen_quorum_id=max(request.last_quorum_id for request in requests),
+            seen_quorum_id=seen.last_quorum_id,
+            seen_num_groups=seen.last_num_groups,
             has_history=all(request.last_quorum_id for request in requests),
             layout=group_layout([layouts[rank] for rank in sorted(layouts)]),
             step_quorum_id=min(request.step_quorum_id for request in requests),

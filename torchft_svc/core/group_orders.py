@@ -17,7 +17,8 @@ class AskLighthouse:
 
     ``new_incarnation``: a worker was restarted, so to the others this is another group now.
     ``has_history``: all workers have received a quorum. ``steady``: all can begin steps without a
-    question; ``agreed``: all say so. The other fields combine those of the `WorkerRequest` s.
+    question; ``agreed``: all say so. ``seen_num_groups``: of quorum ``seen_quorum_id`` (0: not
+    known). The other fields combine those of the `WorkerRequest` s.
     """
 
     round: int
@@ -27,6 +28,7 @@ class AskLighthouse:
     new_incarnation: bool
     unhealed: bool = False
     seen_quorum_id: int = 0
+    seen_num_groups: int = 0
     has_history: bool = False
     layout: str = ""
     step_quorum_id: int = 0

@@ -493,9 +493,10 @@ class LinkMachine:
     ) -> None:
         ask = question.ask
         self._told_why = ""
-        self.seen_quorum_id = max(self.seen_quorum_id, ask.seen_quorum_id)
+        if ask.seen_quorum_id > self.seen_quorum_id:  # the workers had another manager
+            self.seen_quorum_id, self._last_num_groups = ask.seen_quorum_id, ask.seen_num_groups
         self._num_questions += 1
-        question.number = self._num_questions
+        number = question.number = self._num_questions
         question.sent_at, question.timeout_s = now, question.deadline - now
         question.expires_at = question.deadline + REFUSAL_GRACE_S
         connection.asked_at = now
@@ -517,8 +518,7 @@ class LinkMachine:
             steady=ask.steady and not connection.is_unary,
             sole_lighthouse=self._is_sole and self._route.is_sole,
         )
-        number, timeout_s = question.number, question.timeout_s
-        self._orders.append(Question(number, question.member, timeout_s, ask.agreed))
+        self._orders.append(Question(number, question.member, question.timeout_s, ask.agreed))
 
     def _conclude(self, question: LinkQuestion, outcome: Quorum | TorchFTError, now: float) -> None:
         """The lighthouse has answered; it does not hold the question any more."""

@@ -531,15 +531,22 @@ class WorkerCalls:
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id
         self._round = 0  # of the last quorum
-        self._last_quorum_id = 0  # the highest
+        self._last_quorum_id = 0  # the highest, and the number of its groups
+        self._last_num_groups = 0
 
     def question(self, request: WorkerRequest) -> WorkerRequest:
-        return replace(request, worker_id=self.worker_id, last_quorum_id=self._last_quorum_id)
+        return replace(
+            request,
+            worker_id=self.worker_id,
+            last_quorum_id=self._last_quorum_id,
+            last_num_groups=self._last_num_groups,
+        )
 
-    def answered(self, quorum_id: int, round_: int) -> None:
-        """A question has brought this quorum, to vote on in ``round_``."""
+    def answered(self, quorum_id: int, num_groups: int, round_: int) -> None:
+        """A question has brought this quorum of ``num_groups``, to vote on in ``round_``."""
         self._round = round_
-        self._last_quorum_id = max(self._last_quorum_id, quorum_id)
+        if quorum_id >= self._last_quorum_id:
+            self._last_quorum_id, self._last_num_groups = quorum_id, num_groups
 
     def ballot(self, vote: Vote) -> Vote:
         return replace(vote, worker_id=self.worker_id, round=self._round)

@@ -187,10 +187,11 @@ class WorkerRequest:
 
     ``drain_reason``: why this worker has to end, so that its group leaves when all workers have
     asked (empty: it has not to). ``unhealed``: its last heal has failed. ``last_quorum_id``: the
-    highest that it has received (0: none), maybe from an earlier manager. ``question`` counts this
-    worker's questions; a question is repeated with the same number if its answer was lost (0: the
-    worker does not count). ``layout``, ``step_quorum_id``, ``steady``: see `Member`. ``agreed``:
-    the other members of its last quorum know that they have to ask now, too (rule E4).
+    highest that it has received (0: none), maybe from an earlier manager, of ``last_num_groups``
+    (0: not known). ``question`` counts this worker's questions; a question is repeated with the
+    same number if its answer was lost (0: the worker does not count). ``layout``,
+    ``step_quorum_id``, ``steady``: see `Member`. ``agreed``: the other members of its last quorum
+    know that they have to ask now, too (rule E4).
     """
 
     group_rank: int
@@ -203,6 +204,7 @@ class WorkerRequest:
     drain_reason: str = ""
     unhealed: bool = False
     last_quorum_id: int = 0
+    last_num_groups: int = 0
     layout: str = ""
     step_quorum_id: int = 0
     steady: bool = False
@@ -211,7 +213,7 @@ class WorkerRequest:
 
     def check(self) -> None:
         """Raise `RequestRefused` if a field from the network is out of bounds."""
-        for field in ("step", "commit_failures", "question"):
+        for field in ("step", "commit_failures", "question", "last_num_groups"):
             if not 0 <= getattr(self, field) <= MAX_INT64:
                 raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 or more")
         check_quorum_id("last_quorum_id", self.last_quorum_id)

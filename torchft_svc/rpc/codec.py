@@ -177,6 +177,7 @@ def worker_request_from_wire(message: pb.ManagerQuorumRequest) -> WorkerRequest:
         drain_reason=drain_reason if message.draining else "",
         unhealed=message.unhealed,
         last_quorum_id=message.last_quorum_id,
+        last_num_groups=message.last_num_groups,
         layout=message.layout,
         step_quorum_id=message.step_quorum_id,
         steady=message.steady,

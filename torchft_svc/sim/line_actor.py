@@ -98,7 +98,9 @@ class LineActor:
         def answered(answer: WorkerAnswer) -> None:
             assert not isinstance(answer, AnswerVote)
             if isinstance(answer, AnswerWorker):
-                self._calls.answered(answer.assignment.quorum_id, answer.round)
+                assigned = answer.assignment
+                num_groups = assigned.replica_world_size
+                self._calls.answered(assigned.quorum_id, num_groups, answer.round)
             done(answer)
 
         def enter(manager: ManagerActor, left_s: float, reply: Reply) -> int:

@@ -78,7 +78,9 @@ class Site:
 
     def _start_manager(self, resumed: Resumed | None = None) -> None:
         self._num_lives += 1
-        self._shared.companions.started(self._world.now)
+        in_quorum = [each.round.quorum for each in self.workers if not each.process.is_dead]
+        if None in in_quorum or len(in_quorum) < self.group_world_size:
+            self._shared.companions.started(self._world.now)
         process = self._world.process(f"{self.name}/m{self._num_lives}")
         every = self._scenario.unary_every
         site = LinkSite(

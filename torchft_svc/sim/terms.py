@@ -127,7 +127,7 @@ class Companions:
             _extend(self._troubled_until, group, until)
 
     def started(self, now: float) -> None:
-        """A manager has started."""
+        """A manager has started, whose workers cannot report a quorum."""
         if now - self.lighthouse_began_at() < SLACK_S:
             self._splits_at = now
 
