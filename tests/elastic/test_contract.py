@@ -267,6 +267,18 @@ def test_workers_never_outlive_their_agent(
 
 
 @both
+def test_what_a_shell_script_has_started_ends_with_the_agent(policy: str, tmp_path: Path) -> None:
+    script = ["sh", "-c", f"sleep 600 & echo $! >{tmp_path}/child; wait"]
+    child = tmp_path / "child"
+    with launch(tmp_path, "--soft-ready-timeout=0", nnodes="1", policy=policy) as run:
+        run.start("a", "--no-python", script=script)
+        pid = run.until(lambda: child.exists() and child.read_text().strip(), "it is started")
+        assert not are_gone([int(pid)])
+        run.nodes["a"].signal(signal.SIGKILL)
+        run.until(lambda: are_gone([int(pid)]), "it has ended, too")
+
+
+@both
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_the_workers_in_the_grace_time(
     policy: str, number: signal.Signals, tmp_path: Path

@@ -4,11 +4,13 @@ As a program (``python -I -S parent_death.py <pid of the agent> command ...``) i
 command: the kernel keeps the wish over ``exec``, and so the process id, too. It imports nothing of
 this package, because it runs once for each worker that is started.
 
-Only the worker itself is ended; what it has started (DataLoader workers watch their parent) is not.
+Of a Python worker only itself is ended: what it has started (DataLoader workers) watches it.
+Another command, such as a shell script around the program, is ended with its process group.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -18,6 +20,8 @@ import threading
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5  # where the system has no process descriptors
+# When an agent is killed, its workers may be seen to end before itself.
+_SETTLE_S = 0.5
 
 
 def end_with(agent_pid: int) -> None:
@@ -60,12 +64,36 @@ def _watch(pid: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _guard_group(agent_pid: int) -> None:
+    """Let a process that is nobody's child kill the process group of this one with the agent."""
+    group = os.getpid()
+    if os.getpgrp() != group or not hasattr(os, "pidfd_open"):
+        return
+    agent, leader = os.pidfd_open(agent_pid), os.pidfd_open(group)
+    if (child := os.fork()) != 0:
+        os.waitpid(child, 0)
+        return
+    if os.fork() != 0:
+        os._exit(0)
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):  # whoever reads the worker's streams would wait for this process, too
+        os.dup2(null, stream)
+    select.select([agent, leader], [], [])
+    if select.select([agent], [], [], _SETTLE_S)[0]:
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
+    os._exit(0)
+
+
 def main() -> None:
     agent_pid, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux" and os.getppid() != agent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
     if sys.platform == "linux":  # elsewhere a thread would not live on in the command
         end_with(agent_pid)
+        if command[0] != sys.executable:
+            _guard_group(agent_pid)
     try:
         os.execvp(command[0], command)  # noqa: S606 - the user's own command
     except OSError as error:
