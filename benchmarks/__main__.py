@@ -41,7 +41,14 @@ BENCHMARKS = (
         ("--gb=2", "--repeat=5", "--mb-per-s=100"),
     ),
     Benchmark("stall", ("--gb=0.25", "--mb-per-s=40"), ("--gb=2", "--mb-per-s=100")),
-    Benchmark("launcher", ("--kills=2", "--init-kills=1"), ("--kills=20", "--init-kills=5")),
+    Benchmark(
+        "launcher",
+        ("--kills=2", "--init-kills=1"),
+        ("--kills=20", "--init-kills=5"),
+        1800.0,
+        3 * 3600.0,
+    ),
+    Benchmark("replica_groups", ("--kills=1",), ("--kills=3",), 1200.0),
     Benchmark("trainer", ("--kills=2",), ("--kills=20",)),
     Benchmark("healing", ("--gb=0.5", "--repeat=3"), ("--gb=2", "--repeat=7")),
 )

@@ -17,6 +17,7 @@ from typing import Any
 import click
 import psutil
 
+from benchmarks.courses import Course
 from benchmarks.options import json_option
 from benchmarks.processes import (
     Child,
@@ -29,11 +30,8 @@ from benchmarks.table import Column, Result, hand_over
 
 NUM_NODES = 3
 _STEP_S = 0.02
-# Longer than torchrun needs to notice a lost node, and to start its workers again.
-_PATIENCE_S = 150.0
+_START_S = 150.0
 _CALM_S = (0.5, 1.0)
-# A job that ends is started again, so often.
-_MAX_JOBS = 4
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 # Of the rendezvous of torchrun, as if on a host of its own: no kill hits it.
 _STORE = """
@@ -47,13 +45,13 @@ _COLUMNS = (
     Column("launcher", "launcher"),
     Column("killed", "SIGKILL to"),
     Column("kills", "kills", 0),
+    Column("ended", "ended by a kill", 0),
     Column("pause_s", "next step, s", 3),
     Column("pause_worst_s", "worst", 3),
     Column("intake_s", "taken in, s", 3),
     Column("intake_worst_s", "worst", 3),
     Column("lost_s", "lost together, s", 3),
     Column("back_s", "all back, s", 1),
-    Column("ended", "jobs that ended", 0),
 )
 
 
@@ -139,7 +137,9 @@ class Job:
         for step in self.steps(seconds):
             self.last[step.node] = step
 
-    def all_step(self, world_size: int | None, before: dict[int, Step]) -> tuple[float, float]:
+    def all_step(
+        self, world_size: int | None, before: dict[int, Step], patience_s: float
+    ) -> tuple[float, float]:
         """All nodes of ``before`` are in another world than there, of ``world_size`` (None: any).
 
         Returns when the last of them took its first step there (ns), and the longest time (s) that
@@ -147,7 +147,7 @@ class Job:
         """
         arrived: dict[int, int] = {}
         gaps = [0.0]
-        for step in self.steps(_PATIENCE_S):
+        for step in self.steps(patience_s):
             last = self.last.get(step.node)
             self.last[step.node] = step
             fits = world_size in (None, step.world_size)
@@ -160,7 +160,8 @@ class Job:
                 gaps.append((step.at_ns - last.at_ns) / 1e9)
             if arrived.keys() == before.keys():
                 return max(arrived.values()), max(gaps)
-        raise ChildError(f"nodes {sorted(before.keys() - arrived.keys())} took no step")
+        missing = sorted(before.keys() - arrived.keys())
+        raise ChildError(f"nodes {missing} took no step within {patience_s:g} s")
 
     def kill_worker(self, node: int) -> int:
         at_ns = time.monotonic_ns()
@@ -179,37 +180,49 @@ class Job:
 
 
 @dataclass(slots=True)
-class Course:
+class LaunchedCourse(Course[Job]):
     """One launcher and one kind of kill, and what was measured."""
 
     side: Side
     kills_node: bool
     init_s: float
-    num_kills: int
+    patience_s: float
+    dice: random.Random
     pauses_s: list[float] = field(default_factory=list)
     intakes_s: list[float] = field(default_factory=list)
     backs_s: list[float] = field(default_factory=list)
-    num_ended: int = 0
 
-    def run(self, dice: random.Random) -> None:
-        for _ in range(_MAX_JOBS):
-            try:
-                with _job(self.side, self.init_s) as job:
-                    while len(self.pauses_s) < self.num_kills:
-                        self.kill(job, dice)
-                return
-            except ChildError as error:
-                self.num_ended += 1
-                click.echo(f"{self.side.name}: the job has ended: {str(error)[:300]}", err=True)
+    @property
+    def name(self) -> str:
+        return f"{self.side.name}, a {'node' if self.kills_node else 'worker'}"
 
-    def kill(self, job: Job, dice: random.Random) -> None:
+    @contextlib.contextmanager
+    def start(self) -> Iterator[Job]:
+        """All nodes work together."""
+        with ExitStack() as stack:
+            if self.side.module == OURS:
+                lighthouse = stack.enter_context(start_lighthouse(min_replicas=1))
+                endpoint = lighthouse_address(lighthouse)
+            else:
+                store = stack.enter_context(Child([sys.executable, "-c", _STORE], _ENVIRONMENT))
+                endpoint = f"localhost:{store.read_line(_START_S)}"
+            job = Job(self.side, self.init_s, stack, endpoint)
+            for node in range(NUM_NODES):
+                job.begin(node)
+            nowhere = {node: Step(node, (0, 0), 0, 0) for node in range(NUM_NODES)}
+            job.all_step(NUM_NODES, nowhere, _START_S)
+            yield job
+
+    def wait(self, job: Job) -> None:
+        job.train_for(self.dice.uniform(*_CALM_S))
+
+    def hit(self, job: Job) -> str:
         """One kill, until all nodes are in one world again."""
-        job.train_for(dice.uniform(*_CALM_S))
         # The first one may host the store of the rendezvous.
-        victim = dice.randrange(1, NUM_NODES)
+        victim = self.dice.randrange(1, NUM_NODES)
         before = {node: step for node, step in job.last.items() if node != victim}
         killed_ns = (job.kill_node if self.kills_node else job.kill_worker)(victim)
-        paused_ns, _ = job.all_step(None, before)
+        paused_ns, _ = job.all_step(None, before, self.patience_s)
         pause_s = (paused_ns - killed_ns) / 1e9
         intake_s = 0.0
         if self.kills_node:
@@ -217,19 +230,18 @@ class Course:
         whole_ns = paused_ns
         if any(job.last[node].world_size < NUM_NODES for node in before):
             smaller = {node: job.last[node] for node in before}
-            whole_ns, intake_s = job.all_step(NUM_NODES, smaller)
+            whole_ns, intake_s = job.all_step(NUM_NODES, smaller, self.patience_s)
         self.pauses_s.append(pause_s)
         self.intakes_s.append(intake_s)
         self.backs_s.append((whole_ns - killed_ns) / 1e9)
-        what = f"{'node' if self.kills_node else 'worker'} {len(self.pauses_s)}"
-        click.echo(f"{self.side.name}: {what}: {pause_s:.3f} s, then {intake_s:.3f} s", err=True)
+        return f"{pause_s:.3f} s, then {intake_s:.3f} s"
 
     def row(self) -> dict[str, Any]:
         init = f", {self.init_s:g} s of initialization" if self.init_s else ""
         row: dict[str, Any] = {
             "launcher": self.side.name + init,
             "killed": "a node" if self.kills_node else "a worker",
-            "kills": len(self.pauses_s),
+            "kills": self.num_hits,
             "ended": self.num_ended,
         }
         if self.pauses_s:
@@ -247,24 +259,6 @@ class Course:
         return row
 
 
-@contextlib.contextmanager
-def _job(side: Side, init_s: float) -> Iterator[Job]:
-    """All nodes work together."""
-    with ExitStack() as stack:
-        if side.module == OURS:
-            lighthouse = stack.enter_context(start_lighthouse(min_replicas=1))
-            endpoint = lighthouse_address(lighthouse)
-        else:
-            store = stack.enter_context(Child([sys.executable, "-c", _STORE], _ENVIRONMENT))
-            endpoint = f"localhost:{store.read_line(_PATIENCE_S)}"
-        job = Job(side, init_s, stack, endpoint)
-        for node in range(NUM_NODES):
-            job.begin(node)
-        nowhere = {node: Step(node, (0, 0), 0, 0) for node in range(NUM_NODES)}
-        job.all_step(NUM_NODES, nowhere)
-        yield job
-
-
 @click.command(context_settings={"show_default": True})
 @click.option("--kills", type=click.IntRange(1), default=20, help="Kills of each kind.")
 @click.option("--init-kills", type=click.IntRange(0), default=3,
@@ -272,31 +266,49 @@ def _job(side: Side, init_s: float) -> Iterator[Job]:
 @click.option("--init-s", type=click.FloatRange(0), default=10.0)
 @click.option("--side", "sides", type=click.Choice(_NAMES), multiple=True, default=_NAMES)
 @click.option("--killed", type=click.Choice(_KINDS), multiple=True, default=_KINDS)
+@click.option(
+    "--patience-s",
+    type=click.FloatRange(1),
+    default=100.0,
+    help="A job that takes no step for so long after a kill has ended by it.",
+)
 @click.option("--seed", type=int, default=0, help="Draws the victims and the moments.")
 @json_option
 def main(
     kills: int, init_kills: int, init_s: float, sides: tuple[str, ...], killed: tuple[str, ...],
-    seed: int, json_file: Path | None,
+    patience_s: float, seed: int, json_file: Path | None,
 ) -> None:  # fmt: skip
     """SIGKILL a worker or a node of a launched run, and look what the other nodes lose."""
     result = Result(
         name="launcher",
         title=f"What survivors lose: {NUM_NODES} nodes of one worker, 2 are enough",
         columns=_COLUMNS,
-        settings={"kills": kills, "init_kills": init_kills, "init_s": init_s, "seed": seed},
+        settings={
+            "kills": kills,
+            "init_kills": init_kills,
+            "init_s": init_s,
+            "patience_s": patience_s,
+            "seed": seed,
+        },
         notes=[
             "next step: from the kill until the workers of all other nodes have taken one in "
             "another world",
             "taken in: how long they stand still when the node that was hit comes back; 0: it is "
             "in that world already",
+            f"ended by a kill: so many kills ended the job, or it took no step for {patience_s:g} "
+            "s; it was started again, and times are those of the others",
         ],
     )
     dice = random.Random(seed)
     chosen = [side for side in SIDES if side.name in sides]
-    courses = [Course(side, kind == "node", 0.0, kills) for kind in killed for side in chosen]
-    courses += [Course(side, False, init_s, init_kills) for side in chosen if init_kills]
+    plan = [(side, kind == "node", 0.0, kills) for kind in killed for side in chosen]
+    plan += [(side, False, init_s, init_kills) for side in chosen if init_kills]
+    courses = [
+        LaunchedCourse(num_kills, side, kills_node, each_init_s, patience_s, dice)
+        for side, kills_node, each_init_s, num_kills in plan
+    ]
     for course in courses:
-        course.run(dice)
+        course.run()
     result.rows = [course.row() for course in courses]
     hand_over(result, json_file)
 

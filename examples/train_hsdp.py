@@ -44,7 +44,6 @@ from torchft_svc.elastic import WorkerInfo, get_worker_info, leave_world
 
 CONTEXT, BATCH, WIDTH, VOCABULARY = 32, 16, 64, 128
 TIMEOUT = timedelta(seconds=60)
-PRINT_EVERY = 20
 
 
 class Transformer(nn.Module):
@@ -96,10 +95,10 @@ def train_with(
     model: nn.Module,
     info: WorkerInfo,
     text: Tensor,
-    num_steps: int,
+    options: argparse.Namespace,
 ) -> None:
     device = next(model.parameters()).device
-    while (step := manager.current_step()) < num_steps:
+    while (step := manager.current_step()) < options.steps:
         optimizer.zero_grad()  # requests the quorum of this step
         group = manager.participating_rank() or 0  # None while this group heals
         seed = (step * 1_000 + group) * info.world_size + info.rank
@@ -111,7 +110,7 @@ def train_with(
         optimizer.step()  # commits, or changes nothing
 
         step = manager.current_step()
-        if step % PRINT_EVERY == 0:
+        if step % options.print_every == 0:
             groups = manager.num_participants()
             print(
                 f"step {step} loss {loss.item():.3f} groups {groups} rank {info.rank} "
@@ -121,7 +120,7 @@ def train_with(
             )
 
 
-def train(info: WorkerInfo, text: Tensor, num_steps: int) -> None:
+def train(info: WorkerInfo, text: Tensor, options: argparse.Namespace) -> None:
     """Form the group, heal from another one, and train until it is done, or a worker is lost."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -152,7 +151,7 @@ def train(info: WorkerInfo, text: Tensor, num_steps: int) -> None:
     try:
         with manager:
             replicate_across_groups(manager, model)
-            train_with(manager, OptimizerWrapper(manager, adam), model, info, text, num_steps)
+            train_with(manager, OptimizerWrapper(manager, adam), model, info, text, options)
     except Exception as error:
         if manager.is_draining():  # the launcher ends this worker, too: no other world is for it
             raise SystemExit(f"told to end, and the group is lost: {error}") from error
@@ -162,6 +161,7 @@ def train(info: WorkerInfo, text: Tensor, num_steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train one worker of a replica group.")
     parser.add_argument("--steps", type=int, default=500, help="updates to commit")
+    parser.add_argument("--print-every", type=int, default=20, help="so many of them")
     parser.add_argument("--survive", action="store_true", help="the loss of a peer, in process")
     options = parser.parse_args()
 
@@ -173,7 +173,7 @@ def main() -> None:
     info = get_worker_info()
     while True:
         try:
-            train(info, text, options.steps)
+            train(info, text, options)
             break
         except Exception as error:  # a worker of this group is lost
             if not options.survive:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.courses import Course
 from benchmarks.processes import Child, ChildError
 from benchmarks.quorum_rounds import add_ratios, shares
 from benchmarks.table import Column, Result, show
@@ -36,6 +39,43 @@ def test_ratios_are_those_to_the_public_release_and_to_the_package_before() -> N
     assert [row["cpu_ratio"] for row in rows] == [None] * 4  # nothing to be related to
     assert (rows[0]["before_wall_ratio"], rows[0]["before_cpu_ratio"]) == (2.0, 1.5)
     assert not any("before_wall_ratio" in row for row in rows[1:])
+
+
+class Jobs(Course[int]):
+    """Those that start after ``may_start`` of them fail; every second kill ends a job."""
+
+    name = "a job"
+
+    def __init__(self, num_kills: int, may_start: int) -> None:
+        super().__init__(num_kills)
+        self.num_started, self.may_start = 0, may_start
+
+    @contextlib.contextmanager
+    def start(self) -> Iterator[int]:
+        self.num_started += 1
+        if self.num_started > self.may_start:
+            raise ChildError("it does not start")
+        yield self.num_started
+
+    def wait(self, job: int) -> None:
+        assert job == self.num_started
+
+    def hit(self, job: int) -> str:
+        if self.num_hits % 2 == 0:
+            raise ChildError(f"job {job} has ended")
+        return f"job {job} goes on"
+
+
+def test_a_job_that_a_kill_has_ended_is_started_again() -> None:
+    jobs = Jobs(5, may_start=10)
+    jobs.run()
+    assert (jobs.num_hits, jobs.num_ended, jobs.num_started) == (5, 2, 3)
+
+
+def test_a_job_that_does_not_start_is_given_up() -> None:
+    jobs = Jobs(5, may_start=1)
+    jobs.run()
+    assert (jobs.num_hits, jobs.num_started) == (2, 4)
 
 
 @pytest.mark.processes

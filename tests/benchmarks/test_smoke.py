@@ -19,6 +19,7 @@ from benchmarks import (
     meeting,
     quorum_rounds,
     recovery,
+    replica_groups,
     stall,
     start,
     step_time,
@@ -138,10 +139,19 @@ def test_recovery(run: Run) -> None:
 def test_launcher(run: Run) -> None:
     tiny = ("--kills=1", "--init-kills=0", "--killed=worker")
     output, result = run(launcher.main, *tiny, "--side=torchft-run, soft")
-    assert "jobs that ended" in output
+    assert "ended by a kill" in output
     (row,) = result["rows"]
     assert (row["killed"], row["kills"], row["ended"]) == ("a worker", 1, 0)
     assert row["back_s"] > row["pause_s"] > 0
+
+
+def test_replica_groups(run: Run) -> None:
+    output, result = run(replica_groups.main, "--kills=1", "--side=hard")
+    assert "group trains again" in output
+    for rank, row in enumerate(result["rows"]):
+        assert (row["killed"], row["kills"], row["ended"]) == (f"rank {rank}", 1, 0)
+        assert row["back_s"] > 0
+        assert row["gain"] == 1
 
 
 def test_trainer(run: Run) -> None:
