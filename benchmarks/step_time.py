@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from benchmarks.processes import (
 from benchmarks.table import Column, Result, hand_over, show
 
 _BLOCK_TIMEOUT_S = 120.0
+_NUM_GROUPS = 2
 # The two trainers of a pair begin a block at slightly different times.
 _WARM_UP_STEPS = 3
 # Each trainer has one thread for its sums: two trainers, two cores.
@@ -45,6 +47,7 @@ _COLUMNS = (
     Column("ratio", "of plain DDP", 3),
     Column("before_ratio", "of before", 3),
     *(Column(f"{phase}_ms", f"{phase}()", 2) for phase in PHASES),
+    Column("vote_ms", "of it vote", 2),
     Column("trainer_cpu_ms", "CPU ms: trainer", 2),
     Column("manager_cpu_ms", "manager", 2),
     Column("lighthouse_cpu_ms", "lighthouse", 2),
@@ -53,10 +56,10 @@ _COLUMNS = (
 
 @dataclass(slots=True)
 class Pair:
-    """Two trainers that train together; ``manager`` is a process of its own only in ours."""
+    """Two groups that train together; ``manager`` is a process of its own only in ours."""
 
     name: str
-    trainers: list[Child]
+    trainers: list[Child]  # of all workers
     lighthouse: Child | None = None
     blocks: list[dict[str, list[float]]] = field(default_factory=list)
     cpu_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_CPU, 0.0))
@@ -85,7 +88,7 @@ class Pair:
         managers = [child for trainer in self.trainers for child in trainer.children()]
         return {
             "trainer": sum(trainer.cpu_s() for trainer in self.trainers) / len(self.trainers),
-            "manager": sum(map(cpu_s_of, managers)) / len(self.trainers),
+            "manager": sum(map(cpu_s_of, managers)) / _NUM_GROUPS,
             "lighthouse": self.lighthouse.cpu_s() if self.lighthouse else 0.0,
         }
 
@@ -127,12 +130,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def plain_pair(model: list[str]) -> Iterator[Pair]:
-    """Two workers of torch's own DDP."""
-    port = f"--store-port={free_port()}"
+def plain_pair(model: list[str], group_size: int) -> Iterator[Pair]:
+    """Workers of torch's own DDP: for each worker of a group, two that train together."""
     commands = [
         program("benchmarks.children.trainer_plain", *model, f"--rank={rank}", port)
-        for rank in range(2)
+        for port in [f"--store-port={free_port()}" for _ in range(group_size)]
+        for rank in range(_NUM_GROUPS)
     ]
     with started("plain DDP", commands, None) as pair:
         yield pair
@@ -140,18 +143,23 @@ def plain_pair(model: list[str]) -> Iterator[Pair]:
 
 @contextmanager
 def tolerant_pair(
-    name: str, model: list[str], peer: str | None = None, root: Path = ROOT
+    name: str, model: list[str], peer: str | None = None, root: Path = ROOT, group_size: int = 1
 ) -> Iterator[Pair]:
     """Two replica groups of ours, or with ``peer`` of the public release, and its lighthouse."""
-    with start_lighthouse(min_replicas=2, peer=peer, root=root) as lighthouse:
+    with start_lighthouse(min_replicas=_NUM_GROUPS, peer=peer, root=root) as lighthouse:
         where = f"--lighthouse={lighthouse_address(lighthouse)}"
         kind = "ours" if peer is None else "public"
         python = {} if peer is None else {"python": peer}
+        place = [] if group_size == 1 else [f"--group-size={group_size}"]
         commands = [
             program(
-                f"benchmarks.children.trainer_{kind}", *model, where, f"--name={rank}", **python
+                f"benchmarks.children.trainer_{kind}",
+                *(*model, where, f"--name={group}", *place, *port, f"--rank={rank}"),
+                **python,
             )
-            for rank in range(2)
+            for group in range(_NUM_GROUPS)
+            for port in [[f"--store-port={free_port()}"] if place else []]
+            for rank in range(group_size)
         ]
         with started(name, commands, lighthouse, root) as pair:
             yield pair
@@ -161,7 +169,7 @@ def tolerant_pair(
 def started(
     name: str, commands: list[list[str]], lighthouse: Child | None, root: Path = ROOT
 ) -> Iterator[Pair]:
-    """Both trainers, ready."""
+    """All trainers, ready."""
     with ExitStack() as stack:
         trainers = [
             stack.enter_context(Child(command, _ENVIRONMENT, root=root)) for command in commands
@@ -173,16 +181,22 @@ def started(
 
 
 def measure(
-    model: list[str], wrapper: str, num_steps: int, blocks: int, before: Path | None
+    model: list[str],
+    wrapper: str,
+    num_steps: int,
+    blocks: int,
+    before: Path | None,
+    group_size: int = 1,
 ) -> list[dict[str, Any]]:
     """The rows of all pairs, measured in turns."""
-    peer = peer_python()
+    peer = peer_python() if group_size == 1 else None
     wrapped = [*model, f"--wrapper={wrapper}"]
     with ExitStack() as stack:
-        pairs = [stack.enter_context(plain_pair(model))]
-        pairs.append(stack.enter_context(tolerant_pair("ours", wrapped)))
+        pairs = [stack.enter_context(plain_pair(model, group_size))]
+        ours = partial(tolerant_pair, group_size=group_size)
+        pairs.append(stack.enter_context(ours("ours", wrapped)))
         if root := stack.enter_context(root_with_package_of(before)):
-            pairs.append(stack.enter_context(tolerant_pair("ours, before", wrapped, root=root)))
+            pairs.append(stack.enter_context(ours("ours, before", wrapped, root=root)))
         if peer is not None:
             pairs.append(stack.enter_context(tolerant_pair("public release", model, peer)))
         in_turns(pairs, num_steps, blocks)
@@ -244,13 +258,16 @@ def parts_table(rows: list[dict[str, Any]]) -> Result:
 @click.option("--wrapper", type=click.Choice(WRAPPERS), default=WRAPPERS[0],
               help="What averages ours: its own DDP, torch's over a ManagedProcessGroup, or "
               "Manager.allreduce for each gradient.")  # fmt: skip
+@click.option("--group-size", type=click.IntRange(1), default=1,
+              help="Workers of a group; each sums with the one of its rank, and all vote. Of "
+              "several, the public release is not measured.")  # fmt: skip
 @before_option
 @json_option
 def main(
     steps: int, blocks: int, width: int, depth: int, batch: int, wrapper: str,
-    before: Path | None, json_file: Path | None,
+    group_size: int, before: Path | None, json_file: Path | None,
 ) -> None:  # fmt: skip
-    """Time of a training step without failures: two groups, one worker each, over gloo."""
+    """Time of a training step without failures: two groups, over gloo."""
     parameters = depth * (width * width + width) + 16 * (width + 1)
     result = Result(
         name="step_time",
@@ -263,6 +280,7 @@ def main(
             "depth": depth,
             "batch": batch,
             "wrapper": wrapper,
+            "group_size": group_size,
         },
         notes=[
             "medians in milliseconds; 'of plain DDP' (of before) is the median over neighbouring "
@@ -272,7 +290,7 @@ def main(
         ],
     )
     model = [f"--width={width}", f"--depth={depth}", f"--batch={batch}"]
-    result.rows = measure(model, wrapper, steps, blocks, before)
+    result.rows = measure(model, wrapper, steps, blocks, before, group_size)
     show(parts_table(result.rows))
     hand_over(result, json_file)
 

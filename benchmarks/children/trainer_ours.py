@@ -1,8 +1,9 @@
-"""A replica group of ours, with one worker and default settings."""
+"""A worker of a replica group of ours, with default settings; usually its only one."""
 
 from typing import Any
 
 from torch import nn
+from torch.distributed import TCPStore
 
 from benchmarks.children.stopwatch import Stopwatch
 from benchmarks.children.workload import Training, build, shape_from_flags
@@ -13,6 +14,8 @@ from torchft_svc.client import (
     OptimizerWrapper,
 )
 
+_HOST = "127.0.0.1"
+
 
 def wrapped(wrapper: str, manager: Manager, model: nn.Module) -> nn.Module:
     """``model``, averaged by ``wrapper``; as it is where nothing wraps it."""
@@ -21,6 +24,11 @@ def wrapped(wrapper: str, manager: Manager, model: nn.Module) -> nn.Module:
     if wrapper == "none":
         return model
     return torch_data_parallel(manager, model)
+
+
+def _store(port: int) -> TCPStore:
+    """That of this group."""
+    return TCPStore(_HOST, port, is_master=True, wait_for_workers=False)
 
 
 def main() -> None:
@@ -34,12 +42,23 @@ def main() -> None:
         model.load_state_dict(state["model"])
         sgd.load_state_dict(state["optimizer"])
 
+    place: dict[str, Any] = {}
+    if flags.group_size > 1:
+        place = {
+            "rank": flags.rank,
+            "world_size": flags.group_size,
+            "store_addr": _HOST,
+            "store_port": flags.store_port,
+        }
+    # Kept until the end of the program.
+    store = _store(flags.store_port) if place and flags.rank == 0 else None
     watch = Stopwatch()
     manager = Manager(
         state_dict=state_dict,
         load_state_dict=load_state_dict,
         lighthouse_addr=flags.lighthouse,
         replica_id=flags.name,
+        **place,
     )
 
     def average() -> None:
@@ -57,6 +76,7 @@ def main() -> None:
         lap=watch.lap,
         **({"average": average} if flags.wrapper == "none" else {}),
     ).obey()
+    del store
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ def shape_from_flags() -> tuple[Shape, argparse.Namespace]:
     for flag, default in (("width", 728), ("depth", 8), ("batch", 16)):
         parser.add_argument(f"--{flag}", type=int, default=default)
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--group-size", type=int, default=1)
     parser.add_argument("--name", default="0")
     parser.add_argument("--store-port", type=int, default=0)
     parser.add_argument("--lighthouse", default="")

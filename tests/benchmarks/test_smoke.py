@@ -126,6 +126,13 @@ def test_step_time_of_other_wrappers(run: Run, wrapper: str) -> None:
     assert all(row["total_ms"] > 0 for row in result["rows"])
 
 
+def test_step_time_of_groups_of_two_workers(run: Run) -> None:
+    tiny = ("--width=16", "--depth=1", "--batch=2", "--steps=2", "--blocks=1", "--group-size=2")
+    _, result = run(step_time.main, *tiny)
+    plain, ours = result["rows"]
+    assert min(plain["total_ms"], ours["total_ms"], ours["vote_ms"]) > 0
+
+
 def test_recovery(run: Run) -> None:
     tiny = ("--groups=2", "--kind=trainer and manager", "--kills=1", "--width=8", "--depth=1")
     output, result = run(recovery.main, *tiny)
