@@ -10,7 +10,7 @@ from support.running import lighthouse_process
 
 from chaos.bounds import NEWS_S
 from chaos.fleet import Fleet
-from demo.events import Discarded, Exited
+from demo.events import Committed, Discarded, Exited
 
 pytestmark = pytest.mark.processes
 
@@ -37,3 +37,27 @@ def test_a_rank_that_dies_is_an_error_for_its_group_and_no_loss_for_others(
         fleet.kill(left)
         fleet.start(1)
         fleet.all_meet({0, 1})
+
+
+def test_the_death_of_a_manager_ends_no_worker_of_its_group(
+    make_fleet: Callable[..., Fleet],
+) -> None:
+    """The vote that is under way finds the next manager, and all workers get one decision."""
+    with lighthouse_process("--min-replicas=1") as lighthouse:
+        fleet = make_fleet(lighthouse.address, num_workers=2)
+        groups = [fleet.start(group) for group in range(2)]
+        fleet.all_meet({0, 1})
+        for _ in range(3):
+            killed_at = groups[1][0].kill_manager()
+            fleet.await_commits({0, 1}, 30.0, since=killed_at, num_members=2)
+        assert not any(fleet.of(group, Exited) for group in range(2))
+        first, second = (
+            {
+                (each.quorum_id, each.step, each.worker): each.digest
+                for each in fleet.of(group, Committed)
+            }
+            for group in range(2)
+        )
+        shared = first.keys() & second.keys()
+        assert len({quorum_id for quorum_id, _, _ in shared}) > 3
+        assert all(first[key] == second[key] for key in shared), fleet.summary()

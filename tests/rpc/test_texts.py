@@ -55,6 +55,7 @@ def test_one_line(text: str, shown: str) -> None:
         pb.SessionNews(waiting={"replica_id": HOSTILE}),
         pb.SessionNews(refusal={"reason": HOSTILE, "error": HOSTILE}),
         pb.AttachNews(over={"reason": HOSTILE}),
+        pb.AttachNews(decision={"reason": HOSTILE, "error": HOSTILE}),
         pb.AttachNews(kill={"reason": LONG}),
     ],
     ids=lambda news: str(news.WhichOneof("kind")),

@@ -1,4 +1,4 @@
-"""A worker's open stream to its manager, which proves that it lives, and brings news."""
+"""A worker's open stream to its manager: proves that it lives, brings news, and carries votes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from torchft_svc.coordination.outgoing import Outgoing
+from torchft_svc.coordination.stream_votes import StreamVotes
 from torchft_svc.core.route import AttachEnd, AttachRetry, Reattach
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import TermEnds
@@ -93,6 +94,7 @@ class Attachment:
         self._listeners = listeners
         self._closing = threading.Event()
         self._outgoing = Outgoing(self._hello)
+        self._votes = StreamVotes(self._outgoing.send)
         self._phase: tuple[Phase, int] | None = None
         self._is_over = False  # the manager has said that it ends for good
         self._stream: Any = None
@@ -103,6 +105,15 @@ class Attachment:
         """Let the manager know what this worker does; only stores it."""
         self._phase = phase, step  # first, for a stream that is being opened
         self._outgoing.tell(phase, step)
+
+    @property
+    def takes_votes(self) -> bool:
+        """Whether the manager has said so, and the stream is open."""
+        return self._votes.is_open
+
+    def vote(self, vote: pb.ShouldCommitRequest, timeout_s: float) -> pb.AttachDecision | None:
+        """See `StreamVotes.cast`."""
+        return self._votes.cast(vote, timeout_s)
 
     def close(self, failure: str = "") -> None:
         """Tell the manager that this worker stops, on purpose or with the error ``failure``; may be
@@ -121,13 +132,14 @@ class Attachment:
         retry = AttachRetry(random.random)
         while True:
             outgoing = self._outgoing = Outgoing(self._hello)
+            votes = self._votes = StreamVotes(outgoing.send)
             if self._closing.is_set():  # looked at after that which `close` ends is there
                 return
             if self._phase is not None:
                 outgoing.tell(*self._phase)
             how, reason = AttachEnd.CLOSED, ""
             try:
-                self._read(outgoing, retry)
+                self._read(outgoing, votes, retry)
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     return  # an older manager: this worker goes without news
@@ -156,7 +168,7 @@ class Attachment:
         if following.is_lost:
             self._on_break()
 
-    def _read(self, outgoing: Outgoing, retry: AttachRetry) -> None:
+    def _read(self, outgoing: Outgoing, votes: StreamVotes, retry: AttachRetry) -> None:
         """One stream, from hello to its end."""
         attach: Any = self._channel().stream_stream(
             "/torchft.ManagerService/Attach",
@@ -167,7 +179,14 @@ class Attachment:
         try:
             for news in self._stream:
                 retry.received()
-                self._is_over = news.WhichOneof("kind") == "over"
+                kind = news.WhichOneof("kind")
+                if kind == "decision":
+                    votes.decided(fit_for_logs(news).decision)
+                    continue
+                if kind == "welcome" and news.welcome.takes_votes:
+                    votes.opened()
+                self._is_over = kind == "over"
                 self._listeners.receive(news)
         finally:
             outgoing.end()  # or the thread that sends would wait for more
+            votes.closed()

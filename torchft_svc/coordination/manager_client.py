@@ -11,15 +11,17 @@ from datetime import timedelta
 
 from torchft_svc.coordination.attachment import Attachment, Listeners
 from torchft_svc.coordination.client import Client
+from torchft_svc.coordination.stream_votes import ACTION
 from torchft_svc.coordination.types import ManagerLocator, QuorumResult
 from torchft_svc.core.round import WorkerCalls
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import Fate, Wish
-from torchft_svc.core.types import DEFAULT_JOB, Vote, WorkerRequest
+from torchft_svc.core.types import DEFAULT_JOB, Vote, WorkerRequest, limited_s
 from torchft_svc.errors import QuorumFailed, TorchFTError, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import fate_from_wire
 from torchft_svc.rpc.security import Security
+from torchft_svc.rpc.status import error_from_wire
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +222,11 @@ class ManagerClient(Client):
 
     def vote(self, vote: Vote, timeout: timedelta) -> tuple[bool, Fate]:
         """See `should_commit`, with how the next step begins; what each call repeats is added
-        here."""
+        here.
+
+        The vote travels on the stream that is open anyway, and by a call if the manager does not
+        take it there, or the stream ends meanwhile: a manager that has it counts it once.
+        """
         with self._lock:
             vote = self._calls.ballot(vote)
         request = pb.ShouldCommitRequest(
@@ -231,6 +237,16 @@ class ManagerClient(Client):
             worker_id=vote.worker_id,
             wishes_none=vote.wish is Wish.NONE,
         )
+        attachment = self._attachment
+        if attachment is not None and attachment.takes_votes:
+            timeout_s = limited_s(timeout)
+            deadline = time.monotonic() + timeout_s
+            answer = attachment.vote(request, timeout_s)
+            if answer is not None:
+                if answer.error:
+                    raise error_from_wire(answer.error, answer.reason, ACTION, timeout_s)
+                return answer.decided.should_commit, fate_from_wire(answer.decided.fate)
+            timeout = timedelta(seconds=max(0.0, deadline - time.monotonic()))
         decided = self._send_vote(request, timeout)
         return decided.should_commit, fate_from_wire(decided.fate)
 

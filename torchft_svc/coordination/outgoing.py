@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from collections.abc import Iterator
 
 from torchft_svc.core.step import Phase
@@ -15,7 +17,7 @@ PHASE_INTERVAL_S = 0.1
 
 
 class Outgoing:
-    """One stream's messages, for the thread that sends them: hello, phases, maybe a goodbye.
+    """One stream's messages, for the thread that sends them: hello, phases, votes, maybe a goodbye.
 
     The other methods may be called on any thread, and only store something.
     """
@@ -23,33 +25,47 @@ class Outgoing:
     def __init__(self, hello: pb.AttachHello) -> None:
         self._hello = hello
         self._phase: tuple[Phase, int] | None = None
-        self._changed = threading.Event()
+        self._has_new_phase = False
         self._over = threading.Event()
         self._goodbye: pb.AttachDetach | None = None
+        # Votes, of which a worker has one under way, and their withdrawals; None: look at the rest.
+        self._queue: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
 
     def tell(self, phase: Phase, step: int) -> None:
         """Send ``phase`` soon; only the latest one counts."""
         self._phase = phase, step
-        if not self._changed.is_set():
-            self._changed.set()
+        if not self._has_new_phase:
+            self._has_new_phase = True
+            self._queue.put(None)
+
+    def send(self, message: pb.AttachRequest) -> None:
+        """Send ``message`` at once."""
+        self._queue.put(message)
 
     def end(self, goodbye: pb.AttachDetach | None = None) -> None:
         """Say no more, at the most ``goodbye``; may be called twice, the first time counts."""
         if not self._over.is_set():
             self._goodbye = goodbye
             self._over.set()
-        self._changed.set()
+        self._queue.put(None)
 
     def messages(self) -> Iterator[pb.AttachRequest]:
         """To be read once."""
         yield pb.AttachRequest(hello=self._hello)
+        next_phase_at = 0.0
         while not self._over.is_set():
-            self._changed.wait()
-            self._changed.clear()  # before the look at what has changed
-            if self._phase is not None and not self._over.is_set():
+            left_s = max(0.0, next_phase_at - time.monotonic()) if self._has_new_phase else None
+            try:
+                message = self._queue.get(timeout=left_s)
+            except queue.Empty:
+                self._has_new_phase = False  # before the look at the phase
+                assert self._phase is not None
                 phase, step = self._phase
                 told = pb.AttachPhase(phase=phase_to_wire(phase), step=step)
                 yield pb.AttachRequest(phase=told)
-                self._over.wait(PHASE_INTERVAL_S)
+                next_phase_at = time.monotonic() + PHASE_INTERVAL_S
+            else:
+                if message is not None and not self._over.is_set():
+                    yield message
         if self._goodbye is not None:
             yield pb.AttachRequest(detach=self._goodbye)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 # Workers that do not read the last news, such as the order to end, do not hold up the end.
 LAST_NEWS_S = 0.5
 
+Answer = AnswerWorker | AnswerVote | RefuseWorker
+
 
 class ManagerDriver:
     """Owns the core; to be used on one event loop, inside the block of ``tasks``."""
@@ -51,7 +54,7 @@ class ManagerDriver:
         link.on_news, link.on_term, link.on_outcome = self.receive, self._term_ends, self._told
         link.beat, link.reached = self.beat, self._core.reached
         self._tasks = tasks
-        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._replies: dict[int, Callable[[Answer], None]] = {}  # by caller
         self._outboxes: dict[int, Outbox] = {}  # by group rank
         self._timer = DeadlineTimer(call_later, self._tick)
         self.killed = asyncio.Event()
@@ -77,19 +80,31 @@ class ManagerDriver:
         """Wait for the group's decision; the encoded answer."""
         return await self._wait(*self._core.vote(vote, timeout_s, time.monotonic()))
 
+    def cast(self, vote: Vote, timeout_s: float, reply: Callable[[Answer], None]) -> int:
+        """The same without waiting: ``reply`` gets the decision, maybe before this returns the
+        number of the caller, for `withdraw`."""
+        caller, orders = self._core.vote(vote, timeout_s, time.monotonic())
+        self._replies[caller] = reply
+        self._carry_out(orders)
+        return caller
+
+    def withdraw(self, caller: int) -> None:
+        """The caller no longer waits; ignored if it has its answer."""
+        self._replies.pop(caller, None)
+        self._carry_out(self._core.withdraw(caller, time.monotonic()))
+
     def checkpoint_address(self, group_rank: int) -> str:
         """Where worker ``group_rank`` serves its state."""
         return self._core.group.checkpoint_address(group_rank)
 
     async def _wait(self, caller: int, orders: Sequence[Order]) -> bytes:
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._answers[caller] = answer
+        self._replies[caller] = functools.partial(_settle, answer)
         try:
             self._carry_out(orders)
             return await answer
         finally:
-            self._answers.pop(caller, None)
-            self._carry_out(self._core.withdraw(caller, time.monotonic()))
+            self.withdraw(caller)
 
     # -- workers ---------------------------------------------------------------------------------
 
@@ -210,16 +225,10 @@ class ManagerDriver:
                 self._answer(order)
         self._timer.set(self._core.next_deadline(), time.monotonic())
 
-    def _answer(self, order: AnswerWorker | AnswerVote | RefuseWorker) -> None:
-        answer = self._answers.pop(order.caller, None)
-        if answer is None or answer.done():
-            return
-        if isinstance(order, RefuseWorker):
-            answer.set_exception(order.error)
-        elif isinstance(order, AnswerVote):
-            answer.set_result(decision_to_wire(order).SerializeToString())
-        else:
-            answer.set_result(worker_answer(order))
+    def _answer(self, order: Answer) -> None:
+        reply = self._replies.pop(order.caller, None)
+        if reply is not None:
+            reply(order)
 
     def _encode(self, news: WorkerNews) -> bytes:
         if isinstance(news, OwnGroupLost):
@@ -240,3 +249,15 @@ class ManagerDriver:
 
     def _tick(self) -> None:
         self._carry_out(self._core.tick(time.monotonic()))
+
+
+def _settle(answer: asyncio.Future[bytes], order: Answer) -> None:
+    """Answer a call, unless it is over."""
+    if answer.done():
+        return
+    if isinstance(order, RefuseWorker):
+        answer.set_exception(order.error)
+    elif isinstance(order, AnswerVote):
+        answer.set_result(decision_to_wire(order).SerializeToString())
+    else:
+        answer.set_result(worker_answer(order))

@@ -754,14 +754,18 @@ class DrainResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "detach", "phase")
+    __slots__ = ("hello", "detach", "phase", "vote", "withdrawal")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DETACH_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
+    VOTE_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWAL_FIELD_NUMBER: _ClassVar[int]
     hello: AttachHello
     detach: AttachDetach
     phase: AttachPhase
-    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., detach: _Optional[_Union[AttachDetach, _Mapping]] = ..., phase: _Optional[_Union[AttachPhase, _Mapping]] = ...) -> None: ...
+    vote: AttachVote
+    withdrawal: AttachWithdrawal
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., detach: _Optional[_Union[AttachDetach, _Mapping]] = ..., phase: _Optional[_Union[AttachPhase, _Mapping]] = ..., vote: _Optional[_Union[AttachVote, _Mapping]] = ..., withdrawal: _Optional[_Union[AttachWithdrawal, _Mapping]] = ...) -> None: ...
 
 class AttachHello(_message.Message):
     __slots__ = ("rank", "worker_id")
@@ -785,8 +789,24 @@ class AttachPhase(_message.Message):
     step: int
     def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ...) -> None: ...
 
+class AttachVote(_message.Message):
+    __slots__ = ("vote", "number", "timeout_ms")
+    VOTE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    vote: ShouldCommitRequest
+    number: int
+    timeout_ms: int
+    def __init__(self, vote: _Optional[_Union[ShouldCommitRequest, _Mapping]] = ..., number: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class AttachWithdrawal(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
 class AttachNews(_message.Message):
-    __slots__ = ("welcome", "lost", "kill", "drain", "waiting", "over", "term_ends", "no_quorum_yet")
+    __slots__ = ("welcome", "lost", "kill", "drain", "waiting", "over", "term_ends", "decision", "no_quorum_yet")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     KILL_FIELD_NUMBER: _ClassVar[int]
@@ -794,6 +814,7 @@ class AttachNews(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
     TERM_ENDS_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
     NO_QUORUM_YET_FIELD_NUMBER: _ClassVar[int]
     welcome: AttachWelcome
     lost: MemberLost
@@ -802,12 +823,27 @@ class AttachNews(_message.Message):
     waiting: MemberWaiting
     over: AttachOver
     term_ends: TermEnds
+    decision: AttachDecision
     no_quorum_yet: NoQuorumYet
-    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ..., over: _Optional[_Union[AttachOver, _Mapping]] = ..., term_ends: _Optional[_Union[TermEnds, _Mapping]] = ..., no_quorum_yet: _Optional[_Union[NoQuorumYet, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ..., over: _Optional[_Union[AttachOver, _Mapping]] = ..., term_ends: _Optional[_Union[TermEnds, _Mapping]] = ..., decision: _Optional[_Union[AttachDecision, _Mapping]] = ..., no_quorum_yet: _Optional[_Union[NoQuorumYet, _Mapping]] = ...) -> None: ...
 
 class AttachWelcome(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("takes_votes",)
+    TAKES_VOTES_FIELD_NUMBER: _ClassVar[int]
+    takes_votes: bool
+    def __init__(self, takes_votes: bool = ...) -> None: ...
+
+class AttachDecision(_message.Message):
+    __slots__ = ("number", "decided", "error", "reason")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    decided: ShouldCommitResponse
+    error: str
+    reason: str
+    def __init__(self, number: _Optional[int] = ..., decided: _Optional[_Union[ShouldCommitResponse, _Mapping]] = ..., error: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class AttachOver(_message.Message):
     __slots__ = ("reason",)

@@ -18,4 +18,9 @@ def remaining_s(context: grpc.aio.ServicerContext[Any, Any]) -> float:
     left = context.time_remaining()
     if not left:  # no deadline; or a wall clock has jumped: gRPC cancels what is really over
         return MAX_WAIT_S
-    return max(0.0, min(left - min(left * MARGIN, MAX_MARGIN_S), MAX_WAIT_S))
+    return time_to_wait_s(left)
+
+
+def time_to_wait_s(left_s: float) -> float:
+    """The same, for a caller that waits ``left_s`` itself."""
+    return max(0.0, min(left_s - min(left_s * MARGIN, MAX_MARGIN_S), MAX_WAIT_S))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.bounds import check, raises_in_time
-from support.running import steady_address
+from support.running import eventually, steady_address
 from support.training import DEADLINE_S, Trainer, assert_identical, lighthouse, together
 from torch.distributed import TCPStore
 
@@ -74,6 +74,16 @@ def test_each_worker_trains_with_its_own_kind() -> None:
             assert_identical([a[rank], b[rank]])
         assert a[0].manager.batches_committed() == 6
         assert not torch.equal(a[0].model[0].weight, a[1].model[0].weight)
+
+
+def test_a_group_votes_without_a_call(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with workers(address, "a", 2) as group:
+        for worker in group:
+            client = worker.manager._runtime.deps.client
+            eventually(lambda client=client: client._attachment.takes_votes)
+            monkeypatch.setattr(client, "_send_vote", lambda *_: pytest.fail("a call"))
+        for _ in range(3):
+            assert together(*(worker.step for worker in group)) == [True] * 2
 
 
 def test_one_worker_s_error_discards_the_step_of_all(address: str) -> None:

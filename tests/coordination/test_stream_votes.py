@@ -1,0 +1,234 @@
+"""Tests the worker's end of votes on its stream, against managers of a test's own."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import grpc
+import pytest
+from support.running import attach, grpc_server
+
+from torchft_svc.coordination import ManagerClient
+from torchft_svc.coordination import outgoing as outgoing_module
+from torchft_svc.coordination.outgoing import Outgoing
+from torchft_svc.coordination.stream_votes import StreamVotes
+from torchft_svc.core.step import Phase
+from torchft_svc.core.term import Fate, Wish
+from torchft_svc.core.types import Vote
+from torchft_svc.errors import CommitFailed, DeadlineExceeded, QuorumFailed
+from torchft_svc.proto import torchft_pb2 as pb
+
+LONG = timedelta(seconds=20)
+END_S = LONG.total_seconds()
+VOTE = Vote(group_rank=1, step=7, should_commit=True, wish=Wish.NONE)
+COMMITS = pb.ShouldCommitResponse(should_commit=True, fate=pb.FATE_GOES_ON)
+
+
+class Told:
+    """A manager that does what a test says: it has what a worker says, and sends what the test
+    puts in ``news`` (None: it ends the stream)."""
+
+    def __init__(self, *, takes_votes: bool) -> None:
+        self.heard: queue.SimpleQueue[pb.AttachRequest] = queue.SimpleQueue()
+        self.calls: list[pb.ShouldCommitRequest] = []
+        self.news: queue.SimpleQueue[pb.AttachNews | None] = queue.SimpleQueue()
+        self._takes_votes = takes_votes
+
+    def service(self, details: Any) -> Any:
+        if details.method.endswith("/Attach"):
+            return grpc.stream_stream_rpc_method_handler(
+                self._attach, pb.AttachRequest.FromString, pb.AttachNews.SerializeToString
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            self._call,
+            pb.ShouldCommitRequest.FromString,
+            pb.ShouldCommitResponse.SerializeToString,
+        )
+
+    def _attach(self, requests: Iterator[pb.AttachRequest], _: Any) -> Iterator[pb.AttachNews]:
+        listening = threading.Thread(target=self._listen, args=(requests,), name="listens")
+        listening.start()
+        yield pb.AttachNews(welcome=pb.AttachWelcome(takes_votes=self._takes_votes))
+        yield from iter(self.news.get, None)
+
+    def _listen(self, requests: Iterator[pb.AttachRequest]) -> None:
+        with contextlib.suppress(Exception):
+            for request in requests:
+                self.heard.put(request)
+            self.news.put(None)
+
+    def _call(self, request: pb.ShouldCommitRequest, _: Any) -> pb.ShouldCommitResponse:
+        self.calls.append(request)
+        return COMMITS
+
+    def hears(self, kind: str) -> Any:
+        """The next message of a ``kind``."""
+        while (message := self.heard.get(timeout=END_S)).WhichOneof("kind") != kind:
+            pass
+        return getattr(message, kind)
+
+    def decides(self, number: int, **decision: Any) -> None:
+        self.news.put(pb.AttachNews(decision=pb.AttachDecision(number=number, **decision)))
+
+
+class Worker:
+    def __init__(self, manager: Told, client: ManagerClient, thread: ThreadPoolExecutor) -> None:
+        self.manager = manager
+        self.client = client
+        self._thread = thread
+
+    def vote(self, timeout: timedelta = LONG) -> Future[tuple[bool, Fate]]:
+        return self._thread.submit(self.client.vote, VOTE, timeout)
+
+
+@contextlib.contextmanager
+def worker_of(*, takes_votes: bool) -> Iterator[Worker]:
+    manager = Told(takes_votes=takes_votes)
+    handler: Any = manager
+    with (
+        grpc_server(handler, let_go=lambda: manager.news.put(None)) as address,
+        ManagerClient(address, LONG) as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        attach(client, 1)
+        yield Worker(manager, client, thread)
+        manager.news.put(None)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with worker_of(takes_votes=True) as worker:
+        yield worker
+
+
+def test_a_vote_on_the_stream_says_what_a_call_says(worker: Worker) -> None:
+    voting = worker.vote()
+    cast = worker.manager.hears("vote")
+    assert cast.timeout_ms == LONG.total_seconds() * 1000
+    worker.manager.decides(cast.number, decided=COMMITS)
+    assert voting.result(END_S) == (True, Fate.GOES_ON)
+    assert worker.manager.calls == []
+    with worker_of(takes_votes=False) as older:
+        assert older.vote().result(END_S) == (True, Fate.GOES_ON)
+        (call,) = older.manager.calls
+    call.worker_id = worker.client._calls.worker_id
+    assert call == cast.vote
+
+
+def test_a_manager_that_does_not_offer_it_hears_no_vote_on_its_stream() -> None:
+    with worker_of(takes_votes=False) as worker:
+        assert worker.vote().result(END_S) == (True, Fate.GOES_ON)
+        worker.client.close()
+        kinds = []
+        while not kinds or kinds[-1] != "detach":
+            kinds.append(worker.manager.heard.get(timeout=END_S).WhichOneof("kind"))
+        assert "vote" not in kinds
+
+
+def test_a_stream_that_ends_in_a_vote_leads_to_a_call_with_the_same_vote(worker: Worker) -> None:
+    voting = worker.vote()
+    cast = worker.manager.hears("vote")
+    worker.manager.news.put(None)
+    assert voting.result(END_S) == (True, Fate.GOES_ON)
+    assert worker.manager.calls == [cast.vote]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("CommitFailed", CommitFailed),
+        ("DeadlineExceeded", DeadlineExceeded),
+        ("OfANewerVersion", QuorumFailed),  # not `CommitFailed`, which says that nobody commits
+    ],
+)
+def test_an_error_is_that_of_a_call(worker: Worker, name: str, kind: type[Exception]) -> None:
+    voting = worker.vote()
+    number = worker.manager.hears("vote").number
+    worker.manager.decides(number, error=name, reason="group rank 0\nis gone")
+    error = voting.exception(END_S)
+    assert type(error) is kind
+    assert str(error).endswith("group rank 0?is gone")
+    assert worker.manager.calls == []
+
+
+def test_a_vote_without_an_answer_ends_by_its_deadline_and_is_withdrawn(worker: Worker) -> None:
+    late = worker.vote(timedelta(milliseconds=50))
+    first = worker.manager.hears("vote").number
+    assert str(late.exception(END_S)) == "manager's ShouldCommit timed out after 0.05 s"
+    assert worker.manager.hears("withdrawal").number == first
+    voting = worker.vote()
+    second = worker.manager.hears("vote").number
+    worker.manager.decides(first, decided=pb.ShouldCommitResponse())
+    worker.manager.decides(second, decided=COMMITS)
+    assert voting.result(END_S) == (True, Fate.GOES_ON), "not the decision on the vote before"
+
+
+def test_an_interrupted_vote_is_withdrawn() -> None:
+    sent: list[pb.AttachRequest] = []
+
+    def send(message: pb.AttachRequest) -> None:
+        sent.append(message)
+        if message.WhichOneof("kind") == "vote":
+            raise KeyboardInterrupt
+
+    votes = StreamVotes(send)
+    votes.opened()
+    for number in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            votes.cast(pb.ShouldCommitRequest(), END_S)
+        assert sent.pop().withdrawal.number == number
+        assert sent.pop().vote.number == number
+
+
+def test_only_one_thread_at_a_time_votes_on_a_stream() -> None:
+    sent: queue.SimpleQueue[pb.AttachRequest] = queue.SimpleQueue()
+    votes = StreamVotes(sent.put)
+    vote = pb.ShouldCommitRequest()
+    assert votes.cast(vote, END_S) is None, "nothing was offered"
+    votes.opened()
+    with ThreadPoolExecutor(1) as thread:
+        voting = thread.submit(votes.cast, vote, END_S)
+        number = sent.get(timeout=END_S).vote.number
+        assert votes.cast(vote, END_S) is None
+        votes.decided(pb.AttachDecision(number=number))
+        assert voting.result(END_S) == pb.AttachDecision(number=number)
+    votes.closed()
+    assert votes.cast(vote, END_S) is None
+    assert sent.empty()
+
+
+def test_a_vote_does_not_wait_for_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outgoing_module, "PHASE_INTERVAL_S", 1000.0)
+    outgoing = Outgoing(pb.AttachHello())
+    messages = outgoing.messages()
+    assert next(messages).WhichOneof("kind") == "hello"
+    outgoing.tell(Phase.TRAINING, 3)
+    assert next(messages).phase.step == 3
+    outgoing.tell(Phase.VOTING, 3)
+    outgoing.send(pb.AttachRequest(vote=pb.AttachVote(number=1)))
+    assert next(messages).vote.number == 1
+    outgoing.end(pb.AttachDetach())
+    assert [message.WhichOneof("kind") for message in messages] == ["detach"]
+
+
+def test_the_latest_phase_is_told_although_votes_come_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outgoing_module, "PHASE_INTERVAL_S", 0.0)
+    outgoing = Outgoing(pb.AttachHello())
+    messages = outgoing.messages()
+    next(messages)
+    for step in range(3):
+        outgoing.tell(Phase.VOTING, step)
+        outgoing.send(pb.AttachRequest(vote=pb.AttachVote(number=step)))
+        told = [next(messages) for _ in range(2)]
+        assert [message.WhichOneof("kind") for message in told] == ["vote", "phase"]
+        assert told[1].phase.step == step
+    outgoing.end()
+    assert list(messages) == []
