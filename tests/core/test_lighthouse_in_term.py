@@ -294,6 +294,45 @@ def test_who_begins_the_step_in_time_costs_nothing() -> None:
     assert term.told() == []
 
 
+def test_a_wait_that_ended_with_a_question_counts_for_who_has_not_begun_the_step() -> None:
+    """The sums of a and b time out, so they ask before c counts as late."""
+    term = Term()
+    waiting_for_c(term)
+    term.until(109.0)
+    term.asks("a", 7)
+    term.until(109.5)
+    term.asks("b", 7)
+    assert term.told() == [(7, ("b", "c"))]
+    term.before(110.0)
+    assert term.take_quorums() == []
+    term.until(110.0)
+    assert term.take_quorums() == [(2, ["a", "b"])]
+
+
+def test_it_does_not_count_for_who_has_begun_the_step() -> None:
+    term = Term()
+    waiting_for_c(term)
+    term.does("c", Phase.TRAINING, 7)
+    term.until(109.0)
+    for each in "ab":
+        term.asks(each, 7)
+    term.before(119.0)
+    assert term.take_quorums() == []
+    term.until(119.0)
+    assert term.take_quorums() == [(2, ["a", "b"])]
+
+
+def test_a_wait_in_an_earlier_step_does_not_count() -> None:
+    term = Term()
+    waiting_for_c(term)
+    term.until(109.0)
+    term.does("c", Phase.IDLE, 8)  # step 7 was committed, and that is all that was heard
+    for each in "ab":
+        term.asks(each, 8)
+    term.before(119.0)
+    assert term.take_quorums() == []
+
+
 def test_where_each_step_asks_a_member_that_waits_in_a_sum_ends_nothing() -> None:
     term = Term(steady=False)
     waiting_for_c(term)

@@ -129,12 +129,21 @@ class Job:
         """Before its quorum was formed it waited for that."""
         return activity.phase is Phase.QUORUM and activity.since > self.term.formed_at
 
+    def note_wait(self, member: Member, join_timeout_s: float) -> None:
+        """A member asks: how long it has waited in this step already, for example until its sum
+        timed out, counts for those that have not begun it (rule E6)."""
+        doing, term = self.hangs.activity(member.replica_id), self.term
+        if doing is not None and doing.step == member.step and self._waits_in_step(doing):
+            term.last_look_at = min(term.last_look_at, doing.since + join_timeout_s)
+
     def stalled_step(self, join_timeout_s: float, now: float) -> int | None:
         """The step in which members have waited for the others for too long; None: there is
         none."""
         term = self.term
         if not term.is_due(now):
             return None
+        if term.over_from is not None:
+            return term.over_from
         doing = [self.hangs.activity(each) for each in self.members.quorum_left()]
         waiting = [each for each in doing if each is not None and self._waits_in_step(each)]
         overdue = [each.step for each in waiting if now - each.since >= join_timeout_s]

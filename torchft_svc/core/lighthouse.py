@@ -96,6 +96,7 @@ class Lighthouse:
         state.members.seen(member.replica_id, now)
         if member.replica_id in state.members.previous_ids:
             state.end_progress()
+            state.note_wait(member, self._config.join_timeout_s)
             orders += self._miss_silent(job, state, now, agreed=agreed)
         state.hangs.reported(member.replica_id, Activity(Phase.QUORUM, member.step, now), now)
         if not state.members.names.is_free_for(member.replica_id):
@@ -507,8 +508,7 @@ class Lighthouse:
         else:
             self._wake(state.members.next_death())
             self._wake(state.hangs.look_at())
-            if state.term.look_at < math.inf and state.term.over_from is None:
-                self._wake(state.term.look_at)
+            self._wake(state.term.due_at)
             if now < look < math.inf:
                 self._wake(look)
             gathers_until = state.members.gathers_until
@@ -567,7 +567,7 @@ class Lighthouse:
             self._ids.forget(forgotten.last_id, now)
 
     def _wake(self, at: float | None) -> None:
-        if at is not None and (self._wake_at is None or at < self._wake_at):
+        if at is not None and at < (math.inf if self._wake_at is None else self._wake_at):
             self._wake_at = at
 
 

@@ -70,7 +70,8 @@ class RunningTerm:
     ``over_from``: the first step that not all members take part in (None: there is none).
     ``is_noted``: a member has asked since, or is gone, so that no more steps are committed in it.
     ``look_at``: when a member will have waited for others in a step for too long (inf: none waits);
-    ``looked_at``: when that was looked at last.
+    ``looked_at``: when that was looked at last; ``last_look_at``: the same as ``look_at``, of a
+    member that has asked since.
     """
 
     may_go_on: bool = True
@@ -81,6 +82,12 @@ class RunningTerm:
     is_noted: bool = False
     look_at: float = math.inf
     looked_at: float = -math.inf
+    last_look_at: float = math.inf
+
+    @property
+    def due_at(self) -> float:
+        """When to look for members that keep others waiting."""
+        return self.look_at if self.over_from is None else self.last_look_at
 
     def waits(self, since: float, patience_s: float, now: float) -> None:
         """A member waits for others in a step."""
@@ -89,9 +96,12 @@ class RunningTerm:
 
     def is_due(self, now: float) -> bool:
         """Whether to look for members that keep others waiting; not again within `LOOK_S`."""
-        if now < self.look_at or self.over_from is not None:
+        if now < self.due_at:
             return False
-        self.looked_at, self.look_at = now, now + LOOK_S
+        if self.over_from is None:
+            self.looked_at, self.look_at = now, now + LOOK_S
+        else:
+            self.last_look_at = math.inf
         return True
 
     def ends_with(self, step: int, *, agreed: bool) -> bool:
