@@ -198,6 +198,20 @@ def test_without_restarts_the_scheduler_starts_a_node_again(policy: str, tmp_pat
         assert run.statuses() == {"a": 0, "b": 0}
 
 
+@both
+def test_agents_of_one_run_have_soft_policies_or_none(policy: str, tmp_path: Path) -> None:
+    other = "soft-replace" if policy == "hard" else "hard"
+    with launch(tmp_path, nnodes="1:2", policy=policy) as run:
+        run.start("a")
+        first = run.until(lambda: run.pids("a"), "a worker")
+        assert run.start("b", f"--restart-policy={other}").wait() == 1
+        assert has_said(run, "b", "torchft-run: error: the lighthouse refuses this node")
+        assert has_said(run, "b", "is_soft")
+        assert run.pids("a") == first
+        run.finish()
+        assert run.nodes["a"].wait() == 0
+
+
 OTHER_HOST = "--local-addr=127.0.0.2"
 
 

@@ -194,8 +194,8 @@ class RunNodes:
             raise RequestRefused(f"run {run!r} has {len(others)} nodes, no more are allowed")
         if hello.settings != settings:
             raise RequestRefused(
-                f"node {node.node_id!r} starts run {run!r} with {hello.settings}, "
-                f"but {others[0].node_id!r} has started it with {settings}"
+                f"node {node.node_id!r} starts run {run!r} with {hello.settings.beside(settings)}, "
+                f"but {others[0].node_id!r} has started it with {settings.beside(hello.settings)}"
             )
         if others[0].is_loopback != node.is_loopback:  # as all others are
             raise RequestRefused(

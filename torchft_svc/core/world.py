@@ -5,7 +5,7 @@ Plain values that agents and the lighthouse tell one another; `rendezvous` decid
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
 
@@ -134,6 +134,7 @@ class RunSettings:
     together. ``max_run_failures``, ``max_node_failures``: with more failures within
     ``failure_window_s`` the run is closed, or that node excluded (None: never).
     ``waits_for_lost``: the run ends when all nodes have finished, also those that are lost.
+    ``is_soft``: workers that live are told their next world; else all are restarted.
     """
 
     min_nodes: int
@@ -144,6 +145,16 @@ class RunSettings:
     max_node_failures: int | None = None
     failure_window_s: float = FAILURE_WINDOW_S
     waits_for_lost: bool = False
+    is_soft: bool = False
+
+    def beside(self, others: RunSettings) -> str:
+        """Those in which they differ from ``others``, in words."""
+        names = (field.name for field in fields(self))
+        return ", ".join(
+            f"{name}={getattr(self, name)}"
+            for name in names
+            if getattr(self, name) != getattr(others, name)
+        )
 
     def check(self) -> None:
         """Raise `RequestRefused` if a field from the network is out of bounds."""

@@ -182,6 +182,7 @@ class ElasticAgent(LocalElasticAgent):
             max_nodes=parameters.max_nodes,
             local_addr=host,
             options={**told, "num_workers": spec.local_world_size, "role": spec.role},
+            is_soft=True,
         )
 
     def _meet(

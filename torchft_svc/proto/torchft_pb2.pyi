@@ -336,7 +336,7 @@ class Node(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., num_workers: _Optional[int] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class RunSettings(_message.Message):
-    __slots__ = ("min_nodes", "max_nodes", "join_timeout_ms", "join_window_ms", "max_run_failures", "max_node_failures", "failure_window_ms", "waits_for_lost")
+    __slots__ = ("min_nodes", "max_nodes", "join_timeout_ms", "join_window_ms", "max_run_failures", "max_node_failures", "failure_window_ms", "waits_for_lost", "is_soft")
     MIN_NODES_FIELD_NUMBER: _ClassVar[int]
     MAX_NODES_FIELD_NUMBER: _ClassVar[int]
     JOIN_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
@@ -345,6 +345,7 @@ class RunSettings(_message.Message):
     MAX_NODE_FAILURES_FIELD_NUMBER: _ClassVar[int]
     FAILURE_WINDOW_MS_FIELD_NUMBER: _ClassVar[int]
     WAITS_FOR_LOST_FIELD_NUMBER: _ClassVar[int]
+    IS_SOFT_FIELD_NUMBER: _ClassVar[int]
     min_nodes: int
     max_nodes: int
     join_timeout_ms: int
@@ -353,7 +354,8 @@ class RunSettings(_message.Message):
     max_node_failures: int
     failure_window_ms: int
     waits_for_lost: bool
-    def __init__(self, min_nodes: _Optional[int] = ..., max_nodes: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., join_window_ms: _Optional[int] = ..., max_run_failures: _Optional[int] = ..., max_node_failures: _Optional[int] = ..., failure_window_ms: _Optional[int] = ..., waits_for_lost: bool = ...) -> None: ...
+    is_soft: bool
+    def __init__(self, min_nodes: _Optional[int] = ..., max_nodes: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., join_window_ms: _Optional[int] = ..., max_run_failures: _Optional[int] = ..., max_node_failures: _Optional[int] = ..., failure_window_ms: _Optional[int] = ..., waits_for_lost: bool = ..., is_soft: bool = ...) -> None: ...
 
 class AgentState(_message.Message):
     __slots__ = ("status", "round", "reached", "store_port", "can_warm_up", "num_restarts", "num_failures", "trained_since", "trained_until", "paused")

@@ -84,6 +84,7 @@ def agent_hello_to_wire(run_id: str, hello: AgentHello) -> pb.AgentRequest:
             max_node_failures=settings.max_node_failures,
             failure_window_ms=max(1, round(settings.failure_window_s * 1000)),
             waits_for_lost=settings.waits_for_lost,
+            is_soft=settings.is_soft,
         ),
         state=_state_to_wire(hello.state),
         world=world if len(world) <= MAX_WORLD_BYTES else b"",
@@ -123,6 +124,7 @@ def _settings_from_wire(message: pb.RunSettings) -> RunSettings:
         max_node_failures=limit("max_node_failures"),
         failure_window_s=message.failure_window_ms / 1000 or FAILURE_WINDOW_S,
         waits_for_lost=message.waits_for_lost,
+        is_soft=message.is_soft,
     )
 
 

@@ -50,6 +50,7 @@ def rendezvous_config(
     max_nodes: int,
     local_addr: str | None = None,
     options: Mapping[str, Any] | None = None,
+    is_soft: bool = False,
 ) -> RendezvousConfig:
     """From what `RendezvousParameters` holds; ``options`` are the keys of ``--rdzv-conf``.
 
@@ -57,7 +58,7 @@ def rendezvous_config(
     ``last_call_timeout``: those that come within so many seconds of the first one join together.
     ``connect_timeout``: seconds in which a lighthouse must be found at the start. ``rank``: the
     node rank. ``num_workers``, ``role``: of this node. ``max_run_failures``, ``max_node_failures``,
-    ``failure_window``, ``exit_barrier``: see `LaunchConfig`.
+    ``failure_window``, ``exit_barrier``: see `LaunchConfig`. ``is_soft``: the policy is.
 
     Raises:
         ConfigError: a key is not known, or its value cannot work.
@@ -78,6 +79,7 @@ def rendezvous_config(
         max_node_failures=_number(options, "max_node_failures"),
         failure_window_s=_seconds(options, "failure_window", defaults.failure_window_s),
         waits_for_lost=_waits_for_lost(options),
+        is_soft=is_soft,
     )
     is_own = _is_own_lighthouse(endpoint)
     node = Node(
