@@ -187,6 +187,18 @@ def test_soft_workers_pause_until_there_is_another_world(news: Any) -> None:
     play.hears(BOTH, Broadcast(WorkerState.HEALTHY, BOTH, UP))
 
 
+def test_l13_a_node_that_was_left_out_tells_the_next_lighthouse_no_world() -> None:
+    """It would be believed to be the whole run, if it comes before those that have gone on."""
+    play = working()
+    play.hears(WorldPaused("too few"), Broadcast(WorkerState.PAUSED, ALONE, DOWN))
+    assert play.machine.hello().world == ALONE
+    play.hears(RunWaiting("it goes on"))
+    assert play.machine.hello().world is None
+    assert play.machine.hello().state.round == ALONE.round
+    play.hears(BOTH, Broadcast(WorkerState.HEALTHY, BOTH, UP))
+    assert play.machine.hello().world == BOTH
+
+
 def test_a_node_that_was_left_out_opens_another_store() -> None:
     """The world that it was not told may have used its store (rule L7)."""
     play = working()

@@ -130,6 +130,7 @@ class AgentMachine:
         self._expected: World | None = None
         self._num_welcomes = 0
         self._is_store_doubtful = False  # a world that it was not told may have used it
+        self._is_outside = False  # the run goes on without it, as it was told last
         self._is_unheard = False  # the lighthouse has not said yet that it knows of a failure
         self._passed_round = 0  # the highest one that is not to be entered any more
         self._change = WorldChangeEvent.SCALE_UP
@@ -168,8 +169,10 @@ class AgentMachine:
         return self.config.max_restarts - self.num_restarts_left
 
     def hello(self) -> AgentHello:
-        """The first message of a stream."""
-        return AgentHello(self.config.node, self.config.settings, self.state, self.world)
+        """The first message of a stream. A world that goes on without it, or is over, is no news
+        for another lighthouse (L13)."""
+        world = None if self._is_outside else self.world
+        return AgentHello(self.config.node, self.config.settings, self.state, world)
 
     def next_deadline(self) -> float | None:
         """When to `tick`, on the clock of ``now``; may be too early, never too late."""
@@ -296,6 +299,7 @@ class AgentMachine:
         is_working = self._is_in_world() and self._step is None
         if not isinstance(news, WorldPaused):
             self._is_unheard = False
+            self._is_outside = True
         if isinstance(news, RunWaiting) and (is_working or self._is_store_doubtful):
             self._is_store_doubtful = False
             if self._store_port:
@@ -313,7 +317,7 @@ class AgentMachine:
         known = 0 if self.world is None else self.world.round
         if world.round <= known or self.config.node.node_id not in world.node_ids:
             return
-        self.world, self._reached = world, False
+        self.world, self._reached, self._is_outside = world, False, False
         self._take_store(world)
         if self._end is not None or self._status is AgentStatus.FINISHED:
             return

@@ -239,7 +239,8 @@ class AgentState:
 
 @dataclass(frozen=True, slots=True)
 class AgentHello:
-    """The first message. ``world``: the newest that it was told, for a lighthouse that is new."""
+    """The first message. ``world``: the newest that it was told, for a lighthouse that is new;
+    None: it is in none."""
 
     node: Node
     settings: RunSettings
