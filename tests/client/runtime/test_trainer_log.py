@@ -144,6 +144,18 @@ def test_heals_quorums_and_lost_groups_are_told_without_secrets(
     assert not any(secret in caplog.text for secret in secrets)
 
 
+def test_a_step_in_vain_is_told_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        lighthouse(min_replicas=2, join_timeout_ms=3000) as address,
+        trainers(address, 2) as (a, b),
+    ):
+        together(lambda: a.until(4), lambda: b.until(4))
+        assert not a.step()
+    told = [record.getMessage() for record in caplog.records]
+    why = r"step 4 is discarded: b:\S+ did not begin step 4 in time"
+    assert any(re.fullmatch(why, line) for line in told), told
+
+
 @pytest.mark.parametrize("url", ["http://host:99999/S3CRET/x", "host:1/S3CRET", "ftp://h:1/S3CRET"])
 def test_no_error_shows_the_secret_of_a_source(url: str) -> None:
     with pytest.raises(AddressError) as caught:

@@ -14,7 +14,7 @@ from torch import nn
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.operations import ends_within
-from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
+from torchft_svc.errors import DeadlineExceeded, MemberLost, PeerError, QuorumFailed
 from torchft_svc.rpc.uninterruptible import SLICE, SLICE_S
 
 
@@ -144,7 +144,10 @@ class Reduction:
         limit = SLICE if left_s > SLICE_S else timedelta(seconds=max(0.001, left_s))
         if ends_within(self._work, limit):
             return True
-        if self._pg.errored() is not None:
+        broken = self._pg.errored()
+        if isinstance(broken, MemberLost):
+            raise QuorumFailed(broken.reason)
+        if broken is not None:
             raise QuorumFailed("the step was given up")
         if left_s <= 0:
             raise DeadlineExceeded(

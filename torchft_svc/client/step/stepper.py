@@ -449,7 +449,8 @@ class Stepper:
 
     def _log_discarded(self, state: StepState, otherwise: str) -> None:
         """Log which group was lost, if any, rather than gloo's message about it."""
-        reason = self._worker.who_is_lost() or str(state.error or "") or otherwise
+        error = state.error.reason if isinstance(state.error, QuorumFailed) else state.error
+        reason = self._worker.who_is_lost() or str(error or "") or otherwise
         if _GLOO.match(reason):
             reason = "the connection to another group has ended"
         log.warning("step %d is discarded: %s", state.step, reason)
