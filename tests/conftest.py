@@ -92,10 +92,10 @@ def _environment_and_signals() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start processes come first: their tests last longest, so that several processes
-    that run the tests end at about the same time."""
+    """Files that start processes come first, then the simulator's: they last longest, so that
+    several processes that run the tests end at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("processes")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (item.path not in slow, item.path.parent.name != "sim"))
 
 
 def pytest_collection_finish() -> None:
