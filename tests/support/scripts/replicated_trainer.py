@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import zlib
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,9 @@ from torchft_svc.client import (
     Manager,
     OptimizerWrapper,
 )
+
+# A step takes at least so long: groups that start need the processors.
+PACE_S = 0.02
 
 
 def run(wrapper: str, file: Path) -> None:
@@ -50,6 +54,7 @@ def run(wrapper: str, file: Path) -> None:
     parallel = wrap(model, manager, wrapper)
     optimizer = OptimizerWrapper(manager, adam)
     while True:
+        time.sleep(PACE_S)
         optimizer.zero_grad()
         group = manager.participating_rank() or 0
         dice = torch.Generator().manual_seed(100 * manager.current_step() + group)

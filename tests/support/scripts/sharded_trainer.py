@@ -38,6 +38,8 @@ from torchft_svc.client import (
 WIDTH = 16
 TENSOR_PARALLEL = 2
 TIMEOUT = timedelta(seconds=20)
+# A step takes at least so long: groups that start need the processors.
+PACE_S = 0.02
 
 
 class Block(nn.Module):
@@ -186,6 +188,7 @@ def run(layout: str, file: Path, device: str, quorum_timeout_s: float = 40.0) ->
     # Workers that share tensors share their data.
     data_rank = rank // TENSOR_PARALLEL if layout == "fsdp+tp" else rank
     while True:
+        time.sleep(PACE_S)
         pauses.take()
         optimizer.zero_grad()
         step, group = manager.current_step(), manager.participating_rank() or 0

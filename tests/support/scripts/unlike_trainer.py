@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from torch import nn
 from demo.fingerprint import fingerprint
 from torchft_svc.client import DistributedDataParallel, Manager, OptimizerWrapper
 from torchft_svc.errors import TorchFTError
+
+# A step takes at least so long: groups that start need the processors.
+PACE_S = 0.02
 
 
 def run(kind: str, file: Path) -> None:
@@ -55,6 +59,7 @@ def _train(kind: str, file: Path) -> None:
     inputs = torch.randn(2, 3, 8, 8)
     at_step_3 = "once" in kind
     while True:
+        time.sleep(PACE_S)
         optimizer.zero_grad()
         if at_step_3 and manager.current_step() == 3:
             at_step_3 = False
