@@ -7,9 +7,10 @@ DEMO_FLAGS ?=
 SEED ?= 0
 MINUTES ?= 10
 SECONDS ?= 60
-# Tests mostly wait, so a few processes run them; those of one file share fixtures, and one process.
+# Tests mostly wait, so several processes run them; those of one file share fixtures, and one process.
 # The order is that of tests/conftest.py: xdist's own would start the files with few tests last.
-PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
+RUNNERS ?= 5
+PARALLEL ?= -n $(RUNNERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test quick check proto proto-check bench soak soak-rounds sim programs chaos clean
 
@@ -20,7 +21,9 @@ test: $(READY)
 	rm -f .pytest_cache/v/cache/lastfailed
 	$(BIN)/python -m pytest $(PARALLEL) || $(BIN)/python tests/second_look.py
 
-# The core, rpc and all units: what starts no process. The simulator is left to `make test`.
+# The core, rpc and all units: what starts no process. The simulator is left to `make test`. These
+# tests compute, and each process that runs some imports torch and all tests first.
+quick: RUNNERS = 3
 quick: $(READY)
 	$(BIN)/python -m pytest -q -m "not processes" --ignore tests/sim $(PARALLEL)
 
