@@ -201,7 +201,7 @@ class WorldSuperseded(PeerError):
 
 @dataclass(eq=False)
 class TrainingFailed(PeerError):
-    """A trainer has lost workers, has spent ``num_retries`` retries, and has none left."""
+    """A trainer, or a launcher, has lost workers, and has no retry left after ``num_retries``."""
 
     reason: str
     num_retries: int

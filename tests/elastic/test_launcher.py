@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from torchft_svc.elastic.launcher import (
     launch_agent,
 )
 from torchft_svc.elastic.runtime import get_worker_info
-from torchft_svc.errors import ConfigError
+from torchft_svc.errors import ConfigError, TrainingFailed
 
 both = pytest.mark.parametrize("policy", [RestartPolicy.HARD, RestartPolicy.SOFT])
 
@@ -68,6 +70,18 @@ def fail_at_first(folder: str) -> int:
 
 def fail(_: str) -> None:
     raise ValueError("it cannot be done")
+
+
+def end_well_when_told() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    time.sleep(600)
+
+
+@pytest.mark.processes
+def test_workers_that_do_not_answer_and_end_well_have_failed(tmp_path: Path) -> None:
+    settings = config(tmp_path, restart_policy=RestartPolicy.SOFT, soft_ready_timeout=2.0)
+    with pytest.raises(TrainingFailed, match="after 0 retries: workers did not answer within 2 s"):
+        elastic_launch(settings, end_well_when_told)()
 
 
 @both

@@ -43,6 +43,7 @@ from torchft_svc.elastic.rendezvous.own_lighthouse import own_lighthouse
 from torchft_svc.elastic.rendezvous.polled import PolledMeeting
 from torchft_svc.elastic.warm_start import WarmStart
 from torchft_svc.elastic.workers import LocalWorkers, untied
+from torchft_svc.errors import TrainingFailed
 from torchft_svc.rpc.address import HostPort, advertised_host
 from torchft_svc.rpc.security import PLAIN
 
@@ -128,6 +129,7 @@ class ElasticAgent(LocalElasticAgent):
 
         Raises:
             SignalException, RendezvousError: see `AgentDriver.run`.
+            TrainingFailed: no worker has failed, but they could not be started, or did not answer.
         """
         spec = self._worker_group.spec
         self.has_left = True
@@ -159,7 +161,10 @@ class ElasticAgent(LocalElasticAgent):
             )
             end = driver.run(self._settings.signals)
             self._remaining_restarts = machine.num_restarts_left
-            return self._result(end.outcome, group)
+            result = self._result(end.outcome, group)
+            if result.is_failed() and not result.failures:  # torch could not say why
+                raise TrainingFailed(end.reason, machine.num_restarts)
+            return result
 
     @property
     def _has_lighthouse(self) -> bool:

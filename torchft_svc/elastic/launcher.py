@@ -174,6 +174,7 @@ def launch_agent(
 
     Raises:
         ChildFailedError: workers have failed, and no restart is left.
+        TrainingFailed: they could not be started, or did not answer, and no restart is left.
         SignalException: this process has received a signal, and has ended the workers.
         RendezvousError: there is no world for this node.
         ConfigError: a value that cannot work.
