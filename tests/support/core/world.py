@@ -320,10 +320,15 @@ class World:
         ledger.evicted.add(order.replica_id)
 
     def leave_behind(self, order: ReportStraggler) -> None:
-        """Told to a living member of the last quorum only, of that quorum."""
+        """Told to a living member of the last quorum only, of that quorum; before the first quorum
+        here also to those that were in an older one."""
         assert order.recipients == (order.replica_id,)
         assert order.quorum_id == self.ledger[order.job].last.quorum_id
-        assert order.replica_id in self.members_before(order.job) & self.living(order.job)
+        before = self.members_before(order.job)
+        if not self.ledger[order.job].has_published:
+            groups = [group for group in self.groups.values() if group.job == order.job]
+            before |= {each.replica_id for each in groups if each.last.quorum_id > 0}
+        assert order.replica_id in before & self.living(order.job)
         doing = self.beats.get((order.job, order.replica_id))
         assert doing is None or doing.phase is not Phase.HEALING
 
