@@ -9,7 +9,7 @@ MINUTES ?= 10
 SECONDS ?= 60
 # Tests mostly wait, so several processes run them; those of one file share fixtures, and one process.
 # The order is that of tests/conftest.py: xdist's own would start the files with few tests last.
-RUNNERS ?= 5
+RUNNERS ?= 4
 PARALLEL ?= -n $(RUNNERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test quick check proto proto-check bench soak soak-rounds sim programs chaos clean

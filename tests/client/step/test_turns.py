@@ -228,7 +228,7 @@ def test_steps_that_take_turns_are_compared_once_each() -> None:
             assert counts.take() in ((1, 2), (2, 2))
 
 
-def test_what_is_logged_now_and_then_is_compared_when_it_is() -> None:
+def test_what_is_logged_now_and_then_is_compared_each_time() -> None:
     with lighthouse(min_replicas=2) as address, trainers(address, 2) as (a, b):
 
         def logs(trainer: Trainer) -> float:
@@ -248,7 +248,7 @@ def test_what_is_logged_now_and_then_is_compared_when_it_is() -> None:
         assert together(lambda: logs(a), lambda: logs(b)) == [0.5, 0.5]
         assert counts.take()[1] == 1
         assert together(lambda: logs(a), lambda: logs(b)) == [0.5, 0.5]
-        assert counts.take()[1] == 0, "it is as in the last step"
+        assert counts.take()[1] == 1, "a group may leave it out where it goes on without a question"
         assert_identical([a, b])
 
 
