@@ -103,6 +103,9 @@ class Director:
         if self.incidents and self.incidents[-1].fault.kind in FOR_ALL:
             # Who needs the lighthouse now waits until it is back.
             allowed_s += LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S
+            if fault.kind is Kind.STALE_SURVIVOR:
+                # The others have to train on without a group that the lighthouse has heard of.
+                self._pause(LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S)
         number = len(self.incidents) + 1
         incident = Incident(number, fault, job, time.monotonic(), allowed_s)
         self.incidents.append(incident)
