@@ -70,6 +70,11 @@ EVERY_ERROR = [
         (errors.PeerError, ConnectionError),
     ),
     (
+        errors.WorkerEnding("worker 1 failed"),
+        "there is no world for this worker, its launcher is ending it: worker 1 failed",
+        (errors.PeerError,),
+    ),
+    (
         errors.WorldSuperseded(7, "world 8 has replaced it"),
         "world 7 has no process group: world 8 has replaced it",
         (errors.PeerError,),

@@ -16,6 +16,7 @@
         ├── CommitFailed            this vote has no answer; the reason is told
         ├── GroupLeft               the group was drained: it takes part in no quorum any more
         ├── ChannelClosed           an agent and its worker cannot reach each other any more
+        ├── WorkerEnding            there is no other world for a worker that its agent ends
         ├── WorldSuperseded         a process group of a world that another one has replaced
         ├── TrainingFailed          workers were lost, and no retry of the trainer is left
         ├── WorkerFailed            the user's program raised an error in a worker of a trainer
@@ -186,6 +187,16 @@ class ChannelClosed(PeerError, ConnectionError):
 
     def __str__(self) -> str:
         return f"the channel {self.channel} is closed: {self.reason}"
+
+
+@dataclass(eq=False)
+class WorkerEnding(PeerError):
+    """The agent of this worker ends it, for ``reason``: there is no other world for it."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"there is no world for this worker, its launcher is ending it: {self.reason}"
 
 
 @dataclass(eq=False)

@@ -170,3 +170,27 @@ def test_a_second_signal_ends_the_wait_for_workers(tmp_path: Path) -> None:
         program.signal(signal.SIGTERM)
         assert program.wait() == 1
         assert are_gone(pids)
+
+
+@pytest.mark.parametrize("waits", ["wait_for_worker_event()", "leave_world(), get_worker_info()"])
+def test_a_worker_that_handles_sigterm_does_not_wait_for_another_world(
+    waits: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "asking.py"
+    script.write_text(
+        "import signal\n"
+        "from torchft_svc.elastic import *\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('received SIGTERM', flush=True))\n"
+        "get_worker_info()\n"
+        "print('asks', flush=True)\n"
+        "while True:\n"
+        f"    {waits}\n"
+    )
+    with launch(tmp_path, "--shutdown-timeout=300", nnodes="1") as run:
+        program = run.start("a", script=[str(script)])
+        program.wait_for("asks")
+        program.signal(signal.SIGTERM)
+        assert program.wait() == 1
+        told = run.output()
+    assert "WorkerEnding: there is no world for this worker" in told
+    assert "it received SIGTERM" in told

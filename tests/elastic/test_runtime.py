@@ -35,10 +35,11 @@ from torchft_svc.elastic import (
 )
 from torchft_svc.elastic.channel import Channel, FileChannel
 from torchft_svc.elastic.messages import (
+    EndNotice,
     WorkerAck,
     WorkerLeft,
     WorkerStarted,
-    worker_event,
+    agent_message,
     worker_message,
 )
 from torchft_svc.errors import (
@@ -46,6 +47,7 @@ from torchft_svc.errors import (
     ConfigError,
     DeadlineExceeded,
     RequestRefused,
+    WorkerEnding,
     WorldSuperseded,
 )
 
@@ -177,6 +179,41 @@ def test_a_worker_whose_agent_is_gone_gets_an_error(agent: FileChannel) -> None:
         get_worker_event()
     with pytest.raises(ChannelClosed):
         wait_for_worker_event(PATIENCE_S)
+
+
+@pytest.mark.parametrize("wait", [get_worker_info, wait_for_worker_event, init_world])
+def test_no_wait_for_a_world_outlasts_the_news_that_this_worker_is_ended(
+    agent: FileChannel, wait: Callable[[], object]
+) -> None:
+    tell(agent, paused(0, 2))
+    get_worker_event()
+    timer = later(lambda: agent.send(EndNotice("worker 1 failed").to_message()))
+    with pytest.raises(WorkerEnding, match="worker 1 failed"):
+        wait()
+    timer.join()
+    with pytest.raises(WorkerEnding):
+        wait()
+
+
+def test_a_worker_that_is_ended_may_finish_its_step(agent: FileChannel) -> None:
+    tell(agent, healthy(1, 0, 1, 29500))
+    assert get_worker_info().round == 1
+    agent.send(EndNotice("preempted").to_message())
+    with pytest.raises(WorkerEnding):
+        wait_for_worker_event(PATIENCE_S)
+    assert not world_changed()
+    assert get_worker_event().worker_info.round == 1
+    with pytest.raises(WorkerEnding):
+        get_worker_info()
+
+
+def test_a_world_is_not_formed_any_more_by_a_worker_that_is_ended(agent: FileChannel) -> None:
+    tell(agent, healthy(1, 0, 2, 1))  # nobody is there
+    info = get_worker_info()
+    timer = later(lambda: agent.send(EndNotice("preempted").to_message()))
+    with pytest.raises(WorldSuperseded, match="is ending it: preempted"):
+        dist.init_process_group("gloo", **info.get_pg_parameters())
+    timer.join()
 
 
 def test_a_channel_that_is_gone_before_the_first_call_is_told(agent: FileChannel) -> None:
@@ -384,7 +421,11 @@ def test_ranks_that_contradict_one_another_are_told(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("event", [paused(0, 2), paused(1, 2, 7, DOWN), healthy(8, 1, 2, 1, UP)])
 def test_an_event_survives_its_message(event: WorkerEvent) -> None:
-    assert worker_event(event.to_message()) == event
+    assert agent_message(event.to_message()) == event
+
+
+def test_the_reason_for_an_end_survives_its_message_cut_to_its_limit() -> None:
+    assert agent_message(EndNotice("x" * 2000).to_message()) == EndNotice("x" * 1024)
 
 
 @pytest.mark.parametrize("message", [WorkerStarted(7), WorkerAck(3), WorkerLeft(2**53 - 1)])
@@ -413,7 +454,7 @@ EVENT = healthy(1, 0, 2, 29500).to_message()
 )
 def test_an_event_that_cannot_be_is_refused(change: dict[str, object], reason: str) -> None:
     with pytest.raises(RequestRefused, match=reason):
-        worker_event(EVENT | change)
+        agent_message(EVENT | change)
 
 
 @pytest.mark.parametrize("message", [{}, {"type": "ack", "round": "1"}, {"type": "event"}])

@@ -293,7 +293,8 @@ class AgentDriver:
             self._start(order, order.local_ranks)
         elif isinstance(order, StopWorkers):
             log.info("ending the workers: %s", order.reason)
-            self._group.begin_stop(self._death or signal.SIGTERM, self._grace_s)
+            number = self._death or signal.SIGTERM
+            self._group.begin_stop(number, self._grace_s, order.reason)
             self._ring()  # there may be none left to end
         else:
             self._end = order

@@ -14,6 +14,8 @@ from torchft_svc import env
 from torchft_svc.core.world import World
 from torchft_svc.elastic.channel import ChannelRoot, FileChannel
 from torchft_svc.elastic.messages import (
+    AgentMessage,
+    EndNotice,
     WorkerEvent,
     WorkerInfo,
     WorkerMessage,
@@ -125,7 +127,7 @@ class LocalGroup:
         for rank in chosen:
             self.ends.pop(rank, None)
             self._open_channel(rank)
-            self._send(rank, state, world, None)
+            self._send(rank, self._event(rank, state, world, None))
         environments = {
             rank: self._environment(rank, world, num_restarts) for rank in range(self.num_workers)
         }
@@ -136,10 +138,12 @@ class LocalGroup:
         if state is WorkerState.HEALTHY:
             self.on_world(world)
 
-    def begin_stop(self, number: signal.Signals, grace_s: float) -> None:
-        """Signal all workers; `reap` and `deadline` do the rest."""
+    def begin_stop(self, number: signal.Signals, grace_s: float, reason: str) -> None:
+        """Tell all workers, and signal them; `reap` and `deadline` do the rest."""
         self._is_killing = False
         self.deadline = time.monotonic() + grace_s
+        for rank in self.processes.pids:
+            self._send(rank, EndNotice(reason))
         self.processes.signal(number)
         self.on_pause()
 
@@ -189,7 +193,7 @@ class LocalGroup:
     def broadcast(self, state: WorkerState, world: World, change: WorldChangeEvent | None) -> None:
         """Tell all workers that run of ``world``."""
         for rank in self.processes.pids:
-            self._send(rank, state, world, change)
+            self._send(rank, self._event(rank, state, world, change))
         if state is WorkerState.HEALTHY:
             self.on_world(world)
         else:
@@ -224,14 +228,16 @@ class LocalGroup:
             before.channel.close()
         self._told[rank] = _Told(self._channels.channel(rank, self._num_starts))
 
-    def _send(
+    def _event(
         self, rank: int, state: WorkerState, world: World, change: WorldChangeEvent | None
-    ) -> None:
-        event = WorkerEvent(int(time.time()), self._info(rank, world), state, change)
+    ) -> WorkerEvent:
+        return WorkerEvent(int(time.time()), self._info(rank, world), state, change)
+
+    def _send(self, rank: int, message: AgentMessage) -> None:
         told = self._told[rank]
         if not told.is_cut_off:
             try:
-                told.channel.send(event.to_message())
+                told.channel.send(message.to_message())
             except (ChannelClosed, OSError) as error:
                 self._cut_off(rank, error)
 

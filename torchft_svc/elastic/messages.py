@@ -1,8 +1,8 @@
 """What an agent and its workers tell one another over a `Channel`, as values and as JSON.
 
-The agent tells `WorkerEvent`s, each of which replaces the one before. A worker tells that it has
-started (`WorkerStarted`), that it goes on with an event (`WorkerAck`), and that it has left a world
-whose process group is broken (`WorkerLeft`).
+The agent tells `WorkerEvent`s, each of which replaces the one before, and at last that it ends this
+worker (`EndNotice`). A worker tells that it has started (`WorkerStarted`), that it goes on with an
+event (`WorkerAck`), and that it has left a world whose process group is broken (`WorkerLeft`).
 """
 
 from __future__ import annotations
@@ -75,6 +75,19 @@ class WorkerEvent:
 
 
 @dataclass(frozen=True)
+class EndNotice:
+    """The agent is about to end this worker, for ``reason``: there is no other world for it."""
+
+    reason: str
+
+    def to_message(self) -> Message:
+        return {"type": "end", "reason": self.reason[:_TEXT_LIMIT]}
+
+
+AgentMessage = WorkerEvent | EndNotice
+
+
+@dataclass(frozen=True)
 class WorkerStarted:
     """The worker has called the worker API for the first time, as process ``pid``."""
 
@@ -129,15 +142,22 @@ def worker_message(message: Message) -> WorkerMessage:
     raise RequestRefused(f"a worker's message has the type {message.get('type')!r}")
 
 
-def worker_event(message: Message) -> WorkerEvent:
+def agent_message(message: Message) -> AgentMessage:
     """What an agent has told its worker.
 
     Raises:
-        RequestRefused: it is no event, or its ranks contradict one another.
+        RequestRefused: it is none of the messages of an agent, or its ranks contradict one another.
     """
-    if message.get("type") != "event":
-        raise RequestRefused(f"an agent's message has the type {message.get('type')!r}")
     read = _Fields(message)
+    match message.get("type"):
+        case "event":
+            return _worker_event(message, read)
+        case "end":
+            return EndNotice(read.text("reason"))
+    raise RequestRefused(f"an agent's message has the type {message.get('type')!r}")
+
+
+def _worker_event(message: Message, read: _Fields) -> WorkerEvent:
     told = message.get("worker_info")
     if not isinstance(told, dict):
         raise RequestRefused(f"an event has the worker_info {told!r}")

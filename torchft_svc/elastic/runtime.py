@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torchft_svc.elastic.channel import Channel, FileChannel
 from torchft_svc.elastic.messages import (
+    AgentMessage,
+    EndNotice,
     WorkerAck,
     WorkerEvent,
     WorkerInfo,
@@ -37,8 +39,8 @@ from torchft_svc.elastic.messages import (
     WorkerStarted,
     WorkerState,
     WorldChangeEvent,
+    agent_message,
     check_ranks,
-    worker_event,
 )
 from torchft_svc.env import Environment, TorchrunWorker, tell_worker
 from torchft_svc.errors import (
@@ -47,6 +49,7 @@ from torchft_svc.errors import (
     DeadlineExceeded,
     PeerError,
     RequestRefused,
+    WorkerEnding,
     WorldSuperseded,
 )
 
@@ -96,6 +99,7 @@ def get_worker_info(timeout_s: float = WORLD_TIMEOUT_S) -> WorkerInfo:
     death breaks connections before the agent can tell it.
 
     Raises:
+        WorkerEnding: there will be none, as the agent ends this worker: end soon.
         DeadlineExceeded: there is none within ``timeout_s``.
         ConfigError, ChannelClosed: see `get_worker_event`.
     """
@@ -106,6 +110,7 @@ def wait_for_worker_event(timeout_s: float | None = None) -> WorkerEvent | None:
     """The newest event, once it is another one than this process was told last; None: timeout.
 
     Raises:
+        WorkerEnding: there will be none, as the agent ends this worker: end soon.
         ConfigError, ChannelClosed: see `get_worker_event`.
     """
     return _worker().wait(timeout_s)
@@ -150,6 +155,7 @@ def init_world(
     Raises:
         PeerError, RuntimeError: `MAX_FAILURES` worlds were not formed.
         DeadlineExceeded: there is no world within `WORLD_TIMEOUT_S`.
+        WorkerEnding: see `get_worker_info`.
         ConfigError, ChannelClosed: see `get_worker_event`.
     """
     from torchft_svc.elastic import world_group  # it imports torch
@@ -220,6 +226,7 @@ class _ChannelWorker:
         self._speaks = speaks
         self._news = threading.Condition()
         self._error: ChannelClosed | None = None
+        self._ending: WorkerEnding | None = None
         self._told: WorkerEvent | None = None  # what a caller was told last
         self._group: WorldGroup | None = None
         self._left_round: int | None = None  # the newest that this worker has left
@@ -241,12 +248,14 @@ class _ChannelWorker:
         with self._news:
             if not self._news.wait_for(self._is_settled, _wait_s(timeout_s)):
                 raise DeadlineExceeded("waiting for a world", timeout_s)
+            self._check_ending()
             return self._tell().worker_info
 
     def wait(self, timeout_s: float | None) -> WorkerEvent | None:
         with self._news:
-            if not self._news.wait_for(lambda: self.changed, _wait_s(timeout_s)):
+            if not self._news.wait_for(lambda: self.changed or self._ending, _wait_s(timeout_s)):
                 return None
+            self._check_ending()
             return self._tell()
 
     def ack(self) -> None:
@@ -308,15 +317,22 @@ class _ChannelWorker:
     def _is_settled(self) -> bool:
         is_complete = self._newest.worker_state is WorkerState.HEALTHY
         is_left = self._newest.worker_info.round == self._left_round
-        return self._error is not None or (is_complete and not is_left)
+        is_over = self._error is not None or self._ending is not None
+        return is_over or (is_complete and not is_left)
 
     def _why_superseded(self, round_: int) -> str:
         if self._error is not None:
             return str(self._error)
+        if self._ending is not None:
+            return str(self._ending)
         newest = self._newest
         if newest.worker_info.round != round_:
             return f"world {newest.worker_info.round} has replaced it"
         return "" if newest.worker_state is WorkerState.HEALTHY else "another one replaces it"
+
+    def _check_ending(self) -> None:
+        if self._ending is not None:
+            raise self._ending
 
     def _tell(self) -> WorkerEvent:
         if self._error is not None:
@@ -328,23 +344,38 @@ class _ChannelWorker:
     def _first_event(self) -> WorkerEvent:
         deadline = time.monotonic() + _FIRST_EVENT_TIMEOUT_S
         while (left_s := deadline - time.monotonic()) > 0:
-            message = self._channel.receive(left_s)
-            event = None if message is None else _event(message)
-            if event is not None:
-                return event
+            told = self._next(left_s)
+            if isinstance(told, WorkerEvent):
+                return told
         raise DeadlineExceeded("waiting for the first event", _FIRST_EVENT_TIMEOUT_S)
 
     def _receive(self) -> None:
         try:
             while True:
-                message = self._channel.receive(None)
-                event = None if message is None else _event(message)
-                if event is not None:
-                    self._take(event)
+                told = self._next(None)
+                if isinstance(told, WorkerEvent):
+                    self._take(told)
+                elif told is not None:
+                    self._note_ending(told)
         except ChannelClosed as error:
             with self._news:
                 self._error = error
             self._notify(is_broken=True)
+
+    def _next(self, timeout_s: float | None) -> AgentMessage | None:
+        message = self._channel.receive(timeout_s)
+        try:
+            return None if message is None else agent_message(message)
+        except RequestRefused as error:
+            logger.warning("ignoring a message of the agent: %s", error)
+            return None
+
+    def _note_ending(self, notice: EndNotice) -> None:
+        """Ends waits for a world; a step is not disturbed: a worker may end after it, in order."""
+        with self._news:
+            self._ending = WorkerEnding(notice.reason)
+            self._news.notify_all()
+        self._supersede(is_broken=False)
 
     def _take(self, event: WorkerEvent) -> None:
         for call in list(self._calls):
@@ -360,6 +391,10 @@ class _ChannelWorker:
         with self._news:
             self.changed = True
             self._news.notify_all()
+        self._supersede(is_broken=is_broken)
+
+    def _supersede(self, *, is_broken: bool) -> None:
+        with self._news:
             group = self._group
             reason = "" if group is None else self._why_superseded(group.round)
         if group is not None and reason:
@@ -446,14 +481,6 @@ def _open(environment: Environment) -> _Worker:
     if directory is not None:
         return _ChannelWorker(FileChannel.open(Path(directory)), speaks=_speaks)
     return _TorchrunWorker(environment)
-
-
-def _event(message: dict[str, Any]) -> WorkerEvent | None:
-    try:
-        return worker_event(message)
-    except RequestRefused as error:
-        logger.warning("ignoring a message of the agent: %s", error)
-        return None
 
 
 def _torchrun_worker(info: WorkerInfo) -> TorchrunWorker:

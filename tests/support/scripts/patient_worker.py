@@ -3,8 +3,8 @@
 ``patient_worker.py FOLDER [TRAIT ...]``: it notes each event as a line of JSON in
 ``FOLDER/PID.events``. It ends well when ``FOLDER/finish`` or ``FOLDER/finish-PID`` is there, and
 with status 5 for ``FOLDER/fail-PID``; it leaves its world for ``FOLDER/leave-PID``. Traits are
-``stubborn``: it ignores SIGTERM; ``silent``: it calls nothing of the runtime; ``first-silent``: the
-first worker of a node does not.
+``stubborn``: it ignores that it is to end; ``silent``: it calls nothing of the runtime;
+``first-silent``: the first worker of a node does not.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torchft_svc.elastic import (
     leave_world,
     wait_for_worker_event,
 )
+from torchft_svc.errors import WorkerEnding
 
 _LOOK_S = 0.05
 
@@ -52,7 +53,17 @@ def main() -> None:
             get_worker_info()  # which waits for another one
             event = get_worker_event()
         else:
-            event = wait_for_worker_event(_LOOK_S)
+            event = wait_for_event(is_stubborn="stubborn" in traits)
+
+
+def wait_for_event(*, is_stubborn: bool) -> WorkerEvent | None:
+    try:
+        return wait_for_worker_event(_LOOK_S)
+    except WorkerEnding:
+        if not is_stubborn:
+            raise
+        time.sleep(_LOOK_S)
+        return None
 
 
 def attempt() -> int:
