@@ -153,8 +153,9 @@ def _nothing_is_left(_mark_processes: str) -> Iterator[None]:
     """Processes are looked at only where one was started: most tests pay microseconds."""
     threads, children, reaped = set(threading.enumerate()), _children(), _reaped()
     known = _marked(_mark_processes) if children else set()
+    num_started = len(_started)
     yield
-    if _children() - children or _reaped() != reaped:
+    if len(_started) > num_started or _children() - children or _reaped() != reaped:
         _check_processes(_mark_processes, known)
     _check_threads(threads)
 

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.bounds import check
-from support.running import failure, lighthouse_process, line_to, steady_address
+from support.running import FreshProcess, failure, lighthouse_process, line_to, steady_address
 
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.core.session_messages import Leave
@@ -55,7 +55,8 @@ def test_reflection_lists_the_service_and_describes_it() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_command_in_good_order(number: signal.Signals) -> None:
-    with lighthouse_process("--min-replicas=2") as process, line_to(process.address) as line:
+    command = FreshProcess("lighthouse_server", "--bind=127.0.0.1:0", "--min-replicas=2")
+    with command as process, line_to(process.address) as line:
         waiting = line.quorum("a:1", timeout_s=30)
         line.await_askers("a:1")
         status, took_s = process.end(number)
@@ -75,7 +76,10 @@ def test_the_flags_are_heard_in_both_spellings() -> None:
         "--on_step_regression=warn",
         "--log_level=warning",
     )
-    with lighthouse_process(*flags) as process, line_to(process.address) as line:
+    with (
+        FreshProcess("lighthouse_server", "--bind=127.0.0.1:0", *flags) as process,
+        line_to(process.address) as line,
+    ):
         assert process.address.startswith("127.0.0.1:")
         assert failure(line.quorum("a:1")) == (
             grpc.StatusCode.ABORTED,

@@ -18,6 +18,7 @@ from support.bounds import Late, check
 from support.running import (
     END_S,
     SCRIPTS,
+    FreshProcess,
     Process,
     command,
     environment,
@@ -194,7 +195,7 @@ def test_a_supervisor_that_is_closed_before_its_manager_serves_leaves_no_process
 def test_the_command_runs_as_a_sidecar_with_both_spellings_and_the_environment(
     lighthouse: Process,
 ) -> None:
-    with Process(
+    with FreshProcess(
         "manager_server",
         "--store_address=127.0.0.1:1",
         "--group_world_size=1",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.etcd_server import ETCD, etcd_server
-from support.running import ROOT, Process, lighthouse_process, steady_address
+from support.running import ROOT, FreshProcess, Process, steady_address
 
 from chaos.fleet import Fleet
 from chaos.fork_server import worker_server
@@ -77,7 +77,9 @@ def test_clocks_jump_while_groups_train(tmp_path: Path, election: tuple[str, ...
 
     def lighthouse() -> Process:
         flags = ("--min-replicas=2", *election)
-        return lighthouse_process(*flags, bind=address, **at_lighthouse.variables)
+        return FreshProcess(
+            "lighthouse_server", f"--bind={address}", *flags, **at_lighthouse.variables
+        )
 
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(lighthouse())

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import click
 import pytest
 from click.testing import CliRunner
-from support.running import CALL_S, Process, command, line_to
+from support.running import CALL_S, FreshProcess, command, line_to
 
 import torchft_svc
 from torchft_svc.lighthouse_server.cli import main as lighthouse
@@ -135,7 +135,10 @@ def test_the_version(main: click.Command, name: str) -> None:
 @pytest.mark.processes
 def test_a_lighthouse_is_set_up_by_its_environment() -> None:
     variables = {"TORCHFT_LIGHTHOUSE_BIND": "127.0.0.1:0", "TORCHFT_MIN_REPLICAS": "7"}
-    with Process("lighthouse_server", **variables) as process, line_to(process.address) as line:
+    with (
+        FreshProcess("lighthouse_server", **variables) as process,
+        line_to(process.address) as line,
+    ):
         line.beat("a:1")
         asked = line.call("LighthouseService/Status", pb.LighthouseStatusRequest(), CALL_S, None)
         assert [job.min_replicas for job in asked.result().jobs] == [7]

@@ -1,4 +1,5 @@
-"""The fork server of the tests: it has imported torch, and forks what a test would start.
+"""The fork servers of the tests: they have imported torch, or the services, and fork what a test
+would start.
 
 A fork runs a function, or becomes a program like any other, from its arguments to the end of its
 interpreter; only its parent is another one.
@@ -20,6 +21,9 @@ from typing import Any
 from torchft_svc.rpc.fork_server import ForkServer
 
 TESTS = Path(__file__).parents[1]
+# What a fork server has imported: a service must not have torch, nor its memory.
+TORCH = "torch"
+SERVICES = "services"
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Program:
     """``arguments``: a script or ``-W ignore -m MODULE``, and its own.
 
     ``pace_s``: how long it sleeps in each step of an optimizer.
+    ``loaded``: which of the fork servers forks it.
     """
 
     arguments: Sequence[str]
@@ -34,6 +39,7 @@ class Program:
     folder: str
     leads_session: bool
     pace_s: float = 0.0
+    loaded: str = TORCH
 
 
 @dataclass(frozen=True)
@@ -47,17 +53,20 @@ class Call:
 
 
 @functools.cache
-def server() -> ForkServer:
-    """The only one of this session; it ends with this process."""
+def server(loaded: str) -> ForkServer:
+    """The only one of this session that has imported this; it ends with this process."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
-    return ForkServer("support.fork_server_main", "tests", environment=os.environ | environment)
+    return ForkServer(
+        "support.fork_server_main", "tests", loaded, environment=os.environ | environment
+    )
 
 
 class Forked:
     """A forked process, with the part of `subprocess.Popen` that tests need."""
 
     def __init__(self, what: Program | Call, descriptors: Sequence[int] = ()) -> None:
-        self.pid = server().fork(pickle.dumps(what), *descriptors)
+        self._server = server(what.loaded if isinstance(what, Program) else TORCH)
+        self.pid = self._server.fork(pickle.dumps(what), *descriptors)
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -71,7 +80,7 @@ class Forked:
 
     def _end(self, timeout_s: float | None) -> int | None:
         if self.returncode is None:
-            ended = server().end_of(self.pid, timeout_s)
+            ended = self._server.end_of(self.pid, timeout_s)
             self.returncode = None if ended is None else ended[0]
         return self.returncode
 

@@ -1,4 +1,5 @@
-"""The program of the tests' fork server: loads torch, and forks; see fork_server.py."""
+"""The program of the tests' fork servers: loads torch, or the services, and forks; see
+fork_server.py."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from demo.orphans import die_with_parent
-from support.fork_server import Call, Program
+from support.fork_server import SERVICES, TORCH, Call, Program
 from torchft_svc.rpc.fork_server import serve
 
 # Where this program finds its own modules; what it forks need not.
 OURS = os.environ["PYTHONPATH"].split(os.pathsep)
 
 
-def load() -> None:
+def load_torch() -> None:
     """All that torch loads at its first use, which takes seconds; starts no thread."""
     import torch
     import torch.distributed.fsdp
@@ -32,6 +33,15 @@ def load() -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
     torch.optim.Adam([weight]).step()
+
+
+def load_services() -> None:
+    """All that a lighthouse or a manager imports; starts no thread."""
+    import torchft_svc.lighthouse_server.cli
+    import torchft_svc.manager_server.cli  # noqa: F401
+
+
+LOADS = {TORCH: load_torch, SERVICES: load_services}
 
 
 def call(asked: Call) -> None:
@@ -80,8 +90,8 @@ def pace(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    load()
-    _fork = serve(*map(int, sys.argv[1:]))
+    LOADS[sys.argv[3]]()
+    _fork = serve(*map(int, sys.argv[1:3]))
     if _fork is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -24,6 +25,8 @@ import grpc
 import psutil
 import pytest
 
+from support.fork_server import SERVICES
+from support.warm import Warm
 from torchft_svc.coordination import Listeners, ManagerClient
 from torchft_svc.manager_server.early import SIDECAR
 from torchft_svc.proto import torchft_pb2 as pb
@@ -117,7 +120,13 @@ def steady_address() -> str:
 
 
 class Process:
-    """A command of ours in a process of its own; leaving the block kills it."""
+    """A service in a process of its own; leaving the block kills it.
+
+    It is forked from a process that has imported the services, which takes longer than the rest of
+    most tests.
+    """
+
+    _is_forked = True
 
     def __init__(
         self, module: str, *flags: str, namespace: str | None = None, **variables: str
@@ -126,11 +135,13 @@ class Process:
         self.module = module
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the block
         within = ("ip", "netns", "exec", namespace) if namespace else ()
-        self._popen = subprocess.Popen(
+        is_forked = self._is_forked and namespace is None
+        how: Any = functools.partial(Warm, loaded=SERVICES) if is_forked else subprocess.Popen
+        self._popen = how(
             [*within, sys.executable, "-m", f"torchft_svc.{module}", *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=self._errors,
+            stderr=self._errors.fileno(),
             cwd=ROOT,
             env=environment(**variables),
         )
@@ -170,11 +181,12 @@ class Process:
         """Send a signal; the exit status, and after how many seconds it came."""
         began_at = time.monotonic()
         self.send(number)
-        status = self._popen.wait(END_S)
+        status: int = self._popen.wait(END_S)
         return status, time.monotonic() - began_at
 
     def wait(self, timeout_s: float = END_S) -> int:
-        return self._popen.wait(timeout_s)
+        status: int = self._popen.wait(timeout_s)
+        return status
 
     def is_running(self) -> bool:
         return self._popen.poll() is None
@@ -194,6 +206,12 @@ class Process:
         assert self._popen.stdout is not None
         self._popen.stdout.close()
         self._errors.close()
+
+
+class FreshProcess(Process):
+    """Started as users do: for tests of the start, or of what an environment changes before it."""
+
+    _is_forked = False
 
 
 def lighthouse_process(*flags: str, bind: str = "127.0.0.1:0", **variables: str) -> Process:

@@ -1,4 +1,4 @@
-"""Starts programs in no time: they are forked from a process that has imported torch."""
+"""Starts programs in no time: they are forked from a process that has imported what they need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from subprocess import DEVNULL, PIPE, STDOUT
 from types import TracebackType
 from typing import Any
 
-from support.fork_server import Forked, Program
+from support.fork_server import TORCH, Forked, Program
 
 
 class Warm(Forked):
@@ -32,11 +32,12 @@ class Warm(Forked):
         text: bool = False,
         start_new_session: bool = False,
         pace_s: float = 0.0,
+        loaded: str = TORCH,
         preexec_fn: Callable[[], None] | None = None,
     ) -> None:
         """``preexec_fn`` is not called: what is forked ends with its streams, as these do."""
         assert command[0] == sys.executable, command
-        program = Program(command[1:], dict(env), str(cwd), start_new_session, pace_s)
+        program = Program(command[1:], dict(env), str(cwd), start_new_session, pace_s, loaded)
         with contextlib.ExitStack() as given:
             theirs: list[int] = []
             self.stdin = _stream(stdin, "w", theirs, given, text=text)
