@@ -50,12 +50,15 @@ def test_the_barriers_of_a_term_follow_one_another() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_wish_ends_the_term_for_all_ranks(rank: int) -> None:
+@pytest.mark.parametrize(
+    ("wish", "fate"), [(Wish.SOME, Fate.ENDS), (Wish.LOST, Fate.BREAKS_OFF)], ids=["seen", "lost"]
+)
+def test_one_wish_ends_the_term_for_all_ranks(rank: int, wish: Wish, fate: Fate) -> None:
     barrier = opened()
     wishes = [Wish.NONE, Wish.NONE]
-    wishes[rank] = Wish.SOME
+    wishes[rank] = wish
     assert count(barrier, steady(0, wish=wishes[0]), 10) == []
-    assert count(barrier, steady(1, wish=wishes[1]), 11) == told(10, 11, fate=Fate.ENDS)
+    assert count(barrier, steady(1, wish=wishes[1]), 11) == told(10, 11, fate=fate)
 
 
 @pytest.mark.parametrize("fate", [Fate.ENDS, Fate.BREAKS_OFF])

@@ -228,6 +228,34 @@ def test_news_about_another_quorum_is_no_wish() -> None:
     assert not round_.wants_question
 
 
+@pytest.mark.parametrize(("others", "told"), [(0.0, Fate.BREAKS_OFF), (0.5, Fate.ENDS)])
+def test_a_wish_that_the_sum_does_not_show_is_known_to_nobody_else(
+    others: float, told: Fate
+) -> None:
+    round_ = in_term()
+    round_.begin(REQUEST)
+    round_.want_question()
+    round_.summed(0.0, 1.0)
+    round_.summed(others)
+    assert round_.vote(100.0, 10.0) == (Decide(True, fate=told),)
+    round_.decide(Decide(True, fate=told))
+    round_.step.end_update()
+    round_.begin(REQUEST)
+    assert not round_.goes_on
+    assert round_.question("", are_connections_broken=False).agreed is (told is Fate.ENDS)
+
+
+def test_a_wish_that_was_lost_in_the_step_before_is_not_lost_again() -> None:
+    round_ = in_term()
+    round_.begin(REQUEST)
+    round_.summed(0.0, 1.0)
+    assert round_.wish is Wish.LOST
+    round_.begin(REQUEST)
+    round_.answered(STEADY)
+    round_.summed(0.0)
+    assert round_.wish is Wish.NONE
+
+
 def test_a_wish_is_over_with_the_question() -> None:
     round_ = in_term(wishes=1.0)
     round_.want_question()

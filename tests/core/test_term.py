@@ -8,7 +8,7 @@ import pytest
 
 from torchft_svc.core.term import LOOK_S, Fate, RunningTerm, TermEnds, Wish, fate
 
-NONE, SOME = Wish.NONE, Wish.SOME
+NONE, SOME, LOST = Wish.NONE, Wish.SOME, Wish.LOST
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,8 @@ NONE, SOME = Wish.NONE, Wish.SOME
         (True, [SOME], Fate.ENDS),
         (True, [NONE, SOME], Fate.ENDS),
         (True, [SOME, NONE], Fate.ENDS),
+        (True, [LOST, SOME], Fate.ENDS),
+        (True, [NONE, LOST], Fate.BREAKS_OFF),
         (False, [NONE], Fate.BREAKS_OFF),
         (False, [NONE, SOME], Fate.BREAKS_OFF),
         (False, [], Fate.BREAKS_OFF),

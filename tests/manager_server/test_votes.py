@@ -147,9 +147,12 @@ def test_all_workers_get_the_same_decision_step_after_step(
         assert decisions(a.vote(step), b.vote(step)) == [GOES_ON] * 2
     assert decisions(a.vote(5, wish=Wish.SOME), b.vote(5)) == [ENDS] * 2
     meet(workers, step=6)
-    assert decisions(a.vote(6, yes=False)) == [BREAKS_OFF], "it does not wait for the other"
-    assert decisions(b.vote(6)) == [BREAKS_OFF]
-    assert [worker.num_calls for worker in workers] == [num_calls(7)] * 2
+    lost = (True, Fate.BREAKS_OFF)
+    assert decisions(a.vote(6, wish=Wish.LOST), b.vote(6)) == [lost] * 2
+    meet(workers, step=7)
+    assert decisions(a.vote(7, yes=False)) == [BREAKS_OFF], "it does not wait for the other"
+    assert decisions(b.vote(7)) == [BREAKS_OFF]
+    assert [worker.num_calls for worker in workers] == [num_calls(8)] * 2
 
 
 def test_a_worker_of_an_older_version_votes_by_a_call(

@@ -5,7 +5,7 @@ the step has anyway, so all members of the quorum learn alike how the next step 
 
     committed, and nobody wishes  ->  the next step belongs to this quorum, too
     committed, and somebody does  ->  everyone asks for the next step
-    discarded                     ->  this group asks, and the lighthouse tells the others (rule E4)
+    discarded, or a wish is lost  ->  this group asks, and the lighthouse tells the others (rule E4)
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Wish(enum.Enum):
 
     NONE = "nobody wants to end the term"
     SOME = "somebody wants to end it, or nothing was summed that could tell"
+    LOST = "this worker wants to end it, and the sum does not show that to anybody"
 
 
 class Fate(enum.Enum):
@@ -37,10 +38,13 @@ class Fate(enum.Enum):
 
 def fate(committed: bool, wishes: Collection[Wish]) -> Fate:
     """How the next step begins, after a step of a term; ``wishes``: as each worker of the group saw
-    them. Worker r of each group saw the same as its counterparts, so all groups decide alike."""
+    them. Worker r of each group saw the same as its counterparts, so all groups decide alike; what
+    only one worker knows is no reason for the others."""
     if not committed:
         return Fate.BREAKS_OFF
-    return Fate.ENDS if Wish.SOME in wishes else Fate.GOES_ON
+    if Wish.SOME in wishes:
+        return Fate.ENDS
+    return Fate.BREAKS_OFF if Wish.LOST in wishes else Fate.GOES_ON
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,8 +193,14 @@ def vote_from_wire(message: pb.ShouldCommitRequest) -> Vote:
         should_commit=message.should_commit,
         round=message.round,
         worker_id=message.worker_id,
-        wish=Wish.NONE if message.wishes_none else Wish.SOME,
+        wish=_wish_from_wire(message),
     )
+
+
+def _wish_from_wire(message: pb.ShouldCommitRequest) -> Wish:
+    if message.wish_lost:
+        return Wish.LOST
+    return Wish.NONE if message.wishes_none else Wish.SOME
 
 
 _FATES: dict[Fate, pb.Fate] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.meeting_place import MeetingPlace
-from support.training import TIMEOUT, Trainer, lighthouse, together
+from support.running import eventually
+from support.training import (
+    TIMEOUT,
+    Trainer,
+    assert_identical,
+    in_step,
+    lighthouse,
+    together,
+)
 from torch import nn
 from torch.distributed import HashStore, ReduceOp
 from torch.distributed._functional_collectives import all_reduce
@@ -49,6 +58,51 @@ def test_groups_whose_sums_wait_for_nobody_ask_before_each_step(is_wrapped: bool
             quorum = each.manager._worker.round.quorum
             assert quorum is not None
             assert not quorum.steady
+
+
+class Compressing(ProcessGroupGloo):
+    """Keeps of each float what fits 127 levels of the largest one."""
+
+    def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
+        for each in args[0] if name == "allreduce" else ():
+            level = each.abs().max() / 127
+            if each.is_floating_point() and level > 0:
+                each.copy_(torch.round(each / level) * level)
+        return super()._launch(name, args, kwargs)
+
+
+class Declared(Compressing):
+    sums_exactly = False
+
+
+@pytest.mark.parametrize("kind", [Compressing, Declared])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_group_joins_others_whose_sums_are_compressed(
+    kind: type[Compressing], is_wrapped: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The gradients are so large that the wish to let it in vanishes among them."""
+
+    def trainer(address: str, name: str, seed: int) -> Trainer:
+        group: ProcessGroup = kind(TIMEOUT)
+        pg = ErrorSwallowingProcessGroupWrapper(group) if is_wrapped else group
+        made = Trainer(address, name, seed, pg=pg)
+        made.loss = lambda: 1e15 * Trainer.loss(made)  # type: ignore[method-assign]
+        return made
+
+    with lighthouse(min_replicas=2) as address, contextlib.ExitStack() as stack:
+        a, b = (stack.enter_context(trainer(address, *who)) for who in (("a", 0), ("b", 1)))
+        in_step(3, a, b)
+        c = stack.enter_context(trainer(address, "c", 2))
+
+        def lets_in(each: Trainer) -> None:
+            eventually(each.manager.num_replicas_waiting)
+            each.meets(3)
+
+        together(lambda: lets_in(a), lambda: lets_in(b), lambda: c.meets(3))
+        in_step(max(each.manager.current_step() for each in (a, b, c)) + 2, a, b, c)
+        assert_identical([a, b, c])
+    has_warned = "ProcessGroup.sums_exactly" in caplog.text
+    assert has_warned is (kind is Compressing)
 
 
 @pytest.fixture

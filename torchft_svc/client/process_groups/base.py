@@ -152,6 +152,16 @@ class ProcessGroup(dist.ProcessGroup):
         E3)."""
         return True
 
+    @property
+    def sums_exactly(self) -> bool:
+        """Whether a sum keeps small numbers that stand beside large ones.
+
+        A group that compresses what it sums has to return False: then the wish to end a term (rule
+        E2) is a sum of one element, which has to stay above zero, and not a number among the
+        gradients. Must be equal in all groups of a job.
+        """
+        return True
+
     def tidy(self) -> None:
         """Release abandoned backends whose operations have ended; cheap, call it often."""
 

@@ -58,6 +58,10 @@ class ProcessGroupWrapper(ProcessGroup):
     def needs_all_members(self) -> bool:
         return self._pg.needs_all_members
 
+    @property
+    def sums_exactly(self) -> bool:
+        return self._pg.sums_exactly
+
     # What a group is asked for besides collectives.
     prepare = _asked_of_wrapped("prepare")
     abort = _asked_of_wrapped("abort")

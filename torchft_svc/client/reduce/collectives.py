@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +27,21 @@ from torchft_svc.errors import (
     TorchFTError,
 )
 
+log = logging.getLogger(__name__)
+
 # The input of a group that does not contribute: it does not change the result.
 _NEUTRAL = {ReduceOp.SUM: 0.0, ReduceOp.PRODUCT: 1.0}
 # Comparing with it takes a fifth of the time that asking a device for its type takes.
 _CPU = torch.device("cpu")
 # Torch's id of the backward pass if none runs.
 NO_GRAPH = -1
+
+
+_WISH_LOST = (
+    "the process group has lost a small number in a sum with large ones, by which this group asks "
+    "the others to let another one join, or this one go; so this costs them a step now. A process "
+    "group that compresses what it sums has to say so: see ProcessGroup.sums_exactly"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,7 @@ class Collectives:
         self._between_steps = between_steps
         self._wish = wish
         self._carriers: list[torch.Tensor] = []  # of the wishes in this step
+        self._own_wishes = 0.0  # this group's part in their sum
         self._checks_all = checks_all
         self._num_launched = 0
         self._num_agreed = 0  # position up to which all groups have the same operations
@@ -95,7 +106,7 @@ class Collectives:
         self._epoch = epoch
         self.launched = False
         self._num_launched = self._num_agreed = 0
-        self._carriers = []
+        self._carriers, self._own_wishes = [], 0.0
         self._device = None
         self._end = None
         self._unread = []
@@ -172,23 +183,32 @@ class Collectives:
         """Have the wish summed with the next operation, if that is the first one or has a place for
         it; False if that failed, and the error was latched."""
         assert self._wish is not None
-        if carrier is not None:
-            carrier.fill_(float(self._wish()))
+        own = float(self._wish())
+        if carrier is not None and self._pg.sums_exactly:
+            carrier.fill_(own)
             self._carriers.append(carrier)
-        elif self._num_launched == 1 and self._pg.size() > 1:
-            wish = torch.full((1,), float(self._wish()), dtype=torch.float32, device=device)
-            self._carriers.append(wish)
-            return self._launch(wish, self._pg.allreduce, [wish], _SUM) is not None
-        return True
+            self._own_wishes += own
+            return True
+        if carrier is not None:
+            carrier.zero_()
+        if self._num_launched > 1 or self._pg.size() == 1:
+            return True
+        wish = torch.full((1,), own, dtype=torch.float32, device=device)
+        self._carriers.append(wish)
+        self._own_wishes += own
+        return self._launch(wish, self._pg.allreduce, [wish], _SUM) is not None
 
-    def wishes(self) -> float | None:
-        """The sum of the groups' wishes in this step, after `finish` (None: nothing was summed)."""
+    def wishes(self) -> tuple[float, float] | None:
+        """The sum of the groups' wishes in this step, after `finish`, and this group's part in it
+        (None: nothing was summed)."""
         if not self._carriers or self._pg.errored() is not None:
             return None
         total = 0.0
         for carrier in self._carriers:
             total += abs(carrier.item())
-        return total
+        if self._own_wishes and total == 0.0:
+            log.warning(_WISH_LOST)
+        return total, self._own_wishes
 
     def agree(self, tensor: torch.Tensor, wrapper: int) -> None:
         """Check that all groups begin a pass of ``wrapper`` with the sum of ``tensor``; if not, the

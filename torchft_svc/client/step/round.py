@@ -100,7 +100,7 @@ class RoundRules:
             is_steady=self.is_steady and pg.needs_all_members,
         )
 
-    def common(self) -> str:
+    def common(self, pg: ProcessGroup) -> str:
         """The settings that must be equal in all groups: they decide which groups contribute, and
         which steps count."""
         named = {
@@ -109,6 +109,7 @@ class RoundRules:
             "use_async_quorum": self.use_async_quorum,
             "init_sync": self.init_sync,
             **({"checks_collectives": True} if self.checks_collectives else {}),
+            **({} if pg.sums_exactly else {"sums_exactly": False}),
         }
         return ", ".join(f"{name}={value}" for name, value in named.items())
 

@@ -73,7 +73,7 @@ class Stepper:
     ) -> None:
         self._deps = deps
         self._rules = rules
-        self._common = rules.common()
+        self._common = rules.common(deps.pg)
         self._worker = worker
         worker.on_phase = deps.client.tell_phase
         self._thread = thread
@@ -411,7 +411,7 @@ class Stepper:
         self._protect_state()
         with self._worker.changing() as round_:
             if wishes is not None:
-                round_.summed(wishes)
+                round_.summed(*wishes)
             (order,) = round_.vote(time.monotonic(), timeout_s)
             if isinstance(order, Decide) and order.committed:  # a lone worker waits for nobody
                 round_.decide(order)
